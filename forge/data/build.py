@@ -28,7 +28,7 @@ NO_TOKENIZER = "none"
 
 @dataclass(frozen=True)
 class Data:
-    """What a run reads, and the fingerprints by which a resumed run recognises it."""
+    """The data of a run, and the fingerprints by which a resumed run recognises them."""
 
     dataset: PackedDataset
     validation: dict[str, Source]
@@ -46,7 +46,7 @@ def open_data(config: Config) -> Data:
 
 
 def build_dataset(config: Config) -> PackedDataset:
-    """Open the training samples. UserError where a source is missing, damaged, too short or of another tokenizer."""
+    """Open the training samples. UserError if a source is missing, damaged, too short or of another tokenizer."""
     used = [config.data.sources[number] for number in used_sources(config)]
     sources = _open(config, used, "train")
     leaves_out = config.data.at_cap == "leave_out"
@@ -66,7 +66,7 @@ def build_dataset(config: Config) -> PackedDataset:
 
 
 def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]) -> list[float]:
-    """The weights under `data.temperature`, to six digits: exact enough, and short in messages."""
+    """Return the weights under `data.temperature`, to six digits: exact enough, and short in messages."""
     temperature = config.data.temperature
     if not temperature:
         return list(weights)
@@ -83,7 +83,7 @@ def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]
 
 
 def build_validation(config: Config) -> dict[str, Source]:
-    """Return name -> held-out source; none where `evaluate.interval` is 0. Raises UserError as for training."""
+    """Return name -> held-out source; empty if `evaluate.interval` is 0. Raises UserError as for training."""
     if not config.evaluate.interval:
         return {}
     entries = config.data.validation
@@ -96,7 +96,7 @@ def build_validation(config: Config) -> dict[str, Source]:
 def build_tokenizer(config: Config) -> Tokenizer | None:
     """Load the tokenizer of the data, for checkpoints and text samples.
 
-    Returns None where all data is synthetic, or `data.tokenizer` is "none".
+    Returns None if all data is synthetic, or `data.tokenizer` is "none".
     """
     paths = [config.data.sources[number].path for number in used_sources(config)]
     if all(path == SYNTHETIC for path in paths) or config.data.tokenizer == NO_TOKENIZER:
@@ -111,7 +111,7 @@ def build_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def input_fingerprints(dataset: PackedDataset, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return what must not change when a run resumes: key -> fingerprint, as JSON. Equal ones give the same samples."""
+    """Return the inputs that a resume must not change: key -> fingerprint, as JSON. Equal ones give the same samples."""
     fingerprints: dict[str, Any] = {
         "data.tokenizer": tokenizer.fingerprint if tokenizer else None,
         "run.seed": dataset.order.seed,
@@ -127,13 +127,13 @@ def input_fingerprints(dataset: PackedDataset, tokenizer: Tokenizer | None) -> d
 
 
 def open_cache(config: Config) -> BlockCache:
-    """Open the folder for blocks of remote sources."""
+    """Open the cache folder for blocks of remote sources."""
     data = config.data
     return BlockCache(Path(data.cache_dir) if data.cache_dir else None, data.cache_gib)
 
 
 def _open(config: Config, streams: Sequence[Stream], purpose: str) -> list[Source]:
-    """Open the sources; each synthetic one draws its own stream from the same chain."""
+    """Open the sources; each synthetic source draws its own stream from the same chain."""
     vocab_size = config.model.vocab_size
     sources = []
     cache = open_cache(config) if any(is_url(stream.path) for stream in streams) else None

@@ -1,14 +1,14 @@
-"""Blocks of remote files on this machine's disk: bounded, shared by its processes, kept from one run to the next.
+"""A bounded disk cache for blocks of remote files, shared by all processes of the machine and kept between runs.
 
-    FOLDER/lock, layout.json      which limit the folder was made for
+    FOLDER/lock, layout.json      the limit for which the folder was made
     FOLDER/.forge-private         marks the folder as private to this user (forge/runtime/private.py)
     FOLDER/0042/KEY-7             block 7 of the file with that key, then its CRC-32
-    FOLDER/0042/.KEY-7            the same while it is fetched, locked by the thread that does
+    FOLDER/0042/.KEY-7            the same while it is fetched, locked by the fetching thread
 
-The folders are sets of equal size: a block has its place in one of them by a hash of its name, and when a set is full one of
-its blocks makes room. So the limit holds without a count that processes would have to share. A process may die at any point:
-the kernel releases its locks, and a block that is not whole is fetched again. A block of a dataset with checksums is compared
-with its checksum whenever it is read from the disk. The blocks of other files have only their CRC-32 and the private folder.
+The folders are sets of equal size. A hash of a block's name selects its set, and a full set evicts one of its blocks. So the
+limit holds without a counter shared by processes. A process may die at any point: the kernel releases its locks, and an
+incomplete block is fetched again. A block of a dataset with checksums is compared with its checksum at every read from the
+disk. The blocks of other files have only their CRC-32 and the private folder.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _IN_MEMORY = 64  # blocks
 _SET = re.compile(r"\d{4}")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 NextUse = Callable[[np.ndarray], np.ndarray]
-"""Numbers of blocks of a file, int64 `[n]` -> how far from now each is needed next, float64 `[n]`, in any common unit."""
+"""Indices of blocks of a file, int64 `[n]` -> distance of each to its next use, float64 `[n]`, in any common unit."""
 log = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """Return the folder for blocks where `data.cache_dir` is not set: on this machine, of this user."""
+    """Return the default folder for blocks (no `data.cache_dir`): on this machine, of this user."""
     return Path(tempfile.gettempdir()) / f"forge-cache-{os.geteuid()}"
 
 
 class BlockCache:
-    """Blocks in `folder`, of at most `gib` GiB and one more block for each thread that fetches.
+    """Blocks in `folder`, of at most `gib` GiB and one more block for each fetching thread.
 
-    Safe for threads and processes. UserError where the folder cannot be used, or another process uses it with another limit.
+    Safe for threads and processes. UserError if the folder cannot be used, or another process uses it with another limit.
     """
 
     def __init__(self, folder: Path | None = None, gib: float = 16.0):
@@ -63,7 +63,7 @@ class BlockCache:
         self._sets = min(_SETS, -(-blocks // _SET_BLOCKS))
         self._set_blocks = blocks // self._sets
         self.next_uses: dict[str, NextUse] = {}
-        """Key of a file -> when its blocks are needed. Blocks of files that are not in it make room first."""
+        """Key of a file -> next uses of its blocks. Blocks of files without an entry are evicted first."""
         self._memory: OrderedDict[str, bytes] = OrderedDict()
         self._memory_lock = threading.Lock()
         self._is_full = False
@@ -78,7 +78,7 @@ class BlockCache:
             ) from None
 
     def _take(self, layout: bytes, gib: float) -> None:
-        """Hold the folder with this layout; make it again if nobody uses it with another one."""
+        """Lock the folder for this layout. If it has another layout and nobody uses it, empty it; else raise UserError."""
         path = self.folder / "layout.json"
         with suppress(BlockingIOError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,7 +130,7 @@ class BlockCache:
             return file.fetch(number)
 
     def _store(self, path: Path, partial: int, data: bytes) -> None:
-        """Write a block and give it its name. A full disk is no error: the block is then not kept."""
+        """Write a block and give it its name. A full disk is not an error: the block is then not kept."""
         content = data + zlib.crc32(data).to_bytes(4, "little")
         with _locked(path.parent / ".lock"):
             for room in (0, 1):
@@ -160,7 +160,7 @@ class BlockCache:
             )
 
     def _make_room(self, folder: Path, more: int) -> None:
-        """Remove blocks until the set has room for one, and `more` beyond that: those first that are needed last."""
+        """Evict blocks until the set has room for one, and `more` beyond that, in the order of `in_order_of_need`."""
         names = [name for name in os.listdir(folder) if not name.startswith(".")]
         surplus = len(names) - self._set_blocks + 1
         if more:
@@ -172,7 +172,7 @@ class BlockCache:
                 os.unlink(folder / name)
 
     def in_order_of_need(self, folder: Path, names: list[str]) -> list[str]:
-        """Return the blocks of a set, those that are needed last at the end."""
+        """Return the blocks of a set, ordered by next use, the latest at the end."""
         need = np.full(len(names), np.inf)
         of_file: dict[str, list[int]] = {}
         for place, name in enumerate(names):
@@ -194,17 +194,17 @@ def _partial(path: Path) -> Path:
 
 @contextmanager
 def _claim(path: Path) -> Iterator[int | None]:
-    """Hold the right to fetch a block: yields the file to write, or None where another thread or process has fetched it."""
+    """Hold the right to fetch a block. Yield the file to write, or None if another thread or process has fetched it."""
     partial = _partial(path)
     while True:
         file = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            # Who held it before may have renamed or removed the file that we waited for.
+            # The previous holder may have renamed or removed the file while we waited.
             if not _is_same(file, partial):
                 continue
             try:
-                # Only under the lock: the block may have come before we made the file.
+                # Only under the lock: the block may have arrived before we made the file.
                 yield None if path.exists() else file
             finally:
                 if _is_same(file, partial):
@@ -229,7 +229,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is_unmarked_cache(folder: Path) -> bool:
-    """Return whether an earlier forge, which made no marker, made this folder: it holds a layout and nothing but a cache."""
+    """Return whether an earlier forge, without markers, made this folder: it holds a layout and only cache files."""
     names = [name for name in os.listdir(folder) if name != MARKER]
     try:
         known = set(json.loads((folder / "layout.json").read_bytes())) == {
@@ -243,7 +243,7 @@ def _is_unmarked_cache(folder: Path) -> bool:
 
 
 def _load(path: Path, file: RemoteFile, number: int) -> bytes | None:
-    """Return block `number` of `file` from the disk; None, and removed, if it is not as it was written."""
+    """Return block `number` of `file` from the disk; if it is damaged, remove it and return None."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

@@ -17,9 +17,9 @@ from forge.runtime.errors import UserError
 
 
 class PackedDataset:
-    """`dataset[i]` is global sample i, for any i >= 0 that `dataset.order` (forge/data/order.py) does not pass over.
+    """`dataset[i]` is global sample i, for any i >= 0 that `dataset.order` (forge/data/order.py) does not skip.
 
-    `packing` decides how a source is cut into samples (forge/data/windows.py).
+    `packing` divides a source into samples (forge/data/windows.py).
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class PackedDataset:
     ):
         cut = [windows_of(source, seq_len, packing) for source in sources]
         self.samples = dict(zip(numbered(windows.fingerprint for windows in cut), cut, strict=True))
-        """By the name that they have in `order`, as all that follows."""
+        """Samples by the source's name in `order`, like all attributes below."""
         self.labels = {name: windows.source.name for name, windows in self.samples.items()}
-        """For people: the path, or the name in the config."""
+        """Names for messages: the path, or the name in the config."""
         self.sources = {name: windows.source for name, windows in self.samples.items()}
         self.weights = dict(zip(self.sources, weights, strict=True))
         self.seq_len = seq_len
@@ -48,13 +48,13 @@ class PackedDataset:
             for name, most in zip(self.samples, max_epochs, strict=False)
             if most
         }
-        """Samples after which a source is left out; of those that have such a limit."""
+        """Samples after which a source is left out, for sources with such a limit."""
         self._block = block
         self.block = Mixture(weights, seed, block).block
         beginning = Order.beginning(seed, list(self.sources), weights, self.block)
         self.order = self.continuing(beginning, 0)
-        """Of a new history."""
-        # In use are one or two epochs of each source.
+        """The order of a new history."""
+        # One or two epochs of each source are in use at a time.
         self._permutation = lru_cache(maxsize=2 * len(self.sources) + 2)(Permutation)
 
     def following(self, order: Order, document_mask: bool | None = None) -> PackedDataset:
@@ -65,9 +65,9 @@ class PackedDataset:
         return dataset
 
     def continuing(self, order: Order, position: int, weights: Sequence[float] | None = None) -> Order:
-        """Return a history's order up to global sample `position`, and from there on that of these sources and weights.
+        """Return a history's order up to global sample `position`, continued with these sources and weights.
 
-        weights: others than those of the sources, one for each.
+        weights: one per source; None: the sources' own.
         """
         if weights is None:
             return order.continued(self.weights, self.block, position, self.caps)
@@ -75,7 +75,7 @@ class PackedDataset:
         return order.continued(dict(zip(self.sources, weights, strict=True)), block, position, self.caps)
 
     def locate(self, global_sample: int) -> tuple[str, int, int]:
-        """Return (name of the source, epoch, window within the source); UserError where this data has not that source."""
+        """Return (name of the source, epoch, window within the source); UserError if this data lacks that source."""
         number, sample = self.order.locate(global_sample)
         name = self.order.sources[number]
         if name not in self.sources:

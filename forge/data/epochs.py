@@ -1,4 +1,4 @@
-"""Which source a sample is of, and how often each source is read."""
+"""Sources and epochs: the source of a sample, and the number of epochs read of each source."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from forge.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# Up to here repeated text teaches nearly as much as new text, and soon after that little (arXiv 2305.16264).
+# Up to here repeated text teaches nearly as much as new text; soon after that, little (arXiv 2305.16264).
 MANY = 4.0
 
 
 def epochs(dataset: PackedDataset, sample: int) -> dict[str, float]:
-    """Return name of source -> how many epochs of it have been read before global sample `sample` of the dataset's order.
+    """Return name of source -> epochs read before global sample `sample` of the dataset's order.
 
-    A name that comes again is numbered. Synthetic sources have no epochs.
+    A repeated name gets a number. Synthetic sources have no epochs.
     """
     drawn = dict(zip(dataset.order.sources, dataset.order.drawn(sample), strict=True))
     files = {
@@ -35,7 +35,7 @@ def epochs(dataset: PackedDataset, sample: int) -> dict[str, float]:
 
 
 def check_caps(after: dict[str, float], config: Data) -> None:
-    """UserError where the run would read a source (see `epochs`) more often than data.sources allows."""
+    """Raise UserError if the run would read a source (see `epochs`) more often than data.sources allows."""
     for source in config.sources:
         total = after.get(source.name or source.path, 0.0)
         if config.at_cap == "refuse" and source.max_epochs and total > source.max_epochs:
@@ -47,13 +47,13 @@ def check_caps(after: dict[str, float], config: Data) -> None:
 
 
 def sources_of(dataset: PackedDataset, samples: Sequence[int]) -> Tensor:
-    """Return the source of each global sample of the dataset's order, by its place in `dataset.sources`: int64 `[n]`."""
+    """Return the source of each global sample of the dataset's order, as index into `dataset.sources`: int64 `[n]`."""
     places = {name: place for place, name in enumerate(dataset.sources)}
     return torch.tensor([places[dataset.order.sources[dataset.order.locate(one)[0]]] for one in samples])
 
 
 def log_left_out(dataset: PackedDataset, position: int, last: int) -> None:
-    """Log from which global sample on sources are left out; UserError where before `last` all have reached their cap."""
+    """Log the global samples from which sources are left out. UserError if all reach their cap before `last`."""
     order = dataset.order
     limits = [dataset.caps.get(name) for name in order.sources]
     for segment in order.segments:
@@ -74,7 +74,7 @@ def log_left_out(dataset: PackedDataset, position: int, last: int) -> None:
 
 
 def log_epochs(before: dict[str, float], after: dict[str, float]) -> None:
-    """Log how often each source has been read, and will have been by the end of the run (see `epochs`)."""
+    """Log the epochs of each source so far and at the end of the run (see `epochs`)."""
     for name, total in after.items():
         so_far = f", {before[name]:.2f} so far" if before[name] else ""
         log.info("%s: %.2f epochs by the end of the run%s", name, total, so_far)

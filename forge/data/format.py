@@ -27,11 +27,11 @@ VERSION = 1
 START_DTYPE = np.dtype("<u8")
 DIGEST_BYTES = 8
 TokenUses = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Ranges of a stream's tokens, as first ones and ends, int64 `[n]` -> how far from now each is needed next, float64 `[n]`."""
+"""Ranges of a stream's tokens: starts and ends, int64 `[n]` -> distance of each to its next use, float64 `[n]`."""
 
 
 class Record(BaseModel):
-    """Part of a dataset's description: immutable, and unknown fields are an error."""
+    """A record in a dataset's description: immutable; an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,7 +45,7 @@ class FileRecord(Record):
 
 
 class ShardRecord(Record):
-    """`tokens` tokens of the stream, and the starts of the `documents` documents that begin among them.
+    """A shard: `tokens` tokens of the stream, and the starts of the `documents` documents that begin among them.
 
     `block_file`: the `block_digest` of each block of the token file and then of the document file; older datasets have none.
     """
@@ -82,24 +82,24 @@ class DatasetIndex(Record):
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return uint16 where every id fits, otherwise uint32; little-endian."""
+    """Return uint16 if every id fits, otherwise uint32; little-endian."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 def block_digest(data: bytes | memoryview) -> bytes:
-    """Return the checksum of a block of BLOCK_BYTES, the last one of a file shorter."""
+    """Return the checksum of a block of BLOCK_BYTES, or of a file's shorter last block."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 class TokenDataset:
     """A `Source`: a token stream on disk or in a store.
 
-    Opening reads `dataset.json` and, on disk, compares file sizes. Where the dataset has checksums of blocks, each block is
+    Opening reads `dataset.json` and, on disk, compares file sizes. If the dataset has checksums of blocks, each block is
     compared with its checksum when this process first reads it (forge/data/integrity.py compares all). Blocks of a store are
     kept in `cache`.
 
     With `vocab_size` (the model's), ids at or beyond it are refused: at opening by the recorded greatest id, and in
-    `read`, where only a damaged file contains one. All problems are `UserError`s that name the file.
+    `read`, since a damaged file may contain one. All problems are `UserError`s with the file's name.
     """
 
     def __init__(self, path: str | Path, vocab_size: int | None = None, cache: BlockCache | None = None):
@@ -107,7 +107,7 @@ class TokenDataset:
         self.path = str(path) if self.is_remote else Path(path)
         self.name = redact(str(path))
         self.next_use: TokenUses | None = None
-        """When tokens of a remote dataset are needed, for its cache; None: not known."""
+        """Next uses of a remote dataset's tokens, for its cache; None: unknown."""
         self.index = read_index(path)
         self.vocab_size = vocab_size
         self._check()
@@ -126,7 +126,7 @@ class TokenDataset:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of `dataset.json` without its origin, so of the content; the same after a copy or a move."""
-        # Nor with what follows from the content and that older datasets have not.
+        # It also excludes derived fields that older datasets lack.
         content = self.index.model_dump(exclude={"origin": True, "shards": {"__all__": {"block_file"}}})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -171,7 +171,7 @@ class TokenDataset:
             start, number = stop, number + 1
 
     def open_file(self, record: PlanFile, dtype: np.dtype) -> Array:
-        """Return the content of a file beside the dataset's own."""
+        """Return the content of an additional file in the dataset's folder."""
         path = join(self.path, record.name)
         if self._cache is None:
             return map_array(path, dtype)
@@ -180,7 +180,7 @@ class TokenDataset:
         return RemoteArray(file, self._cache, dtype)
 
     def _open(self, number: int, record: FileRecord, dtype: np.dtype) -> Array:
-        """Return the content of a file of shard `number`, compared with its checksums as it is read."""
+        """Return the content of a file of shard `number`, verified on reading."""
         if record.name not in self._arrays:
             self._arrays[record.name] = self._open_checked(number, record, dtype)
         return self._arrays[record.name]
@@ -205,7 +205,7 @@ class TokenDataset:
         return RemoteArray(file, cache, dtype)
 
     def _checksums(self, number: int, record: FileRecord, block_file: FileRecord) -> Callable[[int], bytes]:
-        """Return a function from the number of a block of `record` to its checksum. They stay in the file, being many."""
+        """Return a function from the index of a block of `record` to its checksum. Checksums stay in the file: too many."""
         shard, first = self.index.shards[number], 0
         if record is shard.document_file:
             first = -(-shard.token_file.bytes // BLOCK_BYTES)
@@ -213,7 +213,7 @@ class TokenDataset:
         return lambda block: self._open(number, block_file, dtype)[first + block].tobytes()
 
     def _open_block_file(self, path: str, record: FileRecord, dtype: np.dtype) -> Array:
-        """Return the checksums of a shard, compared with their own checksum as far as that takes one read."""
+        """Return the checksums of a shard, compared with their own checksum if a single read can do that."""
         if self._cache is None:
             sums = map_array(path, dtype)
             if hashlib.sha256(sums.view(np.uint8).data).hexdigest() != record.sha256:
@@ -230,7 +230,7 @@ class TokenDataset:
         return RemoteArray(file, self._cache, dtype)
 
     def _need_of(self, number: int, blocks: np.ndarray) -> np.ndarray:
-        """How far from now each block of a shard's tokens is needed next; 0 where that is not known."""
+        """Return the distance of each block of a shard's tokens to its next use; 0 if unknown."""
         if self.next_use is None:
             return np.zeros(len(blocks))
         each = BLOCK_BYTES // self.index.token_dtype.itemsize
@@ -260,7 +260,7 @@ class TokenDataset:
 
     def _check_size(self, record: FileRecord, elements: int, dtype: np.dtype) -> None:
         path, found = join(self.path, record.name), record.bytes
-        # In a store the size of each of many objects would be a request; there it shows when blocks are read.
+        # In a store, each object's size would take a request; a wrong size shows when blocks are read.
         if not self.is_remote:
             try:
                 found = Path(path).stat().st_size
@@ -275,7 +275,7 @@ class TokenDataset:
 
 
 def read_index(folder: str | Path) -> DatasetIndex:
-    """Return the content of a dataset's `dataset.json`. UserError where there is none, or it is not valid."""
+    """Return the content of a dataset's `dataset.json`. UserError if it is missing or invalid."""
     path = join(folder, INDEX)
     try:
         text = (read_whole(path) if is_url(path) else Path(path).read_bytes()).decode("utf-8")
@@ -285,7 +285,7 @@ def read_index(folder: str | Path) -> DatasetIndex:
         found = [] if is_url(path) else sorted(Path(folder).glob(f"*/{INDEX}"))
         if within := [str(inner.parent) for inner in found]:
             remedy = f"name one of those in it: {', '.join(within[:5])}"
-        raise UserError(f"{folder}: {what}, so it is no finished dataset; {remedy}") from None
+        raise UserError(f"{folder}: {what}, so it is not a complete dataset; {remedy}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     try:

@@ -1,4 +1,4 @@
-"""Batches of held-out sources: the same windows in every evaluation, on any layout."""
+"""Batches of held-out sources: the same windows in every evaluation, in any layout."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def evaluation_batches(
     """Yield `sequences` windows of the source (see `held_out_windows`), distributed over the data ranks.
 
     Every rank yields the same number of batches of `micro_batch_size` rows, padded with rows whose labels are all
-    IGNORE. The windows read do not depend on `ranks`. With `unreadable` a read error is appended there and the batch is
-    all padding, so that all ranks make the same number of collective calls.
+    IGNORE. The windows do not depend on `ranks`. With `unreadable`, a read error is appended there and the batch is all
+    padding, so that all ranks make the same number of collective calls.
     """
 
     def read(window: int) -> tuple[np.ndarray, np.ndarray | None]:

@@ -21,7 +21,7 @@ from forge.runtime.remote import BLOCK_BYTES
 
 @dataclass(frozen=True)
 class FileCheck:
-    """A file of a dataset, the bytes that were read of it, and what is wrong with it (None: nothing)."""
+    """A file of a dataset, the number of bytes read from it, and its problem (None: undamaged)."""
 
     path: Path
     bytes: int
@@ -29,9 +29,9 @@ class FileCheck:
 
 
 def check_files(dataset: str | Path) -> Iterator[FileCheck]:
-    """Yield a check of each file of the dataset: shards, checksums of blocks, plans of packings. Threads read them.
+    """Yield a check of each file of the dataset: shards, checksums of blocks, packing plans. Threads read the files.
 
-    Raises UserError: exit 2 where `dataset` is not a folder of forge with checksums, exit 1 where `dataset.json` is damaged.
+    Raises UserError: exit 2 if `dataset` is not a forge dataset with checksums, exit 1 if `dataset.json` is damaged.
     """
     folder = Path(dataset)
     if is_url(dataset):
@@ -81,7 +81,7 @@ def check_files(dataset: str | Path) -> Iterator[FileCheck]:
 
 
 def _check(path: Path, record: FileRecord | PlanFile, sums: Path | None, first: int) -> FileCheck:
-    """Compare a file with its SHA-256, and name the damaged blocks by the checksums in `sums`, from number `first` on."""
+    """Compare a file with its SHA-256; name damaged blocks by the checksums in `sums`, from index `first` on."""
     digest, size, changed = hashlib.sha256(), 0, []
     try:
         expected = np.fromfile(sums, f"V{DIGEST_BYTES}")[first:] if sums else np.zeros(0, f"V{DIGEST_BYTES}")

@@ -27,9 +27,9 @@ from forge.runtime.errors import caused_by
 class Loader:
     """Endless iterator over the batches of data rank `rank` of `ranks`, from global sample `start_sample`.
 
-    Each step takes the next samples, `global_batch_size` or as `plan_at` has it (see `steps_from`); rank r has the r-th
-    contiguous part of the rows, so the samples of a step do not depend on `ranks`. Samples that the dataset's order passes
-    over are skipped. A thread prefetches `prefetch` batches; the next `next` raises its exceptions.
+    Each step takes the next samples: `global_batch_size` of them, or the sizes of `plan_at` (see `steps_from`). Rank r has
+    the r-th contiguous part of the rows, so a step's samples do not depend on `ranks`. Samples outside the dataset's order
+    are skipped. A thread prefetches `prefetch` batches; the following `next` raises its exceptions.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Loader:
         )
         first = next(steps)
         self.order = first.dataset.order
-        """The order of the samples of the last batch; before the first batch, that of the first."""
+        """The sample order of the last batch; before the first batch, of the first one."""
         self._steps = (step.rows(rank, ranks) for step in chain([first], steps))
         self._dataset, self._prefetch = dataset, max(1, prefetch)
         self._ahead = max(32, self._prefetch * (global_batch_size // ranks))
         self.stall: Stall | None = None
-        """That of the last `next`, if it had to wait for long."""
+        """The stall of the last `next`, if it had to wait for long."""
         self._device = torch.device(device)
         self._queue: queue.Queue[tuple[Batch, Order] | BaseException] = queue.Queue(self._prefetch)
         self._closed = threading.Event()
@@ -78,14 +78,14 @@ class Loader:
         return batch.to(self._device)
 
     def close(self) -> None:
-        """End the thread, also while it waits for a store; further `next` calls raise StopIteration. May be called twice."""
+        """End the thread, also during a wait for a store; further `next` calls raise StopIteration. May be called twice."""
         self._closed.set()
         self._thread.join()
 
     def _work(self) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # else pinning would make a context on device 0
+                torch.cuda.set_device(self._device)  # otherwise pinning would create a context on device 0
             steps, ahead = tee(self._steps)
             samples = chain.from_iterable(step.reads() for step in ahead)
             with closing(read_samples(self._dataset, samples, self._ahead, self._closed)) as windows:
@@ -116,7 +116,7 @@ def stack_windows(
     document_mask: bool,
     first_sample: int,
 ) -> Batch:
-    """Return a CPU batch of `n` rows; missing windows and the end of a short one are padded with token 0 and IGNORE."""
+    """Return a CPU batch of `n` rows; missing windows and the end of a short window are padding: token 0 and IGNORE."""
     tokens = np.zeros((n, seq_len), np.int64)
     labels = np.full((n, seq_len), IGNORE, np.int64)
     documents = np.zeros((n, seq_len), np.int32) if document_mask else None
@@ -126,8 +126,8 @@ def stack_windows(
         labels[i, filled] = window[1:]
         if documents is not None and owners is not None:
             documents[i, filled] = owners[:-1]
-            documents[i, len(window) - 1 :] = owners[-1] + 1  # padding is of no document
-            # The first token of a document is not predicted from the previous document, which it cannot attend to.
+            documents[i, len(window) - 1 :] = owners[-1] + 1  # padding belongs to no document
+            # A document's first token is not predicted from the previous document: it cannot attend to it.
             labels[i, filled][owners[1:] != owners[:-1]] = IGNORE
     return Batch(
         torch.from_numpy(tokens),

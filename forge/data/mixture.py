@@ -1,9 +1,9 @@
-"""Whose turn global sample i is: a pure function of (weights, seed, block, i).
+"""The source of global sample i: a pure function of (weights, seed, block, i).
 
 Samples come in blocks of B. With cumulative normalised weights C_0 = 0, ..., C_S = 1, source s has had
     turns_s(b) = floor(b B C_{s+1}) - floor(b B C_s)
 turns when block b starts: within one of its share, and all counts add up to b B. Within the block the sources' turns
-are shuffled by key. What a source gives at its turn is in forge/data/order.py.
+are shuffled by key. forge/data/order.py selects the source's sample for each turn.
 
 Weights are exact fractions and samples exact integers, so nothing drifts at 10^13 samples.
 """
@@ -20,15 +20,15 @@ import numpy as np
 from forge.data.permutation import hash_positions, key_of
 from forge.runtime.errors import UserError
 
-# So that a block, which is held in memory, has at most 10^6 samples: the largest data.mixture_block, too.
+# Limits a block, which is held in memory, to 10^6 samples: the largest data.mixture_block, too.
 _SMALLEST_SHARE = Fraction(1, 10**6)
 
 
 class Mixture:
     """Global order of turns of the sources, in proportion to `weights` (any sum; 0: never).
 
-    `block` is B above. It grows to 1/(smallest positive share) where it is less than that: with fewer samples in a
-    block the rounded cumulative shares could take a sample back from a source. UserError for a share below 1e-6.
+    `block` is B above. It grows to at least 1/(smallest positive share): in a smaller block the rounded cumulative shares
+    could take a sample back from a source. UserError for a share below 1e-6.
     """
 
     def __init__(self, weights: Sequence[float], seed: int, block: int = 1024):
@@ -37,7 +37,7 @@ class Mixture:
             raise UserError(
                 f"data.sources: weights must be finite, not negative and not all 0, got {list(weights)}"
             )
-        # The decimal that the user wrote, not its nearest binary fraction: 0.1 is one tenth.
+        # The user's decimal, not its nearest binary fraction: 0.1 is one tenth.
         exact = [Fraction(str(weight)) for weight in weights]
         shares = [weight / sum(exact) for weight in exact]
         self.seed = seed
@@ -53,10 +53,10 @@ class Mixture:
         self._cumulative = [sum(numerators[:s]) for s in range(len(shares) + 1)]
         self._order = lru_cache(maxsize=4)(
             self._make_order
-        )  # the loader reads in one block, or at the end of one
+        )  # the loader reads within one block, or at the end of one
 
     def turn(self, sample: int) -> tuple[int, int]:
-        """Return whose turn global sample `sample` is, counted from 0, and how many turns that source has had before."""
+        """Return the source of global sample `sample`, counted from 0, and the number of its earlier turns."""
         block, position = divmod(sample, self.block)
         sources, ranks = self._order(block)
         source = int(sources[position])
@@ -64,7 +64,7 @@ class Mixture:
         return source, before[source + 1] - before[source] + int(ranks[position])
 
     def turns(self, sample: int) -> list[int]:
-        """Return how many turns each source has had before global sample `sample`."""
+        """Return the number of turns of each source before global sample `sample`."""
         block, position = divmod(sample, self.block)
         before = self._before(block)
         within = np.bincount(self._order(block)[0][:position], minlength=len(before) - 1).tolist()

@@ -1,15 +1,14 @@
-"""Which sample of which source is global sample i, in a history whose mixture may change and that may pass samples over.
+"""The source and its sample for global sample i, in a history of changing mixtures and skipped ranges.
 
-Each source has an order of its own, in which it is read wherever it has a turn: its m-th sample, m = 0, 1, ..., is window
+Each source is read in its own order, independently of its turns: its m-th sample, m = 0, 1, ..., is window
 permutation_e(m mod n) of its n windows, in its epoch e = m div n. So an epoch shows each window once before the next one
-begins, and a source that is exhausted, or smaller than a batch, continues with its next epoch.
+begins. An exhausted source, or one smaller than a batch, continues with its next epoch.
 
-A history is a list of segments, each with a mixture (forge/data/mixture.py). When another mixture comes into force each
-source continues where it stands, and a source that was left out continues when it comes back. Sources are recognised by their
-content. What a roll-back passes over is a range of global numbers, which are not read, and a range of m of each source, which
-is skipped under any later mixture.
+A history is a list of segments, each with a mixture (forge/data/mixture.py). Under a new mixture each source continues at its
+own position, also a source that was left out and comes back. Sources are recognised by their content. A roll-back skips a
+range of global numbers, which are not read, and a range of m of each source, which is skipped under any later mixture.
 
-From a seed, the segments and the ranges all of it is a pure function of i, with O(sources x changes) state.
+Given seed, segments and ranges, all of it is a pure function of i, with O(sources x changes) state.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Segment:
-    """From global sample `start` on, `weights` are in force, in blocks of `block`; of each source, `drawn` samples were
-    drawn before. Both have an entry for each source the history has had by then, in the order of their first use."""
+    """From global sample `start` on, `weights` apply, in blocks of `block`. drawn: samples drawn before, per source. Both
+    have an entry for each source of the history so far, in the order of first use."""
 
     start: int
     block: int
@@ -39,8 +38,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class PassedOver:
-    """Global samples from `first_sample` up to, not including, `end_sample` are not read, and neither are those samples of
-    each source, as [from, up to] in its own order: the same ones, where the mixture was not another."""
+    """Skipped samples: global samples from `first_sample` up to, not including, `end_sample`.
+
+    drawn: per source, a skipped range [from, up to] in its own order; the same samples, unless the mixture has changed.
+    """
 
     first_sample: int
     end_sample: int
@@ -48,16 +49,16 @@ class PassedOver:
 
 
 class Stretch(NamedTuple):
-    """Global samples from `start` on in which the sources simply take turns."""
+    """Global samples from `start` on without a gap or a change of the mixture."""
 
     start: int
     mixture: Mixture
     drawn: list[int]  # of each source before `start`
-    turns: list[int]  # that the mixture would have given each source before `start`
+    turns: list[int]  # of each source before `start` under `mixture` alone
 
 
 class Order:
-    """`sources` names the sources the history has had, in the order of their first use; it and `segments` only grow."""
+    """The order of a history. sources: in the order of first use. `sources` and `segments` only grow."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Order:
 
     @classmethod
     def beginning(cls, seed: int, sources: Sequence[str], weights: Sequence[float], block: int) -> Order:
-        """The order of a new history."""
+        """Return the order of a new history."""
         return cls(seed, sources, [Segment(0, block, tuple(weights), (0,) * len(sources))])
 
     def _add_stretches(self, segment: Segment, stop: int | None) -> None:
@@ -93,7 +94,7 @@ class Order:
             self._stretches.append(Stretch(begin, mixture, drawn, self._padded(mixture.turns(begin))))
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Return (source, m) of global sample `sample`, which is in no gap: it is the m-th sample of that source."""
+        """Return (source, m) of global sample `sample`: the m-th sample of that source. `sample` must be in no gap."""
         stretch = self._stretches[bisect_right(self._starts, sample) - 1]
         source, turns = stretch.mixture.turn(sample)
         taken = turns - stretch.turns[source]
@@ -102,7 +103,7 @@ class Order:
     def drawn(self, sample: int, stretch: Stretch | None = None) -> list[int]:
         """Return the m of each source's first sample at or after global sample `sample`."""
         stretch = stretch or self._stretches[bisect_right(self._starts, sample) - 1]
-        # In the gap after a stretch no source has a turn.
+        # No source has a turn in the gap after a stretch.
         sample = min([sample, *(first for first, _ in self.gaps if first >= stretch.start)])
         taken = zip(self._padded(stretch.mixture.turns(sample)), stretch.turns, strict=True)
         return [
@@ -111,7 +112,7 @@ class Order:
         ]
 
     def _padded(self, counts: Sequence[int]) -> list[int]:
-        """With a 0 for each source that came later."""
+        """Return `counts`, extended by a 0 for each source added later."""
         return [*counts, *[0] * (len(self.sources) - len(counts))]
 
     def nth(self, position: int, n: int) -> int:
@@ -119,8 +120,8 @@ class Order:
         return nth_outside(position, n, self.gaps)
 
     def key(self, source: int, epoch: int) -> int:
-        """The key of a source's permutation in an epoch."""
-        # Later sources by name: where a history is restarted before they came, they may come in another order.
+        """Return the key of a source's permutation in an epoch."""
+        # Later sources by name: after a restart from before them, they may be added in another order.
         name = source if source < len(self.segments[0].weights) else self.sources[source]
         return key_of(self.seed, "epoch", name, epoch)
 
@@ -131,10 +132,10 @@ class Order:
         position: int,
         caps: Mapping[str, int] | None = None,
     ) -> Order:
-        """Return this order up to global sample `position`, and from there on with these weights of sources by name.
+        """Return this order up to global sample `position`, continued with these weights of sources by name.
 
-        caps: the number of samples after which a source is left out, by name. Where all sources are, the order goes on with
-        the last ones: see `capped_at`.
+        caps: the number of samples after which a source is left out, by name. Once all sources are left out, the order
+        continues with the last ones: see `capped_at`.
         """
         caps = caps or {}
         sources = (*self.sources, *(name for name in weights if name not in self.sources))
@@ -142,7 +143,7 @@ class Order:
         configured = tuple(float(weights.get(name, 0.0)) for name in sources)
         limits = [caps.get(name) for name in sources]
         wanted = _uncapped(configured, drawn, limits) or configured
-        # Later segments are what caps were going to do.
+        # Later segments were planned because of caps.
         past = [segment for segment in self.segments if segment.start <= position]
         order = (
             Order(self.seed, self.sources, past, self.passed_over) if len(past) < len(self.segments) else self
@@ -160,9 +161,9 @@ class Order:
         return order
 
     def capped_at(self, position: int, limits: Sequence[int | None]) -> int | None:
-        """Return the first global sample after `position` at which a source in force has given its limit; None: never.
+        """Return the first global sample after `position` at which a source of the last mixture has reached its limit.
 
-        limits: of `self.sources`, in that order; None: no limit. The last mixture is in force.
+        None: never. limits: of `self.sources`, in that order; None: no limit.
         """
         weights = self.segments[-1].weights
         capped = [
@@ -187,25 +188,25 @@ class Order:
         return high
 
     def passing_over(self, ranges: Iterable[PassedOver]) -> Order:
-        """Return this order without these samples, which are all that are passed over."""
+        """Return this order with exactly these ranges skipped."""
         return Order(self.seed, self.sources, self.segments, ranges)
 
     def between(self, first: int, end: int, later: Order | None = None) -> dict[str, list[int]]:
-        """Return from where up to where, in its own order, each source is read by global samples first ... end - 1.
+        """Return, for each source, the range in its own order that global samples first ... end - 1 read.
 
-        Where the mixture has changed in between, `later` is the order after that.
+        later: the order after a change of the mixture in between.
         """
         later = later or self
         ranges = zip(later.sources, later._padded(self.drawn(first)), later.drawn(end), strict=True)
         return {name: [start, stop] for name, start, stop in ranges if start < stop}
 
     def count_between(self, source: str, first: int, end: int) -> int:
-        """Return how many of samples first ... end - 1 of a source's own order are not passed over."""
+        """Return the number of samples first ... end - 1 of a source's own order that are not skipped."""
         skipped = self._skipped[self.sources.index(source)]
         return end - first - sum(max(0, min(end, stop) - max(first, start)) for start, stop in skipped)
 
     def state(self) -> dict[str, Any]:
-        """Return sources and segments as JSON; what is passed over is saved with the roll-backs."""
+        """Return sources and segments as JSON; skipped ranges are saved with the roll-backs."""
         return {
             "sources": list(self.sources),
             "segments": [asdict(segment) for segment in self.segments],
@@ -213,7 +214,7 @@ class Order:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], seed: int) -> Order:
-        """Return the order of a checkpoint from the result of `state` and from `run.seed`."""
+        """Return the order of a checkpoint, from the result of `state` and `run.seed`."""
         segments = [
             Segment(one["start"], one["block"], tuple(one["weights"]), tuple(one["drawn"]))
             for one in state["segments"]
@@ -224,7 +225,7 @@ class Order:
 def _uncapped(
     weights: Sequence[float], drawn: Sequence[int], limits: Sequence[int | None]
 ) -> tuple[float, ...]:
-    """Weights without the sources that have given their limit; empty if none is left."""
+    """Return the weights without sources at their limit; empty if none is left."""
     left = tuple(
         0.0 if limit is not None and given >= limit else weight
         for weight, given, limit in zip(weights, drawn, limits, strict=True)
@@ -233,7 +234,7 @@ def _uncapped(
 
 
 def numbered(names: Iterable[str]) -> list[str]:
-    """Return the same names, each that comes again with a number: in an `Order` sources are named by their fingerprints."""
+    """Return the same names, repeated ones with a number: an `Order` names sources by their fingerprints."""
     counts: Counter[str] = Counter()
     found = []
     for name in names:
@@ -254,7 +255,7 @@ def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def nth_outside(position: int, n: int, ranges: Ranges) -> int:
-    """Return the n-th number (from 0) at or after `position` that is in none of the ranges (see `merge`)."""
+    """Return the n-th number (from 0) at or after `position` outside all ranges (see `merge`)."""
     for first, end in ranges:
         if end <= position:
             continue

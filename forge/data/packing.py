@@ -1,4 +1,4 @@
-"""The plan of a packing: which documents, or parts of them, make up each sequence (made by forge/tools/prepare/pack.py).
+"""Packing plans: the documents, or parts of documents, of each sequence (made by forge/tools/prepare/pack.py).
 
     packing-best_fit-2048.json              a `PlanIndex`
     packing-best_fit-2048-sequences.bin     uint64 [sequences + 1]: the first piece of each; then their number
@@ -38,9 +38,10 @@ class PlanFile(BaseModel):
 
 
 class PlanIndex(BaseModel):
-    """What is known of a plan.
+    """The description of a plan.
 
-    `cut_documents` are longer than a sequence and continue in further ones with `cut_tokens`. `lost_tokens` are in none.
+    `cut_documents` are longer than a sequence and continue in further ones with `cut_tokens`. `lost_tokens` are in no
+    sequence.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -71,7 +72,7 @@ class Plan:
     def __init__(self, index: PlanIndex, starts: Array, pieces: Array):
         self.index, self._starts, self._pieces = index, starts, pieces
         self.sequences, self.name = index.sequences, plan_name(index.kind, index.seq_len)
-        # Of the sequences: another version may report other counts of them.
+        # The sequences only: another version may report other counts of them.
         content = f"{index.sequence_file.sha256}{index.piece_file.sha256}"
         self.digest = hashlib.sha256(content.encode()).hexdigest()
 
@@ -89,9 +90,9 @@ def open_plan(
     dataset: str,
     open_file: Callable[[PlanFile, np.dtype], Array],
 ) -> Plan:
-    """Open a plan of the dataset in `folder`, whose fingerprint is `dataset`; `open_file` opens a file of it.
+    """Open a plan of the dataset in `folder` with fingerprint `dataset`; `open_file` opens a file of it.
 
-    Raises UserError where it is missing, damaged, or of another dataset.
+    Raises UserError if it is missing, damaged, or of another dataset.
     """
     path = join(folder, f"{plan_name(kind, seq_len)}.json")
     remedy = (

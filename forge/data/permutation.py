@@ -1,7 +1,7 @@
 """A keyed permutation of range(n) that needs no memory: shuffles samples at any number of tokens.
 
-A Feistel network permutes range(4^k) for the smallest such range that holds n; values at or beyond n are
-permuted again until they are below it (cycle walking), which gives a bijection on range(n).
+A Feistel network permutes range(4^k) for the smallest such range that contains n. Values at or beyond n are permuted again
+until they are below it (cycle walking), which gives a bijection on range(n).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ROUNDS = 8  # four make a Feistel network pseudo-random; more are needed for ti
 
 
 def key_of(*parts: int | str) -> int:
-    """A 64-bit key from (seed, purpose, ...); distinct parts give unrelated keys, the same on every machine."""
+    """Return a 64-bit key of (seed, purpose, ...); distinct parts give unrelated keys, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
@@ -28,7 +28,7 @@ def scramble(value: int) -> int:
 
 
 def _scramble_all(values: np.ndarray) -> np.ndarray:
-    """`scramble` of each of uint64 `[n]`."""
+    """Return `scramble` of each element of uint64 `[n]`."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -59,7 +59,7 @@ class Permutation:
         return value
 
     def inverse(self, values: np.ndarray) -> np.ndarray:
-        """Return the i of each `permutation(i)`: integers `[k]` below n, n up to 2^62, to int64 `[k]`."""
+        """Return i for each value `permutation(i)`: integers `[k]` below n, n up to 2^62, to int64 `[k]`."""
         found = values.astype(np.uint64)
         pending = np.arange(len(found))
         while len(pending):

@@ -1,8 +1,8 @@
 """Token files of other programs: a bare array of ids (`RawTokens`), and Megatron-LM's indexed datasets (`MegatronTokens`).
 
-Such files have no checksum and do not record their greatest id, so ids are checked whenever they are read.
+Such files have no checksum and do not record their greatest id, so ids are checked at every read.
 
-Of a Megatron dataset `NAME.bin` holds the ids, `NAME.idx` their dtype and the document starts. The index, little-endian
+In a Megatron dataset `NAME.bin` holds the ids, `NAME.idx` their dtype and the document starts. The index, little-endian
 (megatron/core/datasets/indexed_dataset.py, `_IndexReader`):
 
     9 bytes         "MMIDIDX\\0\\0"
@@ -11,8 +11,8 @@ Of a Megatron dataset `NAME.bin` holds the ids, `NAME.idx` their dtype and the d
     uint64          S, number of sequences
     uint64          D + 1, number of document indices
     int32 [S]       tokens in each sequence
-    int64 [S]       where in the .bin each sequence begins, in bytes
-    int64 [D + 1]   the sequence with which each document begins; the last one is S
+    int64 [S]       offset of each sequence in the .bin, in bytes
+    int64 [D + 1]   first sequence of each document; the last one is S
     int8  [S]       modes, in multimodal datasets only; not read
 """
 
@@ -41,11 +41,11 @@ _FIELDS = struct.Struct("<QBQQ")
 _HEADER_BYTES = len(MAGIC) + _FIELDS.size
 # Codes 6 and 7 are float64 and float32.
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_BLOCK = 1 << 20  # entries of the index that are checked at once, to bound memory
+_BLOCK = 1 << 20  # entries of the index per check, to bound memory
 
 
 class _File:
-    """A file here, or in a store and read through a cache: its size in bytes, and parts of it as arrays."""
+    """A local file, or a remote one read through a cache: its size in bytes, and parts of it as arrays."""
 
     def __init__(self, path: str, cache: BlockCache | None):
         self.path = path
@@ -66,7 +66,7 @@ class _File:
 
 
 class MappedIds:
-    """The integers of a headerless file, mapped into memory or remote; every range that is read is checked."""
+    """The integers of a headerless file, mapped into memory or remote; every read is checked."""
 
     def __init__(self, file: _File, dtype: np.dtype, vocab_size: int):
         self.path, self.dtype, self._vocab_size = file.path, dtype, vocab_size
@@ -83,7 +83,7 @@ class MappedIds:
     def read(self, start: int, count: int) -> np.ndarray:
         """Return ids start ... start + count - 1 `[count]`, in the file's dtype, as a view of it.
 
-        Raises UserError that names the first id outside the model's vocabulary.
+        Raises UserError with the first id outside the model's vocabulary.
         """
         assert start >= 0 and start + count <= self.tokens
         ids = self._ids[start : start + count]
@@ -100,10 +100,10 @@ class MappedIds:
 class RawTokens(MappedIds):
     """A `Source`: the ids of one file without a header.
 
-    `dtype` is "uint16" or "uint32" (little-endian), given by the user: the file does not show which it is. With
-    `eos_id` a document ends after each such token; without it the file is one document. Raises UserError where the file
-    cannot be read, is empty or does not hold whole ids, where `eos_id` is not below `vocab_size`, and in `read` for an
-    id at or beyond `vocab_size`.
+    `dtype` is "uint16" or "uint32" (little-endian), given by the user: the file does not record it. With `eos_id` a
+    document ends after each such token; without it the file is one document. Raises UserError if the file cannot be read, is
+    empty or does not hold whole ids, if `eos_id` is not below `vocab_size`, and in `read` for an id at or beyond
+    `vocab_size`.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class RawTokens(MappedIds):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of size, dtype, `eos_id` and sampled content: see `sampled_digest`."""
+        """A hash of size, dtype, `eos_id` and sampled content: see `sampled_digest`."""
         return f"raw-{self.dtype.name}-{self._eos_id}-{sampled_digest(self._file)}"
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
@@ -140,8 +140,8 @@ class RawTokens(MappedIds):
 def sampled_digest(file: _File) -> str:
     """Return the SHA-256 of the file's size and of 64 evenly spaced blocks of 64 KiB, including the first and last.
 
-    Reads 4 MB whatever the size. A file up to 4 MB is hashed whole; in a larger one a change of a few bytes may not be
-    detected, another file of the same size is.
+    Reads 4 MB for any size. A file up to 4 MB is hashed whole. In a larger file, a change of a few bytes may go undetected,
+    but a different file of the same size does not.
     """
     digest = hashlib.sha256(file.size.to_bytes(8, "little"))
     last = max(0, file.size - SAMPLE_BYTES)
@@ -153,8 +153,8 @@ def sampled_digest(file: _File) -> str:
 class MegatronTokens(MappedIds):
     """A `Source`: the ids of a Megatron dataset as one stream. `path` is the common prefix, or the `.idx`.
 
-    Opening checks the whole index for consistency with itself and the size of the `.bin`. Raises UserError where they
-    disagree, and in `read` for an id at or beyond `vocab_size`. The index is mapped, not held in memory.
+    Opening checks the whole index for consistency with itself and the size of the `.bin`. Raises UserError if they disagree,
+    and in `read` for an id at or beyond `vocab_size`. The index is mapped, not held in memory.
     """
 
     def __init__(self, path: str | Path, vocab_size: int, cache: BlockCache | None = None):
@@ -183,7 +183,7 @@ class MegatronTokens(MappedIds):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the size and sampled content of both files: see `sampled_digest`."""
+        """A hash of the size and sampled content of both files: see `sampled_digest`."""
         return f"megatron-{sampled_digest(self._tokens)}-{sampled_digest(self._index_file)}"
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
@@ -197,14 +197,14 @@ class MegatronTokens(MappedIds):
         return np.cumsum(steps, dtype=np.int32)
 
     def _start_of(self, document: int) -> int:
-        """The document's first token. Empty documents at the end begin where the tokens end."""
+        """Return the document's first token. Empty documents at the end begin at the end of the tokens."""
         sequence = int(self._firsts[document])
         if sequence == len(self._pointers):
             return self.tokens
         return int(self._pointers[sequence]) // self.dtype.itemsize
 
     def _check_sequences(self) -> None:
-        """Sequences must follow each other without a gap, as Megatron writes them, and fill the .bin."""
+        """Check that sequences follow each other without a gap, as Megatron writes them, and fill the .bin."""
         total = 0
         for begin in range(0, len(self._lengths), _BLOCK):
             lengths = self._lengths[begin : begin + _BLOCK].astype(np.int64)
@@ -239,7 +239,7 @@ class MegatronTokens(MappedIds):
 
 
 def _read_header(file: _File) -> tuple[np.dtype, int, int]:
-    """The ids' dtype, the number of sequences and of document indices."""
+    """Return the ids' dtype, the number of sequences and of document indices."""
     path, header = file.path, file.bytes(0, min(_HEADER_BYTES, file.size)) if file.size else b""
     if not header.startswith(MAGIC) or len(header) < _HEADER_BYTES:
         raise UserError(f"{path}: does not begin like a Megatron index (MMIDIDX), or is cut short")

@@ -1,4 +1,4 @@
-"""Samples of remote sources, read ahead in the global order by threads, and what a wait for them is due to."""
+"""Read-ahead: threads read samples of remote sources in the global order; a stall reports the reads it waited for."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Result = TypeVar("Result")
 def in_order(
     work: Callable[[Item], Result], items: Iterable[Item], ahead: int, closed: threading.Event | None = None
 ) -> Iterator[Result]:
-    """Yield `work(item)` of each item, in order, with up to `ahead` of them under way. Closing it ends the threads.
+    """Yield `work(item)` of each item, in order, with up to `ahead` of them running. Closing it ends the threads.
 
-    Raises CancelledError once `closed` is set, also while it waits for a store: the threads are daemons, so neither this call
-    nor the process waits for the answers to their requests.
+    Raises CancelledError once `closed` is set, also during a wait for a store: the threads are daemons, so neither this call
+    nor the process waits for outstanding requests.
     """
     ended = threading.Event()
     tasks: queue.SimpleQueue[tuple[futures.Future[Result], Item] | None] = queue.SimpleQueue()
@@ -51,7 +51,7 @@ def in_order(
                 return
             try:
                 future.set_result(work(item))
-            except BaseException as error:  # raised where the result is taken
+            except BaseException as error:  # raised again with the result
                 future.set_exception(error)
 
     def take() -> Result:
@@ -81,9 +81,9 @@ def in_order(
 def read_samples(
     dataset: PackedDataset, samples: Iterable[tuple[PackedDataset, int]], ahead: int, closed: threading.Event
 ) -> Generator[tuple[np.ndarray, np.ndarray | None]]:
-    """Yield each sample of its dataset, in order; of remote sources up to `ahead` of them are read at once.
+    """Yield each sample of its dataset, in order; up to `ahead` samples of remote sources are read at once.
 
-    All datasets have the sources of `dataset`; their orders and masks may be others. `closed` ends a wait, see `in_order`.
+    All datasets have the sources of `dataset`, but may have other orders and masks. closed: ends a wait, see `in_order`.
     """
     if not any(is_remote(windows.source) for windows in dataset.samples.values()):
         yield from (of[sample] for of, sample in samples)
@@ -102,14 +102,14 @@ def read_samples(
 
 
 def is_remote(source: Source) -> bool:
-    """Whether reading it may wait for a store."""
+    """Return whether reading this source may wait for a store."""
     return isinstance(source, TokenDataset | MappedIds) and is_url(source.path)
 
 
 def _next_use(
     dataset: PackedDataset, name: str, position: list[int], first: np.ndarray, end: np.ndarray
 ) -> np.ndarray:
-    """How many samples from now on tokens first ... end - 1 of a source are read again, about."""
+    """Return the approximate number of samples until tokens first ... end - 1 of a source are read again."""
     order, windows = dataset.order, dataset.samples[name]
     number = order.sources.index(name)
     ranges = windows.over(first, end)
@@ -123,14 +123,14 @@ def _next_use(
 
 @dataclass(frozen=True)
 class Stall:
-    """A wait for data of `seconds`, and what the reading threads waited for at its end."""
+    """A wait for data of `seconds`, and the reading threads' own waits at its end."""
 
     seconds: float
     cause: str
 
 
 def wait_for(batches: queue.Queue[Result]) -> tuple[Result, Stall | None]:
-    """Return the next of `batches`. A wait for a store of STALL_S and more is logged while it lasts, and returned."""
+    """Return the next of `batches` and its stall, if any. A wait for a store of at least STALL_S is logged meanwhile."""
     began, cause = time.monotonic(), ""
     while True:
         try:
@@ -147,10 +147,10 @@ def wait_for(batches: queue.Queue[Result]) -> tuple[Result, Stall | None]:
 def next_uses(
     first: np.ndarray, end: np.ndarray, drawn: int, windows: int, permutation: Callable[[int], Permutation]
 ) -> np.ndarray:
-    """Return how many samples of a source from now on windows first ... end - 1 are read again, the soonest of each range.
+    """Return, for each range of windows first ... end - 1, the samples of the source until its earliest next read.
 
-    first, end: int64 `[n]`, ranges that are not empty; all of one length or a little less. drawn: samples of the source
-    that have been read. permutation: that of an epoch of `windows` windows.
+    first, end: int64 `[n]`, non-empty ranges of about equal length. drawn: samples of the source read so far.
+    permutation: of an epoch of `windows` windows.
     """
     epoch, now = divmod(drawn, windows)
     width = int((end - first).max())

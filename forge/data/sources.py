@@ -20,7 +20,7 @@ SYNTHETIC = "synthetic"
 
 
 class Source(Protocol):
-    """`tokens` tokens with random access; `fingerprint` identifies their content, `name` is for messages."""
+    """`tokens` tokens with random access. fingerprint: identifies their content. name: for messages."""
 
     name: str
 
@@ -46,12 +46,12 @@ def open_source(
     eos_id: int | None = None,
     cache: BlockCache | None = None,
 ) -> Source:
-    """Open the stream at `path` and check it against the model's `vocab_size`; UserError where it cannot be read.
+    """Open the stream at `path` and check it against the model's `vocab_size`; UserError if it cannot be read.
 
-    "synthetic": the stream of `seed`. A folder: a dataset of forge. `NAME.idx`, or `NAME` where there is a
-    `NAME.idx`: a Megatron dataset. `NAME.bin`: bare ids of `dtype`, documents ending with `eos_id`; the other kinds
-    ignore both keys, because they record what they hold. A URL is read through `cache` (None: the default one); a remote
-    Megatron dataset is named by its `.idx`.
+    "synthetic": the stream of `seed`. A folder: a forge dataset. `NAME.idx`, or `NAME` next to a `NAME.idx`: a Megatron
+    dataset. `NAME.bin`: bare ids of `dtype`, with documents that end with `eos_id`; the other kinds record their dtype and
+    documents, and ignore both keys. A URL is read through `cache` (None: the default one); a remote Megatron dataset is named
+    by its `.idx`.
     """
     # A URL may carry a signature after its path.
     file = Path(path.partition("?")[0] if is_url(path) else path)
@@ -75,7 +75,7 @@ def open_source(
 
 
 def count_windows(source: Source, seq_len: int) -> int:
-    """Return the number of samples of `seq_len` inputs and labels; UserError where there is none."""
+    """Return the number of samples of `seq_len` inputs and labels; UserError if there is none."""
     windows = (source.tokens - 1) // seq_len
     if windows < 1:
         raise UserError(
@@ -86,10 +86,10 @@ def count_windows(source: Source, seq_len: int) -> int:
 
 
 def held_out_windows(windows: int, sequences: int) -> Sequence[int]:
-    """Return which of a held-out source's `windows` an evaluation of `sequences` of them reads, ascending.
+    """Return the windows of a held-out source with `windows` of them that an evaluation of `sequences` reads, ascending.
 
-    They are drawn by one fixed permutation, because neighbours, such as the first ones, are about a few documents only. They
-    depend on both numbers alone: all runs, seeds, steps and layouts read the same, and fewer sequences are some of them.
+    One fixed permutation selects them: neighbours, e.g. the first ones, would cover only a few documents. They depend on both
+    numbers alone, so all runs, seeds, steps and layouts read the same windows. Fewer sequences are a subset.
     """
     if sequences >= windows:
         return range(windows)

@@ -1,8 +1,8 @@
-"""Which samples each data rank reads in each step, as sizes and mixture of steps change.
+"""The samples of each data rank in each step, under changing step sizes and mixtures.
 
-A step of B sequences of S tokens takes the next B S / L samples, which are windows of L = train.seq_len tokens: each window
-is cut into L / S rows of the batch. So whatever the sizes of steps, every token is read once per epoch, and the samples of a
-step depend only on the samples and tokens before it.
+A step of B sequences of S tokens takes the next B S / L samples, which are windows of L = train.seq_len tokens. Each window
+is cut into L / S rows of the batch. So with any step sizes, every token is read once per epoch, and the samples of a step
+depend only on the samples and tokens before it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = tuple[np.ndarray, np.ndarray | None]
 
 @dataclass(frozen=True)
 class StepRows:
-    """What one data rank reads for a step: row i is part `parts[i]`, of `seq_len` tokens, of global sample `samples[i]`."""
+    """A data rank's reads of a step: row i is part `parts[i]`, of `seq_len` tokens, of global sample `samples[i]`."""
 
     dataset: PackedDataset
     samples: list[int]
@@ -30,13 +30,13 @@ class StepRows:
     seq_len: int
 
     def reads(self) -> Iterator[tuple[PackedDataset, int]]:
-        """Yield each sample once, in order, with the dataset that it is of."""
+        """Yield each sample once, in order, with its dataset."""
         return ((self.dataset, sample) for sample, _ in groupby(self.samples))
 
     def cut(self, windows: Iterator[Row]) -> Iterator[Row]:
         """Yield tokens and labels `[seq_len + 1]` of each row, and their documents; shorter at the end of a sample.
 
-        windows: what was read of `reads`; so many are taken.
+        windows: samples from `reads()`, consumed in order.
         """
         for (_, rows), window in zip(
             groupby(zip(self.samples, self.parts, strict=True), itemgetter(0)), windows, strict=False
@@ -46,7 +46,7 @@ class StepRows:
 
 
 def part_of(window: Row, part: int, seq_len: int) -> Row:
-    """Return one of the parts of `seq_len` inputs and labels of a window; one token, and so no label, where it has ended."""
+    """Return part `part` of a window: `seq_len` inputs and labels. Past the window's end: one token without a label."""
     tokens, owners = window
     start = min(part * seq_len, len(tokens) - 1)
     chosen = slice(start, part * seq_len + seq_len + 1)
@@ -55,8 +55,8 @@ def part_of(window: Row, part: int, seq_len: int) -> Row:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What a step reads of `dataset`, whose order is that of the step: `windows` whole samples, from global sample `sample`
-    on, cut into `batch` rows of `seq_len` tokens."""
+    """The samples of a step: `windows` whole samples of `dataset`, in the step's order, from global sample `sample` on, cut
+    into `batch` rows of `seq_len` tokens."""
 
     dataset: PackedDataset
     sample: int
@@ -65,7 +65,7 @@ class StepSizes:
     windows: int
 
     def rows(self, rank: int, ranks: int) -> StepRows:
-        """Return what data rank `rank` of `ranks` reads of it: the rank's part of the rows."""
+        """Return the reads of data rank `rank` of `ranks`: the rank's part of the rows."""
         parts, order = self.batch // self.windows, self.dataset.order
         rows = range(rank * self.batch // ranks, (rank + 1) * self.batch // ranks)
         places = {window: order.nth(self.sample, window) for window in {row // parts for row in rows}}
@@ -82,7 +82,7 @@ def steps_from(
     sample: int = 0,
     tokens: int = 0,
 ) -> Iterator[StepSizes]:
-    """Yield each step from global sample `sample` on, before which `tokens` were trained on.
+    """Yield each step from global sample `sample` on. tokens: positions trained on before it.
 
     The order of `dataset` is the history's; the plan's mixture continues it.
     Without `plan_at` all steps have `global_batch_size` whole samples.

@@ -1,4 +1,4 @@
-"""A token stream of any length that needs no file and that a model starts to learn within ten steps."""
+"""A token stream of any length, without a file; a model starts to learn it within ten steps."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class SyntheticSource:
         uniform  ln(vocab_size)      loss of an untrained model
         unigram  H(J) + 2 ln 2 = 2.7 loss after some steps
         rate     ln 2 + H(J)/2 = 1.4 the lowest possible loss
-    (a little less of each where vocab_size is small). Every block of 1024 tokens starts with a jump and
-    depends on (seed, block) alone, so any part of the stream is computed without the parts before it. One jump
-    in 64 begins a document: 128 tokens on average.
+    (a little less of each for small vocabularies). Every block of 1024 tokens starts with a jump and depends on
+    (seed, block) alone, so any part of the stream is computed without the parts before it. One jump in 64 begins a
+    document: 128 tokens on average.
     """
 
     name = "synthetic"
@@ -58,6 +58,6 @@ class SyntheticSource:
         return np.cumsum(starts, dtype=np.int32)
 
     def _draw(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """64 random bits for each position (splitmix64 of key and position), and whether it is a jump (bit 0)."""
+        """Return 64 random bits for each position (splitmix64 of key and position), and the jumps (bit 0)."""
         bits = hash_positions(begin, end, self._key)
         return bits, (bits & np.uint64(1) == 0) | (np.arange(begin, end) % BLOCK == 0)

@@ -1,4 +1,4 @@
-"""Text <-> token ids: SentencePiece models, Hugging Face's tokenizer.json, and a byte tokenizer that needs no file."""
+"""Text <-> token ids: SentencePiece models, Hugging Face's tokenizer.json, and a byte tokenizer without a file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ BYTES = "bytes"
 MODEL_FILE = "tokenizer.model"
 BYTES_FILE = "tokenizer.bytes"
 JSON_FILE = "tokenizer.json"
-# Beside a tokenizer.json: they name the tokens that begin and end a text.
+# Next to a tokenizer.json: they name the tokens that begin and end a text.
 SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-# Without settings a document ends with the first of these that is a special token of the tokenizer.json.
+# Without settings a document ends with the first of these that tokenizer.json lists as a special token.
 USUAL_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]")
 _ESCAPED_SPACE = "\u2581"
 _BEFORE_SPACE = re.compile(r"[^\W_](?=[ \n])")
-# Patterns by which byte-level tokenizers split a text: of GPT-2, Llama 3, Qwen and GPT-4o.
+# Split patterns of byte-level tokenizers: of GPT-2, Llama 3, Qwen and GPT-4o.
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -40,9 +40,9 @@ _PATTERNS = (
 
 
 class Tokenizer(Protocol):
-    """`vocab_size` ids; `bos_id` and `eos_id` are None where it has none; `fingerprint` identifies its content.
+    """`vocab_size` ids. bos_id, eos_id: None if it has none. fingerprint: identifies its content.
 
-    `unk_id`: the id of text outside the vocabulary; None if there is no such text.
+    unk_id: the id of text outside the vocabulary; None if there is no such text.
     """
 
     vocab_size: int
@@ -53,30 +53,30 @@ class Tokenizer(Protocol):
 
     @property
     def can_cut(self) -> bool:
-        """Whether `cut` finds places in usual text."""
+        """Return whether `cut` finds places in usual text."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of the text without special tokens. UnicodeEncodeError for surrogates."""
 
     def cut(self, text: str, start: int) -> int:
-        """Return the first place i, at least `start` and 1, where the ids of a text are those of its two parts.
+        """Return the first place i, at least `start` and 1, at which the two parts of a text can be encoded separately.
 
         This holds for `text` and for every text that contains it: encode(x + y) == encode(x) + encode(y) if x ends with
         text[:i] and y begins with text[i:]. Returns len(text) if no place is known.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text; special tokens and ids beyond the vocabulary are left out, invalid UTF-8 becomes U+FFFD."""
+        """Return the text, without special tokens and ids beyond the vocabulary; invalid UTF-8 becomes U+FFFD."""
 
     def save(self, folder: Path) -> None:
-        """Write the files from which `load_tokenizer(folder)` loads this tokenizer."""
+        """Write the files for `load_tokenizer(folder)`."""
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load "bytes", a SentencePiece .model file, a tokenizer.json, or a folder with one (see `save`).
 
-    A tokenizer.json in a folder takes precedence: it also has tokens that were added to a SentencePiece model later.
-    Raises UserError that names the file and what is wrong with it.
+    A tokenizer.json in a folder takes precedence: it also has tokens added to a SentencePiece model later.
+    Raises UserError with the file and its problem.
     """
     if str(path) == BYTES:
         return ByteTokenizer()
@@ -106,9 +106,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def begin_text(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a text as they stand where a document begins: [bos] ids, without bos if the tokenizer has none.
+    """Return the ids of a text at the start of a document: [bos] ids, without bos if the tokenizer has none.
 
-    An empty text without bos begins with the token that ends the document before it. UserError if there is neither.
+    An empty text without bos begins with the token that ends the previous document. UserError if there is neither.
     """
     if tokenizer.bos_id is not None:
         return [tokenizer.bos_id, *ids]
@@ -146,7 +146,7 @@ class SentencePieceTokenizer:
     """A SentencePiece model, given as the bytes of its file (`name` is for messages)."""
 
     def __init__(self, model: bytes, name: str):
-        import sentencepiece  # only where it is used: neither `synthetic` nor `bytes` needs it
+        import sentencepiece  # only on use: neither `synthetic` nor `bytes` needs it
 
         self._model = model
         try:
@@ -168,7 +168,7 @@ class SentencePieceTokenizer:
         text.encode("utf-8")  # raises for lone surrogates, which SentencePiece would replace
         if self._escaped_space is None or _ESCAPED_SPACE not in text:
             return self._processor.encode(text)
-        # SentencePiece writes spaces as U+2581, so this character is encoded as bytes, or it would decode to a space.
+        # SentencePiece writes spaces as U+2581. That character itself is encoded as bytes, or it would decode to a space.
         ids: list[int] = []
         for number, part in enumerate(text.split(_ESCAPED_SPACE)):
             ids += self._escaped_space if number else []
@@ -189,9 +189,9 @@ class SentencePieceTokenizer:
 
     @cached_property
     def _joined(self) -> set[str] | None:
-        """All pairs of characters that follow each other in a piece; None if a text is not just merged piece by piece.
+        """Return all pairs of adjacent characters within pieces; None if the model does more than merge pieces.
 
-        Two characters between which no piece extends are never merged, and no merge on one side changes the other.
+        Two characters that are adjacent in no piece are never merged, and a merge on one side does not change the other.
         """
         from sentencepiece import sentencepiece_model_pb2 as protocol
 
@@ -213,18 +213,18 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, given as file name -> content together with those of SETTINGS_FILES beside it.
+    """A tokenizer.json, given as file name -> content, together with the SETTINGS_FILES next to it.
 
     A document ends with the settings' eos_token. It begins with the token that the tokenizer itself adds before a text,
-    or with bos_token where the settings have add_bos_token = true. Text that spells a special token remains text.
-    Byte-level tokenizers decode every text exactly; those that normalise do not.
+    or with bos_token if the settings have add_bos_token = true. Text that spells a special token remains text.
+    Byte-level tokenizers decode every text exactly; normalising tokenizers do not.
     """
 
     def __init__(self, files: dict[str, bytes], name: str):
-        # forge encodes text by text, in as many processes as are wanted.
+        # forge encodes one text at a time, in any number of processes.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
-            import tokenizers  # only where it is used, and optional
+            import tokenizers  # only on use: optional
         except ImportError:
             raise UserError(
                 f"tokenizer {name}: needs the package tokenizers: pip install 'forge[tokenizers]'; a SentencePiece model "
@@ -235,7 +235,7 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(files[JSON_FILE])
         except Exception as error:
             raise UserError(f"tokenizer {name}: is not a tokenizer.json: {error}") from None
-        # A file may contain the truncation of its last use, which would cut documents short.
+        # A file may contain the truncation setting of its last use, which would cut documents short.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -251,13 +251,13 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         text.encode("utf-8")  # raises for lone surrogates
-        # Its "fast" leaves out where in the text each token is, a fifth of the time.
+        # The "fast" call skips token offsets in the text, a fifth of the time.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def cut(self, text: str, start: int) -> int:
         if self.can_cut:
             for found in _BEFORE_SPACE.finditer(text, max(start - 1, 0)):
-                # Tables of characters differ between libraries only for what Unicode added later.
+                # Unicode tables of two libraries differ only in later additions to Unicode.
                 if unicodedata.ucd_3_2_0.category(found[0])[0] in "LN":
                     return found.end()
         return len(text)
@@ -303,7 +303,7 @@ class HuggingFaceTokenizer:
         return bos, eos
 
     def _id_of(self, settings: dict[str, Any], key: str) -> int | None:
-        """The id of the token that the settings name, as text or as an object with its `content`."""
+        """Return the id of the token in the settings, given as text or as an object with its `content`."""
         token = settings.get(key)
         token = token.get("content") if isinstance(token, dict) else token
         if token is None:
@@ -317,9 +317,9 @@ class HuggingFaceTokenizer:
 
 
 def _splits_at_spaces(described: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json always splits a text between a letter or digit and a space or line end after it.
+    """Return whether a tokenizer.json always splits a text between a letter or digit and a space or line end after it.
 
-    Then it tokenizes the two sides independently. True only for the steps listed here, of which no pattern looks back or
+    Then it tokenizes the two sides independently. True only for the steps listed here: none of their patterns looks back or
     matches such a pair, and no pattern that ends in a letter or digit looks ahead.
     """
     normalizer = described.get("normalizer") or {"type": "NFC"}  # a space composes with nothing
@@ -343,7 +343,7 @@ def _splits_at_spaces(described: dict[str, Any]) -> bool:
             splits = True
         elif kind not in ("Digits", "Punctuation"):
             return False
-    for token in described.get("added_tokens", []):  # found before all this
+    for token in described.get("added_tokens", []):  # matched before all these steps
         if token.get("rstrip") or _BEFORE_SPACE.search(token["content"]):
             return False
     return splits and normalizer.get("type") == "NFC"

@@ -1,4 +1,4 @@
-"""How a token stream becomes samples: cut into equal windows, or by the plan of a packing that the dataset holds."""
+"""Division of a token stream into samples: equal windows, or the sequences of a packing plan."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Windows(Protocol):
     fingerprint: str
 
     def pieces(self, window: int) -> list[tuple[int, int]]:
-        """Return the ranges of the stream that follow each other in a sample: first token and number of tokens."""
+        """Return the ranges of the stream in a sample, in order: first token and number of tokens."""
 
     def read(self, window: int, documents: bool) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return tokens `[seq_len + 1]` or fewer, and if requested the document of each, int32, ascending from 0."""
+        """Return tokens `[seq_len + 1]` or fewer, and if requested each token's document, int32, ascending from 0."""
 
     def over(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the windows first ... end - 1 that have tokens of each range of the stream; None: not known."""
+        """Return the windows first ... end - 1 with tokens of each range of the stream; None: unknown."""
 
 
 class StreamWindows:
     """Window k of a source of T tokens is tokens k S ... k S + S inclusive: S inputs and, shifted by one, S labels.
 
-    There are (T - 1) // S windows, so every token but the first is a label once, except a rest shorter than S.
+    There are (T - 1) // S windows, so every token but the first is a label once, except for a remainder shorter than S.
     """
 
     def __init__(self, source: Source, seq_len: int):
@@ -75,7 +75,7 @@ class PackedWindows:
 
 
 def windows_of(source: Source, seq_len: int, packing: str) -> Windows:
-    """Return the samples of a source under `data.packing`. UserError where it has none, or no plan for this length."""
+    """Return the samples of a source under `data.packing`. UserError if it has none, or no plan for this length."""
     if packing == "stream":
         return StreamWindows(source, seq_len)
     if not isinstance(source, TokenDataset):

@@ -97,7 +97,7 @@ class Muon:
                 piece.mul_(of_rows.view(-1, *[1] * (piece.dim() - 1)))
 
     def bound_logits(self, logits: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Bound these logits in each step. logits: parameter -> (largest logits of the heads, powers), see `LargestLogits`."""
+        """Bound these logits in each step. logits: parameter -> (largest per head, powers), see `LargestLogits`."""
         self._logits = logits
 
     def _update(self, shard: Shard, skip: Tensor) -> Tensor:

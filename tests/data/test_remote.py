@@ -90,7 +90,7 @@ def test_a_missing_object_is_refused_at_once_and_by_name(store, tmp_path) -> Non
     del store.objects["bucket/set/tokens-00001.bin"]
     with pytest.raises(UserError, match=r"tokens-00001.bin, bytes .*FileNotFoundError"):
         batches(source, 200)
-    with pytest.raises(UserError, match=r"holds no dataset.json, so it is no finished dataset"):
+    with pytest.raises(UserError, match=r"holds no dataset.json, so it is not a complete dataset"):
         TokenDataset(store.url("bucket/other"), 1000, BlockCache(tmp_path / "cache", 1.0))
 
 

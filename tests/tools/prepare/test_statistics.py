@@ -37,7 +37,7 @@ def test_the_script_writes_it_and_refuses_what_is_no_dataset(tmp_path, capsys) -
     prepare(Request((str(tmp_path / "in.txt"),), "bytes", tmp_path / "out"))
     assert main([str(tmp_path / "out"), "--output", str(tmp_path / "page.html")]) == 0
     assert "<h1>" in (tmp_path / "page.html").read_text()
-    assert main([str(tmp_path / "none")]) == 2 and "no finished dataset" in capsys.readouterr().err
+    assert main([str(tmp_path / "none")]) == 2 and "not a complete dataset" in capsys.readouterr().err
 
 
 def test_lengths_of_documents_that_continue_in_the_next_shard(tmp_path) -> None:
