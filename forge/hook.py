@@ -162,7 +162,7 @@ class Hooks:
                 json.dumps(found[name], allow_nan=False)
             except (TypeError, ValueError) as error:
                 raise RuntimeError(
-                    f"hook {hook.name}: state_dict returned what is not JSON: {error}"
+                    f"hook {hook.name}: state_dict returned a value that is not JSON: {error}"
                 ) from None
         return found
 
@@ -173,7 +173,9 @@ class Hooks:
             if name in saved:
                 _call(hook, "load_state_dict", saved[name])
             else:
-                log.warning("the checkpoint has no state of hook %s, which starts afresh", name, extra=NOTE)
+                log.warning(
+                    "the checkpoint has no state of hook %s, which starts without one", name, extra=NOTE
+                )
         for name in sorted(saved.keys() - names.keys()):
             log.warning(
                 "the checkpoint's state of hook %s is left out: train.hooks has none", name, extra=NOTE

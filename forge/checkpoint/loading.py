@@ -276,7 +276,7 @@ def refuse_misfits(
     if shapes:
         complaints.append(f"shapes differ: {_some(shapes, '; ')}")
     if unexpected:
-        complaints.append(f"it has tensors that this model has not: {_some(unexpected)}")
+        complaints.append(f"it has tensors that this model lacks: {_some(unexpected)}")
     if complaints:
         problem = f"checkpoint {path} does not fit the configured model: {'; '.join(complaints)}"
         raise UserError(problem, cause=Cause.CHANGED_SETTINGS)

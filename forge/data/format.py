@@ -269,7 +269,7 @@ class TokenDataset:
         expected = elements * dtype.itemsize
         if found != expected or record.bytes != expected:
             raise UserError(
-                f"{path}: has {found} bytes where {INDEX} has {record.bytes} ({elements} x "
+                f"{path}: has {found} bytes, but {INDEX} says {record.bytes} ({elements} x "
                 f"{dtype.itemsize}); it is truncated or replaced: make the dataset again"
             )
 

@@ -74,8 +74,8 @@ class MappedIds:
             raise UserError(f"{file.path}: is empty")
         if file.size % dtype.itemsize:
             raise UserError(
-                f"{file.path}: has {file.size} bytes, which is no multiple of {dtype.itemsize}, the size of "
-                f"{dtype.name}; it is truncated, or its dtype is another"
+                f"{file.path}: has {file.size} bytes, which is not a multiple of {dtype.itemsize}, the size of "
+                f"{dtype.name}; it is truncated, or its dtype differs"
             )
         self._ids = file.array(dtype)
         self.tokens = len(self._ids)
@@ -167,7 +167,7 @@ class MegatronTokens(MappedIds):
         found, least = index.size, places[2] + 8 * documents
         if found not in (least, least + sequences):  # with modes
             raise UserError(
-                f"{self._index}: has {found} bytes where its header requires {least}; it is truncated or damaged"
+                f"{self._index}: has {found} bytes, but its header requires {least}; it is truncated or damaged"
             )
         self._lengths = index.array(np.dtype("<i4"), places[0], sequences)
         self._pointers = index.array(np.dtype("<i8"), places[1], sequences)
@@ -220,7 +220,7 @@ class MegatronTokens(MappedIds):
         found = self.tokens * self.dtype.itemsize
         if total != found:
             raise UserError(
-                f"{self.path}: has {found} bytes where {Path(self._index).name} says {total}; it is truncated, or "
+                f"{self.path}: has {found} bytes, but {Path(self._index).name} says {total}; it is truncated, or "
                 "the two do not belong together"
             )
 
@@ -248,7 +248,7 @@ def _read_header(file: _File) -> tuple[np.dtype, int, int]:
         raise UserError(f"{path}: is a Megatron index of version {version}; forge reads version {VERSION}")
     if code not in _MEGATRON_DTYPES:
         raise UserError(
-            f"{path}: has dtype code {code}, which is no integer type; token ids have {sorted(_MEGATRON_DTYPES)}"
+            f"{path}: has dtype code {code}, which is not an integer type; token ids have {sorted(_MEGATRON_DTYPES)}"
         )
     if not sequences:
         raise UserError(f"{path}: holds no sequence")

@@ -78,7 +78,7 @@ class MemoryReport(Hook):
         rows = [
             f"  {name:<13}{size / GIB:10.3f} GiB{_NOTES.get(name, '')}" for name, size in self.bytes.items()
         ]
-        where = "on its card" if self._on_card else "in its process"
+        where = "on its GPU" if self._on_card else "in its process"
         if "activations" in self.bytes:
             rows[-1] += f", by the {'allocator' if self._on_card else 'growth of the process'}"
         return "\n".join([f"memory of this rank {where}:", *(rows or ["  nothing is built yet"])])

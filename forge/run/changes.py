@@ -77,9 +77,10 @@ def compare_for_init(path: Path, new: Config) -> None:
     if refused := [change for change in changes if not change[0].startswith(free) and change[0] not in meant]:
         names = ", ".join(f'"{key}"' for key, _, _ in refused)
         raise UserError(
-            f"checkpoint.init = {str(path)!r}: the model is another one than these weights were trained as:\n"
+            f"checkpoint.init = {str(path)!r}: the model differs from the one these weights were trained with:\n"
             f"{_lines(refused)}\n"
-            f"Set them to the checkpoint's values, or, if the change is meant, checkpoint.init_changes = [{names}].",
+            f"Set them to the checkpoint's values, or, if the change is intended, list them: "
+            f"checkpoint.init_changes = [{names}].",
             cause=Cause.CHANGED_SETTINGS,
         )
     for key, before, after in changes:
@@ -102,7 +103,7 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
         # Another tokenizer changes the meaning of ids. Blocks grow if weights need it (data/mixture.py).
         free = key.startswith("data.sources") or key == "data.mixture_block"
         for name, there, now in _as_written(key, before.get(key), inputs.get(key), old, new):
-            change = f"{name} is not what {path} was trained on: {there} there, {now} now"
+            change = f"{name} differs from {path}: {there} there, {now} now"
             if not (new.checkpoint.allow_changed_data and free):
                 back = (
                     f"Set {name} back" if "fingerprint" not in there else "Restore the files and data.sources"

@@ -129,7 +129,7 @@ def _run_in(
     setup_logging(world.rank, directory.logs, config.metrics.live)
     if world.size > 1:
         at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        log.info("%d ranks under %s, which meet at %s", world.size, world.launcher, at)
+        log.info("%d ranks under %s, rendezvous at %s", world.size, world.launcher, at)
     compat.raise_timeouts(patience(config.resilience))
     reporter = Reporter(directory, world, time.monotonic() - process_age_s(), fallback)
     crash = CrashReporter(reporter)

@@ -109,18 +109,18 @@ def new_history_because(config: Config, directory: RunDirectory, finished: bool)
         return None
     began = read_origin(directory)
     if began is None:
-        return "nothing records where the history before began"
+        return "the origin of the previous history is not recorded"
     if asked.path is not None:
         # The path may be a link with a new target, and the checkpoint may have been moved.
         same_place = asked.resume == began.resume or asked.path == began.path
         same_content = asked.digest is not None and asked.digest == began.digest
-        return None if same_place or same_content else "the history before has another origin"
+        return None if same_place or same_content else "the previous history has another origin"
     if began.resume != "none":
-        return f"the history before began with checkpoint.resume = {began.resume}"
+        return f"the previous history began with checkpoint.resume = {began.resume}"
     if finished:
-        return "the history before is finished"
+        return "the previous history is finished"
     changed = _changed_settings(config, directory)
-    return f"the history before began with other settings in {changed}" if changed else None
+    return f"the previous history began with other settings in {changed}" if changed else None
 
 
 def log_that_origins_count_once(config: Config, path: Path) -> None:

@@ -56,9 +56,9 @@ def explaining_exhaustion(
         changes = list(islice(usable_changes(config, degrees, report.state_dominates(), on_card), 3))
         lines = [f"{_assignment(change)}  # {change[2]}" for change, _ in changes]
         log.error(
-            "out of memory %s: %s\n%s\nThe card or host holds no more. Change one of:\n  %s\n"
-            "or add --plan --world-size %d --hardware NAME to the command line: it says what fits, and with --search "
-            "looks for a layout",
+            "out of memory %s: %s\n%s\nThe GPU or host is full. Change one of:\n  %s\n"
+            "or add --plan --world-size %d --hardware NAME to the command line to see what fits, and --search "
+            "to look for a layout",
             *(when, first_line, report.table(), "\n  ".join(lines), degrees.world),
             extra=Cause.OUT_OF_MEMORY.mark,
         )
@@ -67,7 +67,7 @@ def explaining_exhaustion(
         # An error here must not hide the original one.
         with suppress(Exception):
             once(lambda: _log_plans(config, degrees, changes, report.device, patience), patience)
-        message = f"out of memory {when}; what takes it and three keys to change are above"
+        message = f"out of memory {when}; see the memory table and three keys to change above"
         raise UserError(message, FAILED, Cause.OUT_OF_MEMORY) from error
 
 
@@ -98,9 +98,9 @@ def _log_plans(
         return
     has = ""
     if device.type == "cuda":
-        has = f", on a card that has {torch.cuda.get_device_properties(device).total_memory / GIB:.4g} GiB"
+        has = f", on a GPU with {torch.cuda.get_device_properties(device).total_memory / GIB:.4g} GiB"
     log.error(
-        "planned: tensors of %.4g GiB at the peak of the rank that needs most%s; instead with\n  %s",
+        "planned peak: tensors of %.4g GiB on the rank that needs most%s. With one of these changes:\n  %s",
         *(now / GIB, has, "\n  ".join(lines)),
         extra=Cause.OUT_OF_MEMORY.mark,
     )

@@ -15,14 +15,14 @@ from forge.runtime.distributed import RanksFailed, on_first_rank
 from forge.runtime.errors import NO_CHECKPOINT, UserError
 from forge.train.state import all_tensors, model_tensors
 
-# What may begin at any step beside other state that goes on: the mean of the weights, and NorMuon's moments of rows, whose
-# common scale has no effect. AdamW's moments may not: each is corrected for the number of updates since it was zero.
+# State that may start afresh while other state continues: the weight average, and NorMuon's row moments, whose common scale
+# has no effect. AdamW's moments may not: their bias correction counts updates since they were zero.
 STARTS_ALONE = {"ema", "row_moment"}
 log = logging.getLogger(__name__)
 
 
 def load_weights(path: Path, model: ParallelModel) -> None:
-    """Overwrite parameters only with those of the verified checkpoint at `path`. Collective."""
+    """Overwrite parameters only, with those of the verified checkpoint at `path`. Collective."""
     load(path, model_tensors(model))
     model.after_update()
 
@@ -32,8 +32,8 @@ def load_training_state(
 ) -> bool:
     """Overwrite parameters and optimizer state with the checkpoint's. Collective.
 
-    A slot of STARTS_ALONE that only one of the two has starts afresh, or is left out. False if the checkpoint's optimizer
-    state is of another kind than `optimizer`, of this name: make a new one then.
+    A slot of STARTS_ALONE that only one of the two has starts afresh, or is left out. Return False if the checkpoint's
+    optimizer state is of another kind than `optimizer`, named `name`: build a new optimizer then.
     """
     fresh = _fresh_slots(point.path, point.state.get("optimizer_name"), optimizer, name)
     if fresh is None:
@@ -52,18 +52,17 @@ def load_training_state(
 
 
 def _slot(name: str) -> str | None:
-    """Return the slot in the name of a tensor of the optimizer; None for one of the model."""
+    """Return the slot in an optimizer tensor's name; None for a model tensor."""
     return name.rpartition(".")[2] if name.startswith("optimizer.") else None
 
 
 def _fresh_slots(
     path: Path, saved_name: str | None, optimizer: Optimizer, name: str | None
 ) -> set[str] | None:
-    """Return the slots of `optimizer` that the checkpoint at `path` lacks; None where its state is of another
-    kind. Collective.
+    """Return the slots of `optimizer` that the checkpoint at `path` lacks; None if its state is of another kind. Collective.
 
-    Of the same kind is that of the same name (None: not compared) which differs by no slots but those of STARTS_ALONE. Logs
-    what is not loaded. Raises UserError (exit 77) if the checkpoint cannot be read.
+    The kind is the same if the name is (None: not compared) and the slots differ only by STARTS_ALONE. Logs skipped state.
+    Raises UserError (exit 77) if the checkpoint cannot be read.
     """
 
     def slots() -> set[str]:
@@ -73,16 +72,19 @@ def _fresh_slots(
         there = on_first_rank("reading the index", slots)
     except RanksFailed as error:
         raise UserError(f"checkpoint {path} cannot be loaded: {error}", NO_CHECKPOINT) from error
-    # Every stage of a pipeline has some of all slots; even if not, the first rank decides for all.
+    # Every pipeline stage has some of all slots; even if not, the first rank decides for all.
     here = on_first_rank("comparing optimizers", lambda: {slot for slot, _, _ in optimizer.tensors()})
     before = saved_name or name
     if before != (name or before) or (there ^ here) - STARTS_ALONE:
         old, new = _describe(before, there), _describe(name, here)
-        message = "%s has optimizer state of %s; that of %s starts afresh"
+        message = "%s has optimizer state of %s; the state of %s starts from its initial values"
         log.warning(message, path.name, old, new, extra=Cause.NOTE.mark)
         return None
     if fresh := here - there:
-        message, names = "%s has no %s of the optimizer, which starts afresh", ", ".join(sorted(fresh))
+        message, names = (
+            "%s lacks the optimizer state %s, which starts from its initial values",
+            ", ".join(sorted(fresh)),
+        )
         log.warning(message, path.name, names, extra=Cause.NOTE.mark)
     return fresh
 

@@ -1,4 +1,4 @@
-"""Where a run begins: at its newest usable checkpoint, at one the user names, from another model's weights, or afresh."""
+"""Find the start of a run: its newest usable checkpoint, one named by the user, another model's weights, or step 0."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class ResumePoint:
 class Start:
     """Where a run starts, or returns to: at the checkpoint `point`; None: at step 0.
 
-    kept: the last step of which the run directory holds this history; -1: it holds another one. origin: where the history
-    begins, if it begins here. replaces: whether the directory may hold another history, which is then set aside.
+    kept: the last step of this history in the run directory; -1: it holds another history. origin: the history's origin if it
+    begins now. replaces: the directory may hold another history, which is then set aside.
     """
 
     point: ResumePoint | None
@@ -54,10 +54,10 @@ class Start:
 
 
 def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier) -> Start:
-    """Find where the run starts, by `checkpoint.resume` and by what its directory holds; all verified. Collective.
+    """Find the start from `checkpoint.resume` and the run directory; checkpoints are verified. Collective.
 
     Raises UserError: exit 77 if checkpoints exist, or existed, but none is usable, or the named one is damaged; exit 2 if the
-    named one does not exist or the config changes what a resume must not change.
+    named one does not exist or the config changes a key that a resume must not change.
     """
     wanted, verify = config.checkpoint.resume, config.checkpoint.verify
     asked, replaced, saved = on_first_rank(
@@ -95,7 +95,7 @@ def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory
 
 
 def resume_point(path: Path, config: Config, branch: bool = False, fetch: Fetch | None = None) -> ResumePoint:
-    """Return the checkpoint at `path` as one to continue. Raises UserError where `config` does not continue it."""
+    """Return the checkpoint at `path` as one to continue. Raises UserError if `config` cannot continue it."""
     point = ResumePoint(path, read_state(path), fetch)
     if "progress" not in point.state:
         raise UserError(
@@ -115,7 +115,7 @@ def _require_sound(path: Path, checkpoints: Checkpoints, key: str, verify: bool)
         return
     if (path / "config.json").is_file():
         remedy = "scripts/convert.py from-hf makes a checkpoint of it"
-        raise UserError(f"{key} = {str(path)!r}: is a folder of Hugging Face; {remedy}")
+        raise UserError(f"{key} = {str(path)!r}: is a Hugging Face checkpoint; {remedy}")
     try:
         newest = find_checkpoint(path)
     except UserError as error:

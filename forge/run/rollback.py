@@ -1,7 +1,7 @@
-"""Where a roll-back returns to, and the history of roll-backs, which every later resume has to know.
+"""The target of a roll-back, and the history of roll-backs, which every later resume needs.
 
 A run that is killed after a roll-back and before its next checkpoint would read the bad data again. So `rollbacks.json` in
-the run directory has the roll-backs of this history, and so has each checkpoint.
+the run directory records the roll-backs of this history, and so does each checkpoint.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def find_rollback_point(
     directory: RunDirectory,
     report_event: Callable[..., None],
 ) -> ResumePoint:
-    """The newest good checkpoint from before the trouble, or else the one where the history began. Collective.
+    """Return the newest good checkpoint before the trouble, or else the one from which the history began. Collective.
 
     Raises UserError (exit 1) if there is none, or if too many roll-backs have not helped.
     """
     limit, verify = config.resilience.max_rollbacks, config.checkpoint.verify
     origin = on_first_rank("reading origin.json", lambda: _origin(directory))
     begun = origin.step if origin is not None else 0
-    # A checkpoint made since a roll-back shows that it has helped.
+    # A checkpoint since the last roll-back shows that it has helped.
     last_saved = max(checkpoints.steps(), default=begun)
     failed_rollbacks = [one for one in progress.rollbacks if one.from_step >= last_saved]
     if len(failed_rollbacks) >= limit:
@@ -53,7 +53,7 @@ def find_rollback_point(
             FAILED,
             required.cause,
         )
-    # Trouble right behind a checkpoint that has been returned to may be its own: try the one before it, if any.
+    # Trouble right after a checkpoint of an earlier roll-back may come from that checkpoint: try the one before it, if any.
     suspects = [one.to_step for one in failed_rollbacks if one.to_step == required.first_bad - 1]
     for bound in (min([required.first_bad, *suspects]), required.first_bad):
         step = checkpoints.latest(verify, at_most=bound - 1)
@@ -67,7 +67,7 @@ def find_rollback_point(
             if checkpoints.verify(path, verify) is None:
                 return ResumePoint(path, read_state(path))
     raise UserError(
-        f"{required}. There is no checkpoint from before step {required.first_bad} to return to.",
+        f"{required}. There is no checkpoint before step {required.first_bad} to return to.",
         FAILED,
         required.cause,
     )
@@ -78,14 +78,14 @@ def sync_rollback_history(
 ) -> None:
     """Give `progress`, as loaded from `start`, and `rollbacks.json` the same history. Collective.
 
-    That is the roll-backs that either knows, and then the `new` ones.
+    The history is the union of both, followed by the `new` roll-backs.
     """
     own = start.kept >= 0
 
     def merge() -> list[Rollback]:
         found = read_rollbacks(directory)
         written = [Rollback(**one) for one in found] if own else []
-        # A new one may be equal to one before, where the same trouble has come back, and counts.
+        # A new roll-back may equal an earlier one, if the same trouble has come back; it counts separately.
         known = [*written, *(one for one in progress.rollbacks if one not in written), *new]
         if [asdict(one) for one in known] != found:
             _write(directory, known)
@@ -95,7 +95,7 @@ def sync_rollback_history(
 
 
 def read_rollbacks(directory: RunDirectory) -> list[dict[str, Any]]:
-    """Return the content of `rollbacks.json`; an empty list without one. Raises UserError (exit 2) if it cannot be read."""
+    """Return the content of `rollbacks.json`; an empty list without it. Raises UserError (exit 2) if it cannot be read."""
     try:
         found = json.loads(directory.rollbacks.read_bytes())
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def read_rollbacks(directory: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _origin(directory: RunDirectory) -> Origin | None:
-    """Return the origin of the history; None, with a warning, where a checkpoint is the only way back."""
+    """Return the origin of the history; None, with a warning, if only a checkpoint can be the target."""
     try:
         return read_origin(directory)
     except UserError as error:

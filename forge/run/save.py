@@ -1,4 +1,4 @@
-"""When checkpoints are made, what goes into them, and what is reported of each save."""
+"""Saves: the times of checkpoints, their contents, and the report of each save."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class Saves(Hook):
         self._checkpoints = checkpoints
         self._trainer, self._config = trainer, trainer.config.checkpoint
         self._files = _files(trainer.config, trainer.data.tokenizer)
-        self._saved_step = -1  # the step that needs no more saving
+        self._saved_step = -1  # the last saved step
         self._error: str | None = None
         self._cause = Cause.SAVE_FAILED
-        self._saved_at = time.monotonic()  # the last save began, or the run
+        self._saved_at = time.monotonic()  # start of the last save, or of the run
         self.slowest_s = 0.0
-        """Seconds that the slowest save so far took until it was on disk, as this rank saw it."""
+        """Duration in seconds of the slowest save so far, until it was on disk, as seen by this rank."""
 
     def before_gradients(self, step: int) -> None:
-        """Where minutes count, the first rank's do: it asks for a save, and all ranks make it after the same step."""
+        """Request a save by the first rank's clock if minutes are configured; all ranks save after the same step."""
         if self._config.interval is None and self._trainer.reporter.world.rank == 0:
             seconds = 60 * self._config.interval_minutes
             if 0 < seconds <= time.monotonic() - self._saved_at:
                 self._trainer.request_save()
 
     def after_step(self, step: int) -> None:
-        """Save if it is due. The last step of the run is saved in any case, and waited for."""
+        """Save if a save is due. After the last step, save and wait."""
         trainer, interval = self._trainer, self._config.interval
         due = trainer.results.save_requested or (interval is not None and trainer.is_due(interval))
         if due and step < trainer.config.train.steps:
@@ -55,7 +55,7 @@ class Saves(Hook):
         self._saved_step = step
 
     def prepare(self, step: int) -> None:
-        """A checkpoint follows everything that is written about its step, and holds nothing known to be bad."""
+        """Write all pending output about the step first, and refuse a state known to be bad."""
         trainer = self._trainer
         trainer.process_last_result()
         trainer.hooks.call("before_save", step)
@@ -66,7 +66,7 @@ class Saves(Hook):
         with trainer.reporter.phases.during("save", step):
             self._saved_at = time.monotonic()
             self.prepare(step)
-            # Before the manifest: a checkpoint on disk never lacks the lines of its own past.
+            # Before the manifest: a checkpoint on disk never lacks the metrics of its own past.
             trainer.metrics.sync()
             trainer.reporter.sync_events()
             trainer.results.clear_save_request()
@@ -76,9 +76,9 @@ class Saves(Hook):
                 self.save()
 
     def save(self) -> None:
-        """Start a checkpoint of the current step; returns when the state has been copied.
+        """Start a checkpoint of the current step; return once the state has been copied.
 
-        Raises UserError (exit 1) on every rank when too many saves in a row, the last of them included, have failed.
+        Raises UserError (exit 1) on every rank after too many failed saves in a row, including the last one.
         """
         self._wait()
         trainer = self._trainer
@@ -86,7 +86,7 @@ class Saves(Hook):
         self._report(self._checkpoints.save(self._saved_step, *self.contents()))
 
     def contents(self) -> tuple[NamedTensors, dict[str, Any], dict[str, bytes], dict[str, Any]]:
-        """Return what a checkpoint of the current step holds, as `Checkpoints.save` takes it."""
+        """Return the contents of a checkpoint of the current step, as arguments of `Checkpoints.save`."""
         trainer = self._trainer
         state = {
             "progress": trainer.progress.state(),
@@ -99,7 +99,7 @@ class Saves(Hook):
         return tensors, state, self._files, layout
 
     def save_and_wait(self) -> None:
-        """Save the current step unless that is done, and see it on disk. Raises UserError (exit 1) if it fails."""
+        """Save the current step unless that is done, and wait until it is on disk. Raises UserError (exit 1) on failure."""
         self._wait()
         step = self._trainer.progress.step
         if self._saved_step != step or self._error is not None:
@@ -110,7 +110,7 @@ class Saves(Hook):
             raise UserError(message, FAILED, self._cause)
 
     def _wait(self) -> None:
-        """Wait for the save under way, if any. Raises UserError (exit 1) as `save` does."""
+        """Wait for the save in flight, if any. Raises UserError (exit 1) like `save`."""
         self._report(self._checkpoints.wait())
         failed, limit = self._checkpoints.failures_in_row, self._config.max_failed_saves
         if limit and failed >= limit:
@@ -130,7 +130,7 @@ class Saves(Hook):
                 log.info("saved step %d (%.1f s)", outcome.step, outcome.seconds)
                 self._trainer.hooks.call("after_save", outcome.step)
             else:
-                # All ranks know the same: only the first one's goes to the terminal, the others' to their files.
+                # All ranks know the same: the first one's message goes to the terminal, the others' to their files.
                 level = logging.ERROR if reporter.world.rank == 0 else logging.INFO
                 message = "saving step %d failed: %s"
                 log.log(level, message, outcome.step, outcome.error, extra=outcome.cause.mark)
@@ -142,7 +142,7 @@ class Saves(Hook):
 
 
 def _files(config: Config, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """config.toml and the tokenizer, so that a checkpoint can be used alone."""
+    """Return config.toml and the tokenizer, so that a checkpoint can be used alone."""
     files = {"config.toml": to_toml(config).encode()}
     if tokenizer is not None:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""States that the nodes keep themselves (`checkpoint.local_interval`): when they are made, and when a start uses one."""
+"""Node-local states (`checkpoint.local_interval`): when they are saved, and when a start uses one."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Tiers:
     """The checkpoints of a run and, with `checkpoint.local_interval`, the states on its nodes. Collective.
 
     States belong to one history of one run. The path of a state is PLACE/RUN/HISTORY/step-N: the private folder
-    (`checkpoint.local_dir`), the name of the run with a hash of its path, and a number drawn when the history begins. The run
-    directory records the number and all places, so that a start with another configuration can remove the states.
+    (`checkpoint.local_dir`), the run's name with a hash of its path, and a random number chosen when the history begins. The
+    run directory records the number and all places, so that a start with another configuration can remove the states.
     """
 
     def __init__(self, config: Config, checkpoints: Checkpoints, directory: RunDirectory):
@@ -59,9 +59,9 @@ class Tiers:
             self._open(self._number)
 
     def find_start(self, earlier: Earlier, reporter: Reporter) -> Start:
-        """Return where the run starts: at the newest state that is whole, of the nodes or else of the shared storage.
+        """Return the start of the run: the newest complete state, on the nodes or else on the shared storage.
 
-        Raises UserError as `resume.find_start` does.
+        Raises UserError like `resume.find_start`.
         """
         config, checkpoints, directory = self._config, self._checkpoints, self._directory
         start = None
@@ -92,13 +92,13 @@ class Tiers:
             return None
         state = json.loads((local.path(step) / "trainer.json").read_text("utf-8"))
         if len(state["progress"]["rollbacks"]) < known:
-            return None  # of before a roll-back
+            return None  # from before a roll-back
         nodes = local.nodes
         reporter.event("local_state", step=step, nodes=len(nodes.ranks), newest_checkpoint=shared)
         return step
 
     def _follow(self, start: Start) -> None:
-        """Keep the states of the history that goes on from `start`, and remove all other states of this run."""
+        """Keep the states of the history that continues from `start`, and remove all other states of this run."""
         point, local = start.point, self.local
         from_nodes = local is not None and point is not None and point.path == local.path(point.step)
         finished = point is not None and point.step >= self._config.train.steps and not from_nodes
@@ -118,7 +118,7 @@ class Tiers:
         self.local.forget_after(start.kept)
 
     def _read_record(self) -> tuple[str, list[str]]:
-        """On the first rank: the number of the run directory's history ("" if it has none), and the places of its states."""
+        """Return, on the first rank, the number of the directory's history ("" without one) and its states' places."""
         text = self._record.read_text("utf-8") if self._record.exists() else ""
         number, *places = text.splitlines() or [""]
         return number, places
@@ -150,7 +150,7 @@ class Tiers:
 
 
 class LocalSaves(Hook):
-    """Keeps a state on the nodes every `checkpoint.local_interval` steps. Comes after `Saves`. All methods are collective."""
+    """Saves a state on the nodes every `checkpoint.local_interval` steps. Comes after `Saves`. All methods are collective."""
 
     def __init__(self, trainer: Trainer, saves: Saves, local: LocalTier):
         self._trainer, self._saves, self._local = trainer, saves, local
@@ -178,7 +178,7 @@ class LocalSaves(Hook):
 
 
 def _holds_unmarked_states(folder: Path) -> bool:
-    """Return whether an earlier forge, which made no marker, made this folder: it holds nothing but folders of histories."""
+    """Return whether an earlier forge, without markers, made this folder: it holds only folders of histories."""
     runs = [path for path in folder.iterdir() if path.name != MARKER]
     histories = [path for run in runs if is_directory(run) for path in run.iterdir()]
     return all(_RUN.fullmatch(run.name) and is_directory(run) for run in runs) and all(
@@ -187,19 +187,19 @@ def _holds_unmarked_states(folder: Path) -> bool:
 
 
 def mirror_url(config: Config) -> str:
-    """Return where this run's checkpoints are copied to. UserError where that is no URL."""
+    """Return the URL of this run's mirror. Raises UserError if it is not a URL."""
     if not is_url(config.checkpoint.mirror):
         raise UserError(
             f'checkpoint.mirror = "{config.checkpoint.mirror}": is not a URL; allowed: s3://..., gs://..., file:///... and '
-            "all that fsspec can write to, or empty for none"
+            "other URLs that fsspec can write to, or empty for none"
         )
     return join(config.checkpoint.mirror, config.run.name)
 
 
 def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier) -> None:
-    """Restore the newest copy where the run directory has lost all checkpoints of the history that `config` continues.
+    """Restore the newest copy if the run directory has lost all checkpoints of the history that `config` continues.
 
-    Collective. Raises UserError: as `restore`, or exit 2 where a new history would overwrite the copies of another.
+    Collective. Raises UserError: like `restore`, or exit 2 if a new history would overwrite the copies of another.
     """
     kept, folder = config.checkpoint, checkpoints.folder
     if not kept.mirror:
@@ -209,7 +209,7 @@ def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirecto
         url = mirror_url(config)
         filesystem_of(url)  # refuses a URL now, not at the first save
         new_because = new_history_because(config, directory, earlier.finished)
-        # A damaged checkpoint, or one set aside, shows that the folder is not lost: `find_start` decides about those.
+        # A damaged or set-aside checkpoint shows that the folder is not lost: `find_start` decides about those.
         if new_because is None and folders.is_empty(folder):
             restore(url, folder)
         elif new_because is not None and (copies := copied_steps(url)):

@@ -111,7 +111,7 @@ DAMAGE = {
     "empty shard": (lambda f: (f / "tokens-00000.bin").write_bytes(b""), r"tokens-00000\.bin: has 0 bytes"),
     "truncated shard": (
         lambda f: (f / "tokens-00000.bin").write_bytes(b"x" * 57),
-        "has 57 bytes where .* 80",
+        "has 57 bytes, but .* 80",
     ),
     "truncated documents": (lambda f: (f / "documents-00000.bin").write_bytes(b"x" * 8), "documents-00000"),
 }

@@ -70,7 +70,7 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path, changes, message):
 def test_d1_a_truncated_bin_is_refused(tmp_path):
     plain().to(tmp_path / "set")
     (tmp_path / "set.bin").write_bytes((tmp_path / "set.bin").read_bytes()[:-2])
-    with pytest.raises(UserError, match=r"set.bin: has 18 bytes where set.idx says 20"):
+    with pytest.raises(UserError, match=r"set.bin: has 18 bytes, but set.idx says 20"):
         MegatronTokens(tmp_path / "set", 100)
 
 

@@ -60,7 +60,7 @@ def test_the_wrong_dtype_meets_the_vocabulary(tmp_path):
         source.read(0, 50)
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"", "is empty"), (b"abc", "no multiple of 2")])
+@pytest.mark.parametrize(("content", "message"), [(b"", "is empty"), (b"abc", "not a multiple of 2")])
 def test_d1_files_that_hold_no_ids_are_refused(tmp_path, content, message):
     (tmp_path / "a.bin").write_bytes(content)
     with pytest.raises(UserError, match=message):

@@ -36,8 +36,8 @@ def test_x2_out_of_memory_gives_the_report_three_keys_with_their_plans_and_no_tr
     run = Run(tmp_path)
     assert run.start(patch="tests.end_to_end.test_observing:host_is_full", world=2).join() == [1, 1]
     # Each rank says what takes its memory; one of them plans.
-    reports, _, planned = run.output().partition("planned: tensors of ")
-    assert len(_check_report(reports, run)) == 6 and "planned:" not in planned
+    reports, _, planned = run.output().partition("planned peak: tensors of ")
+    assert len(_check_report(reports, run)) == 6 and "planned peak:" not in planned
     now = float(planned.split()[0])
     assert 0 < float(planned.partition("train.micro_batch_size = 1: ")[2].split()[0]) < now
 

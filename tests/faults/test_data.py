@@ -78,7 +78,7 @@ def test_d2_changed_data_are_taken_when_asked_to_and_are_the_run_s_own_from_then
     run, _ = changed
     assert run("--train.steps=6", "--checkpoint.allow_changed_data=true", world=2) == 0
     [event] = run.events("changed_data")
-    assert "data.sources[0].path is not what" in event["change"]
+    assert "data.sources[0].path differs from" in event["change"]
     states = [read_state(run.path / "checkpoints" / step_name(step)) for step in (4, 6)]
     assert states[0]["inputs"] != states[1]["inputs"]
     assert states[1]["progress"]["next_sample"] == 6 * 8
@@ -117,7 +117,7 @@ def test_d2_another_tokenizer_is_refused_even_so(changed) -> None:
     options = ["--data.sources=[{path='synthetic'}]", "--data.tokenizer=none"]
     output = refused(run, *options, "--checkpoint.allow_changed_data=true", world=2)
     [sentence] = [line for line in output.splitlines() if line.startswith("forge: ")]
-    assert "data.tokenizer is not what" in sentence and "allow_changed_data" not in sentence
+    assert "data.tokenizer differs from" in sentence and "allow_changed_data" not in sentence
 
 
 def test_d4_an_epoch_s_end_in_mid_step_and_fewer_samples_than_a_batch_are_no_event(tmp_path) -> None:

@@ -145,7 +145,7 @@ def test_n2_a_damaged_checkpoint_found_on_the_way_back_does_not_hide_the_one_beh
 def test_n2_without_a_checkpoint_from_before_the_trouble_there_is_nowhere_to_return_to(tmp_path) -> None:
     run = Run(tmp_path, THREE, "--checkpoint.interval=0")
     assert run.start(patch="tests.support.spoil:everything_from_32").join() == [1]
-    assert "no checkpoint from before step 5" in run.status()["reason"]
+    assert "no checkpoint before step 5" in run.status()["reason"]
 
 
 def test_n2_passed_over_samples_stay_so_on_another_number_of_ranks_and_another_batch(tmp_path) -> None:

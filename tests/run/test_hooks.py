@@ -169,7 +169,7 @@ def test_a_hook_without_a_saved_state_starts_afresh_and_one_that_is_gone_is_name
     run = Run(tmp_path)
     assert run("--train.steps=4") == 0
     assert run(hooks("Remembering"), "--train.steps=6") == 0
-    assert f"no state of hook {HERE}:Remembering, which starts afresh" in run.output()
+    assert f"no state of hook {HERE}:Remembering, which starts without one" in run.output()
     assert json.loads((run.path / "remembered.json").read_text())["began"] == [[4, 0]]
     assert run("--train.hooks=[]", "--train.steps=8") == 0
     assert f"state of hook {HERE}:Remembering is left out" in run.output()
@@ -178,7 +178,7 @@ def test_a_hook_without_a_saved_state_starts_afresh_and_one_that_is_gone_is_name
 def test_a_state_that_is_not_json_ends_the_run_with_the_name_of_the_hook(tmp_path) -> None:
     run = Run(tmp_path, hooks("NotJson"))
     assert run() == 1
-    assert f"hook {HERE}:NotJson: state_dict returned what is not JSON" in run.status()["reason"]
+    assert f"hook {HERE}:NotJson: state_dict returned a value that is not JSON" in run.status()["reason"]
 
 
 @pytest.mark.parametrize("interval", ["0", "100"])

@@ -71,7 +71,7 @@ def test_none_goes_by_what_the_run_computes(tmp_path, option: str, why: str | No
     assert because is None if why is None else str(because).endswith(f"other settings in {why}")
     assert (
         new_history_because(config("none", option), directory, finished=True)
-        == "the history before is finished"
+        == "the previous history is finished"
     )
 
 
