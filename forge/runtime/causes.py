@@ -49,7 +49,7 @@ class Cause(StrEnum):
 
     OUT_OF_MEMORY = (
         *("out_of_memory", _ENDS, "out of memory on a GPU or host"),
-        "The log has a table of the memory, three keys to change and the planned peak with each. Change one of them.",
+        "The log has a memory table, three keys to change and the planned peak with each. Change one of them.",
     )
     WATCHDOG = (
         *("watchdog", _ENDS, "a phase exceeded its time limit: a rank hangs, or the limit is too short"),
@@ -88,7 +88,7 @@ class Cause(StrEnum):
     )
     IO_ERROR = (
         *("io_error", _ENDS, "the system could not read or write a file"),
-        "Fix what the message names: a mount, a permission, a disk.",
+        "Fix the mount, permission or disk named in the message.",
     )
     SAVE_FAILED = (
         *("save_failed", _ENDS, "a save failed; the checkpoints before it are untouched"),
@@ -100,22 +100,22 @@ class Cause(StrEnum):
         "Look at its address, credentials and rights. The store is unchanged.",
     )
     NO_CHECKPOINT = (
-        *("no_checkpoint", _ENDS, "the run has saved, and no checkpoint can be used; nothing was deleted"),
+        *("no_checkpoint", _ENDS, "the run has saved, but no checkpoint is usable; nothing was deleted"),
         "Bring the checkpoints back: a mount, a permission, a copy; or begin a new run. See "
         "Damaged checkpoints in docs/recovery.md.",
     )
     CONFIGURATION = (
         *("configuration", _ENDS, "the configuration or the command line is wrong"),
-        "Fix what the message names.",
+        "Fix the keys or arguments named in the message.",
     )
     CHANGED_SETTINGS = (
         *("changed_settings", _ENDS, "a key changed that a resume or `checkpoint.init` must not change"),
-        "Set it back: `config.toml` in the checkpoint has the values. Or begin another run with `checkpoint.init`; "
-        "`checkpoint.init_changes` names changes that are meant.",
+        "Set it back: `config.toml` in the checkpoint has the old value. Or begin another run with `checkpoint.init`; "
+        "list intended changes in `checkpoint.init_changes`.",
     )
     CHANGED_DATA = (
         *("changed_data", _ENDS, "the data or the tokenizer changed since the checkpoint"),
-        "Restore them. Or set `checkpoint.allow_changed_data = true`, which takes other data, not another tokenizer.",
+        "Restore them. Or set `checkpoint.allow_changed_data = true`, which accepts other data, but no other tokenizer.",
     )
     DATA = (
         *("data", _ENDS, "the data cannot be used: damaged, too short, or of another tokenizer"),
@@ -154,20 +154,20 @@ class Cause(StrEnum):
         "Nothing, if it is rare. Suspect the node of the rank.",
     )
     DETERMINISTIC = (
-        *("deterministic", _COSTS, "a step was skipped; its batch was as bad when recomputed"),
+        *("deterministic", _COSTS, "a step was skipped; its batch was bad again when recomputed"),
         "Nothing, if it is rare. Suspect the data of this step or the learning rate.",
     )
     SPIKE = (
         *("spike", _COSTS, "loss or gradient norm is far above the usual"),
-        "Nothing, if it is rare; `resilience.spikes` says what follows.",
+        "Nothing, if it is rare; `resilience.spikes` sets the reaction.",
     )
     NODES_CHANGED = (
         *("nodes_changed", _COSTS, "nodes of an elastic run were lost, or joined"),
-        "Nothing: the run continues with the nodes that are there.",
+        "Nothing: the run continues with the present nodes.",
     )
     SIDE_SYSTEM = (
         *("side_system", _COSTS, "an evaluation, sample, tracker, profile or log file failed"),
-        "Training continues without it. Fix what the message names before the next start.",
+        "Training continues without it. Fix it before the next start.",
     )
     LINES_LOST = (
         *("lines_lost", _COSTS, "lines of metrics.jsonl or events.jsonl are missing or damaged"),
@@ -185,7 +185,7 @@ class Cause(StrEnum):
         *(
             "straggler",
             _NOTE,
-            "all ranks wait for one that is slow in `data`, `forward` or `optimizer`",
+            "all ranks wait for a slow rank, in `data`, `forward` or `optimizer`",
         ),
         "Look for a hot GPU, a busy node or a slow disk. Training is not wrong.",
     )
