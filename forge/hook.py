@@ -9,7 +9,7 @@ below is called at one point of the run. Within one step the order is:
 The device computes step n while the host launches step n + 1. So `after_result` of step n comes after the launch of the
 gradients of step n + 1 and before its update. It comes earlier if an evaluation or a save waits for it.
 
-What a hook may do:
+A hook may:
 
 - Read everything of the trainer. Changes there (gradients, parameters) are the hook's own responsibility.
 - Use collectives on all ranks or on none, in the same order. So decide by values that are equal on all ranks: the step, the

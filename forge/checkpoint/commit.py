@@ -6,7 +6,7 @@
     -> rename to the final name, sync the parent folder
     -> prune old checkpoints
 
-Before each arrow all ranks agree that the stage before it succeeded on every rank.
+Before each arrow all ranks agree on the success of the previous stage on every rank.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def write_checkpoint(
     keep_every: int,
     group: dist.ProcessGroup | None = None,
 ) -> bool:
-    """Write one checkpoint. Return False if the step has a complete one already, which stays. Collective over `group`.
+    """Write one checkpoint. Return False if the step already has a complete one, which stays. Collective over `group`.
 
-    Raises RanksFailed on every rank when anything failed on any rank, also when a rank passes an exception in place of
-    `contents`; nothing is left on the disk then.
+    A rank may pass an exception in place of `contents`. Then, and after a failure on any rank, RanksFailed is raised on every
+    rank, and nothing is left on the disk.
     """
     partial, final = root / f".partial-{folders.step_name(step)}", root / folders.step_name(step)
     rank = dist.get_rank(group)
@@ -94,7 +94,7 @@ def write_checkpoint(
         on_first_rank("looking for room", lambda: make_room(root, needed, keep_last, keep_every), group)
         fill_folder(partial, final, contents, group)
     except RanksFailed:
-        # Collective, so that no rank goes on before the partial folder is gone and its space is free again.
+        # Collective: no rank may continue before the partial folder is gone and its space is free again.
         on_first_rank(
             "removing the partial checkpoint", lambda: shutil.rmtree(partial, ignore_errors=True), group
         )
@@ -129,7 +129,7 @@ def fill_folder(
 
 
 def make_room(root: Path, needed: int, keep_last: int, keep_every: int) -> None:
-    """Raise OSError if the checkpoint cannot fit, even after removing those that its own pruning would remove.
+    """Prune old checkpoints early if the new one does not fit. Raise OSError if that is not enough.
 
     The newest complete checkpoint always stays.
     """
@@ -145,9 +145,9 @@ def make_room(root: Path, needed: int, keep_last: int, keep_every: int) -> None:
 
 
 def require_room(root: Path, needed: int) -> None:
-    """Raise OSError if the checkpoint cannot fit: it would first fill the disk, which metrics and other runs need.
+    """Raise OSError if the checkpoint does not fit. Otherwise it would fill the disk, which metrics and other runs need.
 
-    Quotas are not seen here, only while writing.
+    Quotas show only during writing.
     """
     free = shutil.disk_usage(root).free
     if free < needed:
@@ -205,10 +205,10 @@ def _complete(partial: Path, final: Path, contents: Contents, parts: list[dict[s
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_atomically(path, content)
         files[name] = entry(path)
-    # DCP syncs files, not the folder that names them.
+    # DCP syncs files, but not their folder.
     for folder in {(partial / name).parent for name in files}:
         sync_folder(folder)
-    # With the manifest the folder is complete, so it comes after everything that it names is on the disk.
+    # The manifest makes the folder complete, so all its files must be on the disk before it.
     fault_point("save.before_manifest", contents.step)
     manifest = compose(contents.step, len(parts), contents.layout, files)
     replace_atomically(partial / MANIFEST, manifest.encode())

@@ -255,7 +255,7 @@ def compare(index: Metadata, wanted: NamedTensors) -> Comparison:
         elif has.size != shard.global_shape:
             shapes.append(f"{name} is {_shape(has.size)} there and {_shape(shard.global_shape)} here")
     asked = sum((name in wanted) << i for i, name in enumerate(saved))
-    # One more than is shown, to tell that there are more.
+    # One more than is shown, to report further ones.
     return Comparison(missing[: _SHOWN + 1], shapes[: _SHOWN + 1], asked)
 
 

@@ -76,9 +76,7 @@ class LocalTier:
         nodes, folder = self.nodes, self.path(step)
         lacking = {name for name in names if nodes.own not in self._holders[name]}
         wanted = gather_from_ranks("asking for files", lambda: sorted(lacking), self._group)
-        of_nodes: dict[
-            tuple[str, int], int
-        ] = {}  # file and node -> first rank of the node that needs the file
+        of_nodes: dict[tuple[str, int], int] = {}  # (file, node) -> first rank there that needs it
         for rank, of_rank in enumerate(wanted):
             for name in of_rank:
                 of_nodes.setdefault((name, nodes.node_of(rank)), rank)

@@ -78,7 +78,7 @@ class BlockCache:
             ) from None
 
     def _take(self, layout: bytes, gib: float) -> None:
-        """Lock the folder for this layout. If it has another layout and nobody uses it, empty it; else raise UserError."""
+        """Lock the folder for this layout. Another layout is replaced if nobody uses it; otherwise raises UserError."""
         path = self.folder / "layout.json"
         with suppress(BlockingIOError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

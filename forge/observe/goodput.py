@@ -1,4 +1,4 @@
-"""Goodput: the wall time of a run over all its starts, split into steps that count and everything else."""
+"""Goodput: the wall time of a run over all its starts, by kind; only counted steps are useful."""
 
 from __future__ import annotations
 

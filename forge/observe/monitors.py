@@ -358,7 +358,7 @@ def _raise_to(place: Tensor, value: Tensor) -> None:
 
 
 def _views(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """Return float64 tensors of these shapes, and the single vector that contains them as views."""
+    """Return float64 tensors of these shapes, and the single vector under these views."""
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     parts = flat.split(sizes)

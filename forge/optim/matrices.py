@@ -1,8 +1,8 @@
 """Whole matrices for optimizers that need them, e.g. Muon, from shards of any engine and layout.
 
-Owners: each matrix has one owner among the ranks that hold parts of it, chosen to balance the work over all ranks.
+Owners: each matrix has one owner among its holders, chosen to balance the work over all ranks.
 Transfers: one all-to-all sends the parts to the owners. Each owner computes on its whole matrices, those of one shape
-together. A second all-to-all returns the results to every rank that holds a part. The owner's own parts are only copied.
+together. A second all-to-all returns the results to all holders. The owner's own parts are only copied.
 No matrix is computed twice, and replicas of a part get the same bits.
 Rounds: few matrices travel at a time, to bound the owners' memory. While a round is computed, the parts of the next round and
 the results of the previous one are in flight.

@@ -1,4 +1,4 @@
-"""Report why a run fails: the rank and step at fault, and the ranks that died without a report.
+"""Report the cause of a failed run: rank and step at fault, and ranks that died without a report.
 
 A dead rank takes all others with it: their collectives fail or hang, and each sees a lost connection but not the cause.
 So every surviving rank answers a roll call in the rendezvous store.
@@ -132,7 +132,7 @@ class RollCall:
         self._store, self._rank, self._world, self._name = store, rank, world, name
 
     def answer(self, trouble: Alarm) -> Alarm:
-        """Report that this rank lives, with its trouble. Return the trouble of the first rank that answered."""
+        """Answer the roll call with this rank's trouble. Return the trouble of the first rank that answered."""
         named = trouble._replace(reason=f"rank {self._rank}: {trouble.reason}")
         first = self._store.compare_set(f"{self._name}/first", "", json.dumps(named))
         self._store.set(f"{self._name}/{self._rank}", "here")

@@ -54,7 +54,7 @@ def name_start(store: Store, rank: int, size: int, timeout: timedelta) -> str:
 
     A store that outlives starts holds keys of earlier ranks, whose number may differ. So each rank writes a nonce. Rank 0
     publishes the nonces that it finds, until every rank has seen its own nonce there and has counted itself under rank 0's
-    nonce, unknown to all earlier ranks. Raises UserError (exit 1) after `timeout`.
+    nonce, which no earlier rank can know. Raises UserError (exit 1) after `timeout`.
     """
     own, end = uuid4().hex, time.monotonic() + timeout.total_seconds()
     keys = [f"nonce-of-rank-{one}" for one in range(size)]

@@ -103,7 +103,7 @@ class SourceLosses(Hook):
         self._unwatch()
 
     def _means(self, values: list[float]) -> dict[str, Any]:
-        """Return the means, without sources that have no valid token in the step; null for such an interval."""
+        """Return the means. A source without a valid token in the step is omitted; such an interval is null."""
         number = len(self._names)
         values, ahead = values[:-number], values[-number:]
         pairs = list(zip(values[::2], values[1::2], strict=True))
