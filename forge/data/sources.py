@@ -86,7 +86,7 @@ def count_windows(source: Source, seq_len: int) -> int:
 
 
 def held_out_windows(windows: int, sequences: int) -> Sequence[int]:
-    """Return the windows of a held-out source with `windows` of them that an evaluation of `sequences` reads, ascending.
+    """Return the windows that an evaluation of `sequences` sequences reads, ascending. windows: the source's number of them.
 
     One fixed permutation selects them: neighbours, e.g. the first ones, would cover only a few documents. They depend on both
     numbers alone, so all runs, seeds, steps and layouts read the same windows. Fewer sequences are a subset.
