@@ -43,7 +43,7 @@ class Part:
 
 
 Transfer: TypeAlias = tuple[Part, int, int]
-"""(part, from which rank, to which rank)"""
+"""(part, source rank, destination rank)"""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def make_hooks(
 
 
 class FaultPoints(Hook):
-    """Points at which fault injection makes a step fail."""
+    """The points of a step for fault injection."""
 
     def after_data(self, step: int) -> None:
         fault_point("step", step)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 # PyTorch's message when host memory is exhausted; there is no exception class for it.
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
-# Well below the time limit of a step, in which the other ranks wait.
+# Well below the time limit of a step: the other ranks wait meanwhile.
 PLANNING_S = 60.0
 
 Change: TypeAlias = tuple[str, Any, str]
