@@ -140,6 +140,10 @@ class Architecture:
     """partial_rotary_factor is model.rope_fraction; in other classes it must be 1."""
     ignored: tuple[str, ...] = ()
     """How names of tensors begin that are left out, as transformers does."""
+    numbered_layers: bool = False
+    """Layers are listed by kind and number, and those that are not linear have no positions (forge/tools/hf/kimi.py)."""
+    prefix: str = ""
+    """How the names of all tensors begin. With a prefix config.json is nested (forge/tools/hf/kimi.py)."""
     interleaved_rope: bool = False
     """RoPE rotates neighbouring elements of a head; forge and the other classes rotate elements half a head apart."""
 

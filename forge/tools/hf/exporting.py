@@ -16,6 +16,7 @@ from forge.data.tokenizer import load_tokenizer
 from forge.runtime.errors import UserError
 from forge.runtime.files import replace_atomically, sync_folder
 from forge.tools.hf.folder import Conversion, Progress, new_folder, no_progress
+from forge.tools.hf.kimi import nested
 from forge.tools.hf.model_config import choose_architecture, write_model
 from forge.tools.hf.safetensors import DTYPES, Planned, write_tensors
 from forge.tools.hf.tensors import Weight, their_tensors, weights_of
@@ -73,7 +74,8 @@ def export_weights(
         "pad_token_id": None,
         "use_cache": True,
     }
-    for name, values in {"config.json": described | ends, "generation_config.json": ends}.items():
+    whole = nested(described | ends) if architecture.prefix else described | ends
+    for name, values in {"config.json": whole, "generation_config.json": ends}.items():
         files[name] = (json.dumps(values, indent=2) + "\n").encode()
     done, total = 0, sum(tensor.nbytes for tensor in planned)
     with new_folder(output, total) as partial:
@@ -91,7 +93,7 @@ def export_weights(
 def _tensors(weights: list[Weight], reader: TensorReader, planned: list[Planned]) -> Iterator[Tensor]:
     def read(weight: Weight) -> Tensor:
         if weight.ours is None:
-            return torch.zeros(len(weight.theirs), *weight.their_shape)
+            return torch.full((len(weight.theirs), *weight.their_shape), weight.fill)
         return reader.read(f"model.{weight.ours}")
 
     targets = iter(planned)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from forge.config.model import ModelConfig
 
@@ -95,12 +96,14 @@ def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, Place]:
 
 
 def join(parts: list[Tensor], rows: list[Rows], shape: tuple[int, ...]) -> Tensor:
-    """Return their tensor `[shape]` of all `parts` of it, ours, in the order of `rows`."""
+    """Return their tensor `[shape]` of all `parts` of it, ours, in the order of `rows`; zeros after the last part."""
     runs = [
         part.reshape(place.groups, place.stop - place.start, -1)
         for part, place in zip(parts, rows, strict=True)
     ]
-    return torch.cat(runs, dim=1).reshape(shape)
+    joined = torch.cat(runs, dim=1)
+    missing = shape[0] // rows[0].groups - joined.shape[1]
+    return F.pad(joined, (0, 0, 0, missing)).reshape(shape)
 
 
 def _stacked(groups: int, **sizes: int) -> dict[str, Rows]:

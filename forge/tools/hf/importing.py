@@ -25,6 +25,7 @@ from forge.shard import Shard
 from forge.tools.hf.architectures import ENDS
 from forge.tools.hf.float8 import Scaled, with_scales
 from forge.tools.hf.folder import Conversion, Progress, new_folder, no_progress
+from forge.tools.hf.kimi import unnested
 from forge.tools.hf.model_config import read_model
 from forge.tools.hf.mxfp4 import Blocks, with_blocks
 from forge.tools.hf.safetensors import DTYPES, Stored, find_tensors
@@ -55,6 +56,8 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
     except ValueError as error:
         raise UserError(f"{described}: is not a JSON object: {error}") from None
     architecture = architecture_of(values, described)
+    if architecture.prefix:
+        values = unnested(values)
     stored, values = _dequantized(find_tensors(source), values, described)
     model = read_model(values, architecture, described)
     if model["n_layers"] > len(stored):
@@ -64,7 +67,7 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
     # Transformers writes the number of modules, but not their tensors.
     if architecture.predicts_ahead and (depth := modules_ahead(stored, model["n_layers"])):
         model["mtp"] = {"depth": depth}
-    embedding = stored.get(f"{ENDS['embedding']}.weight")
+    embedding = stored.get(f"{architecture.prefix}{ENDS['embedding']}.weight")
     dtype = DTYPES.get(embedding.dtype, torch.float32) if embedding else torch.float32
     config = _config(model, values, described, output, dtype, tokenizer=bool(files))
     weights = weights_of(config.model, architecture)
@@ -77,6 +80,8 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
         nonlocal done
         if weight.theirs:
             values = weight.joined(_read([stored[name] for name in weight.theirs], weight.read_shape))
+            if weight.gain:
+                values = values.to(dtype) * _read([stored[weight.gain]], weight.shape).to(dtype)
         else:
             values = torch.zeros(weight.shape, dtype=dtype)
         done += values.nbytes
@@ -123,6 +128,11 @@ def _dequantized(
             return with_blocks(stored), plain
         case "fp8":
             return with_scales(stored, quantization, source), plain
+        case "compressed-tensors":
+            raise UserError(
+                f"{source}: weights packed by compressed-tensors (format {quantization.get('format')!r}) cannot be read; "
+                "save the model in bfloat16 with the library that packed it, and convert that folder"
+            )
     return stored, values  # to be refused with all other keys
 
 
@@ -184,7 +194,8 @@ def _match(
                 f"{weight.theirs[0]} and its siblings differ in dtype: {', '.join(sorted(found))}"
             )
         if weight.ours is not None and not weight.is_copy:
-            dtypes[weight.ours] = DTYPES.get(next(iter(found), ""), weight.dtype)
+            dtype = DTYPES.get(next(iter(found), ""), weight.dtype)
+            dtypes[weight.ours] = torch.promote_types(dtype, torch.float32) if weight.gain else dtype
     known = {name for weight in weights for name in weight.theirs}
     if config.model.tie_embeddings:
         known.add(

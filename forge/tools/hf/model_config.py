@@ -15,6 +15,7 @@ from forge.model.rope import attention_factor, score_factor
 from forge.model.transformer import window_of
 from forge.runtime.errors import UserError
 from forge.tools.hf.architectures import KEYS, MUST_BE, Architecture, ConfigJson
+from forge.tools.hf.kimi import write_linear
 from forge.tools.hf.rope import SCALINGS, read_rope, write_rope
 from forge.tools.hf.table import ARCHITECTURES
 
@@ -79,6 +80,8 @@ def read_model(
         inner = [key for key in model if key.startswith(f"{table}.")]
         if inner:
             model[table] = {key.partition(".")[2]: model.pop(key) for key in inner}
+    if architecture.numbered_layers:
+        model["linear_attention"]["decay_bound"] = -(config["linear_attn_config.gate_lower_bound"] or 0.0)
     if "linear" not in model["layer_pattern"]:
         model.pop("linear_attention", None)
     return model
@@ -102,7 +105,9 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
     written |= write_rope(model, architecture, seq_len) | {
         key: windows[key] for key in architecture.window_keys
     }
-    if architecture.is_hybrid:
+    if architecture.numbered_layers:
+        written |= write_linear(model)
+    elif architecture.is_hybrid:
         names = {"linear": _LINEAR}
         written["layer_types"] = [names.get(model.kind_of(n), _FULL) for n in range(model.n_layers)]
     if architecture.predicts_ahead:
@@ -287,6 +292,12 @@ def _read_windows(config: ConfigJson, n_layers: int) -> tuple[int, list[str]]:
 
 def _read_linear(config: ConfigJson, n_layers: int) -> list[str]:
     """layer_pattern of a class with linear layers."""
+    if config.architecture.numbered_layers:
+        key = "linear_attn_config.kda_layers"
+        linear, full = config[key], config["linear_attn_config.full_attn_layers"]
+        if sorted([*linear, *full]) != list(range(1, n_layers + 1)):
+            raise config.error(key, f"with full_attn_layers needed: each of 1 to {n_layers} once")
+        return _shortest(["linear" if layer in linear else "nope" for layer in range(1, n_layers + 1)])
     types = config["layer_types"]
     key = "full_attention_interval"
     every = config[key] if key in config else 4  # noqa: SIM401

@@ -9,6 +9,7 @@ from forge.config.model import MLAConfig
 from forge.runtime.errors import UserError
 from forge.tools.hf.architectures import Architecture
 from forge.tools.hf.fused import gpt_oss_places, qwen3_next_places
+from forge.tools.hf.kimi import k3_places
 
 _QWEN_WINDOWS = ("use_sliding_window", "sliding_window", "layer_types", "max_window_layers")
 _EXPERTS = {"moe.top_k": "num_experts_per_tok", "moe.expert_dim": "moe_intermediate_size"}
@@ -338,6 +339,84 @@ ARCHITECTURES = (
         router_bias_is_2d=True,
         interleaved_rope=True,
     ),
+    # The text model; transformers has no class for it.
+    Architecture(
+        "KimiK3ForConditionalGeneration",
+        "kimi_k3",
+        fixed={
+            "attention": "mla",
+            "attention_gate": "element",
+            "residual": "attention",
+            "activation": "situ",
+            "moe.score_function": "sigmoid",
+            "linear_attention.kind": "kimi_delta",
+            "linear_attention.full_rank_gate": True,
+        },
+        keys={
+            **{f"mla.{key}": key for key in MLAConfig.model_fields},
+            "residual_block_size": "attn_res_block_size",
+            "activation_limit": "activation_situ_beta",
+            "activation_up_limit": "activation_situ_linear_beta",
+            "linear_attention.n_key_heads": "linear_attn_config.num_heads",
+            "linear_attention.n_value_heads": "linear_attn_config.num_heads",
+            "linear_attention.key_head_dim": "linear_attn_config.head_dim",
+            "linear_attention.value_head_dim": "linear_attn_config.head_dim",
+            "linear_attention.conv_size": "linear_attn_config.short_conv_kernel_size",
+            "moe.n_experts": "num_experts",
+            "moe.top_k": "num_experts_per_token",
+            "moe.expert_dim": "moe_intermediate_size",
+            "moe.latent_dim": "routed_expert_hidden_size",
+            "moe.n_shared_experts": "num_shared_experts",
+            "moe.n_dense_layers": "first_k_dense_replace",
+            "moe.n_expert_groups": "num_expert_group",
+            "moe.n_limited_groups": "topk_group",
+            "moe.normalize_top_k": "moe_renormalize",
+            "moe.route_scale": "routed_scaling_factor",
+        },
+        defaults={
+            "hidden_act": "silu",
+            "latent_moe_use_norm": False,
+            "mla_use_nope": False,
+            "mla_use_output_gate": False,
+            "moe_router_activation_func": "sigmoid",
+            "moe_layer_freq": 1,
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "linear_attn_config.gate_lower_bound": None,
+            "linear_attn_config.use_full_rank_gate": False,
+        },
+        must_be={
+            "hidden_act": "situ",
+            "latent_moe_use_norm": True,
+            "mla_use_nope": True,
+            "mla_use_output_gate": True,
+            "moe_router_activation_func": "sigmoid",
+            "moe_layer_freq": 1,
+            "linear_attn_config.use_full_rank_gate": True,
+        },
+        layer={
+            "attention.q_norm": "self_attn.q_a_layernorm",
+            "attention.wg": "self_attn.g_proj",
+            "attention.wa_down": "self_attn.f_a_proj",
+            "attention.wa": "self_attn.f_b_proj",
+            "attention.wb": "self_attn.b_proj",
+            "attention.out_norm": "self_attn.o_norm",
+            "feed_forward.router": "block_sparse_moe.gate",
+            "feed_forward.to_latent": "block_sparse_moe.routed_expert_down_proj",
+            "feed_forward.latent_norm": "block_sparse_moe.routed_expert_norm",
+            "feed_forward.from_latent": "block_sparse_moe.routed_expert_up_proj",
+            "feed_forward.shared.w1": "block_sparse_moe.shared_experts.gate_proj",
+            "feed_forward.shared.w3": "block_sparse_moe.shared_experts.up_proj",
+            "feed_forward.shared.w2": "block_sparse_moe.shared_experts.down_proj",
+        },
+        experts=("block_sparse_moe.experts", "w1", "w3", "w2"),
+        router_bias="block_sparse_moe.gate.e_score_correction_bias",
+        places=k3_places,
+        numbered_layers=True,
+        prefix="language_model.",
+        ignored=("vision_tower.", "mm_projector."),
+    ),
 )
 
 # Why classes that users ask for are not in the table.
@@ -345,7 +424,6 @@ NOT_COVERED = {
     "DeepseekV2ForCausalLM": "of the models with latent attention forge reads DeepseekV3ForCausalLM",
     "GemmaForCausalLM": "forge reads Gemma 2 and Gemma 3",
     "Gemma3ForConditionalGeneration": "it reads images; forge reads Gemma3ForCausalLM, its text model",
-    "KimiK3ForConditionalGeneration": "forge trains its text model, and has no table of its tensors' names",
     "KimiLinearForCausalLM": "forge has its layers, and no table of its tensors' names",
     "Qwen2MoeForCausalLM": "forge has no table of its tensors' names",
     "Phi3ForCausalLM": "its tensors are fused in a layout that forge does not split",

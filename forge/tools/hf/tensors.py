@@ -18,6 +18,7 @@ from forge.config.model import ModelConfig
 from forge.model import Transformer
 from forge.tools.hf.architectures import ENDS, LAYER, Architecture
 from forge.tools.hf.fused import Rows, join
+from forge.tools.hf.kimi import LAST_MIX, LAYER_MIXES
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,9 @@ class Weight:
     is_state: not a parameter; `dtype` is the one that forge keeps it in. heads: of the rows of each of so many heads (or
     experts) neighbours are a pair in theirs, and rows half of the paired ones apart in ours (0: the same in both); `first`:
     where the paired rows of a head begin, which go to its end. rows: ours are only these rows of theirs. transposed: the last
-    two dimensions change places. is_copy: theirs is written, but not read, because ours is read from another one.
+    two dimensions change places. is_copy: theirs is written, but not read, because ours is read from another one. fill: the
+    value of all elements of theirs where forge has no such tensor. gain: their tensor that theirs is multiplied by; forge has
+    the product, in float32 at least.
     """
 
     ours: str | None
@@ -42,6 +45,8 @@ class Weight:
     rows: Rows | None = None
     transposed: bool = False
     is_copy: bool = False
+    fill: float = 0.0
+    gain: str = ""
 
     @property
     def read_shape(self) -> tuple[int, ...]:
@@ -81,6 +86,9 @@ def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
     for name, tensor in transformer.state_dict().items():
         shape = tuple(tensor.shape)
         path, _, leaf = name.rpartition(".")
+        if leaf == "query":
+            found += _mix(name, shape[0])
+            continue
         if path in ENDS:
             found.append(Weight(name, shape, (f"{ENDS[path]}.{leaf}",), shape))
             continue
@@ -112,7 +120,19 @@ def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
         for end, theirs in (("embedding", "embed_tokens"), ("head", "shared_head.head")):
             whole = ends[f"{ENDS['embedding' if model.tie_embeddings else end]}.weight"]
             found.append(replace(whole, theirs=(f"model.layers.{layer}.{theirs}.weight",), is_copy=True))
-    return _in_order(found)
+    if transformer.mixes:
+        # The first layer has nothing to mix before its attention.
+        norm, projection = _mix("layers.0.attention_mix.query", model.dim)
+        found += [norm, replace(projection, ours=None, gain="")]
+    named = [
+        replace(
+            weight,
+            theirs=tuple(architecture.prefix + theirs for theirs in weight.theirs),
+            gain=weight.gain and architecture.prefix + weight.gain,
+        )
+        for weight in found
+    ]
+    return _in_order(named)
 
 
 def modules_ahead(names: Container[str], n_layers: int) -> int:
@@ -160,6 +180,17 @@ def _parameter(
         if model.moe.n_shared_experts == 0:
             for module, sizes in (("w1", (0, model.dim)), ("w3", (0, model.dim)), ("w2", (model.dim, 0))):
                 yield _zeros(f"{prefix}.{LAYER[f'feed_forward.shared.{module}']}.weight", *sizes)
+
+
+def _mix(name: str, dim: int) -> list[Weight]:
+    """A query of attention residuals is in theirs a projection to one number times the gain of a norm (Kimi K3)."""
+    *layer, module, _ = name.split(".")
+    theirs = f"model.layers.{layer[1]}.{LAYER_MIXES[module]}" if layer else f"model.{LAST_MIX}"
+    gain = f"{theirs}_norm.weight"
+    return [
+        Weight(None, (dim,), (gain,), (dim,), fill=1.0),
+        Weight(name, (dim,), (f"{theirs}_proj.weight",), (1, dim), gain=gain),
+    ]
 
 
 def _rotated(model: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -1,0 +1,69 @@
+"""Kimi K3's config.json and tensors, which no class of transformers describes.
+
+Names and shapes are those of moonshotai/Kimi-K3 at f831ab66, by its config.json and by what public loaders of it read (vLLM,
+lightllm, TensorRT-LLM, mlxcel). The text model lies below `text_config` and `language_model.`. The published experts are
+packed in MXFP4 by compressed-tensors (`weight_packed`, `weight_scale`), which forge refuses; this is for folders in bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forge.config.model import ModelConfig
+from forge.tools.hf.fused import Place, Rows
+
+_TEXT, _LINEAR = "text_config", "linear_attn_config"
+# Keys beside text_config; all others describe the text model.
+_OUTSIDE = ("architectures", "model_type", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+# Mixes of attention residuals, ours -> theirs: a norm and a projection to one number each.
+LAYER_MIXES = {"attention_mix": "self_attention_res", "ffn_mix": "mlp_res"}
+LAST_MIX = "output_attn_res"
+
+
+def unnested(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of `values`, a config.json, in one table; keys of linear_attn_config as `linear_attn_config.KEY`."""
+    text = values.get(_TEXT)
+    inner = {
+        key: value for key, value in (text if isinstance(text, dict) else {}).items() if key not in _OUTSIDE
+    }
+    linear = inner.pop(_LINEAR, None)
+    found = {key: value for key, value in values.items() if key not in (_TEXT, "vision_config")} | inner
+    return found | {f"{_LINEAR}.{key}": value for key, value in (linear or {}).items()}
+
+
+def nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Invert `unnested`."""
+    outside = {key: value for key, value in values.items() if key in _OUTSIDE}
+    linear = {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{_LINEAR}.")}
+    text = {key: value for key, value in values.items() if key not in outside and "." not in key}
+    text |= {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", _LINEAR: linear}
+    return outside | {_TEXT: text}
+
+
+def write_linear(model: ModelConfig) -> dict[str, Any]:
+    """Return the numbers of the layers of each kind, from 1, and the bound of decays."""
+    kinds = [model.kind_of(layer) for layer in range(model.n_layers)]
+    bound = model.linear_attention.decay_bound if model.linear_attention else 0.0
+    return {
+        f"{_LINEAR}.kda_layers": [n for n, kind in enumerate(kinds, 1) if kind == "linear"],
+        f"{_LINEAR}.full_attn_layers": [n for n, kind in enumerate(kinds, 1) if kind != "linear"],
+        f"{_LINEAR}.gate_lower_bound": -bound if bound else None,
+    }
+
+
+def k3_places(model: ModelConfig, layer: int) -> dict[str, Place]:
+    """Return where the tensors of one linear layer lie, by their name below `layers.N`; without the usual places."""
+    linear = model.linear_attention
+    if model.kind_of(layer) != "linear" or linear is None:
+        return {}
+    keys, values = linear.n_key_heads * linear.key_head_dim, linear.n_value_heads * linear.value_head_dim
+    # Padded with zeros to the size of a head.
+    heads = max(linear.n_value_heads, linear.key_head_dim)
+    a_log = Place("self_attn.A_log", (heads,), Rows(1, 0, linear.n_value_heads))
+    convolutions = {
+        f"attention.conv.{name}": Place(f"self_attn.{name}_conv1d.weight", (size, 1, linear.conv_size))
+        for name, size in (("q", keys), ("k", keys), ("v", values))
+    }
+    channels = linear.n_value_heads * linear.key_head_dim
+    dt_bias = Place("self_attn.dt_bias", (channels,))
+    return convolutions | {"attention.decay.a_log": a_log, "attention.decay.dt_bias": dt_bias}
