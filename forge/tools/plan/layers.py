@@ -3,6 +3,10 @@
 Two smaller models are traced. What a layer adds is what the larger has more than the smaller, at each place of a step:
 the peak of the whole may be at another place than theirs. Of a long pipeline three ranks are traced: the first, one from
 the middle and the last; a rank with more microbatches in flight holds that many more times what one keeps.
+
+With attention residuals a layer's mixes read one stream more for each block before it. Two more traces, the smaller model
+with two blocks instead of one, show the cost of a block and of a stream that a mix reads. Sums over a step grow with both,
+peaks with the streams that are saved.
 """
 
 from __future__ import annotations
@@ -41,11 +45,14 @@ def plan_stages(
     if few is None:
         return [plan_stage(config, degrees, rank, hardware, load=load) for rank in range(degrees.pp)]
     small, large = (_trace(one, config, degrees, hardware, load) for one in few)
-    n_layers = config.model.n_layers
     if degrees.pp == 1:
-        steps = (n_layers - few[1].layers) / (few[1].layers - few[0].layers)
-        one = _extrapolate(small[0], large[0], steps, _names(config), config, degrees, hardware)
-        return [replace(one, layers=f"all {n_layers} layers")]
+        growths = [_growth(config, few, small[0], large[0])]
+        if config.model.residual == "attention":
+            early, late = two_blocks(few[0])
+            (more,), (less,) = (_trace(one, config, degrees, hardware, load) for one in (early, late))
+            growths += _growths_by_streams(config, few, small[0], less, more)
+        one = _extrapolate(growths, _names(config), config, degrees, hardware)
+        return [replace(one, layers=f"all {config.model.n_layers} layers")]
     return _all_ranks(config, degrees, few, small, large, hardware)
 
 
@@ -69,12 +76,17 @@ def _names(config: Config) -> list[str]:
 
 @dataclass(frozen=True)
 class Few:
-    """A smaller model: `layers` in all, `per_stage` in a stage; `ranks` of the pp axis, microbatches that are traced."""
+    """A smaller model: `layers` in all, `per_stage` in a stage; `ranks` of the pp axis, microbatches that are traced.
+
+    tail: its last layers, so many, are the last ones of the whole model. block_size: of attention residuals, in layers.
+    """
 
     layers: int
     per_stage: int
     ranks: int = 1
     microbatches: int | None = None
+    tail: int = 0
+    block_size: int = 0
 
 
 def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
@@ -83,20 +95,7 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
     every = kinds_of_layers(config)
     kinds, ahead = every[:n_layers], every[n_layers:]
     if degrees.pp == 1:
-        # After `lead` layers of their own kinds, those of a period come again and again.
-        lead, period = next(
-            (lead, period)
-            for period in range(1, n_layers + 1)
-            for lead in range(min(period + 4, n_layers))
-            if kinds[lead : n_layers - period] == kinds[lead + period :]
-        )
-        first = lead + (n_layers - lead) % period + 2 * period
-        sizes = (first, first + period)
-        if sizes[1] >= n_layers:
-            return None
-        found = Few(sizes[0], sizes[0]), Few(sizes[1], sizes[1])
-        same = all(kinds_of_layers(_smaller(config, one)) == [*kinds[: one.layers], *ahead] for one in found)
-        return found if same else None
+        return _few_in_one_stage(config, kinds, ahead)
     plan = plan_pipeline(config, degrees)
     counts, stages = [len(stage.layers) for stage in plan.stages], len(plan.stages)
     if config.pipeline.schedule not in SHORTENED or len(set(kinds)) > 1 or min(counts) < 3:
@@ -124,6 +123,52 @@ def traced_layers(config: Config, degrees: Degrees) -> int:
     return steps * sum(one.layers * (one.microbatches or 1) for one in few)
 
 
+def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tuple[Few, Few] | None:
+    """Return the smaller models without a pipeline, from the `kinds` of the trunk's layers and of those `ahead`."""
+    n_layers, mixes = len(kinds), config.model.residual == "attention"
+
+    def shown(size: int, tail: int) -> list[Any]:
+        smaller = [*kinds[: size - tail], *kinds[n_layers - tail :]]
+        return smaller[size // 2 + 2 :]
+
+    def first_size(lead: int, period: int, tail: int) -> int:
+        size = lead + (n_layers - lead - tail) % period + 2 * period + tail
+        if not mixes:
+            return size
+        # The layers that read two blocks of attention residuals in the third trace are of all kinds.
+        size -= period
+        while size < 7 or (size < n_layers and not set(kinds[lead:-1]) <= set(shown(size, tail))):
+            size += period
+        return size
+
+    # Between `lead` and `tail` layers of their own kinds, those of a period come again and again.
+    found = next(
+        (
+            (lead, period, tail)
+            for period in range(1, n_layers + 1)
+            for tail in range(3)
+            for lead in range(min(period + 4, n_layers))
+            if first_size(lead, period, tail) + period < n_layers
+            and kinds[lead : n_layers - tail - period] == kinds[lead + period : n_layers - tail]
+        ),
+        None,
+    )
+    if found is None:
+        return None
+    lead, period, tail = found
+    first = first_size(lead, period, tail)
+    blocks = first + period if mixes else 0  # all layers are one block
+    few = (
+        Few(first, first, tail=tail, block_size=blocks),
+        Few(first + period, first + period, tail=tail, block_size=blocks),
+    )
+    last = kinds[n_layers - tail :] if tail else []
+    same = all(
+        kinds_of_layers(_smaller(config, one)) == [*kinds[: one.layers - tail], *last, *ahead] for one in few
+    )
+    return few if same else None
+
+
 def kinds_of_layers(config: Config) -> list[Any]:
     """Return a value for each layer, and for those that predict further ahead: equal if modules, shapes and settings are."""
     key = f"{config.model.model_dump_json()} {config.train.seq_len}"
@@ -149,12 +194,23 @@ def _settings(module: nn.Module, index: int) -> list[tuple[str, str]]:
     return [
         (name, str(value))
         for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str) and not (name in ("layer", "index") and value == index)
+        if isinstance(value, bool | int | float | str)
+        and not (name in ("layer", "index") and value == index)
+        and name != "begins_block"
     ]
 
 
 def _smaller(config: Config, few: Few) -> Config:
-    update: dict[str, Any] = {"model": config.model.model_copy(update={"n_layers": few.layers})}
+    model: dict[str, Any] = {"n_layers": few.layers}
+    if few.tail:
+        layers = [
+            *range(few.layers - few.tail),
+            *range(config.model.n_layers - few.tail, config.model.n_layers),
+        ]
+        model["layer_pattern"] = [config.model.kind_of(layer) for layer in layers]
+    if few.block_size:
+        model["residual_block_size"] = few.block_size
+    update: dict[str, Any] = {"model": config.model.model_copy(update=model)}
     if few.ranks > 1:
         update["parallel"] = config.parallel.model_copy(update={"pp": few.ranks})
         update["pipeline"] = config.pipeline.model_copy(update={"layers_per_stage": few.per_stage})
@@ -211,13 +267,63 @@ def _all_ranks(
         if any(stage.head for stage in own):
             names += _names(config)[config.model.n_layers :]
         first_rank = rank * degrees.world // degrees.pp
-        one = _extrapolate(small[role], large[role], steps, names, config, degrees, hardware, rank)
+        growth = Growth(small[role], large[role], steps, steps, steps)
+        one = _extrapolate([growth], names, config, degrees, hardware, rank)
         more = in_flight(plan.schedule, rank) - in_flight(traced, role)
         # More are in flight in a rank's first stage. There a microbatch also keeps what the stage before has sent.
         sizes = [0 if own[0].embed else size for _, kind, size, _ in one.collectives if kind == "recv"]
         one = _with_more(one, more, one.kept + max(sizes, default=0))
         stages.append(replace(one, pp_rank=rank, rank=first_rank, layers="; ".join(map(str, own))))
     return stages
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What `large` has more than `small`. The whole model has it `steps` times more; peaks have it `of_peaks` times more, and
+    activations that forward keeps `of_kept` times."""
+
+    small: StagePlan
+    large: StagePlan
+    steps: float
+    of_peaks: float
+    of_kept: float
+
+
+def _growth(config: Config, few: tuple[Few, Few], small: StagePlan, large: StagePlan) -> Growth:
+    steps = (config.model.n_layers - few[1].layers) / (few[1].layers - few[0].layers)
+    return Growth(small, large, steps, steps, steps)
+
+
+def two_blocks(few: Few) -> tuple[Few, Few]:
+    """Return `few` with a second block that begins in the middle, and with one that begins before the last layer."""
+    return replace(few, block_size=few.layers // 2 + 1), replace(few, block_size=few.layers - 2)
+
+
+def _growths_by_streams(
+    config: Config, few: tuple[Few, Few], small: StagePlan, less: StagePlan, more: StagePlan
+) -> list[Growth]:
+    """Return the growth by blocks, and by streams that are read, beyond what `_growth` adds with layers of one block.
+
+    less, more: the smaller model with two blocks, the second of which has few layers or more.
+    """
+    model, steps = config.model, _growth(config, few, small, small).steps
+    read, read_by_larger = (streams_read(one.layers, one.block_size) for one in few)
+    early, late = (streams_read(one.layers, one.block_size) for one in two_blocks(few[0]))
+    blocks = -(-model.n_layers // model.residual_block_size) - 1
+    whole = streams_read(model.n_layers, model.residual_block_size)
+    missing = whole - read_by_larger - steps * (read_by_larger - read) - blocks * (late - read)
+    reads = missing / (early - late)
+    # Every mix keeps two numbers of each stream that it reads, unless its block is recomputed.
+    of_kept = reads if config.activation_checkpoint.mode == "none" else blocks
+    return [Growth(small, less, blocks, blocks, blocks), Growth(less, more, reads, blocks, of_kept)]
+
+
+def streams_read(n_layers: int, block_size: int) -> int:
+    """Return the number of streams that all mixes of attention residuals read together."""
+    saved = [-(-layer // block_size) for layer in range(n_layers + 1)]
+    attention = sum(number + 1 for number in saved[1:n_layers])
+    feed_forward = sum(number + 1 for number in saved[1:])
+    return attention + feed_forward + saved[n_layers] + 1
 
 
 def in_flight(schedule: Schedule, rank: int) -> int:
@@ -234,79 +340,93 @@ def _opens(action: Action) -> int:
 
 
 def _extrapolate(
-    small: StagePlan,
-    large: StagePlan,
-    steps: float,
+    growths: list[Growth],
     names: list[str],
     config: Config,
     degrees: Degrees,
     hardware: Hardware | None,
     pp_rank: int = 0,
 ) -> StagePlan:
-    """Return the plan of the rank that holds the layers `names`."""
+    """Return the plan of the rank that holds the layers `names`; `growths` as for `_whole`."""
     apart = _shares_work(config, degrees)
-    if not large.buckets and not apart:
-        return _whole(small, large, steps, names)
+    if not growths[0].large.buckets and not apart:
+        return _whole(growths, names)
     # Buckets are no multiples of what a layer needs either.
     whole = plan_stage(config, degrees, pp_rank, hardware, optimizer="alone")
-    one = _with_state(_whole(small, large, steps, names, whole.buckets or None), whole)
+    one = _with_state(_whole(growths, names, whole.buckets or None), whole)
     return _with_update(one, whole) if apart else one
 
 
-def _whole(
-    small: StagePlan, large: StagePlan, steps: float, names: list[str], whole: int | None = None
-) -> StagePlan:
-    """Return the plan of a rank with layers `names`: `large` with `steps` times what it has more than `small`.
+def _whole(growths: list[Growth], names: list[str], whole: int | None = None) -> StagePlan:
+    """Return the plan of a rank with layers `names`: the larger model of the first of `growths`, and all of them added.
 
     whole: the number of its buckets, if the engine has any; they count as if all had one size.
     """
+    first, large = growths[0], growths[0].large
 
-    def growth(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, int]:
-        kinds = {**first, **second}
-        return {kind: round(steps * (second.get(kind, 0) - first.get(kind, 0))) for kind in kinds}
+    def along(of: Callable[[StagePlan], Mapping[Key, float]]) -> dict[Key, int]:
+        found: dict[Key, float] = dict(of(large))
+        for growth in growths:
+            before, after = of(growth.small), of(growth.large)
+            for key in {**before, **after}:
+                found[key] = found.get(key, 0) + growth.steps * (after.get(key, 0) - before.get(key, 0))
+        return {key: round(value) for key, value in found.items()}
 
-    def along(first: Mapping[Key, float], second: Mapping[Key, float]) -> dict[Key, int]:
-        keys = {**first, **second}
-        return {
-            key: round(second.get(key, 0) + steps * (second.get(key, 0) - first.get(key, 0))) for key in keys
-        }
+    def number(of: Callable[[StagePlan], int]) -> int:
+        return along(lambda plan: {"": of(plan)})[""]
+
+    kept: float = large.kept + sum(
+        growth.of_kept * (growth.large.kept - growth.small.kept) for growth in growths
+    )
+    peaks = {}
+    for place, after in large.peaks.items():
+        base = place
+        if place not in first.small.peaks:
+            base = (place[0], "layer -1")
+            if base not in first.small.peaks or (place[0], "layer -2") in first.small.peaks:
+                continue
+            # A middle layer that the smaller does not have: for the last but one, which grows as the last does.
+            place = (place[0], "layer -2")
+        size = float(after.size)
+        kinds: dict[str, float] = defaultdict(float, after.kinds)
+        for growth in growths:
+            if base not in growth.large.peaks:
+                continue
+            low, high = growth.small.peaks[base], growth.large.peaks[base]
+            size += growth.of_peaks * (high.size - low.size)
+            for kind in {**low.kinds, **high.kinds}:
+                kinds[kind] += growth.of_peaks * (high.kinds.get(kind, 0) - low.kinds.get(kind, 0))
+        rounded = {kind: round(value) for kind, value in kinds.items()}
+        peaks[place] = Peak(round(size), _named(place, after.moment, names), rounded)
+    return replace(
+        large,
+        state=along(lambda plan: plan.state),
+        peaks=peaks,
+        kept=round(kept),
+        flops={place: float(value) for place, value in along(lambda plan: plan.flops).items()},
+        times=_times(growths),
+        collectives=_calls(growths, whole),
+        host=number(lambda plan: plan.host),
+        checkpoint=number(lambda plan: plan.checkpoint),
+    )
+
+
+def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, int, bool]]:
+    """Return the collectives of the whole model; `whole` as in `_whole`. Streams of attention residuals add none."""
+    small, large, steps = growths[0].small, growths[0].large, growths[0].steps
 
     def number(before: int, after: int) -> int:
         return round(after + steps * (after - before))
 
-    peaks = {}
-    for place, after in large.peaks.items():
-        if place in small.peaks:
-            before, base = small.peaks[place], after
-        elif (last := (place[0], "layer -1")) in small.peaks and (place[0], "layer -2") not in small.peaks:
-            # A middle layer that the smaller does not have: for the last but one, which grows as the last does.
-            before, base, place = small.peaks[last], large.peaks[last], (place[0], "layer -2")
-        else:
-            continue
-        kinds = {
-            kind: after.kinds.get(kind, 0) + size for kind, size in growth(before.kinds, base.kinds).items()
-        }
-        size = after.size + round(steps * (base.size - before.size))
-        peaks[place] = Peak(size, _named(place, after.moment, names), kinds)
     fixed = {key: calls for key, calls in large.collectives.items() if key in small.collectives}
-    calls = Counter(along({key: small.collectives[key] for key in fixed}, fixed))
+    calls = Counter({key: number(small.collectives[key], fixed[key]) for key in fixed})
     # What is sent in one call for several layers has another size for every number of layers.
     before_of, after_of = (_of_other_sizes(traced, fixed) for traced in (small, large))
     for key, (of_large, total) in after_of.items():
         of_small, total_of_small = before_of[key]
         times = number(of_small, of_large) if whole is None else round(of_large * whole / large.buckets)
         calls[*key[:2], round(number(total_of_small, total) / times), key[2]] += times
-    return replace(
-        large,
-        state=along(small.state, large.state),
-        peaks=peaks,
-        kept=number(small.kept, large.kept),
-        flops={place: float(value) for place, value in along(small.flops, large.flops).items()},
-        times=_each(small.times, large.times, lambda a, b: _combine(a, b, steps)),
-        collectives=calls,
-        host=number(small.host, large.host),
-        checkpoint=number(small.checkpoint, large.checkpoint),
-    )
+    return calls
 
 
 def _named(place: tuple[str, str], moment: Moment, names: list[str]) -> Moment:
@@ -324,18 +444,37 @@ def _each(
     return tuple(combine(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _combine(small: StepTime, large: StepTime, steps: float) -> StepTime:
-    def whole(a: Spent, b: Spent) -> Spent:
-        both = zip(astuple(a), astuple(b), strict=True)
-        return Spent(*(max(0.0, after + steps * (after - before)) for before, after in both))
+def _times(growths: list[Growth]) -> Times:
+    """Return the times of the whole model at each pace."""
+    large = growths[0].large.times
+    if large is None:
+        return None
+    return tuple(
+        _time(one, [(_at(growth.small, pace), _at(growth.large, pace), growth.steps) for growth in growths])
+        for pace, one in enumerate(large)
+    )
 
-    def all_of(a: dict[int, Spent], b: dict[int, Spent]) -> dict[int, Spent]:
-        return {number: whole(a[number], spent) for number, spent in b.items()}
+
+def _at(plan: StagePlan, pace: int) -> StepTime:
+    assert plan.times is not None
+    return plan.times[pace]
+
+
+def _time(large: StepTime, growths: list[tuple[StepTime, StepTime, float]]) -> StepTime:
+    def whole(of: Callable[[StepTime], Spent]) -> Spent:
+        values = list(astuple(of(large)))
+        for low, high, steps in growths:
+            for field, (before, after) in enumerate(zip(astuple(of(low)), astuple(of(high)), strict=True)):
+                values[field] += steps * (after - before)
+        return Spent(*(max(0.0, value) for value in values))
+
+    def at(phase: str, number: int) -> Spent:
+        return whole(lambda time: getattr(time, phase)[number])
 
     return StepTime(
-        all_of(small.forward, large.forward),
-        all_of(small.backward, large.backward),
-        whole(small.update, large.update),
+        {number: at("forward", number) for number in large.forward},
+        {number: at("backward", number) for number in large.backward},
+        whole(lambda time: time.update),
     )
 
 

@@ -19,6 +19,38 @@ FULL = '[activation_checkpoint]\nmode = "full"\n'
 EXPERTS = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\nn_dense_layers = 1\n"
 
 
+# Kimi K3's parts: a dense layer, then periods of four, then one layer more of the last kind.
+K3 = """n_kv_heads = 4
+residual = "attention"
+residual_block_size = 6
+attention = "mla"
+attention_gate = "element"
+activation = "situ"
+layer_pattern = [PATTERN]
+[model.mla]
+q_lora_rank = 12
+kv_lora_rank = 8
+qk_nope_head_dim = 8
+qk_rope_head_dim = 4
+v_head_dim = 8
+[model.linear_attention]
+kind = "kimi_delta"
+n_key_heads = 4
+key_head_dim = 8
+full_rank_gate = true
+decay_bound = 5.0
+[model.moe]
+n_experts = 4
+top_k = 2
+n_shared_experts = 1
+expert_dim = 24
+latent_dim = 16
+n_dense_layers = 1
+score_function = "sigmoid"
+balance = "quantile"
+""".replace("PATTERN", '"linear", "linear", "linear", "nope", ' * 6 + '"nope"')
+DENSE_RESIDUALS = "residual = 'attention'\nresidual_block_size = 4\n"
+QK_CLIP = '\n[optimizer]\nname = "muon"\n[optimizer.muon]\nqk_clip = 100\n'
 AHEAD = "[model.mtp]\ndepth = 2\n"
 MUON = '\n[optimizer]\nname = "muon"\n'
 INT8 = '\n[optimizer]\nmoment_dtype = "int8"\n'
@@ -67,6 +99,10 @@ def totals(stage: StagePlan, *, sizes: bool = True) -> dict[tuple[str, str], int
         pytest.param(deep("data_parallel = 'zero1'\nbucket_size = 30000", MUON), 4, marks=SLOW),
         pytest.param(deep("tp = 2", INT8), 4, marks=SLOW),
         pytest.param(deep(model=AHEAD), 2, marks=SLOW),
+        pytest.param(deep(more=FULL, layers=22, model=DENSE_RESIDUALS), 2, marks=SLOW),
+        pytest.param(deep("ep = 2", FULL, 25, K3), 2, marks=SLOW),
+        pytest.param(deep("ep = 2", FULL + QK_CLIP, 25, K3), 4, marks=SLOW),
+        pytest.param(deep("ep = 2", layers=25, model=K3), 2, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 2", 2, MUON), 4, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 2", 2), 4, marks=SLOW),
         pytest.param(deep("pp = 2", "[pipeline]\nschedule = '1F1B'\n", layers=7), 4, marks=SLOW),
@@ -116,6 +152,8 @@ def test_layers_are_of_one_kind_if_nothing_but_their_place_differs() -> None:
         (deep(layers=3), 1, None),
         (deep(model=EXPERTS), 1, (3, 4)),
         (deep(model="sliding_window = 16\nsliding_window_pattern = 3\n", layers=12), 1, (6, 9)),
+        (deep(layers=22, model=DENSE_RESIDUALS), 1, (7, 8)),
+        (deep(layers=25, model=K3), 1, (9, 13)),
         (staged("1F1B", "pp = 4", 4), 4, (6, 9)),
         (staged("Interleaved1F1B", "pp = 2", 4), 2, (8, 12)),
         (staged("GPipe", "pp = 2", 2), 2, None),
