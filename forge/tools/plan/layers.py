@@ -11,11 +11,8 @@ peaks with the streams that are saved.
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -23,13 +20,10 @@ from forge.config import Config, Degrees
 from forge.parallel.build import build_meta_model
 from forge.parallel.pipeline import plan_pipeline
 from forge.parallel.pipeline.schedule import Action, Schedule
-from forge.tools.plan.estimate import Spent, StepTime
+from forge.tools.plan.growth import Growth, whole_plan, with_more, with_state, with_update
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.stage import TRACED, StagePlan, fewer_microbatches, plan_stage
-from forge.tools.plan.trace import Moment, Peak
 
-Key = TypeVar("Key")
-Times: TypeAlias = tuple[StepTime, ...] | None
 # Schedules of which a few ranks with a few microbatches show what many do.
 SHORTENED = ("1F1B", "Interleaved1F1B")
 # Results of `kinds_of_layers` by model and sequence length.
@@ -272,21 +266,9 @@ def _all_ranks(
         more = in_flight(plan.schedule, rank) - in_flight(traced, role)
         # More are in flight in a rank's first stage. There a microbatch also keeps what the stage before has sent.
         sizes = [0 if own[0].embed else size for _, kind, size, _ in one.collectives if kind == "recv"]
-        one = _with_more(one, more, one.kept + max(sizes, default=0))
+        one = with_more(one, more, one.kept + max(sizes, default=0))
         stages.append(replace(one, pp_rank=rank, rank=first_rank, layers="; ".join(map(str, own))))
     return stages
-
-
-@dataclass(frozen=True)
-class Growth:
-    """What `large` has more than `small`. The whole model has it `steps` times more; peaks have it `of_peaks` times more, and
-    activations that forward keeps `of_kept` times."""
-
-    small: StagePlan
-    large: StagePlan
-    steps: float
-    of_peaks: float
-    of_kept: float
 
 
 def _growth(config: Config, few: tuple[Few, Few], small: StagePlan, large: StagePlan) -> Growth:
@@ -347,175 +329,11 @@ def _extrapolate(
     hardware: Hardware | None,
     pp_rank: int = 0,
 ) -> StagePlan:
-    """Return the plan of the rank that holds the layers `names`; `growths` as for `_whole`."""
+    """Return the plan of the rank that holds the layers `names`; `growths` as for `whole_plan`."""
     apart = _shares_work(config, degrees)
     if not growths[0].large.buckets and not apart:
-        return _whole(growths, names)
+        return whole_plan(growths, names)
     # Buckets are no multiples of what a layer needs either.
     whole = plan_stage(config, degrees, pp_rank, hardware, optimizer="alone")
-    one = _with_state(_whole(growths, names, whole.buckets or None), whole)
-    return _with_update(one, whole) if apart else one
-
-
-def _whole(growths: list[Growth], names: list[str], whole: int | None = None) -> StagePlan:
-    """Return the plan of a rank with layers `names`: the larger model of the first of `growths`, and all of them added.
-
-    whole: the number of its buckets, if the engine has any; they count as if all had one size.
-    """
-    first, large = growths[0], growths[0].large
-
-    def along(of: Callable[[StagePlan], Mapping[Key, float]]) -> dict[Key, int]:
-        found: dict[Key, float] = dict(of(large))
-        for growth in growths:
-            before, after = of(growth.small), of(growth.large)
-            for key in {**before, **after}:
-                found[key] = found.get(key, 0) + growth.steps * (after.get(key, 0) - before.get(key, 0))
-        return {key: round(value) for key, value in found.items()}
-
-    def number(of: Callable[[StagePlan], int]) -> int:
-        return along(lambda plan: {"": of(plan)})[""]
-
-    kept: float = large.kept + sum(
-        growth.of_kept * (growth.large.kept - growth.small.kept) for growth in growths
-    )
-    peaks = {}
-    for place, after in large.peaks.items():
-        base = place
-        if place not in first.small.peaks:
-            base = (place[0], "layer -1")
-            if base not in first.small.peaks or (place[0], "layer -2") in first.small.peaks:
-                continue
-            # A middle layer that the smaller does not have: for the last but one, which grows as the last does.
-            place = (place[0], "layer -2")
-        size = float(after.size)
-        kinds: dict[str, float] = defaultdict(float, after.kinds)
-        for growth in growths:
-            if base not in growth.large.peaks:
-                continue
-            low, high = growth.small.peaks[base], growth.large.peaks[base]
-            size += growth.of_peaks * (high.size - low.size)
-            for kind in {**low.kinds, **high.kinds}:
-                kinds[kind] += growth.of_peaks * (high.kinds.get(kind, 0) - low.kinds.get(kind, 0))
-        rounded = {kind: round(value) for kind, value in kinds.items()}
-        peaks[place] = Peak(round(size), _named(place, after.moment, names), rounded)
-    return replace(
-        large,
-        state=along(lambda plan: plan.state),
-        peaks=peaks,
-        kept=round(kept),
-        flops={place: float(value) for place, value in along(lambda plan: plan.flops).items()},
-        times=_times(growths),
-        collectives=_calls(growths, whole),
-        host=number(lambda plan: plan.host),
-        checkpoint=number(lambda plan: plan.checkpoint),
-    )
-
-
-def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, int, bool]]:
-    """Return the collectives of the whole model; `whole` as in `_whole`. Streams of attention residuals add none."""
-    small, large, steps = growths[0].small, growths[0].large, growths[0].steps
-
-    def number(before: int, after: int) -> int:
-        return round(after + steps * (after - before))
-
-    fixed = {key: calls for key, calls in large.collectives.items() if key in small.collectives}
-    calls = Counter({key: number(small.collectives[key], fixed[key]) for key in fixed})
-    # What is sent in one call for several layers has another size for every number of layers.
-    before_of, after_of = (_of_other_sizes(traced, fixed) for traced in (small, large))
-    for key, (of_large, total) in after_of.items():
-        of_small, total_of_small = before_of[key]
-        times = number(of_small, of_large) if whole is None else round(of_large * whole / large.buckets)
-        calls[*key[:2], round(number(total_of_small, total) / times), key[2]] += times
-    return calls
-
-
-def _named(place: tuple[str, str], moment: Moment, names: list[str]) -> Moment:
-    """The moment with the layer's name in the whole model."""
-    match = re.fullmatch(r"layer (-?\d+)", place[1])
-    return replace(moment, part=names[int(match[1])]) if match else moment
-
-
-def _each(
-    first: Times, second: Times, combine: Callable[[StepTime, StepTime], StepTime]
-) -> tuple[StepTime, ...] | None:
-    """Combine the times of each pace; None if neither plan has any."""
-    if first is None or second is None:
-        return None
-    return tuple(combine(a, b) for a, b in zip(first, second, strict=True))
-
-
-def _times(growths: list[Growth]) -> Times:
-    """Return the times of the whole model at each pace."""
-    large = growths[0].large.times
-    if large is None:
-        return None
-    return tuple(
-        _time(one, [(_at(growth.small, pace), _at(growth.large, pace), growth.steps) for growth in growths])
-        for pace, one in enumerate(large)
-    )
-
-
-def _at(plan: StagePlan, pace: int) -> StepTime:
-    assert plan.times is not None
-    return plan.times[pace]
-
-
-def _time(large: StepTime, growths: list[tuple[StepTime, StepTime, float]]) -> StepTime:
-    def whole(of: Callable[[StepTime], Spent]) -> Spent:
-        values = list(astuple(of(large)))
-        for low, high, steps in growths:
-            for field, (before, after) in enumerate(zip(astuple(of(low)), astuple(of(high)), strict=True)):
-                values[field] += steps * (after - before)
-        return Spent(*(max(0.0, value) for value in values))
-
-    def at(phase: str, number: int) -> Spent:
-        return whole(lambda time: getattr(time, phase)[number])
-
-    return StepTime(
-        {number: at("forward", number) for number in large.forward},
-        {number: at("backward", number) for number in large.backward},
-        whole(lambda time: time.update),
-    )
-
-
-def _with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
-    """`one` with this many microbatches more in flight, of `size` bytes each."""
-    peaks = dict(one.peaks)
-    for place, peak in one.peaks.items():
-        if place[0] in ("forward", "backward"):
-            peaks[place] = peak.with_more("activations", microbatches * size)
-    return replace(one, peaks=peaks)
-
-
-def _with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
-    """`one` with the bytes of the rank that holds all layers."""
-    more = sum(whole.state.values()) - sum(one.state.values())
-    peaks = {place: peak.with_more("state", more) for place, peak in one.peaks.items()}
-    same = {name: getattr(whole, name) for name in ("state", "host", "checkpoint", "buckets")}
-    return replace(one, peaks=peaks, **same)
-
-
-def _with_update(one: StagePlan, update: StagePlan) -> StagePlan:
-    """`one`, traced without the optimizer's part of a step, with this part, traced alone."""
-    one = _with_more(one, 1, update.kept)
-    peaks, flops = dict(one.peaks), Counter(one.flops)
-    for place, peak in update.peaks.items():
-        peaks[place] = max(peak, one.peaks.get(place, peak), key=lambda peak: peak.size)
-    flops.update(update.flops)
-    times = _each(one.times, update.times, lambda a, b: replace(a, update=a.update + b.update))
-    return replace(
-        one, peaks=peaks, flops=dict(flops), times=times, collectives=one.collectives + update.collectives
-    )
-
-
-def _of_other_sizes(
-    traced: StagePlan, fixed: Mapping[Any, int]
-) -> dict[tuple[str, str, bool], tuple[int, int]]:
-    """Calls and their bytes by axis and kind, of those that are not in `fixed`."""
-    found: dict[tuple[str, str, bool], tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for key, number in traced.collectives.items():
-        if key not in fixed:
-            axis, kind, size, hidden = key
-            calls, total = found[axis, kind, hidden]
-            found[axis, kind, hidden] = calls + number, total + number * size
-    return found
+    one = with_state(whole_plan(growths, names, whole.buckets or None), whole)
+    return with_update(one, whole) if apart else one
