@@ -1,8 +1,9 @@
 """Kimi K3's config.json and tensors, which no class of transformers describes.
 
-Names and shapes are those of moonshotai/Kimi-K3 at f831ab66, by its config.json and by what public loaders of it read (vLLM,
-lightllm, TensorRT-LLM, mlxcel). The text model lies below `text_config` and `language_model.`. The published experts are
-packed in MXFP4 by compressed-tensors (`weight_packed`, `weight_scale`), which forge refuses; this is for folders in bfloat16.
+Names and shapes follow copies of config.json of moonshotai/Kimi-K3 (f831ab66), a checkpoint generator written for vLLM and a
+test of lightllm. Its weight index was not read. The text model lies below `text_config` and `language_model.`. The
+published experts are packed in MXFP4 by compressed-tensors (`weight_packed`, `weight_scale`). forge refuses those; this table
+is for folders in bfloat16.
 """
 
 from __future__ import annotations

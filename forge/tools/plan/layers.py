@@ -92,7 +92,9 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
         return _few_in_one_stage(config, kinds, ahead)
     plan = plan_pipeline(config, degrees)
     counts, stages = [len(stage.layers) for stage in plan.stages], len(plan.stages)
-    if config.pipeline.schedule not in SHORTENED or len(set(kinds)) > 1 or min(counts) < 3:
+    # A stage of attention residuals reads as many streams as blocks lie before it, so stages differ.
+    mixes = config.model.residual == "attention"
+    if config.pipeline.schedule not in SHORTENED or len(set(kinds)) > 1 or mixes or min(counts) < 3:
         return None
     ranks, per_rank = min(3, degrees.pp), stages // degrees.pp
     # Stages that take turns on a rank have all that can be in flight only behind a round of all ranks.
@@ -110,8 +112,12 @@ def traced_layers(config: Config, degrees: Degrees) -> int:
     config = with_experts_first(config, degrees)
     few, steps = few_layers(config, degrees), 2
     if degrees.pp == 1:
-        layers = config.model.n_layers if few is None else sum(one.layers for one in few)
-        return layers * (1 + min(TRACED, degrees.accumulation))  # the first step has one microbatch
+        traced: tuple[Few, ...] = few or (Few(config.model.n_layers, config.model.n_layers),)
+        if few is not None and config.model.residual == "attention":
+            traced = *few, *two_blocks(few[0])
+        return sum(one.layers for one in traced) * (
+            1 + min(TRACED, degrees.accumulation)
+        )  # first step: one microbatch
     if few is None:
         return steps * config.model.n_layers * fewer_microbatches(config, degrees).accumulation
     return steps * sum(one.layers * (one.microbatches or 1) for one in few)
