@@ -73,3 +73,9 @@ def raise_all(problems: Sequence[Problem]) -> None:
 def show(path: Sequence[Any]) -> str:
     """Write ("data", "sources", 0, "path") as data.sources[0].path."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
+def multiples(number: int, unit: int) -> str:
+    """Return the multiples of `unit` next to `number`, below (if positive) and above."""
+    lower = number // unit * unit
+    return " or ".join(str(n) for n in (lower, lower + unit) if n)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-from forge.config.checks import divisors, multiples
+from forge.config.checks import divisors
 from forge.config.load import CommandLine, load_command
 from forge.config.phases import variants
 from forge.config.pipeline import check_microbatches
-from forge.config.problem import Problem, problem, raise_all, with_values
+from forge.config.problem import Problem, multiples, problem, raise_all, with_values
 from forge.config.schema import Config
 from forge.runtime.errors import UserError
 

@@ -31,7 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class MetricsWriter(Hook):
-    """Writes at most one line per step, on the first rank only. `report_step(step)` is called with each line."""
+    """Writes at most one line per step, on the first rank only. `report_step(step)` is called with each line.
+
+    products: the dtype of matrix products, or "float8"; MFU is relative to its peak.
+    """
 
     def __init__(
         self,
@@ -39,6 +42,7 @@ class MetricsWriter(Hook):
         world: World,
         directory: RunDirectory,
         flops_per_token: float,
+        products: str,
         collector: Collector,
         report_step: Callable[[int], None],
     ):
@@ -58,7 +62,7 @@ class MetricsWriter(Hook):
                 settings,
                 lambda: history(directory.metrics),
             )
-        self._world_size = world.size
+        self._world_size, self._products = world.size, products
         self.set_step(config.train.global_batch_size * config.train.seq_len, flops_per_token)
         self._times = StepTimes()
         self._step_began: float | None = None
@@ -69,7 +73,9 @@ class MetricsWriter(Hook):
     def set_step(self, tokens: int, flops_per_token: float) -> None:
         """Set tokens per step and FLOPs per token, from the next step on."""
         self._tokens_per_step = tokens
-        self._mfu_of_rate = mfu_of_rate(self._config, self._device, self._world_size, flops_per_token)
+        self._mfu_of_rate = mfu_of_rate(
+            self._config, self._device, self._products, self._world_size, flops_per_token
+        )
 
     def wants_routers(self, step: int) -> bool:
         """Return whether router values of this step are written."""
@@ -264,11 +270,9 @@ class MetricsWriter(Hook):
 
 
 def mfu_of_rate(
-    config: Config, device: torch.device, world_size: int, flops_per_token: float
+    config: Config, device: torch.device, products: str, world_size: int, flops_per_token: float
 ) -> float | None:
-    """Return the model FLOPs utilisation at one token per second for the whole run; None if the peak is unknown."""
-    # Float8 products count against the GPU's float8 peak: against bfloat16's, MFU could exceed one.
-    products = config.precision.compute if config.precision.float8 == "none" else "float8"
+    """Return the model FLOPs utilisation at one token per second for the whole run; None if the peak of `products` is unknown."""
     peak = config.metrics.peak_tflops * 1e12 or peak_flops(device, products)
     return flops_per_token / (peak * world_size) if peak else None
 

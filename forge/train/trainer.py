@@ -15,6 +15,7 @@ from forge.observe.metrics import MetricsWriter
 from forge.observe.report import Reporter
 from forge.optim import Optimizer, build_optimizer, planned_rate
 from forge.parallel.build import build_meta_model, build_parallel_model
+from forge.parallel.float8 import product_format
 from forge.parallel.mesh import make_meshes
 from forge.parallel.step.gradients import GradientReport, report_gradients
 from forge.parallel.step.model import Sums
@@ -68,8 +69,9 @@ class Trainer:
         )
         self.collector = Collector(config.train.gc_interval)
         flops = flops_per_token(whole, config.train.seq_len)
+        products = product_format(config.precision, self.device.type)
         self.metrics = MetricsWriter(
-            config, reporter.world, reporter.directory, flops, self.collector, reporter.running
+            config, reporter.world, reporter.directory, flops, products, self.collector, reporter.running
         )
         self.results = StepResults(self.device, with_routers=self.metrics.wants_routers)
         self._wants_save = self._reported_save = False

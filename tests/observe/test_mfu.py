@@ -5,28 +5,41 @@ import torch
 
 from forge.config import Config
 from forge.observe.metrics import mfu_of_rate
+from forge.parallel.float8 import product_format
 from tests.support.configs import tiny
 
 
 def rate(config: Config) -> float | None:
     """MFU at one token per second of a model with 1e12 FLOPs a token."""
-    return mfu_of_rate(config, torch.device("cuda", 0), world_size=2, flops_per_token=1e12)
+    products = product_format(config.precision, "cuda")
+    return mfu_of_rate(config, torch.device("cuda", 0), products, world_size=2, flops_per_token=1e12)
 
 
-def with_float8(config: Config) -> Config:
-    return config.model_copy(update={"precision": config.precision.model_copy(update={"float8": "rowwise"})})
+def with_float8(**keys) -> Config:
+    config = tiny()
+    chosen = {"compute": "bfloat16", "float8": "rowwise"} | keys
+    return config.model_copy(update={"precision": config.precision.model_copy(update=chosen)})
 
 
 @pytest.mark.parametrize(
-    ("card", "bfloat16", "float8"),
+    ("card", "capability", "keys", "tflops"),
     [
-        ("NVIDIA H100 80GB HBM3", 989.5, 1979),
-        ("NVIDIA A100-SXM4-80GB", 312, None),
-        ("Unheard of", None, None),
+        ("NVIDIA H100 80GB HBM3", (9, 0), {"float8": "none"}, 989.5),
+        ("NVIDIA H100 80GB HBM3", (9, 0), {}, 1979),
+        ("NVIDIA H100 80GB HBM3", (9, 0), {"float8": "blockwise"}, 1979),
+        # Emulated products cannot reach the peak of float8.
+        ("NVIDIA H100 80GB HBM3", (9, 0), {"float8": "mxfp8"}, 989.5),
+        ("NVIDIA H100 80GB HBM3", (9, 0), {"float8_emulate": True}, 989.5),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), {}, 312),
+        ("Unheard of", (9, 0), {}, None),
     ],
 )
-def test_float8_is_not_reported_as_bfloat16(monkeypatch, card: str, bfloat16, float8) -> None:
+def test_the_peak_is_that_of_the_products(monkeypatch, card: str, capability, keys, tflops) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
-    for config, tflops in ((tiny(), bfloat16), (with_float8(tiny()), float8)):
-        expected = None if tflops is None else pytest.approx(1 / (2 * tflops))
-        assert rate(config) == expected
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    expected = None if tflops is None else pytest.approx(1 / (2 * tflops))
+    assert rate(with_float8(**keys)) == expected
+
+
+def test_a_cpu_emulates() -> None:
+    assert product_format(with_float8().precision, "cpu") == "bfloat16"

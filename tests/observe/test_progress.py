@@ -119,7 +119,7 @@ def test_an_evaluation_between_two_steps_is_in_the_eta_of_the_log(tmp_path, monk
     world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
     (tmp_path / "run").mkdir()
     writer = MetricsWriter(
-        config, world, RunDirectory(tmp_path / "run"), 0.0, Collector(0), lambda step: None
+        config, world, RunDirectory(tmp_path / "run"), 0.0, "float32", Collector(0), lambda step: None
     )
     for step in (1, 2):
         writer.before_data(step)

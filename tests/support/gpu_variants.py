@@ -176,6 +176,13 @@ FOUR: dict[str, list[str]] = {
     "muon over zero1 and tp": ["--optimizer.name=muon", "--parallel.data_parallel=zero1", "--parallel.tp=2"],
     "int8 moments, deterministic": ["--optimizer.moment_dtype=int8", "--run.deterministic=true"],
     "float8 blockwise": ["--precision.float8=blockwise"],
+    # Four ranks have whole blocks of 128 rows.
+    "float8 blockwise, gathered in codes": [
+        "--precision.float8=blockwise",
+        "--precision.float8_all_gather=true",
+        "--model.dim=512",
+        "--model.ffn_dim=512",
+    ],
     "float8 mxfp8 with ep over tp, emulated": [
         *MOE,
         "--precision.float8=mxfp8",

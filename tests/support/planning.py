@@ -35,6 +35,7 @@ from tests.support.layouts import pipeline_text
 EXPERTS = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\n"
 
 
+SQUARE_EXPERTS = EXPERTS.replace("n_kv_heads = 4\n", "").replace("= 24", "= 64")
 MUON = '\n[optimizer]\nname = "muon"\n[optimizer.muon]\nsecond_moment = "neuron"\n'
 INT8 = '\n[optimizer]\nmoment_dtype = "int8"\n'
 FULL, SELECTIVE = (f'[activation_checkpoint]\nmode = "{mode}"' for mode in ("full", "selective"))
@@ -65,6 +66,12 @@ def plan_text(parallel: str = "", **keys: str) -> str:
 
 def experts(parallel: str) -> str:
     return plan_text(parallel, model=EXPERTS).replace("n_kv_heads = 2\n", "")
+
+
+def in_blocks(kind: str, parallel: str = "", model: str = "") -> str:
+    """A configuration whose weights two ranks hold in whole blocks."""
+    text = plan_text(parallel, model=model).replace("[precision]", f'[precision]\nfloat8 = "{kind}"')
+    return text.replace("dim = 32", "dim = 256").replace("ffn_dim = 48", "ffn_dim = 256")
 
 
 def pipeline(schedule: str, parallel: str = "", model: str = "plain") -> str:

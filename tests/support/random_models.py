@@ -100,11 +100,27 @@ def draw_model(generator: random.Random) -> dict[str, Any]:
     return model
 
 
-def draw_config(generator: random.Random, more: str = "") -> Config:
-    """A model in one process."""
+def in_float8(text: str, generator: random.Random) -> str:
+    """`text` of `tiny_config` in a block format, with sizes of which two ranks of tp or cp may have whole blocks."""
+    kind, experts = generator.choice(["mxfp8", "mxfp8", "blockwise"]), generator.choice(['"auto"', "false"])
+    for old, new in {
+        "\ndim = 32": "\ndim = 128",
+        "ffn_dim = 48": "ffn_dim = 128",
+        "seq_len = 80": "seq_len = 128",
+        "[precision]": f'[precision]\nfloat8 = "{kind}"\nfloat8_experts = {experts}',
+    }.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    return text
+
+
+def draw_config(generator: random.Random, more: str = "", float8: float = 0.0) -> Config:
+    """A model in one process. float8: the share of models in a block format."""
     while True:
         keys = draw_model(generator)
         text = tiny_config(model="\n".join(f"{key} = {to_literal(value)}" for key, value in keys.items()))
+        if generator.random() < float8:
+            text = in_float8(text, generator)
         with contextlib.suppress(UserError):
             return parse_toml_text(text + more)
 
@@ -114,7 +130,7 @@ def draw(seed: int, worlds: tuple[int, ...], compiles: bool = True) -> tuple[str
     generator = random.Random(seed)
     while True:
         compiled = compiles and generator.random() < 0.2
-        config = draw_config(generator, COMPILED if compiled else "")
+        config = draw_config(generator, COMPILED if compiled else "", float8=0.3)
         case = next(at_random(config, worlds, generator.randrange(2**32)), None)
         if case is not None:
             return to_toml(config), case

@@ -113,6 +113,7 @@ def draw_keys(generator: random.Random, folder: Path) -> tuple[dict[str, Any], d
     if some(0.25):
         # Layouts that cut a block are refused: these sizes leave data, expert and pipeline parallelism.
         keys["precision.float8"] = choose(["blockwise", "mxfp8"])
+        keys["precision.float8_experts"] = choose(["auto", False])
     return keys, phase
 
 

@@ -20,6 +20,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from forge.config.float8 import cut_block
 from forge.config.layout import Precision
 from forge.model import Experts
 from forge.model.linear_attention import Narrow
@@ -203,19 +204,8 @@ def _refuse_cut_blocks(layers: dict[str, nn.Linear], form: Format, tp: int) -> N
         weight = layer.weight
         if isinstance(weight, DTensor) and not weight.placements[0].is_replicate():
             split[name] = weight.shape[weight.placements[0].dim]  # type: ignore[attr-defined]
-    cut = [name for name, side in split.items() if side % (form.block * tp)]
-    if not cut:
-        return
-    fitting = max(
-        n for n in range(1, tp) if all(side % (form.block * n) == 0 or n == 1 for side in split.values())
-    )
-    kind = cut[0].rpartition(".")[2]
-    smaller = "precision.float8 = mxfp8 (blocks of 32), " if form.block > FORMATS["mxfp8"].block else ""
-    raise UserError(
-        f"precision.float8 = {form.name}: parallel.tp = {tp} leaves {split[cut[0]] / tp:g} features of {cut[0]} on each "
-        f"rank, not a multiple of its blocks of {form.block}; use parallel.tp = {fitting}, {smaller}"
-        f'or add "*.{kind}" to precision.float8_exclude'
-    )
+    if cut := cut_block(form.name, split, tp):
+        raise UserError(f"precision.float8 = {form.name}: parallel.tp = {tp} {cut[0]}; {cut[1]}")
 
 
 def _log_choice(kind: str, gather: bool, chosen: dict[str, nn.Linear], left_out: dict[str, str]) -> None:

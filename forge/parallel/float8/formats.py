@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from forge.config.float8 import BLOCKS
+
 CODES, LARGEST = torch.float8_e4m3fn, 448.0
 # The smallest amax of a blockwise block.
 SMALLEST = 1e-12
@@ -77,8 +79,8 @@ class Format:
         return self.dequantise(self.quantise(x, block), block, dtype)
 
 
-BLOCKWISE = Format("blockwise", 128, square=True, powers=False)
-MXFP8 = Format("mxfp8", 32, square=False, powers=True)
+BLOCKWISE = Format("blockwise", BLOCKS["blockwise"], square=True, powers=False)
+MXFP8 = Format("mxfp8", BLOCKS["mxfp8"], square=False, powers=True)
 FORMATS = {form.name: form for form in (BLOCKWISE, MXFP8)}
 
 

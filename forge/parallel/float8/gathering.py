@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from forge.config import Config
 from forge.model import Experts
 from forge.parallel.float8.formats import Format, Quantised
 from forge.parallel.layout import Layout
@@ -127,13 +128,18 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
+def may_gather_in_blocks(form: Format, layout: Layout | Config) -> bool:
+    """Return whether FSDP2 gathers weights of `form` as codes and scales where each rank has whole blocks."""
+    if layout.precision.float8_all_gather is False or layout.parallel.data_parallel != "fsdp2":
+        return False
+    if layout.parallel.tp > 1 or layout.parallel.ep > 1 or layout.compile.enabled:
+        return False
+    return form.square or layout.activation_checkpoint.mode == "none"
+
+
 def gather_in_blocks(weights: dict[str, tuple[nn.Module, str]], form: Format, layout: Layout) -> list[str]:
     """Let FSDP2 gather these parameters, each an attribute of a module, as codes and scales; return the names of those."""
-    if layout.precision.float8_all_gather is False or layout.parallel.data_parallel != "fsdp2":
-        return []
-    if not form.square and layout.activation_checkpoint.mode != "none":
-        return []
-    if layout.parallel.tp > 1 or layout.parallel.ep > 1 or layout.compile.enabled:
+    if not may_gather_in_blocks(form, layout):
         return []
     taken = []
     for name, (module, leaf) in weights.items():

@@ -37,6 +37,14 @@ def missing_kernels(precision: Precision, device_type: str) -> str:
     return ""
 
 
+def product_format(precision: Precision, device_type: str) -> str:
+    """Return the format whose peak bounds this machine's products: "float8" on its kernels, else `precision.compute`."""
+    recipe = precision.float8
+    if recipe == "none" or precision.float8_emulate is True or missing_kernels(precision, device_type):
+        return precision.compute
+    return "float8"
+
+
 def products_for(form: Format, *, emulate: bool) -> Products:
     """Return the products of `form`: emulated, or those of this machine's GPU."""
     if emulate:

@@ -39,6 +39,7 @@ from forge.runtime import compat
 from forge.runtime.errors import UserError
 from forge.shard import local
 from forge.tools.plan.attention import on_card
+from forge.tools.plan.float8 import use_plain_products
 from forge.tools.plan.links import visited_nodes
 from forge.tools.plan.norm import use_fused_norms
 from forge.tools.plan.places import known_everywhere
@@ -92,6 +93,7 @@ class FakeRank:
             self.model.isend = _send
         self.trace.watch(self.model.parts)
         for part in self.model.parts:
+            use_plain_products(part)
             if card:
                 use_fused_norms(part)
             for module in part.modules():

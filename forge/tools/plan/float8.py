@@ -6,10 +6,16 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from torch import Tensor, nn
+
 from forge.config import Config
+from forge.model import Experts
+from forge.model.experts import RowGroups, grouped_linear
 from forge.parallel.build import build_meta_model
 from forge.parallel.float8.apply import choose_experts, choose_layers
 from forge.parallel.float8.formats import FORMATS
+from forge.parallel.float8.gathering import GatheredWeight
+from forge.parallel.float8.layers import BlockFormatLinear, convert_experts, grouped
 from forge.parallel.modules import for_all_layers
 from forge.tools.plan.hardware import Hardware
 
@@ -39,10 +45,10 @@ def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
     if recipe in FORMATS:
         yield (
             f"precision.float8 = {recipe}: memory is planned without it: it keeps the same activations, and codes and "
-            "scales of one layer at a time; gathers are counted in precision.compute, also those of float8_all_gather"
+            "scales of one layer at a time; weights that FSDP2 gathers as codes and scales are counted so"
         )
     else:
-        yield "precision.float8: memory and collectives are planned without it"
+        yield f"precision.float8 = {recipe}: memory and collectives are planned without it"
     if hardware is not None:
         fast = products_in_float8(config, hardware)
         card = hardware.card or "a CPU"
@@ -67,6 +73,44 @@ def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
         yield f"not in float8: {', '.join(sorted(names))} {reason}"
     if config.model.moe is not None and not choose_experts(model, config.precision):
         yield "not in float8: routed experts"
+
+
+class PlainProducts:
+    """`Products` of the unquantised operands, with the shapes and operators of `precision.compute`, for fake tensors.
+
+    A weight that was gathered as codes has no values in `precision.compute`: a tensor without memory takes its place.
+    """
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ _plain(weight).mT
+
+    def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return grad @ _plain(weight)
+
+    def grad_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        return grad.flatten(0, -2).mT @ x.flatten(0, -2)
+
+    def grouped_output(self, rows: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        return grouped_linear(rows, _plain(weight), groups)
+
+    def grouped_grad_input(self, grad: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        return grouped_linear(grad, _plain(weight).mT, groups)
+
+
+def use_plain_products(model: nn.Module) -> None:
+    """Let the layers and experts that compute in a block format multiply as without it; they gather codes. In place."""
+    for module in model.modules():
+        if isinstance(module, BlockFormatLinear):
+            module.products = PlainProducts()
+        elif isinstance(module, Experts) and getattr(module.multiply, "func", None) is grouped:
+            convert_experts(module, PlainProducts())
+
+
+def _plain(weight: Tensor) -> Tensor:
+    if not isinstance(weight, GatheredWeight):
+        return weight
+    strides = [0] * weight.ndim
+    return weight.codes.new_empty(1, dtype=weight.dtype).as_strided(weight.shape, strides)
 
 
 def _has_kernels(recipe: str, hardware: Hardware) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from forge.config import Config
+from forge.parallel.float8.formats import FORMATS
+from forge.parallel.float8.gathering import may_gather_in_blocks
 
 
 def plannable(config: Config) -> tuple[Config, list[str]]:
@@ -23,7 +25,10 @@ def plannable(config: Config) -> tuple[Config, list[str]]:
             "activation_checkpoint.mode = memory_budget: the compiler chooses what it keeps; planned as if it kept all"
         )
     if config.precision.float8 != "none":
-        changes["precision"] = config.precision.model_copy(update={"float8": "none"})
+        form = FORMATS.get(config.precision.float8)
+        gathers = form is not None and may_gather_in_blocks(form, config)
+        traced = {"float8_emulate": True} if gathers else {"float8": "none"}
+        changes["precision"] = config.precision.model_copy(update=traced)
     if config.model.moe is not None:
         warnings.append("mixture of experts: planned with an equal load for all experts")
     return config.model_copy(update=changes), warnings

@@ -13,6 +13,7 @@ from forge.parallel.pipeline.plan import layer_costs
 from forge.parallel.pipeline.schedule import Action, TimedAction, idle_share
 from forge.parallel.precision import DTYPES
 from forge.tools.plan.estimate import PACES, Pace, Spent, StepTime
+from forge.tools.plan.float8 import products_in_float8
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.links import message_seconds
 
@@ -49,7 +50,8 @@ def speed_of(
     idle = bubble * seconds
     train = config.train
     tokens = train.global_batch_size * train.seq_len / seconds
-    peak = hardware.peak_flops(config.precision.compute)
+    float8 = bool(products_in_float8(config, hardware))
+    peak = hardware.peak_flops("float8" if float8 else config.precision.compute)
     flops = flops_per_token(build_meta_model(config), train.seq_len)
     return Speed(
         step_s=seconds,

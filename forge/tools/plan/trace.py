@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from forge.model import Transformer
+from forge.parallel.float8.gathering import GatheredWeight, ShardedWeight
 from forge.tools.plan.collectives import Collective, collective_of
 from forge.tools.plan.work import Work, work_of
 
@@ -28,6 +29,7 @@ KINDS = ("state", "gathered", "gradients", "masks", "loss", "activations")
 
 
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+WRAPPERS = (ShardedWeight, GatheredWeight)
 DEVICE = torch.ops.prim.device.default
 
 
@@ -147,7 +149,7 @@ class Trace(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+        if any(is_traceable_wrapper_subclass_type(kind) or kind in WRAPPERS for kind in types):
             return NotImplemented  # which works on plain tensors, under this mode
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # half of all calls, which would go through all of FakeTensorMode
@@ -224,5 +226,9 @@ class Trace(TorchDispatchMode):
 
 
 def _grouped_product(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The operator on fake tensors, which PyTorch 2.13 allows in bfloat16 only, although its kernels allow float32."""
+    """The operator on fake tensors, which PyTorch 2.13 allows in bfloat16 only, although its kernels allow float32.
+
+    The operator refuses tensors without memory (PlainProducts), so a copy takes their place, which no trace counts.
+    """
+    b = b.contiguous() if 0 in b.stride() else b
     return GROUPED_PRODUCT(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs).to(a.dtype)

@@ -14,8 +14,8 @@ from math import ceil, gcd, lcm, sqrt
 from typing import Any
 
 from forge.config import Config, Degrees, Phases, check_world, to_toml
-from forge.config.checks import BLOCKS
 from forge.config.explain import Values
+from forge.config.float8 import BLOCKS
 from forge.config.keys import read_toml, to_literal
 from forge.config.load import examine
 from forge.config.model import ModelConfig, MoEConfig

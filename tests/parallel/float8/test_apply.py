@@ -256,7 +256,7 @@ def test_experts_in_blockwise_have_no_kernel_on_any_gpu(monkeypatch: pytest.Monk
 
 def test_tensor_parallelism_that_cuts_a_block_is_refused_with_the_nearest_degree() -> None:
     expected = (
-        r"layers\.0\.attention\.wk on each rank, not a multiple of its blocks of 32; use parallel\.tp = 1, "
+        r"layers\.0\.attention\.wk on each rank, not whole blocks of 32; use 1, "
         r'or add "\*\.wk"'
     )
     with pytest.raises(RankFailed, match=expected):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from forge.config.checks import BLOCKS
 from forge.parallel.float8.formats import BLOCKWISE, CODES, FORMATS, MXFP8, Format
 
 INF, NAN = float("inf"), float("nan")
@@ -200,7 +199,3 @@ def test_blockwise_is_torchaos_bit_for_bit(dtype: torch.dtype, seed: int) -> Non
         codes, scales = theirs[f"torch_blockwise_scale_{function}"](x)
         found = BLOCKWISE.quantise(x, block)
         assert same_bits(found.codes, codes) and same_bits(found.scales, scales), function
-
-
-def test_checks_of_a_config_know_the_blocks() -> None:
-    assert {name: form.block for name, form in FORMATS.items()} == BLOCKS

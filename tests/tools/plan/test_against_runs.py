@@ -18,9 +18,11 @@ from tests.support.planning import (
     INT8,
     MUON,
     SELECTIVE,
+    SQUARE_EXPERTS,
     allocated,
     experts,
     facts_of,
+    in_blocks,
     larger,
     measured,
     pipeline,
@@ -46,6 +48,11 @@ CASES = {
     "muon, tensor and zero2": (plan_text('tp = 2\ndata_parallel = "zero2"\ndp_replicate = 2') + MUON, 4),
     "muon and experts": (experts("ep = 2\ntp = 2") + MUON + "split_heads = true\n", 4),
     "muon and a pipeline": (pipeline("1F1B") + MUON, 4),
+    "mxfp8, gathered in codes": (in_blocks("mxfp8"), 2),
+    "blockwise, gathered in codes": (in_blocks("blockwise"), 2),
+    "mxfp8 and experts over copies": (in_blocks("mxfp8", "dp_replicate = 2", SQUARE_EXPERTS), 4),
+    "blockwise and recomputation": (in_blocks("blockwise") + FULL, 2),
+    "mxfp8, recomputed and so gathered in precision.compute": (in_blocks("mxfp8") + FULL, 2),
     "int8": (plan_text("tp = 2") + INT8, 4),
     "int8 and zero1 over copies": (
         plan_text('dp_replicate = 2\ndata_parallel = "zero1"\nshard_optimizer_over = "dp"') + INT8,
@@ -65,7 +72,7 @@ def check(text: str, world: int) -> None:
 
 
 SLOW = pytest.mark.slow
-FAST = ("muon",)
+FAST = ("muon", "mxfp8, gathered in codes")
 
 
 @pytest.mark.parametrize(

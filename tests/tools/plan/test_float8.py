@@ -8,8 +8,10 @@ import torch
 from forge.config import Config, parse_toml_text
 from forge.tools.plan.float8 import float8_notes, products_in_float8
 from forge.tools.plan.hardware import find_hardware
+from forge.tools.plan.stage import StagePlan
 from forge.tools.plan.work import work_of
 from tests.support.equivalence import tiny_config
+from tests.support.planning import SQUARE_EXPERTS, in_blocks, planned
 
 MOE = "[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\n"
 
@@ -44,6 +46,25 @@ def test_what_is_emulated_or_left_out_is_listed() -> None:
     assert "not in float8: routed experts" in notes
     tensorwise = list(float8_notes(config('float8 = "tensorwise"', "head_dim = 6"), None))
     assert any(note.endswith("attention.wv is, not multiples of 16") for note in tensorwise)
+
+
+def test_weights_gathered_in_codes_need_less_memory_and_half_the_bytes_or_less() -> None:
+    keys = in_blocks("mxfp8", model=SQUARE_EXPERTS).replace("float32", "bfloat16")
+    (codes,), (values,) = (
+        planned(keys.replace("[precision]", f"[precision]\nfloat8_all_gather = {gather}"), 2)
+        for gather in ("true", "false")
+    )
+    # Scales add a byte to 32; embedding and head stay in bfloat16, and what is not gathered is as without codes.
+    assert 0.5 < gathered(codes) / gathered(values) < 0.6
+    assert codes.state == values.state and codes.flops == values.flops
+    place = "forward", "layer 0"
+    assert codes.peaks[place].size < values.peaks[place].size
+
+
+def gathered(plan: StagePlan) -> int:
+    return sum(
+        size * number for (_, kind, size, _), number in plan.collectives.items() if kind == "all_gather"
+    )
 
 
 def test_only_outputs_and_input_gradients_of_experts_may_be_in_float8() -> None:

@@ -6,7 +6,7 @@ from math import prod
 import pytest
 
 from forge.config import Config, Degrees, check_world, load_config, parse_toml_text
-from forge.config.checks import BLOCKS
+from forge.config.float8 import BLOCKS
 from forge.config.load import CONFIGS
 from forge.config.model import ModelConfig
 from forge.config.section import Positive, Section

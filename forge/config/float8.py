@@ -1,0 +1,118 @@
+"""Invalid combinations of precision.float8 with sizes and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from math import lcm
+
+from forge.config.model import ModelConfig
+from forge.config.problem import Problem, multiples, problem
+from forge.config.schema import Config
+
+# Elements of a block of the formats in blocks (forge/parallel/float8/formats.py).
+BLOCKS = {"blockwise": 128, "mxfp8": 32}
+
+
+def check_float8(config: Config) -> Iterator[Problem]:
+    """Yield the problems of precision.float8 with the other keys."""
+    precision, train, parallel = config.precision, config.train, config.parallel
+    if precision.float8 == "none":
+        return
+    key = "precision.float8_all_gather"
+    if precision.float8_all_gather is True and parallel.tp > 1:
+        yield problem(key, f"cannot be true with {parallel.tp = }", "use auto or false", "parallel.tp")
+    if precision.float8_all_gather is True and precision.float8 == "rowwise":
+        rows = "cannot be true with precision.float8 = rowwise, which needs whole rows to scale"
+        yield problem(key, rows, "use auto or false", "precision.float8")
+    if precision.float8 in BLOCKS:
+        yield from _blocks_of_tokens(config, BLOCKS[precision.float8])
+        yield from _blocks_of_features(config, BLOCKS[precision.float8])
+        yield from _partial_gradients(config)
+        return
+    if precision.float8_experts is True:
+        needed = f"needs precision.float8 = blockwise or mxfp8, but it is {precision.float8}"
+        yield problem("precision.float8_experts", needed, "use auto or false", "precision.float8")
+    if train.micro_batch_size * train.seq_len % (16 * parallel.cp):
+        others = "train.micro_batch_size", "train.seq_len", "parallel.cp"
+        numbers = f"{train.micro_batch_size} * {train.seq_len} / {parallel.cp}"
+        tokens = f"needs 16 to divide the tokens of a microbatch, {' * '.join(others[:2])} / {others[2]} = {numbers}"
+        yield problem("precision.float8", tokens, "use another train.seq_len", *others)
+
+
+def _blocks_of_tokens(config: Config, block: int) -> Iterator[Problem]:
+    """Each rank needs whole blocks of tokens: a block that two ranks share would have two scales."""
+    parallel, seq_len = config.parallel, config.train.seq_len
+    # Context parallelism deals out 2 * cp chunks. Latent attention multiplies pieces of the sequence.
+    chunks = 2 * parallel.cp if parallel.cp > 1 else 1
+    pieces = parallel.tp if config.model.latent is not None and parallel.sequence_parallel else 1
+    parts = lcm(chunks, parallel.cp * pieces)
+    if parts > 1 and seq_len % (block * parts):
+        near = multiples(seq_len, block * parts)
+        others = ("precision.float8", "parallel.cp", *(("parallel.tp",) if pieces > 1 else ()))
+        whole = f"must be a multiple of {block * parts}: {parts} parts of a sequence in whole blocks of {block} tokens"
+        yield problem("train.seq_len", whole, f"use {near}", *others)
+
+
+def _partial_gradients(config: Config) -> Iterator[Problem]:
+    """Context parallelism gathers latents and expands all of them on every rank: the gradients there are parts of a sum."""
+    excluded = any(fnmatchcase("layers.0.attention.wkv_b", p) for p in config.precision.float8_exclude)
+    if config.parallel.cp > 1 and config.model.latent is not None and not excluded:
+        parts = "leaves each rank a part of the gradients of attention.wkv_b, and codes of the parts are not those of the sum"
+        remedy = 'add "*.wkv_b" to precision.float8_exclude, or use 1'
+        yield problem("parallel.cp", parts, remedy, "precision.float8", "model.attention")
+
+
+def _blocks_of_features(config: Config, block: int) -> Iterator[Problem]:
+    """Each rank needs whole blocks of the features that the model's own plan splits."""
+    tp = config.parallel.tp
+    if tp == 1 or config.parallel.tp_plan != "auto":
+        return
+    sides = {
+        name: side
+        for name, side in _split_features(config.model)
+        if not any(fnmatchcase(f"layers.0.{name}", pattern) for pattern in config.precision.float8_exclude)
+    }
+    whole = {name: side for name, side in sides.items() if side % tp == 0}
+    if cut := cut_block(config.precision.float8, whole, tp):
+        yield problem("parallel.tp", *cut, "precision.float8")
+
+
+def cut_block(recipe: str, sides: Mapping[str, int], tp: int) -> tuple[str, str] | None:
+    """Return the complaint and the remedy if `tp` ranks cut a block of `recipe`; None if each has whole blocks.
+
+    A block that two ranks share would have two scales. sides: the features that tensor parallelism splits, by layer.
+    """
+    block = BLOCKS[recipe]
+    first = next((name for name, side in sides.items() if side % (block * tp)), None)
+    if first is None:
+        return None
+    fitting = [
+        n for n in range(2, tp) if tp % n == 0 and all(side % (block * n) == 0 for side in sides.values())
+    ]
+    smaller = "" if recipe == "mxfp8" else "precision.float8 = mxfp8, with blocks of 32, "
+    each = f"leaves {sides[first] / tp:g} features of {first} on each rank, not whole blocks of {block}"
+    kind = first.rpartition(".")[2]
+    return each, f'use {max(fitting, default=1)}, {smaller}or add "*.{kind}" to precision.float8_exclude'
+
+
+def _split_features(model: ModelConfig) -> Iterator[tuple[str, int]]:
+    """Yield linear layers that tensor parallelism splits, by their name in a layer, and the features that it splits."""
+    linear, moe, pattern = model.linear_attention, model.moe, model.layer_pattern
+    if linear is not None:
+        yield "attention.wk", linear.n_key_heads * linear.key_head_dim
+        yield "attention.wv", linear.n_value_heads * linear.value_head_dim
+    if mla := model.latent:
+        yield (
+            "attention.wq_b" if mla.q_lora_rank else "attention.wq",
+            model.n_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim),
+        )
+        yield "attention.wkv_b", model.n_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        yield "attention.wo", model.n_heads * mla.v_head_dim
+    elif not pattern or set(pattern) != {"linear"}:
+        yield "attention.wq", model.n_heads * model.head_dim
+        yield "attention.wk", model.n_kv_heads * model.head_dim
+    if moe is None or moe.n_dense_layers or moe.every > 1:
+        yield "feed_forward.w1", model.ffn_dim
+    if moe is not None and moe.n_shared_experts:
+        yield "feed_forward.shared.w1", moe.n_shared_experts * moe.expert_dim
