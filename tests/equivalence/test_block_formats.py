@@ -122,6 +122,18 @@ def test_weights_gathered_in_codes(kind: str, parallel: str) -> None:
     assert_equal(layout(whole, 4 if parallel else 2), expected(kind))
 
 
+AHEAD = "[model.mtp]\ndepth = 1\n"
+
+
+@pytest.mark.parametrize("parallel", ["", pytest.param("dp_shard = 2\npp = 2", marks=SLOW)])
+@pytest.mark.parametrize("prefetch", [1, pytest.param(2, marks=SLOW)])
+def test_weights_gathered_in_codes_with_an_embedding_that_is_called_twice(
+    parallel: str, prefetch: int
+) -> None:
+    keys = f'{parallel}\nprefetch = {prefetch}\nreshard_after_forward = "always"'
+    assert_equal(layout(text("mxfp8", AHEAD, parallel=keys), 4 if parallel else 2), expected("mxfp8", AHEAD))
+
+
 @pytest.mark.parametrize("kind", ["mxfp8", pytest.param("blockwise", marks=SLOW)])
 def test_experts_gathered_in_codes(kind: str) -> None:
     model = SHARED if kind == "mxfp8" else SHARED.replace("= 64", "= 256")

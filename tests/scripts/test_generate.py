@@ -124,6 +124,23 @@ def test_with_and_without_a_cache_alone_and_side_by_side(folder, tmp_path_factor
     assert len(set(together[0]["tokens"])) > 5
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_a_model_trained_in_float8_writes_in_float8_on_request(folder, tmp_path, recipe: str) -> None:
+    """With a cache the codes of a token are those of the whole text, because no block spans tokens."""
+    (tmp_path / "data").symlink_to(folder / "data")
+    model = trained(tmp_path, f"--precision.float8={recipe}", *MOE)
+    common = ("--prompt", "a", "--temperature", 3, "--seed", 7, "--max-tokens", 200, "--ignore-end")
+    common += ("--json", "--dtype", "float64")
+    (cached,) = objects(generate(model, *common, "--float8"))
+    assert objects(generate(model, *common, "--float8", "--no-cache")) == [cached]
+    assert objects(generate(model, *common)) != [cached]
+
+
+def test_float8_of_a_run_without_it_is_refused(run) -> None:
+    result = generate(run, "--prompt", "a", "--float8")
+    assert result.code == BAD_CONFIG and "was trained with precision.float8 = none" in refusal(result)
+
+
 def test_seeds_decide(run) -> None:
     texts = [generate(run, "--prompt", "a", "--temperature", 3, "--seed", seed).out for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]

@@ -231,9 +231,13 @@ def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: in
     ends: list[object] = [model.embedding, *model.layers.values(), model.norm, model.head]
     # Each group in the order in which forward needs it: the last unit lies around the others.
     ordered = [group[::-1] for group in groups[:-1]]
+    # Multi-token prediction calls the embedding again after the last block: it must not gather the first block then, which
+    # would stay gathered until backward, mxfp8 weights in the codes of forward. The root gathers that block instead.
+    again = model.embedding if getattr(model, "ahead", ()) else None
     # Before the first group computes, the root gathers for it.
     root = groups[-1][-1]
-    root.set_modules_to_forward_prefetch([module for group in ordered[:number] for module in group])
+    first = number if again is None else number + 1
+    root.set_modules_to_forward_prefetch([module for group in ordered[:first] for module in group])
     for place, group in enumerate(ordered):
         after = [module for later in ordered[place + 1 : place + 1 + number] for module in later]
         before = [module for earlier in ordered[max(0, place - number) : place][::-1] for module in earlier]
@@ -241,7 +245,7 @@ def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: in
             # A unit inside a block gathers for no other: recomputation, which runs forward again, would gather for the
             # block behind. And what is inside is gathered before recomputation gets there, as it was in forward:
             # selective checkpointing does not allow it to issue more operations than it has recorded.
-            if unit in ends:
+            if unit in ends and unit is not again:
                 unit.set_modules_to_forward_prefetch(after)
             wanted = [*group[1:], *before] if unit in ends else []
             # An empty list would mean PyTorch's choice, which under accumulation takes the first unit's predecessor to
