@@ -15,6 +15,7 @@ SIZES = [
     "--train.seq_len=64",
     "--train.global_batch_size=4",
     "--checkpoint.interval=2",
+    "--checkpoint.mode=sync",
     "--metrics.log_interval=1",
 ]
 QUIET = ["--data.validation=[]", "--evaluate.interval=0", "--evaluate.sample_interval=0"]
