@@ -1,4 +1,4 @@
-"""Which keys would free enough memory: those that the message about exhausted memory names, each planned."""
+"""Which keys would free enough memory: the keys that an out-of-memory message names, each planned."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from forge.tools.plan.plan import Plan, make_plan
 
 # These train on other samples, or need other processes.
 NOT_THE_SAME_RUN = ("train.seq_len", "parallel.dp_shard")
-# Keys that are set one after another, at most.
+# At most this many keys, set one after another.
 MOST = 5
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Overrides that free memory, and what the worst rank needs with all of them."""
+    """Overrides that free memory, and the worst rank's need with all of them."""
 
     overrides: list[str]
     needed: int
@@ -26,7 +26,7 @@ class Remedy:
 def remedy_for(made: Plan) -> Remedy | None:
     """Set one key after another on a plan that does not fit, until it does; None if no key frees anything.
 
-    The result may need too much still.
+    The plan with all of them may still need too much.
     """
     overrides: list[str] = []
     best = made
@@ -41,7 +41,7 @@ def remedy_for(made: Plan) -> Remedy | None:
 
 
 def _next(made: Plan, tried: set[str]) -> tuple[str, Plan] | None:
-    """Return the first change that frees memory, as an override, with its plan. What is tried is added to `tried`."""
+    """Return the first override that frees memory, with its plan. Adds every override tried to `tried`."""
     state = sum(made.worst.state.values())
     on_card = made.hardware is not None and bool(made.hardware.card)
     dominates = 2 * state > made.worst.peak.size

@@ -1,9 +1,9 @@
-"""Attention as it runs on a card, for plans that are made on a CPU.
+"""Attention as it runs on a GPU, for plans made on a CPU.
 
-On a card attention runs in kernels, PyTorch's own or flex_attention, that keep queries, keys, values, the output and its
-logsumexp, and compute only the scores that the mask allows. A CPU has no such kernels. `attend` stands for all of them: an
-operator without values that carries the number of scores. Tables of blocks, which are small, are left out; documents,
-whose lengths a plan does not know, count as one.
+On a GPU attention runs in kernels, PyTorch's own or flex_attention. They keep queries, keys, values, the output and its
+logsumexp, and compute only the scores inside the mask. A CPU has no such kernels. `attend` replaces all of them by an
+operator without values that carries the number of scores. Block tables are small and left out. A plan does not know
+document lengths, so a sequence counts as one document.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forge.parallel.context.ulysses import UlyssesAttention
 
 
 def on_card(attend: Any) -> Any:
-    """Return the attention function that needs the memory and the operations which `attend` needs on a card."""
+    """Return an attention function with the memory and FLOPs of `attend` on a GPU."""
     if isinstance(attend, SdpaAttention):
         return PlannedAttention()
     if isinstance(attend, AllGatherAttention):
@@ -32,7 +32,7 @@ def on_card(attend: Any) -> Any:
         return UlyssesAttention(attend.split, PlannedAttention())
     if isinstance(attend, RingAttention):
         return PlannedRing(attend.split, PlannedKernel())
-    return attend  # linear layers, and functions of the user's own
+    return attend  # linear attention, and the user's own functions
 
 
 class PlannedAttention(SdpaAttention):
@@ -54,15 +54,15 @@ class PlannedAttention(SdpaAttention):
 
 
 class PlannedGathered(AllGatherAttention):
-    """All-gather attention whose table is made from real positions."""
+    """All-gather attention with a table made from real positions."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        with _disable_current_modes():  # positions are numbers, on which tables depend
+        with _disable_current_modes():  # tables depend on positions, so these need values
             return super().prepare(mask, x)
 
 
 class PlannedRing(RingAttention):
-    """Ring attention whose table is made from real positions."""
+    """Ring attention with a table made from real positions."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         with _disable_current_modes():
@@ -70,7 +70,7 @@ class PlannedRing(RingAttention):
 
 
 def visible_scores(window: int, _documents: Any, queries: Tensor, keys: Tensor) -> int:
-    """Return for how many pairs the mask allows a score. queries, keys: positions; keys one after another."""
+    """Return the number of (query, key) pairs inside the mask. queries, keys: positions; keys are consecutive."""
     first = (queries - window + 1 if window else torch.zeros_like(queries)).clamp(min=int(keys[0]))
     last = queries.clamp(max=int(keys[-1]))
     return int((last - first + 1).clamp(min=0).sum())
@@ -86,9 +86,9 @@ class PlannedKernel(FlexKernel):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: int | None) -> tuple[Tensor, Tensor]:
-    """Return tensors in the place of attention's output `[batch, heads, rows, v_dim]` and its logsumexp.
+    """Return placeholders for attention's output `[batch, heads, rows, v_dim]` and its logsumexp.
 
-    scores: of each head, how many the mask allows; None: all.
+    scores: number of scores per head inside the mask; None: all.
     """
     out, lse = planned_attention(q, k, v, q.shape[2] * k.shape[2] if scores is None else scores)
     return out, lse
@@ -96,7 +96,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: int | None) -> tuple[Tensor,
 
 @torch.library.custom_op("forge::planned_attention", mutates_args=())
 def planned_attention(q: Tensor, k: Tensor, v: Tensor, scores: int) -> tuple[Tensor, Tensor]:
-    """Attention that computes `scores` scores for each head; of fake tensors."""
+    """Attention with `scores` scores per head, on fake tensors."""
     raise NotImplementedError("a plan has no values")
 
 
@@ -104,7 +104,7 @@ def planned_attention(q: Tensor, k: Tensor, v: Tensor, scores: int) -> tuple[Ten
 def planned_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Its gradients of q, k and v."""
+    """Gradients of q, k and v."""
     raise NotImplementedError("a plan has no values")
 
 
@@ -119,7 +119,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: int) -> tuple[Tenso
 
 
 def _by_token(x: Tensor, width: int) -> Tensor:
-    """A tensor `[batch, heads, seq, width]` that lies in memory as kernels leave it, token by token."""
+    """A tensor `[batch, heads, seq, width]` with the memory layout of the kernels' output: token by token."""
     batch, heads, seq, _ = x.shape
     return x.new_empty((batch, seq, heads, width)).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""Collectives as PyTorch's dispatcher sees them: their kind, how many bytes take part, over which ranks."""
+"""Collectives as PyTorch's dispatcher sees them: kind, bytes and ranks."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _NOT_SENT = ("wait_tensor", "_wrap_tensor_autograd")
 
 @dataclass(frozen=True)
 class Collective:
-    """One call. `size`: bytes of the largest tensor that takes part, which is what a ring moves, but for (n - 1) / n."""
+    """One call. `size`: bytes of its largest tensor, which a ring moves except for a factor of (n - 1) / n."""
 
     kind: str
     size: int
     group: str = ""
     background: bool = False
-    """Whether an engine or a pipeline issues it beside the computation, instead of waiting for it at once."""
+    """Whether an engine or a pipeline overlaps it with computation, instead of waiting for it at once."""
 
 
 def collective_of(func: Any, args: Any, kwargs: Any = None) -> Collective | None:
-    """Return the collective that the operator `func` is, None if it is none. A kind without an entry in NAMES is its name."""
+    """Return the collective of the operator `func`; None for other operators. A kind not in NAMES keeps its own name."""
     if func.namespace not in _NAMESPACES or (name := func._overloadpacket.__name__) in _NOT_SENT:
         return None
     leaves = tree_leaves((args, kwargs or {}))
     size = max((leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
     if name == "all_gather_into_tensor" and func.namespace != "c10d":
-        size *= args[1]  # the result, which is not among the arguments, is that many times as large
+        size *= args[1]  # the result is not among the arguments; it is this many times as large
     return Collective(NAMES.get(name, name), size, _group_name(leaves), func.namespace == "c10d")
 
 
@@ -63,7 +63,7 @@ def _group_name(leaves: list[Any]) -> str:
 
 
 def axes_of(meshes: Meshes) -> dict[str, str]:
-    """Return the axis that each process group spans, by the group's name. Of groups that are one the first counts."""
+    """Return each process group's axis, by the group's name. If two axes share a group, the first axis counts."""
     d = meshes.degrees
     fsdp = "dp_shard" if d.cp == 1 else "dp_shard x cp"
     named: list[tuple[str, Any]] = [

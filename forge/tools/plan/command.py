@@ -70,9 +70,9 @@ def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) 
 
 
 def largest(config: Config) -> Config:
-    """Return `config` without phases, with steps of the sizes that need most memory, as many as have its tokens.
+    """Return `config` without phases, with the steps that need most memory, as many as have its tokens.
 
-    That is those with the largest microbatch. Without phases, `config` itself.
+    These have the largest microbatch. Without phases, return `config`.
     """
     if not config.phase:
         return config
@@ -84,7 +84,7 @@ def largest(config: Config) -> Config:
 
 
 def phases_as_json(config: Config) -> list[dict[str, Any]]:
-    """Return first token and step, and the sizes of steps, of each stretch of the run."""
+    """Return the first token, the first step and the step sizes of each phase of the run."""
     phases, total = Phases(config), Phases(config).tokens_after(config.train.steps)
     return [
         {
@@ -101,7 +101,7 @@ def phases_as_json(config: Config) -> list[dict[str, Any]]:
 
 
 def phases_as_text(config: Config, plan: Plan) -> str:
-    """Return a line for each phase, and what the numbers above are of."""
+    """Return a line for each phase, and a line that names the steps of the numbers above."""
     lines = [
         f"  from token {one['from_token']:,} (step {one['from_step']:,}): {one['global_batch_size']} sequences of "
         f"{one['seq_len']} tokens, microbatches of {one['micro_batch_size']}, peak learning rate {one['lr']:.3g}"

@@ -1,9 +1,9 @@
-"""How long a step takes: a roofline over the operators that were traced, and the links that collectives cross.
+"""How long a step takes: a roofline over the traced operators, and the links of collectives.
 
-An operator takes as long as its operations at the GPU's peak, or its bytes at the bandwidth of its memory, whichever is
-longer. The shares of the peaks that are reached are keys of `Hardware`; docs/planning.md says which published runs they were
-fitted to. Collectives in the background are hidden as long as there is computation, which they slow down. On a CPU they are
-not: the cores that move the bytes are those that compute.
+An operator takes the longer of its FLOPs at the GPU's peak and its bytes at the memory bandwidth. Keys of `Hardware` give
+the reached shares of these peaks; docs/planning.md names the published runs that they were fitted to. Collectives in the
+background are hidden behind computation as long as there is any, and slow it down. On a CPU they are not hidden, because
+the same cores move the bytes and compute.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from forge.tools.plan.links import cost_of
 from forge.tools.plan.trace import Moment, Trace
 from forge.tools.plan.work import Work
 
-# Share of the bytes of elementwise operators that are left if Inductor fuses them: a block of Llama's 8B reads and writes
+# Share of the bytes of elementwise operators left after fusion by Inductor: a block of Llama's 8B reads and writes
 # 2.05 of 4.63 GB in a forward and a backward of 4,096 tokens, by Inductor's own count under PyTorch 2.14.
 FUSED = 0.44
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How many times as long as planned computation and collectives may take."""
+    """Factors by which computation and collectives may take longer than planned."""
 
     compute: float
     links: float
 
 
-# Of the published runs that constants were fitted to, all but two lie between the first and the last.
+# All but two of the published runs used for fitting lie between the first and the last.
 PACES = (Pace(0.87, 0.75), Pace(1.0, 1.0), Pace(1.15, 1.4))
 
 
 @dataclass
 class Spent:
-    """Seconds of computation, of collectives that it waits for, and of those beside it; and how long the bytes of both kinds
-    occupy the rank's NVLink and its NIC, which they have in common."""
+    """Seconds of computation, of exposed collectives and of overlapped ones; and for both kinds, the seconds that their bytes
+    occupy the NVLink and the NIC that they share."""
 
     compute: float = 0.0
     waiting: float = 0.0
@@ -57,7 +57,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Of one rank. forward, backward: of each microbatch that was traced; update: the rest of the step."""
+    """Of one rank. forward, backward: of each traced microbatch; update: the rest of the step."""
 
     forward: dict[int, Spent] = field(default_factory=dict)
     backward: dict[int, Spent] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class StepTime:
 def time_of(
     trace: Trace, config: Config, hardware: Hardware, ranks_of: dict[str, list[int]], pace: Pace = PACES[1]
 ) -> StepTime:
-    """Return the time of the traced step. config: compilation and float8, which are not traced. ranks_of: the ranks of each
+    """Return the time of the traced step. config: gives compilation and float8, which are not traced. ranks_of: ranks of each
     process group, by its name."""
     spent: dict[tuple[str, int], Spent] = defaultdict(Spent)
     float8 = products_in_float8(config, hardware)
@@ -99,15 +99,14 @@ def _place(phase: str, microbatch: int) -> tuple[str, int]:
 
 
 def _as_run(work: Work, moment: Moment, config: Config, float8: Collection[str]) -> Work:
-    """Return `work`, which was traced without compiler and float8, as a run with them does it. float8: see
-    `products_in_float8`."""
+    """Correct `work`, which was traced without compiler and float8, for both. float8: see `products_in_float8`."""
     in_block = moment.part.startswith("layers.")
     in_loss = moment.part == "head"
     if work.kind == "memory" and ((in_block and config.compile.enabled) or (in_loss and config.compile.loss)):
         return replace(work, size=FUSED * work.size)
     taken = (work.linear and "linear" in float8) or (work.experts and "experts" in float8)
     if in_block and taken and "float32" not in work.dtype:
-        # As many bytes more are read and written where operands are scaled and rounded.
+        # Scaling and rounding of operands read and write this many more bytes.
         return replace(work, dtype="float8", size=2 * work.size)
     return work
 

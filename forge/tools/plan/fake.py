@@ -1,7 +1,6 @@
-"""`FakeRank`: one rank of a run that does not exist, on fake tensors, which have shapes but no memory.
+"""`FakeRank`: one rank of an imaginary run, on fake tensors (shapes without memory).
 
-The model, its layout, the optimizer and the step are those of a run. Only the process group is fake: its collectives
-return at once.
+Model, layout, optimizer and step are a run's. Only the process group is fake: its collectives return at once.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def fake_ranks(rank: int, world: int) -> Iterator[None]:
-    """In the body this process is `rank` of a default process group of `world` ranks, of which no other exists."""
+    """In the body this process is `rank` of a default process group of `world` ranks; no other rank exists."""
     compat.forget_meshes()
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
@@ -63,7 +62,7 @@ def fake_ranks(rank: int, world: int) -> Iterator[None]:
 
 
 def _send(*args: Any, **kwargs: Any) -> Any:
-    """Send a message, which has arrived. The fake group never says so: its tensor would live until the end of the step."""
+    """Send a message and report it complete. The fake group never does, so the tensor would live all step long."""
     work: Any = dist.isend(*args, **kwargs)
     return SimpleNamespace(wait=work.wait, is_completed=lambda: True)
 
@@ -71,8 +70,8 @@ def _send(*args: Any, **kwargs: Any) -> Any:
 class FakeRank:
     """Model and optimizer of this rank. Needs `fake_ranks`.
 
-    load: of tokens that reach this rank's experts, times their share if all experts had equal loads. card: with attention
-    and norms as they run on a card.
+    load: tokens that reach this rank's experts, relative to equal loads of all experts. card: attention and norms as on a
+    GPU.
     """
 
     def __init__(self, config: Config, degrees: Degrees, load: float = 1.0, card: bool = False):
@@ -81,7 +80,7 @@ class FakeRank:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.meshes = make_meshes(degrees, CPU.type)
         with _explained():
-            # Real meta tensors first: parallelism is applied to these, and only what is allocated is fake.
+            # Real meta tensors first: parallelism is applied to them, and only later allocations are fake.
             attention = on_card if card else None
             self.model = build_parallel_model(
                 config, self.meshes, CPU, values=_leave, attention=attention, memory=self._watched
@@ -106,18 +105,18 @@ class FakeRank:
                     )
 
     def state_bytes(self) -> dict[str, int]:
-        """Return what a run's memory report says of this rank, without activations."""
+        """Return the memory report of this rank, without activations."""
         report = MemoryReport(CPU)
         report.count_state(self.model.memory(), self.optimizer.tensors())
         return report.bytes
 
     def buckets(self) -> int:
-        """Return the number of buckets that contiguous buffers are sent in; 0 for engines without."""
+        """Return the number of buckets of contiguous buffers; 0 for other engines."""
         buffers = [buffer for engine in self.model._engines for buffer in getattr(engine, "buffers", ())]
         return sum(len(buffer.buckets) for buffer in buffers)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Return the host memory of this rank's asynchronous save, and the bytes that its tensors have in a checkpoint."""
+        """Return the host memory of this rank's asynchronous save, and its tensors' bytes in a checkpoint."""
         host = whole = 0
         for name, (shard, values) in all_tensors(self.model, self.optimizer).items():
             host += local(values).nbytes if writes(name, shard) else 0
@@ -125,7 +124,7 @@ class FakeRank:
         return host, whole
 
     def step(self, microbatches: int, *, update: bool = True) -> None:
-        """Make the calls of one optimizer step (`Trainer.step`), with this many microbatches; the optimizer's if `update`."""
+        """Run one optimizer step (`Trainer.step`) with this many microbatches; the optimizer's part only if `update`."""
         with _explained(), self._watched():
             self.trace.begin()
             batch, model = self._batch(microbatches), self.model
@@ -138,11 +137,11 @@ class FakeRank:
             )
 
     def update(self, microbatches: int) -> None:
-        """Make the optimizer's calls of such a step alone, with gradients from nowhere."""
+        """Run only the optimizer's part of such a step, with placeholder gradients."""
         with _explained(), self._watched():
             self.trace.begin()
             self.trace.moment = Moment("update")
-            batch = self._batch(microbatches)  # which lives until the end of a step
+            batch = self._batch(microbatches)  # lives until the end of a step
             for shard in self.model.shards:
                 if shard.parameter.grad is None:
                     shard.parameter.grad = torch.empty_like(shard.parameter)
@@ -153,7 +152,7 @@ class FakeRank:
             del batch
 
     def batch_bytes(self, microbatches: int) -> int:
-        """Return the bytes of so many microbatches' tokens, and of this rank's part of each: both live for a whole step."""
+        """Return the bytes of these microbatches' tokens, and of this rank's part of each: both live for a whole step."""
         with self._fake:
             batch = self._batch(1)
             (whole,) = batch.microbatches(self.model.micro_batch_size)
@@ -176,7 +175,7 @@ class FakeRank:
             yield
 
     def _rows(self) -> int:
-        """Rows that this rank's tokens of one microbatch make for the experts of one layer."""
+        """Rows of one layer's experts from this rank's tokens of one microbatch."""
         moe, train = self.config.model.moe, self.config.train
         if moe is None:
             return 0
@@ -184,7 +183,7 @@ class FakeRank:
         return tokens * moe.top_k
 
     def _share_of_nodes(self) -> float:
-        """Rows that go to nodes, for each row of an expert: see `visited_nodes`."""
+        """Rows sent to nodes, per row of an expert: see `visited_nodes`."""
         moe = self.config.model.moe
         return 1.0 if moe is None else visited_nodes(moe, self.degrees.ep_nodes) / moe.top_k
 
@@ -194,7 +193,7 @@ def _leave(*_: Any) -> None:
 
 
 def _loads(rows: int, load: float, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
-    """Return how many rows go to each rank, equally, and how many come from it."""
+    """Return the rows sent to each rank, equally, and the rows received from it."""
     ranks = leaving.shape[0]
     sends = _divided(rows, ranks)
     return sends, [round(load * sends[0])] * ranks
@@ -203,7 +202,7 @@ def _loads(rows: int, load: float, leaving: Tensor, _arriving: Tensor) -> tuple[
 def _node_loads(
     rows: int, share: float, load: float, to_nodes: Tensor, _from: Tensor, leaving: Tensor, _arriving: Tensor
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return how many rows go to each node and come from it, then to and from each rank of a node."""
+    """Return the rows sent to and received from each node, then each rank of a node."""
     nodes, ranks = to_nodes.shape[0], leaving.shape[0]
     sends, here = _divided(round(share * rows), nodes), _divided(rows, ranks)
     return sends, [sends[0]] * nodes, here, [round(load * here[0])] * ranks
@@ -215,7 +214,7 @@ def _divided(rows: int, ranks: int) -> list[int]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise UserError where the body reads data, which fake tensors do not have."""
+    """Raise UserError if the body reads data, which fake tensors do not have."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

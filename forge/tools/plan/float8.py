@@ -19,7 +19,7 @@ from forge.parallel.float8.layers import BlockFormatLinear, convert_experts, gro
 from forge.parallel.modules import for_all_layers
 from forge.tools.plan.hardware import Hardware
 
-# Names of GPUs that lack kernels of a recipe, and of experts in it (forge/parallel/float8/hardware.py, kernels.py).
+# GPUs without kernels of a recipe, and without kernels for its experts (forge/parallel/float8/hardware.py, kernels.py).
 _WITHOUT = {
     "tensorwise": "A100",
     "rowwise": "A100",
@@ -29,7 +29,7 @@ _WITHOUT = {
 
 
 def products_in_float8(config: Config, hardware: Hardware) -> set[str]:
-    """Return which of "linear" and "experts" the hardware multiplies in float8; emulated ones it does not."""
+    """Return "linear" and "experts" as far as the hardware multiplies them in float8; emulated products are left out."""
     recipe, chosen = config.precision.float8, config.precision
     if recipe == "none" or chosen.float8_emulate is True or not _has_kernels(recipe, hardware):
         return set()
@@ -38,7 +38,7 @@ def products_in_float8(config: Config, hardware: Hardware) -> set[str]:
 
 
 def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
-    """Yield lines about float8 for the report: what is emulated, what is not converted, what the memory leaves out."""
+    """Yield notes on float8 for the report: emulated products, unconverted layers, memory left out."""
     recipe = config.precision.float8
     if recipe == "none":
         return
@@ -78,7 +78,7 @@ def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
 class PlainProducts:
     """`Products` of the unquantised operands, with the shapes and operators of `precision.compute`, for fake tensors.
 
-    A weight that was gathered as codes has no values in `precision.compute`: a tensor without memory takes its place.
+    A weight gathered as codes has no values in `precision.compute`; a tensor without memory replaces it.
     """
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class PlainProducts:
 
 
 def use_plain_products(model: nn.Module) -> None:
-    """Let the layers and experts that compute in a block format multiply as without it; they gather codes. In place."""
+    """Let layers and experts in a block format multiply without it; they still gather codes. In place."""
     for module in model.modules():
         if isinstance(module, BlockFormatLinear):
             module.products = PlainProducts()

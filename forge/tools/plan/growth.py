@@ -1,4 +1,4 @@
-"""`whole_plan`: the plan of a whole model, from plans of smaller ones that differ in one thing each."""
+"""`whole_plan`: the plan of a whole model, from plans of smaller models with one difference each."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Times: TypeAlias = tuple[StepTime, ...] | None
 
 @dataclass(frozen=True)
 class Growth:
-    """What `large` has more than `small`. The whole model has it `steps` times more; peaks have it `of_peaks` times more, and
-    activations that forward keeps `of_kept` times."""
+    """The difference between `large` and `small`. The whole model adds it `steps` times; to peaks `of_peaks` times, and to
+    activations kept for backward `of_kept` times."""
 
     small: StagePlan
     large: StagePlan
@@ -29,9 +29,9 @@ class Growth:
 
 
 def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None) -> StagePlan:
-    """Return the plan of a rank with layers `names`: the larger model of the first of `growths`, and all of them added.
+    """Return the plan of a rank with layers `names`: the larger model of the first growth, plus all `growths`.
 
-    whole: the number of its buckets, if the engine has any; they count as if all had one size.
+    whole: the number of its buckets, if the engine has any; all buckets count as equally large.
     """
     first, large = growths[0], growths[0].large
 
@@ -56,7 +56,7 @@ def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None
             base = (place[0], "layer -1")
             if base not in first.small.peaks or (place[0], "layer -2") in first.small.peaks:
                 continue
-            # A middle layer that the smaller does not have: for the last but one, which grows as the last does.
+            # The smaller model lacks this middle layer: use the last but one, which grows like the last.
             place = (place[0], "layer -2")
         size = float(after.size)
         kinds: dict[str, float] = defaultdict(float, after.kinds)
@@ -91,7 +91,7 @@ def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, 
 
     fixed = {key: calls for key, calls in large.collectives.items() if key in small.collectives}
     calls = Counter({key: number(small.collectives[key], fixed[key]) for key in fixed})
-    # What is sent in one call for several layers has another size for every number of layers.
+    # A call for several layers together has another size for every number of layers.
     before_of, after_of = (_of_other_sizes(traced, fixed) for traced in (small, large))
     for key, (of_large, total) in after_of.items():
         of_small, total_of_small = before_of[key]
@@ -101,7 +101,7 @@ def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, 
 
 
 def _named(place: tuple[str, str], moment: Moment, names: list[str]) -> Moment:
-    """The moment with the layer's name in the whole model."""
+    """The moment, with the layer's name in the whole model."""
     match = re.fullmatch(r"layer (-?\d+)", place[1])
     return replace(moment, part=names[int(match[1])]) if match else moment
 
@@ -150,7 +150,7 @@ def _time(large: StepTime, growths: list[tuple[StepTime, StepTime, float]]) -> S
 
 
 def with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
-    """`one` with this many microbatches more in flight, of `size` bytes each."""
+    """`one` with this many more microbatches in flight, each of `size` bytes."""
     peaks = dict(one.peaks)
     for place, peak in one.peaks.items():
         if place[0] in ("forward", "backward"):
@@ -159,7 +159,7 @@ def with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
 
 
 def with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
-    """`one` with the bytes of the rank that holds all layers."""
+    """`one` with the state bytes of the rank with all layers."""
     more = sum(whole.state.values()) - sum(one.state.values())
     peaks = {place: peak.with_more("state", more) for place, peak in one.peaks.items()}
     same = {name: getattr(whole, name) for name in ("state", "host", "checkpoint", "buckets")}
@@ -167,7 +167,7 @@ def with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
 
 
 def with_update(one: StagePlan, update: StagePlan) -> StagePlan:
-    """`one`, traced without the optimizer's part of a step, with this part, traced alone."""
+    """`one`, traced without the optimizer's part of a step, plus this part, traced alone."""
     one = with_more(one, 1, update.kept)
     peaks, flops = dict(one.peaks), Counter(one.flops)
     for place, peak in update.peaks.items():
@@ -182,7 +182,7 @@ def with_update(one: StagePlan, update: StagePlan) -> StagePlan:
 def _of_other_sizes(
     traced: StagePlan, fixed: Mapping[Any, int]
 ) -> dict[tuple[str, str, bool], tuple[int, int]]:
-    """Calls and their bytes by axis and kind, of those that are not in `fixed`."""
+    """Calls and bytes by axis and kind, without those in `fixed`."""
     found: dict[tuple[str, str, bool], tuple[int, int]] = defaultdict(lambda: (0, 0))
     for key, number in traced.collectives.items():
         if key not in fixed:

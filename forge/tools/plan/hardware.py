@@ -1,4 +1,4 @@
-"""Cards that a plan can be made for: TOML files in `cards/`, or one of the user's own."""
+"""GPUs known to the planner: TOML files in `cards/`, or the user's own."""
 
 from __future__ import annotations
 
@@ -20,60 +20,59 @@ FOLDER = Path(__file__).parent / "cards"
 
 # TOML has lists, not tuples.
 Curve: TypeAlias = list[Annotated[tuple[PositiveNumber, PositiveNumber], Strict(False)]]
-"""(size, rate), by increasing size. Between two the rate is taken along a straight line over the logarithm of the size."""
+"""(size, rate), by increasing size. Rates between two points are interpolated linearly over the logarithm of the size."""
 
 
 class Link(Section):
-    """How cards are connected."""
+    """A connection between GPUs."""
 
     gb_per_s: PositiveNumber
-    """Bandwidth in one direction, in 10^9 bytes per second: inside of a node of one card, between nodes of one NIC."""
+    """Bandwidth in one direction, in 10^9 bytes per second: of one GPU inside a node, of one NIC between nodes."""
     latency_us: NonNegativeNumber
     """Time of a collective without bytes and hops, in microseconds."""
     hop_us: NonNegativeNumber = 0.0
-    """Time of each hop of a ring: from rank to rank inside of a node, or from node to node."""
+    """Time of each hop of a ring, from rank to rank inside a node, or from node to node."""
     efficiency: PositiveNumber = 1.0
-    """Share of the bandwidth that collectives reach."""
+    """Share of the bandwidth reached by collectives."""
 
 
 class Hardware(Section):
-    """A card, and how cards are connected."""
+    """A GPU, and the connections between GPUs."""
 
     card: str = ""
-    """The name that CUDA reports, under which forge/observe/hardware.py has its peak. Empty: a CPU."""
+    """The name reported by CUDA; forge/observe/hardware.py has its peak. Empty: a CPU."""
     memory_gib: PositiveNumber
-    """Memory of one card, or of one process on a CPU."""
+    """Memory of one GPU, or of one process on a CPU."""
     reserved_gib: NonNegativeNumber = 2.0
-    """What the CUDA context, NCCL, kernels' workspaces and fragmentation take. A guess."""
+    """Memory of the CUDA context, NCCL, kernels' workspaces and fragmentation. A guess."""
     memory_gb_per_s: PositiveNumber
     """Memory bandwidth, in 10^9 bytes per second."""
     cards_per_node: Positive
-    """Cards that are connected by `node`; to ranks beyond each sends through its NIC, a link of `cluster`."""
+    """GPUs of one node, connected by `node`; each sends to other nodes through its NIC, a link of `cluster`."""
     cards_per_nic: Positive = 1
-    """Cards that have one NIC in common."""
+    """GPUs that share one NIC."""
     node: Link
     cluster: Link
     peak_tflops: dict[str, float] = Field(default_factory=dict)
-    """Peak by dtype, for what forge/observe/hardware.py does not know."""
+    """Peak by dtype, if forge/observe/hardware.py does not have it."""
     efficiency: Annotated[PositiveNumber, Ge(0.01)] = 0.69
-    """Share of the peak that large matrix products reach. This and the next four were fitted: see docs/planning.md."""
+    """Share of the peak reached by large matrix products. This and the next four were fitted: see docs/planning.md."""
     attention_efficiency: Annotated[PositiveNumber, Ge(0.01)] = 0.44
-    """The same of attention."""
+    """The same for attention."""
     float8_efficiency: Annotated[PositiveNumber, Ge(0.01)] = 0.53
-    """The same of matrix products in float8, of their own peak."""
+    """The same for matrix products in float8, of the float8 peak."""
     memory_efficiency: PositiveNumber = 0.81
-    """Share of the memory's bandwidth that operators reach."""
+    """Share of the memory bandwidth reached by operators."""
     overlap_cost: NonNegativeNumber = 0.5
-    """Share of hidden communication's time by which it slows computation down: both need SMs, memory and power."""
+    """Hidden communication slows computation down by this share of its own time: both need SMs, memory and power."""
     operator_us: NonNegativeNumber = 0.0
-    """Time that each operator takes beside its work, in microseconds. 0: launches are hidden, as on a card that has enough
-    to do."""
+    """Overhead of each operator, in microseconds. 0: launches are hidden, as on a GPU with enough work."""
     products: dict[str, Curve] = Field(default_factory=dict)
-    """Measured, by dtype: [operations of a matrix product, 10^12 of them per second]. In place of peak and efficiency."""
+    """Measured, by dtype: [FLOPs of a matrix product, rate in 10^12 per second]. Replaces peak and efficiency."""
     attention: dict[str, Curve] = Field(default_factory=dict)
-    """The same of attention."""
+    """The same for attention."""
     elementwise: Curve = Field(default_factory=list)
-    """Measured: [bytes that an elementwise operator reads and writes, 10^9 of them per second]. In place of the memory's."""
+    """Measured: [bytes read and written by an elementwise operator, rate in 10^9 per second]. Replaces the memory's rate."""
 
     @property
     def memory_bytes(self) -> int:
@@ -84,20 +83,20 @@ class Hardware(Section):
         return round(self.reserved_gib * GIB)
 
     def reached(self, kind: str, dtype: str) -> float:
-        """Return the share of the peak that operators of a kind of `Work` reach."""
+        """Return the share of the peak reached by operators of a kind of `Work`."""
         if kind == "attention":
             return self.attention_efficiency
         return self.float8_efficiency if dtype == "float8" else self.efficiency
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Return the peak for matrix products in `dtype`, in FLOP/s, if it is known."""
+        """Return the peak of matrix products in `dtype`, in FLOP/s; None if unknown."""
         if dtype in self.peak_tflops:
             return self.peak_tflops[dtype] * 1e12
         return card_peak_flops(self.card, dtype)
 
 
 def rate_at(curve: Sequence[tuple[float, float]], size: float) -> float:
-    """Return the rate of a curve at `size`; outside of it that of its nearest end."""
+    """Return the rate of a curve at `size`; outside the curve, the rate of its nearest end."""
     if size <= curve[0][0]:
         return curve[0][1]
     for (left, slow), (right, fast) in pairwise(curve):
@@ -108,7 +107,7 @@ def rate_at(curve: Sequence[tuple[float, float]], size: float) -> float:
 
 
 def card_of(device: str) -> Hardware | None:
-    """Return the hardware whose card CUDA reports as `device`; None if there is none."""
+    """Return the hardware of the GPU that CUDA reports as `device`; None if unknown."""
     every = (find_hardware(path.stem) for path in sorted(FOLDER.glob("*.toml")))
     return next((one for one in every if one.card and one.card == device), None)
 

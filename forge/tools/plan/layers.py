@@ -1,12 +1,12 @@
-"""`plan_stages`: plans of all stages. Layers that are equal are traced two or three times and multiplied.
+"""`plan_stages`: plans of all stages. Equal layers are traced two or three times and multiplied.
 
-Two smaller models are traced. What a layer adds is what the larger has more than the smaller, at each place of a step:
-the peak of the whole may be at another place than theirs. Of a long pipeline three ranks are traced: the first, one from
-the middle and the last; a rank with more microbatches in flight holds that many more times what one keeps.
+Two smaller models of different depth are traced. The memory of one layer is their difference, taken at each point of the
+step separately, because the full model may peak at another point than they do. In a long pipeline three ranks are traced:
+first, middle, last. For other ranks, each further microbatch in flight adds the memory of one.
 
-With attention residuals a layer's mixes read one stream more for each block before it. Two more traces, the smaller model
-with two blocks instead of one, show the cost of a block and of a stream that a mix reads. Sums over a step grow with both,
-peaks with the streams that are saved.
+With attention residuals a layer's mixes read one more stream for each earlier block. Two more traces, of the smaller model
+with two blocks instead of one, give the cost of a block and of a stream in a mix. Sums over a step grow with both,
+peaks with the saved streams.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forge.tools.plan.growth import Growth, whole_plan, with_more, with_state, w
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.stage import TRACED, StagePlan, fewer_microbatches, plan_stage
 
-# Schedules of which a few ranks with a few microbatches show what many do.
+# For these schedules, few ranks with few microbatches represent many.
 SHORTENED = ("1F1B", "Interleaved1F1B")
 # Results of `kinds_of_layers` by model and sequence length.
 _KINDS: dict[str, list[Any]] = {}
@@ -33,7 +33,7 @@ _KINDS: dict[str, list[Any]] = {}
 def plan_stages(
     config: Config, degrees: Degrees, hardware: Hardware | None, *, load: float = 1.0
 ) -> list[StagePlan]:
-    """Return the plan of one rank of each rank of the pp axis; `load` as in `FakeRank`."""
+    """Return the plan of one rank for each rank of the pp axis; `load` as in `FakeRank`."""
     config = with_experts_first(config, degrees)
     few = few_layers(config, degrees)
     if few is None:
@@ -51,9 +51,9 @@ def plan_stages(
 
 
 def with_experts_first(config: Config, degrees: Degrees) -> Config:
-    """Return `config`, of a deep pipeline whose first layers alone are dense with experts in these, too, as in the others.
+    """Return `config` of a deep pipeline with experts also in its first dense layers, if all others have experts.
 
-    So that few layers show what many need. DeepSeek's dense layers compute as much as those with experts.
+    Then few traced layers represent all. DeepSeek's dense layers compute as much as its layers with experts.
     """
     moe = config.model.moe
     if degrees.pp == 1 or moe is None or not moe.n_dense_layers or few_layers(config, degrees) is not None:
@@ -64,15 +64,15 @@ def with_experts_first(config: Config, degrees: Degrees) -> Config:
 
 
 def _names(config: Config) -> list[str]:
-    """Return the names of all layers, those that predict further ahead behind the others."""
+    """Return the names of all layers, multi-token prediction modules last."""
     return [f"layers.{index}" for index in range(config.model.n_layers + config.model.mtp_depth)]
 
 
 @dataclass(frozen=True)
 class Few:
-    """A smaller model: `layers` in all, `per_stage` in a stage; `ranks` of the pp axis, microbatches that are traced.
+    """A smaller model: `layers` in all, `per_stage` in a stage; `ranks` of the pp axis, number of traced microbatches.
 
-    tail: its last layers, so many, are the last ones of the whole model. block_size: of attention residuals, in layers.
+    tail: how many of its last layers are also the whole model's last. block_size: of attention residuals, in layers.
     """
 
     layers: int
@@ -84,7 +84,7 @@ class Few:
 
 
 def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
-    """Return the two smaller models; None if the layers are too few or too different, so that all are traced."""
+    """Return the two smaller models; None to trace all layers, if these are too few or too different."""
     n_layers = config.model.n_layers
     every = kinds_of_layers(config)
     kinds, ahead = every[:n_layers], every[n_layers:]
@@ -92,12 +92,12 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
         return _few_in_one_stage(config, kinds, ahead)
     plan = plan_pipeline(config, degrees)
     counts, stages = [len(stage.layers) for stage in plan.stages], len(plan.stages)
-    # A stage of attention residuals reads as many streams as blocks lie before it, so stages differ.
+    # With attention residuals a stage reads one stream per earlier block, so stages differ.
     mixes = config.model.residual == "attention"
     if config.pipeline.schedule not in SHORTENED or len(set(kinds)) > 1 or mixes or min(counts) < 3:
         return None
     ranks, per_rank = min(3, degrees.pp), stages // degrees.pp
-    # Stages that take turns on a rank have all that can be in flight only behind a round of all ranks.
+    # Interleaved stages have all microbatches in flight only after a round of all ranks.
     microbatches = 2 * ranks if per_rank > 1 else 3
     if degrees.accumulation < microbatches:
         return None
@@ -108,7 +108,7 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
 
 
 def traced_layers(config: Config, degrees: Degrees) -> int:
-    """Return the number of layers that a plan runs forward and backward: its cost, in another unit than time."""
+    """Return the number of layers that a plan runs forward and backward, as the cost of the plan."""
     config = with_experts_first(config, degrees)
     few, steps = few_layers(config, degrees), 2
     if degrees.pp == 1:
@@ -124,7 +124,7 @@ def traced_layers(config: Config, degrees: Degrees) -> int:
 
 
 def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tuple[Few, Few] | None:
-    """Return the smaller models without a pipeline, from the `kinds` of the trunk's layers and of those `ahead`."""
+    """Return the smaller models without a pipeline, from the `kinds` of the trunk's layers and of the MTP modules `ahead`."""
     n_layers, mixes = len(kinds), config.model.residual == "attention"
 
     def shown(size: int, tail: int) -> list[Any]:
@@ -135,13 +135,13 @@ def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tup
         size = lead + (n_layers - lead - tail) % period + 2 * period + tail
         if not mixes:
             return size
-        # The layers that read two blocks of attention residuals in the third trace are of all kinds.
+        # In the third trace, layers of all kinds read two blocks of attention residuals.
         size -= period
         while size < 7 or (size < n_layers and not set(kinds[lead:-1]) <= set(shown(size, tail))):
             size += period
         return size
 
-    # Between `lead` and `tail` layers of their own kinds, those of a period come again and again.
+    # Between `lead` and `tail` layers of their own kinds, the layers of one period repeat.
     found = next(
         (
             (lead, period, tail)
@@ -170,9 +170,9 @@ def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tup
 
 
 def kinds_of_layers(config: Config) -> list[Any]:
-    """Return a value for each layer, and for those that predict further ahead: equal if modules, shapes and settings are."""
+    """Return a value for each layer and MTP module: equal if modules, shapes and settings are equal."""
     key = f"{config.model.model_dump_json()} {config.train.seq_len}"
-    if key not in _KINDS:  # a search asks for hundreds of layouts of the same model
+    if key not in _KINDS:  # a search needs the kinds of one model for hundreds of layouts
         kinds: dict[str, int] = {}
         layers = build_meta_model(config).layers.values()
         _KINDS[key] = [
@@ -190,7 +190,7 @@ def _describe(layer: nn.Module, index: int) -> str:
 
 
 def _settings(module: nn.Module, index: int) -> list[tuple[str, str]]:
-    """Numbers and words that a module was given, but for its own place."""
+    """Return the numbers and strings of a module's settings, except its own position."""
     return [
         (name, str(value))
         for name, value in vars(module).items()
@@ -240,7 +240,7 @@ def _trace(
 
 
 def _shares_work(config: Config, degrees: Degrees) -> bool:
-    """Whether what the optimizer does on a rank is no multiple of what a layer needs, because ranks divide it by tensors."""
+    """Whether ranks divide the optimizer's work by tensors, so that a rank's work is not a multiple of a layer's."""
     optimizer = config.optimizer
     return degrees.world > degrees.pp and (optimizer.name == "muon" or optimizer.moment_dtype == "int8")
 
@@ -270,7 +270,7 @@ def _all_ranks(
         growth = Growth(small[role], large[role], steps, steps, steps)
         one = _extrapolate([growth], names, config, degrees, hardware, rank)
         more = in_flight(plan.schedule, rank) - in_flight(traced, role)
-        # More are in flight in a rank's first stage. There a microbatch also keeps what the stage before has sent.
+        # A rank's first stage has more in flight. There a microbatch also keeps the message from the previous stage.
         sizes = [0 if own[0].embed else size for _, kind, size, _ in one.collectives if kind == "recv"]
         one = with_more(one, more, one.kept + max(sizes, default=0))
         stages.append(replace(one, pp_rank=rank, rank=first_rank, layers="; ".join(map(str, own))))
@@ -283,16 +283,16 @@ def _growth(config: Config, few: tuple[Few, Few], small: StagePlan, large: Stage
 
 
 def two_blocks(few: Few) -> tuple[Few, Few]:
-    """Return `few` with a second block that begins in the middle, and with one that begins before the last layer."""
+    """Return `few` with a second block from the middle, and `few` with a second block before the last layer."""
     return replace(few, block_size=few.layers // 2 + 1), replace(few, block_size=few.layers - 2)
 
 
 def _growths_by_streams(
     config: Config, few: tuple[Few, Few], small: StagePlan, less: StagePlan, more: StagePlan
 ) -> list[Growth]:
-    """Return the growth by blocks, and by streams that are read, beyond what `_growth` adds with layers of one block.
+    """Return the growth by blocks, and by streams read, beyond the growth of layers with one block (`_growth`).
 
-    less, more: the smaller model with two blocks, the second of which has few layers or more.
+    less, more: the smaller model with two blocks; the second block has few layers or more.
     """
     model, steps = config.model, _growth(config, few, small, small).steps
     read, read_by_larger = (streams_read(one.layers, one.block_size) for one in few)
@@ -301,13 +301,13 @@ def _growths_by_streams(
     whole = streams_read(model.n_layers, model.residual_block_size)
     missing = whole - read_by_larger - steps * (read_by_larger - read) - blocks * (late - read)
     reads = missing / (early - late)
-    # Every mix keeps two numbers of each stream that it reads, unless its block is recomputed.
+    # Every mix keeps two numbers per stream that it reads, unless its block is recomputed.
     of_kept = reads if config.activation_checkpoint.mode == "none" else blocks
     return [Growth(small, less, blocks, blocks, blocks), Growth(less, more, reads, blocks, of_kept)]
 
 
 def streams_read(n_layers: int, block_size: int) -> int:
-    """Return the number of streams that all mixes of attention residuals read together."""
+    """Return the number of streams that all mixes of attention residuals read in total."""
     saved = [-(-layer // block_size) for layer in range(n_layers + 1)]
     attention = sum(number + 1 for number in saved[1:n_layers])
     feed_forward = sum(number + 1 for number in saved[1:])
@@ -315,7 +315,7 @@ def streams_read(n_layers: int, block_size: int) -> int:
 
 
 def in_flight(schedule: Schedule, rank: int) -> int:
-    """Return the most forwards of a stage that wait for their backward at once."""
+    """Return the largest number of a stage's forwards that wait for their backward."""
     number = most = 0
     for action in schedule.order[rank]:
         number += _opens(action)
@@ -335,11 +335,11 @@ def _extrapolate(
     hardware: Hardware | None,
     pp_rank: int = 0,
 ) -> StagePlan:
-    """Return the plan of the rank that holds the layers `names`; `growths` as for `whole_plan`."""
+    """Return the plan of the rank with layers `names`; `growths` as for `whole_plan`."""
     apart = _shares_work(config, degrees)
     if not growths[0].large.buckets and not apart:
         return whole_plan(growths, names)
-    # Buckets are no multiples of what a layer needs either.
+    # The number of buckets is not a multiple of a layer's either.
     whole = plan_stage(config, degrees, pp_rank, hardware, optimizer="alone")
     one = with_state(whole_plan(growths, names, whole.buckets or None), whole)
     return with_update(one, whole) if apart else one

@@ -1,7 +1,7 @@
-"""Layouts that a search may try: all that are legal, with a rough estimate that says in which order.
+"""Layouts for a search: all legal ones, ordered by a rough estimate.
 
-The estimate is arithmetic only: the operations and parameters of the model, the bytes that each axis sends, the bubble.
-What a search prints comes from plans; the estimate decides which layouts are planned, and is corrected by them.
+The estimate is arithmetic only: FLOPs and parameters of the model, bytes sent by each axis, the bubble. It decides which
+layouts are planned, and plans correct it. A search prints numbers of plans only.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from forge.tools.plan.layers import few_layers, with_experts_first
 from forge.tools.plan.links import cost_of, visited_nodes
 
 Changes: TypeAlias = dict[str, Any]
-"""Values by key. Keys that do not differ from the config's are left out."""
+"""Values by key. Keys with the config's own value are left out."""
 RESHARD, DEFER = "parallel.reshard_after_forward", "parallel.defer_gradient_reduction"
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 MODES = ("none", "selective", "full")
-# Layouts that a search keeps, and plain ones of each mode among them.
+# Number of layouts that a search keeps, and of plain ones of each mode among them.
 MOST, PLAIN = 400, 3
-# Activations are estimated up to so many times too large.
+# Activations are estimated at most this many times too large.
 DOUBT = 2.0
-# Tokens of a sequence that a rank of context parallelism has at least, where data parallelism can use the ranks.
+# Least tokens of a sequence on a context-parallel rank, if data parallelism could use the ranks instead.
 SHORTEST = 8192
-# Stages of at least so many layers may differ by one.
+# Stages of at least this many layers may differ by one.
 UNEVEN = 3
-# For each token and number of the residual stream: bytes that a layer keeps for backward, and bytes that its operators
-# read and write in a step, as traced from Llama's shapes; operations of a step by those without recomputation.
+# For each token and element of the residual stream: bytes that a layer keeps for backward, and bytes that its operators
+# read and write in a step, as traced from Llama's shapes; FLOPs of a step relative to no recomputation.
 KEPT = {"none": 41.0, "selective": 25.0, "full": 2.0}
 TOUCHED = 280.0
 COMPUTED = {"none": 1.0, "selective": 1.05, "full": 4 / 3}
-# Collectives of a layer's two halves in forward, in backward, and again where forward is recomputed.
+# Collectives of a layer's two halves in forward, in backward, and in a recomputed forward.
 TENSOR_CALLS = {"none": 10, "selective": 12, "full": 14}
-# All-to-alls of a layer's experts; selective recomputation keeps what they brought.
+# All-to-alls of a layer's experts; selective recomputation keeps their results.
 EXPERT_CALLS = {"none": 4, "selective": 4, "full": 6}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A legal layout. seconds: a rough estimate of a step. state: bytes that a rank holds at least; activations: roughly.
+    """A legal layout. seconds: a rough estimate of a step. state: least bytes on a rank; activations: roughly.
     sizes: degrees and micro batch. shapes: sizes, recomputation and engine. signature: shapes and the pipeline's schedule."""
 
     changes: Changes
@@ -90,7 +90,7 @@ class Layout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is FSDP and nothing else, but for experts: the layout to try first."""
+        """Whether it is FSDP and, apart from experts, nothing else: the layouts to try first."""
         d, parallel = self.degrees, self.config.parallel
         frees = parallel.reshard_after_forward != "never" and not parallel.defer_gradient_reduction
         return self.engine == "fsdp2" and frees and d.pp == d.cp == d.tp == d.dp_replicate == 1
@@ -98,7 +98,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Model:
-    """Of the whole model: parameters, those of experts among them, operations per token of a step."""
+    """Of the whole model: parameters, expert parameters among them, FLOPs per token of a step."""
 
     parameters: int
     experts: int
@@ -112,10 +112,10 @@ class Model:
 
 
 def layouts(config: Config, world: int, hardware: Hardware, *, any_memory: bool = False) -> list[Layout]:
-    """Return the legal layouts on `world` ranks that may fit the hardware, the fastest first by estimate, MOST at most.
+    """Return the legal layouts on `world` ranks that may fit the hardware, fastest estimate first, at most MOST.
 
-    The config's own layout is among them if it is legal, and the fastest plain ones of each mode of recomputation.
-    any_memory: also those whose state does not fit.
+    The config's own layout, if legal, and the fastest plain layouts of each recomputation mode are always included.
+    any_memory: also layouts whose state does not fit.
     """
     model = Model.of(config)
     rough: list[Layout] = []
@@ -142,7 +142,7 @@ def layouts(config: Config, world: int, hardware: Hardware, *, any_memory: bool 
 
 
 def _degrees(config: Config, world: int) -> Degrees | None:
-    """The degrees of a layout by division, without the checks of `check_world`; None if something does not divide."""
+    """Compute a layout's degrees by division, without the checks of `check_world`; None if something does not divide."""
     parallel, train = config.parallel, config.train
     shard, left = divmod(world, parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp)
     if left or not shard or (parallel.dp_shard not in (-1, shard)):
@@ -165,7 +165,7 @@ def _degrees(config: Config, world: int) -> Degrees | None:
 
 
 def _legal(layout: Layout, config: Config, world: int) -> Layout | None:
-    """The layout with the keys alone that differ from `config`; None if a run would refuse it."""
+    """The layout, reduced to keys that differ from `config`; None if a run would refuse it."""
     changes = {key: value for key, value in layout.changes.items() if value != value_of(config, key)}
     changed = with_changes(config, changes)
     try:
@@ -182,7 +182,7 @@ def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Cha
     yield {}
     tp = [size for size in SIZES if size <= hardware.cards_per_node]
     ep = SIZES if config.model.moe is not None else (1,)
-    # Sequences shorter than that are not worth splitting, but where there are too few of them for the ranks.
+    # Shorter sequences are not worth splitting, unless there are too few sequences for the ranks.
     cp = [size for size in SIZES[:3] if size == 1 or train.seq_len // size >= SHORTEST]
     micro = [size for size in SIZES[:4] if train.global_batch_size % size == 0]
     engines = dict.fromkeys((config.parallel.data_parallel, "fsdp2", "zero1", "zero2"))
@@ -217,7 +217,7 @@ def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Cha
 
 
 def _accumulations(config: Config, engine: str, *, several: bool) -> Iterator[Changes]:
-    """Ways in which FSDP2 sends less and holds more where a step has several microbatches; the config's own way first."""
+    """Variants of FSDP2 with less traffic and more memory for steps with several microbatches; the config's own first."""
     own = {key: value_of(config, key) for key in (RESHARD, DEFER)}
     yield own
     if engine == "fsdp2" and several:
@@ -227,26 +227,26 @@ def _accumulations(config: Config, engine: str, *, several: bool) -> Iterator[Ch
 
 
 def _even(config: Config, degrees: Degrees) -> bool:
-    """Whether stages have equally many layers, or as near to that as the layers allow, as plans of few layers need."""
+    """Whether stages have equal or nearly equal numbers of layers, as few-layer plans require."""
     stages = degrees.pp * (1 if config.pipeline.schedule == "1F1B" else 2)
     layers, sizes = config.model.n_layers, config.pipeline.layers_per_stage
     return isinstance(sizes, int) and (not layers % stages or layers // stages >= UNEVEN)
 
 
 def traceable(layout: Layout) -> bool:
-    """Whether a plan need not trace all layers of a deep model."""
+    """Whether the plan of a deep model can trace few layers."""
     config, degrees = layout.config, layout.degrees
     return config.model.n_layers <= 8 or few_layers(with_experts_first(config, degrees), degrees) is not None
 
 
 def least_state(config: Config, degrees: Degrees, model: Model) -> float:
-    """Return bytes that parameters, gradients and optimizer state take at least on a rank."""
+    """Return the least bytes of parameters, gradients and optimizer state on a rank."""
     parallel, held = config.parallel, held_parameters(degrees, model)
     storage, compute = DTYPES[config.precision.storage].itemsize, DTYPES[config.precision.compute].itemsize
     shards = degrees.dp_shard * degrees.cp
     state = {"adamw": 2, "lion": 1, "muon": 1}.get(config.optimizer.name, 0)
     state *= {"float32": 4, "bfloat16": 2}.get(config.optimizer.moment_dtype, 1)
-    # Of experts the ranks that share one are at least the others divided by ep.
+    # Experts are shared by at least as many ranks as other parameters, divided by ep.
     spread = model.parameters / (degrees.world / degrees.dp_replicate)
     if parallel.data_parallel == "fsdp2":
         return spread * (2 * storage + state)
@@ -257,21 +257,21 @@ def least_state(config: Config, degrees: Degrees, model: Model) -> float:
 
 
 def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
-    """Return about how many bytes a rank keeps for backward, without gathered parameters."""
+    """Return roughly the bytes that a rank keeps for backward, without gathered parameters."""
     train, mode = config.train, config.activation_checkpoint.mode
     n_layers = config.model.n_layers
     numbers = train.micro_batch_size * train.seq_len / (degrees.cp * degrees.tp) * config.model.dim
     in_flight = min(degrees.pp, degrees.accumulation) / degrees.pp
     if degrees.pp > 1 and config.pipeline.schedule != "1F1B":
         in_flight *= 1.5
-    layer = numbers * KEPT["none"] * (degrees.tp if mode == "full" else 1)  # one that is recomputed
+    layer = numbers * KEPT["none"] * (degrees.tp if mode == "full" else 1)  # a recomputed layer
     return KEPT.get(mode, KEPT["none"]) * numbers * n_layers * in_flight + layer
 
 
 def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
-    """Return how many bytes FSDP2 holds at once of gathered parameters, and of gradients that are not yet reduced.
+    """Return the bytes that FSDP2 holds at once of gathered parameters and unreduced gradients.
 
-    Of two layers, or of all that it does not free.
+    They belong to two layers, or to all layers that are not freed.
     """
     parallel, pipelined = config.parallel, degrees.pp > 1
     if parallel.data_parallel != "fsdp2":
@@ -285,15 +285,15 @@ def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
 
 
 def held_parameters(degrees: Degrees, model: Model) -> float:
-    """Return how many parameters a rank computes with, gathered."""
-    # Experts are divided among ep ranks, of which tp ranks are some.
+    """Return the number of gathered parameters that a rank computes with."""
+    # Experts are divided among ep ranks, which include the tp ranks.
     return (model.parameters - model.experts) / (degrees.tp * degrees.pp) + model.experts / (
         degrees.pp * max(degrees.ep, 1)
     )
 
 
 def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: Model) -> float:
-    """Return about how long a step takes."""
+    """Return roughly the seconds of a step."""
     d, train, dim, mode = degrees, config.train, config.model.dim, config.activation_checkpoint.mode
     peak = hardware.peak_flops(config.precision.compute) or hardware.peak_flops("bfloat16") or 1e12
     tokens = train.global_batch_size * train.seq_len / d.world
@@ -336,13 +336,13 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
     stages = 1 if config.pipeline.schedule == "1F1B" else 2
     bubble = (d.pp - 1) / (d.accumulation * stages)
     waits = compute + tensor + context + experts + hardware.overlap_cost * min(data, compute)
-    # Experts over nodes send through the NIC that data parallelism sends through, too.
+    # Expert parallelism over nodes shares the NIC with data parallelism.
     network = data + (experts if d.ep > hardware.cards_per_node else 0.0)
     return max(waits, network) * (1 + bubble)
 
 
 def with_changes(config: Config, changes: Changes) -> Config:
-    """Return `config` with other values for these keys, `section.key`."""
+    """Return `config` with new values for these keys, `section.key`."""
     updates: dict[str, Changes] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")

@@ -1,9 +1,9 @@
-"""What a collective costs: the bytes that each rank sends, over the link that it sends them through.
+"""The cost of a collective: each rank's bytes over its link.
 
-Ranks of one node send over NVLink (`Hardware.node`). Bytes to other nodes pass the NIC of the rank that sends them
+Ranks of one node send over NVLink (`Hardware.node`). Bytes to other nodes pass the NIC of the sending rank
 (`Hardware.cluster`). In a ring all bytes pass every node, spread over the NICs of the group's ranks there. In an all-to-all
-each rank's own bytes pass its own NIC. Groups of the same axis run at the same time, so ranks that have a NIC in common
-each get their part of it.
+each rank's own bytes pass its own NIC. Groups of the same axis run at the same time, so ranks with a common NIC share its
+bandwidth.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from forge.config.model import MoEConfig
 from forge.tools.plan.collectives import Collective
 from forge.tools.plan.hardware import Hardware
 
-# All ranks wait for these. They move what a ring does, twice.
+# All ranks wait for these. They move the bytes of a ring twice.
 TWICE = ("all_reduce",)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a collective; of them, seconds that its bytes occupy a rank's NVLink and its NIC."""
+    """Seconds of a collective, and the seconds that its bytes occupy a rank's NVLink and its NIC."""
 
     seconds: float = 0.0
     node: float = 0.0
     network: float = 0.0
 
     def times(self, factor: float) -> Cost:
-        """Return the cost of links that are so many times as slow."""
+        """Return the cost over links that are `factor` times as slow."""
         return Cost(factor * self.seconds, factor * self.node, factor * self.network)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Where the ranks of a group are. most, least: ranks of the node that has most of them, and of the one with fewest."""
+    """The nodes of a group's ranks. most, least: the group's ranks on its fullest and on its emptiest node."""
 
     ranks: int
     nodes: int
@@ -45,7 +45,7 @@ class Span:
 
     @classmethod
     def of(cls, ranks: list[int], hardware: Hardware) -> Span:
-        """Return the span of `ranks`; node n has the ranks from n times `cards_per_node`."""
+        """Return the span of `ranks`; node n begins at rank n times `cards_per_node`."""
         per_node = Counter(rank // hardware.cards_per_node for rank in ranks).values()
         return cls(len(ranks), len(per_node), max(per_node, default=0), min(per_node, default=0))
 
@@ -56,7 +56,7 @@ class Span:
 
 
 def cost_of(call: Collective, ranks: list[int], hardware: Hardware) -> Cost:
-    """Return the cost of `call` among `ranks`, for the rank that needs most time."""
+    """Return the cost of `call` among `ranks`, for the slowest rank."""
     span = Span.of(ranks, hardware)
     if span.ranks <= 1:
         return Cost()
@@ -66,7 +66,7 @@ def cost_of(call: Collective, ranks: list[int], hardware: Hardware) -> Cost:
         outside = call.size * (span.ranks - span.least) / span.ranks if span.nodes > 1 else 0.0
         inside, outside = inside / node, outside / nic
     else:
-        # Gloo's reduce-scatter is an all-reduce of which each rank keeps its part (pytorch/pytorch#118911).
+        # Gloo's reduce-scatter is an all-reduce; each rank then keeps its part (pytorch/pytorch#118911).
         twice = call.kind in TWICE or (call.kind == "reduce_scatter" and not hardware.card)
         moved = (2.0 if twice else 1.0) * call.size * (span.ranks - 1) / span.ranks
         inside = moved / node if span.most > 1 else 0.0
@@ -75,7 +75,7 @@ def cost_of(call: Collective, ranks: list[int], hardware: Hardware) -> Cost:
 
 
 def bandwidth(hardware: Hardware) -> tuple[float, float]:
-    """Return the bytes per second of one rank inside of its node and to others, as far as collectives reach them."""
+    """Return the reached bytes per second of one rank, inside its node and to other nodes."""
     node, cluster = hardware.node, hardware.cluster
     return (
         1e9 * node.gb_per_s * node.efficiency,
@@ -95,7 +95,7 @@ def _latency(call: Collective, span: Span, hardware: Hardware) -> float:
 
 
 def message_seconds(size: int, apart: int, hardware: Hardware) -> float:
-    """Return the time of a message of `size` bytes to a rank whose number differs by `apart`."""
+    """Return the time of a message of `size` bytes to a rank at distance `apart`."""
     inside = apart < hardware.cards_per_node
     link = hardware.node if inside else hardware.cluster
     return link.latency_us * 1e-6 + size / bandwidth(hardware)[0 if inside else 1]
@@ -104,7 +104,7 @@ def message_seconds(size: int, apart: int, hardware: Hardware) -> float:
 def visited_nodes(moe: MoEConfig, nodes: int) -> float:
     """Return how many of `nodes` have experts of one token, in the mean over all choices.
 
-    A token that chooses groups of experts first chooses experts of each: groups are chosen for their best experts.
+    With limited groups, a token first chooses groups by their best experts, and then has experts in each group.
     """
     groups, limited = moe.n_expert_groups, moe.n_limited_groups or moe.n_expert_groups
     of_node = groups // nodes  # groups on a node

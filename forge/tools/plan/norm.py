@@ -1,7 +1,7 @@
-"""RMS norm as it runs on a GPU, for plans that are made on a CPU.
+"""RMS norm as it runs on a GPU, for plans made on a CPU.
 
-On CUDA `F.rms_norm` is one kernel, which keeps its input, its weight and a number for each row. On a CPU it is a row of
-operators, which also keep what they compute in float32.
+On CUDA `F.rms_norm` is one kernel, which keeps its input, its weight and a number for each row. On a CPU it is several
+operators, which also keep their float32 intermediate results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forge.model.norm import RMSNorm, zero_centered_norm
 
 
 def use_fused_norms(model: nn.Module) -> None:
-    """Let the norms of `model` be one operator where CUDA has a kernel: with a weight of the input's dtype. In place."""
+    """Replace the norms of `model` by one operator where CUDA has a kernel: with a weight of the input's dtype. In place."""
     for module in model.modules():
         if isinstance(module, RMSNorm):
             zero_centered = module.normalize is zero_centered_norm
@@ -26,7 +26,7 @@ def use_fused_norms(model: nn.Module) -> None:
 
 
 def norm_on_gpu(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
-    """F.rms_norm as CUDA has it, of fake tensors."""
+    """F.rms_norm as on CUDA, on fake tensors."""
     if weight.dtype != x.dtype:
         return F.rms_norm(x, list(shape), weight, eps)
     return fused_norm(x, weight)[0]
@@ -34,13 +34,13 @@ def norm_on_gpu(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> 
 
 @torch.library.custom_op("forge::fused_norm", mutates_args=())
 def fused_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """RMS norm over the last dim, and the reciprocal root mean square of each row; of fake tensors."""
+    """RMS norm over the last dim, and the reciprocal root mean square of each row; on fake tensors."""
     raise NotImplementedError("a plan has no values")
 
 
 @torch.library.custom_op("forge::fused_norm_backward", mutates_args=())
 def fused_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Its gradients of x and weight."""
+    """Gradients of x and weight."""
     raise NotImplementedError("a plan has no values")
 
 

@@ -1,4 +1,4 @@
-"""The planned peak of a configuration, as a number: what a run asks for when its memory is exhausted.
+"""The planned peak of a configuration, as a number: a run asks for it when its memory is exhausted.
 
 python -m forge.tools.plan.peak WORLD_SIZE card|host < config.toml
 """
@@ -12,12 +12,12 @@ from forge.tools.plan.command import largest
 from forge.tools.plan.hardware import Hardware, Link
 from forge.tools.plan.plan import make_plan
 
-# Only whether it is a card changes bytes.
+# Bytes depend on the hardware only by GPU or CPU.
 _LINK = Link(gb_per_s=1, latency_us=0)
 
 
 def planned_peak(config: Config, world: int, on_card: bool) -> int:
-    """Return the bytes of tensors at the peak of the rank that needs most. Raises UserError for what cannot be planned."""
+    """Return the bytes of tensors at the peak of the worst rank. Raises UserError if the config cannot be planned."""
     config = largest(config)
     hardware = Hardware(
         card="any" if on_card else "",

@@ -1,4 +1,4 @@
-"""What other ranks would answer if an optimizer asked which parts of the parameters they hold: arithmetic on their places."""
+"""The answers of other ranks about their boxes of the parameters, computed from their positions in the mesh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Place: TypeAlias = Mapping[str, int]
 def known_everywhere(
     shards: Sequence[Shard], engines: Sequence[DataParallel], degrees: Degrees
 ) -> list[Shard]:
-    """Return the `shards` of `engines` with `boxes_on`, by which an optimizer asks no other rank for its boxes."""
+    """Return the `shards` of `engines` with `boxes_on`, so that an optimizer need not ask other ranks for their boxes."""
     at = functools.cache(partial(place_of, degrees=degrees))
     boxes_at = {name: function for engine in engines for name, function in _functions(engine)}
 
@@ -39,7 +39,7 @@ def known_everywhere(
 
 
 def place_of(rank: int, degrees: Degrees) -> Place:
-    """Return the rank's place on every axis of `Meshes` that divides parameters."""
+    """Return the rank's position on every axis of `Meshes` that divides parameters."""
     copy = degrees.dp_shard * degrees.cp * degrees.tp
     in_copy = rank % copy
     return {
@@ -52,7 +52,7 @@ def place_of(rank: int, degrees: Degrees) -> Place:
 
 
 def _functions(engine: Any) -> Iterator[tuple[str, Callable[[Place], tuple[Box, ...]]]]:
-    """Yield each parameter of an engine with what it gives to the rank at a place."""
+    """Yield each parameter of an engine with the function that returns the boxes of a rank by its position."""
     if not hasattr(engine, "buffers"):
         yield from ((shard.name, partial(_of_units, shard.parameter)) for shard in engine.shards)
         return

@@ -1,4 +1,4 @@
-"""`make_plan`: what each stage of a run needs, from one fake rank of each."""
+"""`make_plan`: the needs of each stage of a run, from one fake rank per stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge.tools.plan.plannable import plannable
 from forge.tools.plan.speed import Speed, speed_of
 from forge.tools.plan.stage import StagePlan
 
-# Times the mean load, of the experts of one rank, for which a second figure is planned.
+# A second figure is planned for this load of a rank's experts, relative to the mean.
 CROWDED = 2.0
 
 
@@ -33,7 +33,7 @@ class Plan:
 
     @property
     def timeline(self) -> list[list[TimedAction]] | None:
-        """What each rank of a pipeline does when: in seconds, or without hardware in units of a forward."""
+        """The actions of each pipeline rank over time: in seconds, or without hardware in units of a forward."""
         if self.speed is not None:
             return self.speed.timeline
         if self.degrees.pp == 1:
@@ -46,17 +46,17 @@ class Plan:
 
     @property
     def worst(self) -> StagePlan:
-        """The stage that needs most memory."""
+        """The stage that needs the most memory."""
         return max(self.stages, key=lambda stage: stage.needed)
 
     @property
     def fits(self) -> bool | None:
-        """Whether every stage fits the hardware; None if that is not known."""
+        """Whether every stage fits the hardware; None if the hardware is unknown."""
         return None if self.hardware is None else self.worst.needed <= self.hardware.memory_bytes
 
 
 def smallest_world(config: Config) -> Degrees:
-    """Return the layout on the fewest processes that `config` can run on. Raises UserError if there is no such number."""
+    """Return the layout on the fewest processes that can run `config`. Raises UserError if none can."""
     parallel = config.parallel
     unit = parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
     sizes = [unit * parallel.dp_shard] if parallel.dp_shard > 0 else range(unit, 1025 * unit, unit)
@@ -71,7 +71,7 @@ def smallest_world(config: Config) -> Degrees:
 
 
 def make_plan(config: Config, degrees: Degrees, hardware: Hardware | None = None) -> Plan:
-    """Trace one rank of each rank of the pp axis. Raises UserError for what cannot be planned."""
+    """Trace one rank for each rank of the pp axis. Raises UserError if the config cannot be planned."""
     _, warnings = plannable(config)
     if hardware is not None:
         degrees = degrees.on_nodes(config, hardware.cards_per_node)
@@ -85,7 +85,7 @@ def make_plan(config: Config, degrees: Degrees, hardware: Hardware | None = None
 
 
 def crowded_bytes(config: Config, degrees: Degrees, hardware: Hardware | None = None) -> int | None:
-    """Return what the worst rank needs if its experts get CROWDED times their share of tokens; None: no rank has more."""
+    """Return the worst rank's need if its experts get CROWDED times their share of tokens; None: its load cannot grow."""
     if degrees.ep == 1:
         return None
     if hardware is not None:

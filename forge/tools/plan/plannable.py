@@ -10,7 +10,7 @@ from forge.parallel.float8.gathering import may_gather_in_blocks
 
 
 def plannable(config: Config) -> tuple[Config, list[str]]:
-    """Return the configuration that is traced, without what fake tensors cannot do, and a line for each difference."""
+    """Return the configuration to trace, without features that fake tensors do not support, and a note per difference."""
     changes: dict[str, Any] = {}
     warnings = []
     compiled = [f"compile.{key}" for key in ("enabled", "loss") if getattr(config.compile, key)]

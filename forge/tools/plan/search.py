@@ -1,7 +1,7 @@
-"""`search`: plans the legal layouts that promise most, and returns the best of them.
+"""`search`: plans the most promising legal layouts, and returns the best of them.
 
-The order comes from a rough estimate, which every plan corrects for layouts of the same shapes. So layouts that are worse
-than the best ten by far are never planned, and what is returned is what `--plan` says of each.
+A rough estimate gives the order; every plan corrects it for layouts of the same shapes. So layouts far worse
+than the best ten are never planned. The results are the numbers of `--plan`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from forge.tools.plan.speed import Speed
 
 BEST = 10
 TRIES = 24
-# A search also ends after this many traced layers (`traced_layers`): one without a pipeline takes 20, an interleaved one 360.
+# A search also ends after this many traced layers (`traced_layers`): a plan without a pipeline takes 20,
+# an interleaved one 360.
 LAYERS = 1600
 # A search ends when no other layout is estimated within this factor of the fastest.
 MARGIN = 1.2
 # Layouts per round: the next round is chosen with the corrections of the last. Constant, so that the number of processes
 # does not change the result. The first round has cheap plans only.
 ROUND = 8
-# Memory that a layout leaves free: three GiB, of a small GPU a twentieth.
+# Memory that a layout leaves free: three GiB, on a small GPU a twentieth.
 SPARE, SMALL_SPARE = 3 * GIB, 0.05
 
 
@@ -71,8 +72,8 @@ def search(
 ) -> list[Found]:
     """Plan up to `tries` layouts on `world` ranks; return those that fit with room to spare, the fastest first.
 
-    If there are none, those that fit; if none fits, the one that needs least. processes: default, as many as there are
-    cores, eight at most.
+    If there are none, return those that fit; if none fits, the one that needs least. processes: by default one per core,
+    eight at most.
     """
     left = layouts(config, world, hardware)
     if not left:
@@ -120,12 +121,12 @@ def search(
 
 
 def has_room(found: Found, hardware: Hardware) -> bool:
-    """Return whether the layout leaves SPARE bytes free, or SMALL_SPARE of a small GPU's memory."""
+    """Return whether the layout leaves SPARE bytes free, or on a small GPU SMALL_SPARE of its memory."""
     return found.needed <= usable_bytes(hardware)
 
 
 def usable_bytes(hardware: Hardware) -> float:
-    """Return the memory without what stays free."""
+    """Return the memory without the part that stays free."""
     return hardware.memory_bytes - min(SPARE, SMALL_SPARE * hardware.memory_bytes)
 
 
@@ -140,7 +141,7 @@ def _progress(asked: int, tries: int, fitting: list[Found]) -> str:
 
 
 class Corrections:
-    """Estimates corrected by earlier plans: of the same signature, else shapes, else sizes, else recomputation."""
+    """Estimates corrected by earlier plans of the same signature, else shapes, else sizes, else recomputation mode."""
 
     def __init__(self, tried: list[tuple[Layout, Found]]):
         self._seconds: dict[Any, list[float]] = {}
@@ -190,7 +191,7 @@ def _promising(left: list[Layout], corrected: Corrections, hardware: Hardware) -
 
 
 def _first(left: list[Layout]) -> list[Layout]:
-    """Return the config's own layout, and FSDP with each mode of recomputation; if none is legal, the first ROUND."""
+    """Return the config's own layout, and FSDP with each recomputation mode; if none is legal, the first ROUND."""
     chosen = [layout for layout in left if not layout.changes]
     for mode in MODES:
         plain = [
@@ -217,7 +218,7 @@ def _next(left: list[Layout], number: int, layers: int = LAYERS) -> list[Layout]
 
 @contextmanager
 def _pool(processes: int | None) -> Iterator[Any]:
-    """Yield a function that plans layouts, on as many processes as there are cores."""
+    """Yield a function that plans layouts on one process per core."""
     number = processes or min(8, cores())
     if number == 1:
         yield lambda chosen, hardware: [_attempt(layout, hardware) for layout in chosen]
@@ -230,7 +231,7 @@ def _pool(processes: int | None) -> Iterator[Any]:
 
 
 def _attempt(layout: Layout, hardware: Hardware) -> Found | None:
-    """The plan of a layout; None if it cannot be planned."""
+    """Return the plan of a layout; None if it cannot be planned."""
     try:
         if not traceable(layout):
             return None
@@ -242,7 +243,7 @@ def _attempt(layout: Layout, hardware: Hardware) -> Found | None:
 def fewest_ranks(
     config: Config, world: int, hardware: Hardware, limit: int = 64, *, processes: int | None = None
 ) -> int | None:
-    """Return the fewest ranks, in doublings of `world`, on which a layout fits that needs little; None: beyond `limit`."""
+    """Return the fewest ranks, doubling `world`, on which the layout with the least memory fits; None: beyond `limit`."""
     size = 2 * world
     with _pool(processes) as pool:
         while size <= limit * world:

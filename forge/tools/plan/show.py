@@ -57,12 +57,12 @@ def as_json(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None
 
 
 def remedy_as_json(remedy: Remedy | None) -> dict[str, Any] | None:
-    """Return the overrides that free memory and the bytes that are needed with them."""
+    """Return the overrides that free memory, and the bytes needed with them."""
     return None if remedy is None else asdict(remedy)
 
 
 def remedy_as_text(remedy: Remedy, hardware: Hardware) -> str:
-    """Return a line: the overrides that free memory, and whether that is enough."""
+    """Return a line with the overrides that free memory, and whether they suffice."""
     fits = remedy.needed <= hardware.memory_bytes
     return (
         f"with {' '.join(remedy.overrides)} it needs {remedy.needed / GIB:.1f} of {hardware.memory_gib:g} GiB"
@@ -80,7 +80,7 @@ def _peak_as_json(peak: Peak) -> dict[str, Any]:
 
 
 def _flops(stage: StagePlan) -> dict[str, Any]:
-    """By phase and part: those of one microbatch, and of the update."""
+    """FLOPs by phase and submodule: of one microbatch, and of the update."""
     flops: dict[str, Any] = {}
     for (phase, part), number in stage.flops.items():
         flops |= {phase: flops.get(phase, {}) | {part: number}} if part else {phase: number}
@@ -88,7 +88,7 @@ def _flops(stage: StagePlan) -> dict[str, Any]:
 
 
 def _timeline(plan: Plan) -> list[list[tuple[str, float, float]]] | None:
-    """What each rank of the pp axis does when: (action, start, end), in seconds if the hardware is known."""
+    """Each pp rank's actions: (action, start, end), in seconds if the hardware is known."""
     if plan.timeline is None:
         return None
     return [[(str(action), start, stop) for action, start, stop in of_rank] for of_rank in plan.timeline]
@@ -177,7 +177,7 @@ def _table_of_collectives(stage: StagePlan) -> list[str]:
 
 
 def _shared_nic(stage: StagePlan) -> list[str]:
-    """Return a line if several axes send through the same NIC, so that their times add up."""
+    """Return a line if several axes share a NIC, so that their times add up."""
     axes = sorted(
         {axis for axis, *_ in stage.collectives if axis in stage.spans and stage.spans[axis].nodes > 1}
     )
@@ -217,7 +217,7 @@ def layout_as_json(found: Found) -> dict[str, Any]:
 def search_as_text(
     config: Config, world: int, hardware: Hardware, found: list[Found], fewest: int | None
 ) -> str:
-    """Return the layouts of a search, the best first; `fewest`: processes on which one fits, if none does here."""
+    """Return the layouts of a search, the best first; `fewest`: processes on which one fits, if none fits on this number."""
     has = f"{hardware.memory_gib:g} GiB"
     if not found[0].fits:
         enough = f"at least {fewest} processes" if fewest else "other hardware, or a smaller model"
@@ -243,13 +243,13 @@ def search_as_text(
 
 
 def _shares(speed: Speed) -> dict[str, float]:
-    """Shares of a step, by what limits it where that is the largest."""
+    """Return the shares of a step by their limit: the largest one names `limit`."""
     parts = {"compute": speed.compute_s, "communication": speed.communication_s, "bubble": speed.idle_s}
     return {name: seconds / speed.step_s for name, seconds in parts.items()}
 
 
 def _estimate(plan: Plan, speed: Speed) -> str:
-    """Two lines on time. docs/planning.md says how far it was off for published runs."""
+    """Two lines on time. docs/planning.md gives the errors against published runs."""
     mfu = "" if speed.mfu is None else f", MFU {speed.mfu:.0%}"
     steps = plan.config.train.steps
     return (

@@ -1,4 +1,4 @@
-"""`speed_of`: the length of a step from the time of each stage, along the timeline of its pipeline."""
+"""`speed_of`: the step time from the time of each stage, along the timeline of its pipeline."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from forge.tools.plan.links import message_seconds
 
 @dataclass(frozen=True)
 class Speed:
-    """An estimate. Seconds of one step, at least and at most, and of the slowest rank its computation, the collectives that
-    it waits for or that nothing hides, and the time that it is idle in a pipeline. mfu: None if the peak is not known.
-    timeline: of a pipeline, for each rank, in seconds."""
+    """An estimate. Seconds of one step, with lower and upper bound; and for the slowest rank its computation, its exposed
+    collectives, and its idle time in a pipeline. mfu: None if the peak is unknown. timeline: actions of each pipeline rank,
+    in seconds."""
 
     step_s: float
     step_s_low: float
@@ -40,7 +40,7 @@ class Speed:
 def speed_of(
     config: Config, degrees: Degrees, times: Sequence[Sequence[StepTime]], hardware: Hardware
 ) -> Speed:
-    """Return the speed of a run whose ranks of the pp axis take `times`, each for every one of PACES."""
+    """Return the speed of a run; `times`: of each pp rank, for every one of PACES."""
     steps = [
         _step(config, degrees, [of_rank[number] for of_rank in times], hardware, pace)
         for number, pace in enumerate(PACES)
@@ -71,7 +71,7 @@ def speed_of(
 def _step(
     config: Config, degrees: Degrees, times: list[StepTime], hardware: Hardware, pace: Pace
 ) -> tuple[float, float, list[list[TimedAction]] | None]:
-    """Return seconds of a step, of computation on the busiest rank, and of a pipeline what each rank does when."""
+    """Return seconds of a step, of computation on the busiest rank, and for a pipeline each rank's actions."""
     if degrees.pp > 1:
         return _pipelined(config, degrees, times, hardware, pace)
     (time,) = times
@@ -79,7 +79,7 @@ def _step(
 
 
 def _sequential(time: StepTime, microbatches: int) -> tuple[float, float]:
-    """Return seconds of a step and those of computation; microbatches that were not traced are like one from the middle."""
+    """Return seconds of a step and of its computation; untraced microbatches count like one from the middle."""
     spent = [time.forward[number] + time.backward.get(number, Spent()) for number in sorted(time.forward)]
     all_of_them = [*spent, *[spent[len(spent) // 2]] * (microbatches - len(spent)), time.update]
     return sum(one.total for one in all_of_them), sum(one.compute for one in all_of_them)
@@ -88,7 +88,7 @@ def _sequential(time: StepTime, microbatches: int) -> tuple[float, float]:
 def _pipelined(
     config: Config, degrees: Degrees, times: list[StepTime], hardware: Hardware, pace: Pace
 ) -> tuple[float, float, list[list[TimedAction]]]:
-    """Return seconds of a step, of computation on the busiest rank, and what each rank does when."""
+    """Return seconds of a step, of computation on the busiest rank, and each rank's actions."""
     plan, costs = plan_pipeline(config, degrees), layer_costs(config)
     rank_of = plan.schedule.rank_of
     work = [costs.of(stage) for stage in plan.stages]
@@ -124,5 +124,5 @@ def _pipelined(
 
 
 def _typical(spent: dict[int, Spent]) -> Spent:
-    """That of a microbatch from the middle."""
+    """Return the time of a microbatch from the middle."""
     return spent[sorted(spent)[len(spent) // 2]] if spent else Spent()

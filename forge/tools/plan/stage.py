@@ -1,4 +1,4 @@
-"""`plan_stage`: what one rank of a run needs, from one fake rank."""
+"""`plan_stage`: the needs of one rank of a run, from one fake rank."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from forge.tools.plan.trace import Moment, Peak, Trace
 
 # A step's first, second and last microbatch differ: the first gathers, the last reduces. All others are like the second.
 TRACED = 3
-# Every forward comes before the first backward, so what lives grows with each microbatch.
+# Every forward comes before the first backward, so live memory grows with each microbatch.
 FORWARDS_FIRST = ("GPipe", "LoopedBFS")
-# Axes whose groups have ranks of several stages, of which fewer are traced.
+# Axes whose groups span several stages; only some of these stages are traced.
 OVER_STAGES = ("all", "pp", "pp x data")
 STATE = ("parameters", "masters", "gradients", "optimizer", "buckets")
 
 
 Place: TypeAlias = tuple[str, str]
-"""Phase of a step, and the part of the model: a layer is "layer 0" from the first on, or "layer -1" from the last back."""
+"""Phase of a step, and the submodule: a layer is "layer 0" counted from the first, or "layer -1" from the last."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The first rank of the pp axis' rank `pp_rank`; the other ranks with its stages hold as much, but for rounding.
+    """The first rank of the pp axis' rank `pp_rank`; the other ranks with its stages need the same, except for rounding.
 
-    state: bytes by kind, as the run's memory report counts them. peaks: the most that lived at each place of a step. kept:
-    bytes of activations that one microbatch leaves to its backward in the first stage. collectives: calls of one optimizer
+    state: bytes by kind, as in the run's memory report. peaks: largest live memory at each place of a step. kept:
+    bytes of activations that one microbatch keeps for backward in the first stage. collectives: calls of one optimizer
     step by (axis, kind, bytes of one call, whether computation can hide it). flops: of one microbatch and of the update, by
-    phase and part. times: for each of PACES; None without hardware. host: bytes of host memory that an asynchronous save
-    takes. checkpoint: bytes of a checkpoint that these layers are, of all ranks together. buckets: as `FakeRank.buckets`.
-    spans: where the ranks of each axis are, but for groups over several stages.
+    phase and submodule. times: for each of PACES; None without hardware. host: host memory of an asynchronous save, in
+    bytes. checkpoint: bytes of these layers in a checkpoint, of all ranks together. buckets: as `FakeRank.buckets`.
+    spans: the nodes of each axis' ranks, except groups over several stages.
     """
 
     pp_rank: int
@@ -90,8 +90,8 @@ def plan_stage(
 ) -> StagePlan:
     """Trace one step of the first rank with this rank of the pp axis.
 
-    microbatches: how many are traced; None: as many as show what a step does. load: as in `FakeRank`. optimizer: whether its
-    part of the step is traced; alone: nothing else, and `kept` is what it leaves to the next step, such as numbers drawn.
+    microbatches: number to trace; None: enough to represent a step. load: as in `FakeRank`. optimizer: whether to trace its
+    part of the step; alone: trace nothing else; `kept` is then its leftover for the next step, e.g. random numbers.
     """
     rank, traced = pp_rank * degrees.world // degrees.pp, fewer_microbatches(config, degrees)
     if microbatches is not None:
@@ -99,11 +99,11 @@ def plan_stage(
     with ExitStack() as stack:
         stack.enter_context(fake_ranks(rank, degrees.world))
         fake = FakeRank(plannable(config)[0], traced, load, card=hardware is None or bool(hardware.card))
-        # As in a run, memory is freed where the last reference goes, not at some later collection.
+        # As in a run, memory is freed with its last reference, not by a later garbage collection.
         gc.disable()
         stack.callback(gc.enable)
         state = {kind: 0 for kind in STATE} | fake.state_bytes()
-        # The first one also sets up what later ones use.
+        # The first call also sets up state for later ones.
         left: list[int] = []
         for microbatches in (traced.accumulation if degrees.pp > 1 else 1, traced.accumulation):
             if optimizer == "alone":
@@ -128,7 +128,7 @@ def plan_stage(
         }
         layers = _layers(fake.model, config)
         if config.parallel.cpu_offload and hardware is not None and hardware.card:
-            # The device has what is gathered and computed; the CPU has what the optimizer works on.
+            # The device holds gathered and computed tensors; the CPU holds the optimizer's tensors.
             peaks = {place: _on_device(peak, state["buckets"]) for place, peak in peaks.items()}
             state = {kind: 0 for kind in STATE}
         kept = left[1] - left[0] if optimizer == "alone" else fake.trace.kept
@@ -141,7 +141,7 @@ def plan_stage(
 
 
 def layer_names(model: ParallelModel) -> list[str]:
-    """Return the names of this rank's layers, in their order."""
+    """Return the names of this rank's layers, in order."""
     return [f"layers.{name}" for part in model.parts for name in part.layers]
 
 
@@ -164,7 +164,7 @@ def _on_device(peak: Peak, buckets: int) -> Peak:
 
 
 def fewer_microbatches(config: Config, degrees: Degrees) -> Degrees:
-    """Return `degrees` with as many microbatches as show what a step does."""
+    """Return `degrees` with just enough microbatches to represent a step."""
     if degrees.pp == 1:
         return replace(degrees, accumulation=min(TRACED, degrees.accumulation))
     schedule, enough = config.pipeline.schedule, 2 * degrees.pp + 2
@@ -177,17 +177,17 @@ def fewer_microbatches(config: Config, degrees: Degrees) -> Degrees:
 
 
 def hideable(moment: Moment, call: Collective) -> bool:
-    """Whether computation can hide the call: it is issued beside the computation of a microbatch."""
+    """Whether computation can hide the call: it overlaps with the computation of a microbatch."""
     return call.background and moment.phase in ("forward", "backward")
 
 
 def all_calls(
     calls: list[tuple[Moment, Collective]], model: ParallelModel, traced: Degrees, degrees: Degrees
 ) -> Iterator[tuple[Moment, Collective]]:
-    """Yield the collectives of a whole step from those that were traced with fewer microbatches.
+    """Yield the collectives of a whole step from a trace with fewer microbatches.
 
-    Microbatches that were left out are like one from the middle. Messages between stages have no fixed place among the
-    microbatches; each needs as many as any other.
+    Omitted microbatches are like one from the middle. Messages between stages have no fixed place among the
+    microbatches; each microbatch needs equally many.
     """
     left_out, middle = degrees.accumulation - traced.accumulation, traced.accumulation // 2
     for moment, call in calls:
@@ -205,12 +205,12 @@ def all_calls(
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    """The process group of the ranks that exist with this name."""
+    """Return this rank's process group with this name."""
     return next(group for group in dist.distributed_c10d._world.pg_map if group.group_name == name)
 
 
 def _flops(trace: Trace) -> dict[Place, float]:
-    """Operations of matrix products and attention by phase and part: of one microbatch from the middle, and of the update."""
+    """FLOPs of matrix products and attention by phase and submodule: of one microbatch from the middle, and of the update."""
     flops: dict[Place, float] = defaultdict(float)
     middle = max(moment.microbatch for moment, _ in trace.work) // 2
     for (moment, work), number in trace.work.items():

@@ -1,7 +1,7 @@
-"""`Trace`: watches every operator of a step for the memory that lives and the collectives that are issued.
+"""`Trace`: watches every operator of a step for live memory and collectives.
 
-Storages are counted from the operator that makes them until nothing refers to them any more, with the size that they
-have been given: FSDP frees and restores what it gathers by resizing. Scratch memory inside of a kernel is not seen.
+A storage counts from the operator that makes it until its last reference is gone, with its current
+size: FSDP frees and restores gathered parameters by resizing. Scratch memory inside a kernel is not seen.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from forge.parallel.float8.gathering import GatheredWeight, ShardedWeight
 from forge.tools.plan.collectives import Collective, collective_of
 from forge.tools.plan.work import Work, work_of
 
-# Kinds of memory: what is there before the first step; parameters that are gathered and buffers of collectives;
-# gradients that a collective has summed; attention masks; logits and loss; all else inside of a step.
+# Kinds of memory: memory from before the first step; gathered parameters and buffers of collectives;
+# gradients summed by a collective; attention masks; logits and loss; everything else inside a step.
 KINDS = ("state", "gathered", "gradients", "masks", "loss", "activations")
 
 
@@ -35,7 +35,7 @@ DEVICE = torch.ops.prim.device.default
 
 @dataclass(frozen=True)
 class Moment:
-    """`phase`: forward, backward, or what is outside of both. part: a layer, or another part of the model."""
+    """`phase`: forward, backward, or outside of both. part: a layer, or another submodule."""
 
     phase: str = "building"
     part: str = ""
@@ -49,14 +49,14 @@ class Moment:
 
 @dataclass
 class Peak:
-    """The most bytes that lived at once, when, and of what kinds."""
+    """The largest number of live bytes, its moment, and its kinds."""
 
     size: int = 0
     moment: Moment = Moment()
     kinds: dict[str, int] = field(default_factory=dict)
 
     def with_more(self, kind: str, size: int) -> Peak:
-        """Return the peak with `size` bytes more of this kind."""
+        """Return the peak with `size` more bytes of this kind."""
         return Peak(self.size + size, self.moment, self.kinds | {kind: self.kinds.get(kind, 0) + size})
 
 
@@ -68,15 +68,15 @@ class Trace(TorchDispatchMode):
         self.moment = Moment()
         self.live: Counter[str] = Counter()
         self.peaks: dict[tuple[str, str], Peak] = {}
-        """The peak of each (phase, part of the model)."""
+        """The peak of each (phase, submodule)."""
         self.calls: list[tuple[Moment, Collective]] = []
         self.work: Counter[tuple[Moment, Work]] = Counter()
-        """Operators that compute, by their moment and what they do."""
+        """Operators that compute, by their moment and `Work`."""
         self.kept = 0
-        """The most bytes of activations that the forward of one microbatch through the first stage leaves to its backward."""
+        """Largest number of activation bytes that one microbatch's forward through the first stage keeps for its backward."""
         self._forwards: Counter[Transformer] = Counter()
         self.before = 0
-        """Bytes that lived when the step began."""
+        """Live bytes at the start of the step."""
         self._total = self._activations_before = 0
         self._kind_of: dict[int, str] = {}
         self._size_of: dict[int, int] = {}
@@ -93,11 +93,11 @@ class Trace(TorchDispatchMode):
 
     @property
     def peak(self) -> Peak:
-        """The most bytes of the step."""
+        """The peak of the step."""
         return max(self.peaks.values(), key=lambda peak: peak.size)
 
     def watch(self, parts: Sequence[Transformer]) -> None:
-        """Let hooks on the parts of a model, one for each stage, say where a step is."""
+        """Add hooks to the stages' models that report the current phase and submodule."""
         parts[0].register_forward_hook(self._end_of_first_forward)
         for part in parts:
             part.register_forward_pre_hook(self._new_microbatch, prepend=True)
@@ -150,9 +150,11 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) or kind in WRAPPERS for kind in types):
-            return NotImplemented  # which works on plain tensors, under this mode
+            return NotImplemented  # the tensor's own dispatch then works on plain tensors, under this mode
         if func is DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # half of all calls, which would go through all of FakeTensorMode
+            return args[
+                0
+            ].fake_device  # half of all calls; without this they would go through all of FakeTensorMode
         found = collective_of(func, args, kwargs)
         if found is not None:
             self.calls.append((self.moment, found))
@@ -178,7 +180,7 @@ class Trace(TorchDispatchMode):
         return "loss" if moment.part in ("head", "norm") else "activations"
 
     def _take_part(self, kind: str, args: Any) -> None:
-        """What a bucket or a unit of parameters is sent from and to; the result of a reduce-scatter is a gradient."""
+        """Count the send and receive buffers of a bucket or an FSDP unit; the result of a reduce-scatter is a gradient."""
         tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
         for number, tensor in enumerate(tensors):
             summed = kind == "reduce_scatter" and number == 0
@@ -204,7 +206,7 @@ class Trace(TorchDispatchMode):
 
     def _count_as(self, kind: str, key: int) -> None:
         old = self._kind_of.get(key)
-        # State stays what it is: a bucket of gradients that is sent, or a shard that is gathered.
+        # State stays state: a bucket of gradients that is sent, or a shard that is gathered.
         if old is not None and old not in ("state", kind):
             size = self._size_of[key]
             self.live[old] -= size
@@ -226,9 +228,9 @@ class Trace(TorchDispatchMode):
 
 
 def _grouped_product(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The operator on fake tensors, which PyTorch 2.13 allows in bfloat16 only, although its kernels allow float32.
+    """The operator on fake tensors. PyTorch 2.13 allows it in bfloat16 only, although its kernels allow float32.
 
-    The operator refuses tensors without memory (PlainProducts), so a copy takes their place, which no trace counts.
+    The operator refuses tensors without memory (PlainProducts), so a copy replaces them, which no trace counts.
     """
     b = b.contiguous() if 0 in b.stride() else b
     return GROUPED_PRODUCT(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs).to(a.dtype)

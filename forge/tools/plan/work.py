@@ -1,4 +1,4 @@
-"""What an operator computes and moves: floating-point operations and bytes."""
+"""FLOPs and bytes of an operator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-# Which arguments of a matrix product are its factors.
+# Positions of a matrix product's factors among its arguments.
 FACTORS = {
     "mm": (0, 1),
     "addmm": (1, 2),
@@ -22,11 +22,11 @@ FACTORS = {
 }
 LINEAR = ("mm", "addmm", "addmm_")
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-# Attention on a card: forge/tools/plan/attention.py.
+# Attention on a GPU: forge/tools/plan/attention.py.
 PLANNED = "planned_attention"
-# These move nothing.
+# These move no data.
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view")
-# These a compiler does not fuse with others: what engines pack and unpack, lookups, sorting, sums into a gradient.
+# A compiler does not fuse these with others: packing and unpacking by engines, lookups, sorting, sums into a gradient.
 UNFUSED = (
     *("split_with_sizes_copy", "_foreach_copy_", "all_gather_copy_in", "chunk_cat", "add_", "zeros_like"),
     *(
@@ -40,15 +40,15 @@ UNFUSED = (
     ),
     *("gather", "scatter", "scatter_", "scatter_add", "sort", "topk", "cumsum", "bincount", "histc"),
 )
-# These touch as much of the whole as their smallest tensor has.
+# These touch as many elements of the large tensor as their smallest tensor has.
 SPARSE = ("gather", "scatter_", "all_gather_copy_in")
 
 
 @dataclass(frozen=True)
 class Work:
-    """One operator. `size`: bytes that it reads and writes. memory: one that a compiler fuses with its neighbours; copy: one
-    that it does not. linear: whether a product is of a linear layer, which float8 may take; experts: whether it is an output
-    or an input gradient of routed experts, which the block formats may take."""
+    """One operator. `size`: bytes read and written. memory: an operator that a compiler fuses with its neighbours; copy: one
+    that it does not. linear: a product of a linear layer, which float8 may convert; experts: an output or an input gradient
+    of routed experts, which the block formats may convert."""
 
     kind: Literal["product", "attention", "memory", "copy"]
     dtype: str
@@ -59,7 +59,7 @@ class Work:
 
 
 def work_of(func: Any, args: Any, output: Any) -> Work | None:
-    """Return what the operator does; None for views and allocations, and for what only asks about a tensor."""
+    """Return the operator's work; None for views, allocations and queries about a tensor."""
     name = func._overloadpacket.__name__
     if name in FREE or func.namespace == "prim" or _is_view(func):
         return None
@@ -79,18 +79,18 @@ def work_of(func: Any, args: Any, output: Any) -> Work | None:
     if name in (f"{ATTENTION}_backward", f"{PLANNED}_backward"):
         q, k, v = args[1:4]
         scores = args[4] if name.startswith(PLANNED) else _scores(q, k, causal=args[7])
-        # Five products instead of two: flash attention computes the scores again.
+        # Five products instead of two: flash attention recomputes the scores.
         return Work("attention", str(q.dtype), _attention(q, scores, 3 * q.shape[-1] + 2 * v.shape[-1]), size)
     return Work("copy" if name in UNFUSED else "memory", "", 0.0, size) if tensors else None
 
 
 def _attention(q: Tensor, scores: float, width: int) -> float:
-    """Operations of heads of q `[batch, heads, seq, head_dim]` with `scores` scores of `width` multiplications each."""
+    """FLOPs of heads of q `[batch, heads, seq, head_dim]` with `scores` scores of `width` multiplications each."""
     return 2.0 * q.shape[0] * q.shape[1] * width * scores
 
 
 def _scores(q: Tensor, k: Tensor, *, causal: bool) -> float:
-    """Scores that PyTorch's kernel computes of one head of q and k `[batch, heads, seq, head_dim]`: under a table, all."""
+    """Scores that PyTorch's kernel computes for one head of q and k `[batch, heads, seq, head_dim]`: all, unless causal."""
     queries, keys = q.shape[2], k.shape[2]
     return queries * (queries + 1) / 2 if causal and queries == keys else queries * keys
 
