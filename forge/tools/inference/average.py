@@ -1,4 +1,4 @@
-"""Averages of the weights of checkpoints, as a checkpoint of weights: evaluated, exported and trained from like any other."""
+"""Average the weights of checkpoints. The result is a checkpoint of weights for evaluation, export and training."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from forge.shard import Shard
 
 
 def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
-    """Write the mean of the weights of `paths`, checkpoints of one model, to the folder `output`; return how many tensors.
+    """Write the mean of the weights of `paths`, checkpoints of one model, to the folder `output`; return the number of
+    tensors.
 
-    ema: of the means over steps that they have (`optimizer.ema`), in place of their weights. State that is balanced instead
-    of learned, such as a router's bias, has none.
+    ema: average their means over steps (`optimizer.ema`) instead of their weights. Balanced state, e.g. a router's bias,
+    is not learned and has no mean over steps.
 
-    Sums are float64, results have the dtypes of the last checkpoint, whose config, tokenizer and counters of routers come
-    along.
+    Sums are float64, results have the dtypes of the last checkpoint. Its config, tokenizer and router counters are
+    copied.
 
     Each checkpoint is verified before it is read.
 
-    Raises UserError if a folder is no checkpoint, is damaged (exit 77) or has no such means, if the models differ, or if
-    `output` exists.
+    Raises UserError if a folder is not a checkpoint, is damaged (exit 77) or lacks these means, if the models differ, or
+    if `output` exists.
     """
     if output.exists():
         raise UserError(f"{output}: exists already; choose another folder or remove it")

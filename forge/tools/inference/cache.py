@@ -1,10 +1,11 @@
 """Next-token scores of growing texts with a cache of keys and values.
 
-The Transformer is the one that trains, with two of its extension points replaced during a forward: every layer's
+The Transformer is the training model, with two of its extension points replaced during a forward: every layer's
 attention function stores keys and values, and the loss is replaced by the logits of the last token of each text.
 
-A token's place in the cache is its position in the text, so the attention mask is the model's own for texts of any
-lengths in one batch: shorter ones are padded at the end, where later tokens overwrite the padding before it is seen.
+A token's place in the cache is its position in the text, so the model's own attention mask works for texts of different
+lengths in one batch: shorter ones are padded at the end, and later tokens overwrite the padding before any token attends
+to it.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _GROWTH = 128
 class CachedScores:
     """`NextScores` of `model`, a whole Transformer in this process.
 
-    If every text equals one of the last call, or extends it by one token, only those last tokens are computed; for any
+    If every text equals its last version, or extends it by one token, only these last tokens are computed; for
     other texts the cache is rebuilt. As without a cache the model sees each text's last `model.seq_len` tokens, at
     positions 0, 1, ...; a longer text is recomputed for each further token, because all its positions change.
 
-    Memory: 2 * kv_heads * head_dim numbers per text, token and layer; kv_lora_rank + qk_rope_head_dim of latent attention;
-    in a linear layer a state per text and head.
-    Raises UserError for a model whose attention has no `attend`.
+    Memory: 2 * kv_heads * head_dim numbers per text, token and layer; with latent attention kv_lora_rank +
+    qk_rope_head_dim; in a linear layer one state per text and head. Raises UserError for a model whose attention has no
+    `attend`.
     """
 
     def __init__(self, model: Any):
@@ -61,7 +62,7 @@ class CachedScores:
         before, self._texts = self._texts, []  # the cache is invalid if this call fails
         device = next(self._model.parameters()).device
         last = torch.tensor([len(text) - 1 for text in seen], device=device)
-        # Whether every text equals its last one, or is one token longer.
+        # Whether every text equals its last version, or is one token longer.
         continues = len(before) == len(seen) and all(
             text == old or text[:-1] == old for old, text in zip(before, seen, strict=True)
         )
@@ -83,9 +84,9 @@ class CachedScores:
 
 
 class _LayerCache:
-    """The attention function of one layer, which stores keys and values `[texts, kv_heads, places, head_dim]`.
+    """The attention function of one layer. Stores keys and values `[texts, kv_heads, places, head_dim]`.
 
-    With `places` None whole texts are read, by `inner` alone; otherwise one token of each.
+    With `places` None, `inner` alone reads whole texts; otherwise one token of each text is read.
     """
 
     def __init__(self, inner: AttentionFunction):
@@ -113,7 +114,8 @@ class _LayerCache:
     def attend_latent(
         self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
     ) -> Tensor:
-        """See `LatentAttention`: the latents are kept, and one token of each text is compared with them as they are.
+        """See `LatentAttention`. The latents are kept, and one query per text attends to them directly (absorbed
+        projections).
 
         In a block format they are expanded into keys and values instead.
         """
@@ -125,7 +127,7 @@ class _LayerCache:
         return layer.absorbed(self._inner, q, latent, key, mask)
 
     def _kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep k and v `[texts, kv_heads, seq, any size]`; return all that is kept up to the last token."""
+        """Keep k and v `[texts, kv_heads, seq, any size]`; return everything kept up to the last token."""
         if self.places is None:
             self._keys, self._values = k.contiguous(), v.contiguous()
             return k, v
@@ -148,7 +150,7 @@ def _with_room(kept: Tensor, places: int) -> Tensor:
 
 
 class _LastScores(nn.Module):
-    """In place of the loss: the logits of one token per text, so that those of a whole prompt never exist."""
+    """Replaces the loss: the logits of one token per text, so the logits of a whole prompt never exist."""
 
     def __init__(self, last: Tensor, soft_cap: float):
         super().__init__()

@@ -1,10 +1,10 @@
-"""Next-token scores of one text, several at a time: modules of multi-token prediction draft, and the model checks.
+"""Next-token scores of one text, several at a time: multi-token prediction modules draft, and the model checks.
 
-A draft is what the modules predict behind the last token. The model reads the last token and the draft in one forward, which
-gives the scores of the next token, and those of the tokens behind it if the draft holds. So the scores, and with them the
-text, are the model's own, whatever the drafts are (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
-Decoding"); good drafts save forwards. Keys and values of a draft that does not hold are overwritten, and linear layers go
-on from the state before it.
+A draft is the modules' prediction after the last token. The model reads the last token and the draft in one forward. This
+gives the scores of the next token, and of each further token as long as the draft is right. So the scores and the
+text are the model's own, for any drafts (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
+Decoding"); good drafts save forwards. Keys and values of rejected tokens are overwritten, and linear layers
+continue from the state before them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from forge.tools.inference.states import TextStates
 class DraftedScores:
     """`NextScores` of `model`, a whole Transformer in this process with [model.mtp], for one text.
 
-    `forwards` counts the model's forwards: fewer than tokens are generated, if drafts hold. As without drafts the model sees
-    the text's last `model.seq_len` tokens, and a longer text is read again for each further token.
+    `forwards`: number of the model's forwards, fewer than generated tokens if drafts are accepted. As without drafts the
+    model sees the text's last `model.seq_len` tokens, and a longer text is read again for each further token.
 
-    Raises ValueError for a model without modules of multi-token prediction.
+    Raises ValueError for a model without multi-token prediction modules.
     """
 
     def __init__(self, model: Any):
@@ -45,10 +45,10 @@ class DraftedScores:
             for one in attentions
         ]
         self._trunk = self._caches[: len(model.trunk)]
-        self._read: list[int] = []  # the tokens that the model has read, drafts included
-        self._hidden: Tensor | None = None  # of the tokens read, [1, read, dim]
-        self._scores: dict[int, Tensor] = {}  # number of tokens -> scores of the next one
-        self._finished = 0  # for how many tokens all modules have read what is certain
+        self._read: list[int] = []  # tokens read by the model, drafts included
+        self._hidden: Tensor | None = None  # hidden states of these tokens, [1, read, dim]
+        self._scores: dict[int, Tensor] = {}  # number of tokens -> scores of the next token
+        self._finished = 0  # number of accepted tokens that all modules have read
         self.forwards = 0
 
     @torch.no_grad()
@@ -61,7 +61,7 @@ class DraftedScores:
         return self._scores[len(text)]
 
     def _advance(self, text: list[int], known: int) -> None:
-        """Let the model read `text` from token `known` on and, if that is its last token, a draft behind it."""
+        """Let the model read `text` from token `known` on, followed by a draft if only the last token is new."""
         known = _back_to(known, self._trunk)
         draft = self._draft(text) if known == len(text) - 1 and known > 0 else []
         self._finished = min(self._finished, known)
@@ -78,9 +78,9 @@ class DraftedScores:
         self._scores = {len(text) + number: logits[:, number] for number in range(len(draft) + 1)}
 
     def _draft(self, text: list[int]) -> list[int]:
-        """Return what the modules predict behind `text`, of which the model has read all but the last token."""
+        """Return the modules' predictions after `text`; the model has read all but its last token."""
         model, end = self._model, len(text) - 1
-        # What the last module read last time may have been drafts, as far back as it looks ahead.
+        # In the last call, the last module may have read drafted tokens, as far back as it looks ahead.
         begin = max(0, min(self._finished, end) - len(model.ahead))
         begin = _back_to(begin, self._caches[len(self._trunk) :])
         assert self._hidden is not None
@@ -95,7 +95,7 @@ class DraftedScores:
         return line[len(text) :]
 
     def _places(self, begin: int, end: int) -> Tensor:
-        """Return the positions from `begin` to `end`, int64 `[1, n]`, and let the caches know them."""
+        """Return the positions from `begin` to `end`, int64 `[1, n]`, and give them to the caches."""
         for cache in self._caches:
             cache.begin, cache.end = begin, end
         return torch.arange(begin, end, device=self._model.rope_cos.device)[None]
@@ -105,7 +105,8 @@ class DraftedScores:
 
 
 class _TextCache:
-    """The attention function of one layer for the tokens from `begin` to `end` of a text, whose earlier ones it has seen."""
+    """The attention function of one layer for the tokens from `begin` to `end` of a text; it has read the earlier
+    tokens."""
 
     def __init__(self, inner: AttentionFunction):
         self._inner = inner
@@ -113,7 +114,7 @@ class _TextCache:
         self._keys = self._values = torch.empty(0)
 
     def back_to(self, place: int) -> int:
-        """Return the last place up to `place` from which on tokens can be read."""
+        """Return the last place up to `place` from which tokens can be read."""
         return place
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
@@ -128,7 +129,7 @@ class _TextCache:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        """As the attention function inside, for queries, keys and values of the new tokens."""
+        """Like the inner attention function, for queries, keys and values of the new tokens."""
         if self.begin:
             k = torch.cat([self._keys[:, :, : self.begin], k], dim=2)
             v = torch.cat([self._values[:, :, : self.begin], v], dim=2)
@@ -137,7 +138,7 @@ class _TextCache:
 
 
 class _Hidden(nn.Module):
-    """In place of the loss: keeps the hidden states, and returns the logits of the last `count` tokens."""
+    """Replaces the loss: keeps the hidden states, and returns the logits of the last `count` tokens."""
 
     def __init__(self, count: int, soft_cap: float):
         super().__init__()
@@ -151,13 +152,13 @@ class _Hidden(nn.Module):
 
 
 def _back_to(place: int, caches: list[Any]) -> int:
-    """Return the last place up to `place` from which on all of `caches`, which have read the same, can read."""
+    """Return the last place up to `place` from which all of `caches` can read; all have read the same tokens."""
     for cache in caches:
         place = cache.back_to(place)
     return place
 
 
 def _common(first: list[int], second: list[int]) -> int:
-    """Return how many tokens at the start of two texts are equal."""
+    """Return the length of the common prefix of two texts."""
     pairs = zip(first, second, strict=False)
     return next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

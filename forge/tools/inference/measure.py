@@ -19,7 +19,7 @@ from forge.model import IGNORE
 from forge.runtime.errors import FAILED, UserError
 from forge.tools.inference.open import TrainedModel
 
-# Tokens that are read, and of one document decoded, at once.
+# Tokens read at once, and tokens of one document decoded at once.
 _AT_ONCE = 1 << 16
 
 
@@ -27,9 +27,9 @@ _AT_ONCE = 1 << 16
 class Measured:
     """How well a model predicts a text.
 
-    `loss`: mean cross-entropy in nats over `tokens` labels, including those that begin and end documents.
-    `text_bytes`: size in UTF-8 of the text of these labels, where special tokens count nothing; None if unknown.
-    `bytes_from`: "dataset.json" (prepare_data counted the bytes of the text itself) or "decoding" (of the labels).
+    `loss`: mean cross-entropy in nats over `tokens` labels, including labels that begin or end documents.
+    `text_bytes`: size of the labels' text in UTF-8, special tokens excluded; None if unknown.
+    `bytes_from`: "dataset.json" (counted from the text by prepare_data) or "decoding" (of the labels).
     """
 
     loss: float
@@ -57,8 +57,8 @@ def measure(
 ) -> Measured:
     """Measure the loss on the `sequences` windows of train.seq_len tokens that the trainer's evaluation reads.
 
-    With `sequences` None on all windows and the shorter rest after them. Each token but the first of the source is
-    predicted at most once, from those before it in its window. `progress` is called with the number of tokens done.
+    With `sequences` None, measure all windows and the shorter rest after them. Each token except the source's first is
+    predicted at most once, from the earlier tokens of its window. `progress` is called with the number of tokens done.
     Raises UserError (exit 1) if the loss is not finite.
     """
     seq_len = opened.config.train.seq_len
@@ -90,9 +90,9 @@ def measure(
 def _text_bytes(
     opened: TrainedModel, source: Source, windows: Sequence[int]
 ) -> tuple[int | None, str | None]:
-    """Bytes of the text of the labels of these windows, and their origin."""
+    """Bytes of the text of these windows' labels, and their origin."""
     tokenizer, seq_len = opened.tokenizer, opened.config.train.seq_len
-    # Where documents begin with text, the tokens that are not predicted have bytes, so the others must be decoded.
+    # If documents begin with text, the unpredicted tokens have bytes, so the labels must be decoded.
     ends_are_special = tokenizer is None or tokenizer.bos_id is not None
     everything = len(windows) * seq_len >= source.tokens - 1
     if isinstance(source, TokenDataset) and everything and ends_are_special:
@@ -102,7 +102,7 @@ def _text_bytes(
     masked, total = opened.config.data.document_mask, 0
     for first, end in merge(
         (window, window + 1) for window in windows
-    ):  # neighbours at once: text is cut less often
+    ):  # neighbours together: text is cut less often
         total += _decoded_bytes(
             source, tokenizer, first * seq_len, min(end * seq_len, source.tokens - 1), masked
         )
@@ -112,8 +112,8 @@ def _text_bytes(
 def _decoded_bytes(source: Source, tokenizer: Tokenizer, first: int, last: int, masked: bool) -> int:
     """Bytes of the text of tokens first + 1 ... last, decoded document by document.
 
-    With `masked` the first token of a document is not predicted, and left out. Token `first` is decoded too, where it is
-    of the same document, and its bytes subtracted: tokenizers drop a space where a text begins.
+    With `masked` the first token of a document is not predicted, and left out. If token `first` is in the same document,
+    it is decoded too and its bytes are subtracted: tokenizers drop a space at the start of a text.
     """
     total = 0
     document: list[int] = []

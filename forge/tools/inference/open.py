@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model of the checkpoint at `path`, saved after `step`. `tokenizer` is None where the run had none."""
+    """The model of the checkpoint at `path`, saved after `step`. `tokenizer`: None if the run had none."""
 
     path: Path
     step: int
@@ -52,14 +52,14 @@ def open_checkpoint(
 ) -> TrainedModel:
     """Open the model at `path`: a run's folder, its checkpoints folder, one checkpoint, or an imported folder.
 
-    Of several checkpoints the newest intact one is opened; a damaged one is skipped with a warning and left unchanged.
-    Without `verify` the files with tensors are compared by name and size only. `compute` (float32, ...) and `context`
-    (tokens) override precision.compute and train.seq_len. Routing has no noise and no capacity limit. trust: import the class
-    that its model.kind may name. float8: compute with the run's precision.float8, emulated where the hardware lacks it;
+    Among several checkpoints the newest intact one is opened; a damaged one is skipped with a warning and left unchanged.
+    Without `verify` tensor files are compared by name and size only. `compute` (float32, ...) and `context` (tokens)
+    override precision.compute and train.seq_len. Routing has no noise and no capacity limit. trust: allow the import of a
+    class named by model.kind. float8: compute with the run's precision.float8, emulated if the hardware lacks it;
     otherwise in `compute`.
 
-    Raises UserError: exit 2 if there is no checkpoint, its config is invalid or needs trust, or float8 is asked for and the
-    run has none; 77 if none is intact.
+    Raises UserError: exit 2 if there is no checkpoint, its config is invalid or needs trust, or float8 is requested and
+    the run has none; 77 if none is intact.
     """
     found = _find_undamaged(Path(path), verify)
     try:
@@ -111,7 +111,7 @@ def _find_undamaged(path: Path, verify: bool) -> Path:
 def _for_inference(config: Config, compute: str | None, context: int | None) -> Config:
     model = config.model
     if model.moe is not None:
-        # Drops depend on the other tokens of a batch; what a model generates must not.
+        # Drops depend on the other tokens of a batch; generated text must not.
         exact = model.moe.model_copy(update={"capacity_factor": 0.0, "router_noise": 0.0})
         model = model.model_copy(update={"moe": exact})
     precision = config.precision.model_copy(update={"compute": compute} if compute else {})
@@ -120,11 +120,11 @@ def _for_inference(config: Config, compute: str | None, context: int | None) -> 
 
 
 def _build(config: Config, device: torch.device, found: Path, *, float8: bool) -> Any:
-    """Return the model with uninitialised weights, each in the dtype in which training computes with it.
+    """Return the model with uninitialised weights, each in its compute dtype of training.
 
     float8: with the products of precision.float8.
 
-    Raises UserError before it allocates anything if the checkpoint `found` has other tensors than its config.
+    Raises UserError before any allocation if the tensors of the checkpoint `found` do not match its config.
     """
     index = TensorReader(found).index()
     if config.model.n_layers > len(index.state_dict_metadata):

@@ -1,4 +1,4 @@
-"""Generate texts token by token: sampling, the loop, and text that is decoded as it is generated."""
+"""Generate texts token by token: sampling, the loop, and incremental decoding."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NextScores = Callable[[Sequence[Sequence[int]]], Tensor]
 class Sampling:
     """How a token is chosen from its scores.
 
-    `temperature` 0 takes the likeliest token, the lowest id of equals. Otherwise one is drawn from softmax(logits /
-    temperature), restricted first to the `top_k` likeliest tokens (0: all), then to the fewest likeliest ones that hold
-    `top_p` of the rest. The draw for position n of a text depends only on (`seed`, n) and the scores.
+    `temperature` 0 takes the likeliest token, among equals the lowest id. Otherwise a token is drawn from softmax(logits
+    / temperature), restricted first to the `top_k` likeliest tokens (0: all), then to the fewest likeliest ones with
+    total probability `top_p`. The draw for position n of a text depends only on (`seed`, n) and the scores.
     """
 
     temperature: float = 0.0
@@ -79,7 +79,7 @@ def recomputed(model_call: Callable[[Tensor], Tensor], seq_len: int) -> NextScor
 
 
 def padded(texts: Sequence[Sequence[int]]) -> Tensor:
-    """Return int64 `[texts, longest]`, filled with token 0 at the end, which earlier tokens do not see."""
+    """Return int64 `[texts, longest]`, filled with token 0 at the end; earlier tokens do not attend to it."""
     longest = max(map(len, texts))
     return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
 
@@ -94,12 +94,12 @@ def choose_token(scores: Tensor, sampling: Sampling, position: int) -> int:
     scores = scores / sampling.temperature
     order: Tensor | None = None
     if sampling.top_k or sampling.top_p < 1.0:
-        # Stable: of equal scores the lower token is the likelier one.
+        # Stable: among equal scores the lower token is likelier.
         scores, order = scores.sort(descending=True, stable=True)
         scores = scores[: sampling.top_k or None]
     cumulative = scores.softmax(-1).cumsum(-1)
     if sampling.top_p < 1.0:
-        # The first place where the sum reaches top_p is still in; the likeliest token always is.
+        # The first position where the sum reaches top_p is still in; the likeliest token always is.
         cumulative = cumulative[: int((cumulative < sampling.top_p).sum()) + 1]
     # A uniform number in [0, 1) from a hash: it does not depend on the version of a random generator.
     key = hashlib.blake2b(f"{sampling.seed}:sample:{position}".encode(), digest_size=8).digest()
@@ -110,11 +110,11 @@ def choose_token(scores: Tensor, sampling: Sampling, position: int) -> int:
 
 
 class TextStream:
-    """The text that new tokens add to a prompt, as soon as it is certain.
+    """The text that new tokens add to a prompt, returned as soon as it is final.
 
-    The text of a token depends on those before it: a character may take several tokens, and a tokenizer may drop a space
-    where a text begins. So the last emitted tokens are decoded together with new ones, and an incomplete character waits.
-    A character that a prompt begins and new tokens complete is text of the new tokens.
+    The text of a token depends on earlier tokens: a character may take several tokens, and a tokenizer may drop a space
+    at the start of a text. So the last emitted tokens are decoded together with new ones, and an incomplete character
+    waits. If new tokens complete a character that the prompt begins, the character belongs to the new text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
@@ -124,20 +124,20 @@ class TextStream:
         self.text = ""
 
     def add(self, token: int) -> str:
-        """Return the text that has become certain with this token; may be empty."""
+        """Return the text that is final with this token; may be empty."""
         self._waiting.append(token)
         new = self._new_text()
         return "" if not new or new.endswith("\ufffd") else self._emit(new)
 
     def end(self) -> str:
-        """Return the rest when no more tokens come: an incomplete character, as U+FFFD."""
+        """Return the rest after the last token: an incomplete character, as U+FFFD."""
         return self._emit(self._new_text()) if self._waiting else ""
 
     def _new_text(self) -> str:
         before = self._tokenizer.decode(self._emitted)
         whole = self._tokenizer.decode(self._emitted + self._waiting)
         while not whole.startswith(before):
-            before = before[:-1]  # U+FFFD, where new tokens complete the character
+            before = before[:-1]  # U+FFFD, if new tokens complete the character
         return whole[len(before) :]
 
     def _emit(self, new: str) -> str:

@@ -17,7 +17,7 @@ from forge.model.loss import IGNORE, head_logits
 def replaced(
     model: Any, loss: nn.Module, attend: Sequence[AttentionFunction] | None = None
 ) -> Iterator[None]:
-    """Give `model` this loss, and each layer its function of `attend` if given; restore the model's own at the end."""
+    """Give `model` this loss, and each layer its function of `attend` if given; restore the originals at the end."""
     attentions = [block.attention for block in model.layers.values()] if attend is not None else []
     own_loss, own = model.loss, [attention.attend for attention in attentions]
     try:
@@ -44,7 +44,7 @@ def token_scores(model: Any, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Te
 
 
 class _TokenScores(nn.Module):
-    """In place of the loss: `[2, batch, seq]`, log-probability and whether it is the highest.
+    """Replaces the loss: `[2, batch, seq]`, log-probability and whether it is the highest.
 
     The logits of only `chunk_tokens` tokens exist at once.
     """

@@ -1,4 +1,5 @@
-"""Caches of a linear layer: per text the state of its recurrence, and the tokens that its convolution still sees."""
+"""Caches of a linear-attention layer: for each text, the recurrent state and the tokens still in the convolution's
+window."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ class Places(NamedTuple):
 
 
 class StateCache:
-    """The `Recurrence` of one layer, which keeps what the next token needs.
+    """The `Recurrence` of one layer. Keeps the state for the next token.
 
-    With `places` None whole texts are read, of which the last tokens are at `last`, int64 `[texts]`, and padding follows;
-    otherwise one token of each. A text that stays as it was is read again, and changes nothing.
+    With `places` None it reads whole texts, whose last tokens are at `last`, int64 `[texts]`, before padding;
+    otherwise one token of each text. An unchanged text's token is read again, and changes nothing.
     """
 
     def __init__(self, inner: Recurrence):
         self._inner = inner
         self.places: Places | None = None
         self.last: Tensor | None = None
-        # The place of each text's last token; the convolution's inputs up to it, [texts, size, channels]; the state after it.
+        # Place of each text's last token; the convolution's inputs up to it, [texts, size, channels]; the state after it.
         self._seen = self._window = self._state = torch.empty(0)
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
@@ -52,7 +53,7 @@ class StateCache:
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
     ) -> Tensor:
-        # A token without decay and strength changes no state.
+        # A token without decay and strength leaves the state unchanged.
         if self.places is not None:
             stays = ~self._advances(self.places)
             gates = log_decay.masked_fill(stays.unsqueeze(-1), 0.0), beta.masked_fill(stays, 0.0)
@@ -67,24 +68,24 @@ class StateCache:
         return out
 
     def _advances(self, places: Places) -> Tensor:
-        """Which texts are longer than before: bool `[texts, 1, 1]`."""
+        """Texts that are longer than before: bool `[texts, 1, 1]`."""
         return (places.of_text > self._seen)[:, None, None]
 
 
 class TextStates:
-    """The `Recurrence` of one layer for the tokens from `begin` to `end` of a text, whose earlier ones it has seen.
+    """The `Recurrence` of one layer for the tokens from `begin` to `end` of a text; it has read the earlier tokens.
 
-    It keeps the states after the last `kept` tokens, so that as many can be taken back.
+    It keeps the states after the last `kept` tokens, so up to `kept` tokens can be taken back.
     """
 
     def __init__(self, inner: Recurrence, kept: int):
         self._inner, self._kept = inner, kept
         self.begin = self.end = 0
         self._inputs = torch.empty(0)  # of the convolution, [1, end, channels]
-        self._states: dict[int, Tensor] = {}  # number of tokens -> the state after them
+        self._states: dict[int, Tensor] = {}  # number of tokens -> state after them
 
     def back_to(self, place: int) -> int:
-        """Return the last place up to `place` from which on tokens can be read."""
+        """Return the last place up to `place` from which tokens can be read."""
         return max((number for number in self._states if number <= place), default=0)
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:

@@ -24,7 +24,7 @@ from forge.tools.inference import CachedScores, Sampling, TextStream, generate, 
 from forge.tools.inference.open import TrainedModel
 from forge.tools.inference.sampling import NextScores, padded, recomputed
 
-# Task options for the longest answer, in tokens: the first that is set counts; and the limit if none is.
+# Task options for the longest answer, in tokens: the first one set counts; then the limit if none is.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _LENGTH = 256
 
@@ -49,7 +49,7 @@ def run_tasks(
 
 
 def find_tasks(tasks: Sequence[str], folder: str | None, key: str, folder_key: str) -> TaskManager:
-    """Return lm-eval's manager, which knows these tasks. Raises UserError, which names the keys, for an unknown one."""
+    """Return lm-eval's manager, which knows these tasks. Raises UserError with the key names for an unknown task."""
     manager = TaskManager(include_path=folder)
     for task in tasks:
         if not manager.match_tasks([task]):
@@ -67,7 +67,8 @@ def evaluate_tasks(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return task or group -> metric -> value, under lm-eval's own names; on ranks but the first of a machine nothing."""
+    """Return task or group -> metric -> value, under lm-eval's own names; nothing except on the first rank of a
+    machine."""
     found = simple_evaluate(
         scorer,
         tasks=list(tasks),
@@ -87,7 +88,7 @@ def evaluate_tasks(
 class Scorer(TemplateLM):
     """lm-eval's model interface, for an opened checkpoint.
 
-    Contexts begin as documents do, see `begin_text`. Text that is longer than the model's context loses its beginning.
+    Contexts begin like documents, see `begin_text`. A text longer than the model's context loses its beginning.
     """
 
     def __init__(self, opened: TrainedModel, batch_size: int = 8):
@@ -107,7 +108,7 @@ class Scorer(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has no context."""
+        """The token before a text without context."""
         return self._prefix
 
     @property
@@ -197,7 +198,7 @@ class Scorer(TemplateLM):
         return texts
 
     def _scores(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `token_scores` does."""
+        """See `token_scores`."""
         device = self._opened.device
         return token_scores(self._model, tokens.to(device), labels.to(device))
 

@@ -1,4 +1,4 @@
-"""Samples of what the model in training writes. Loaded by its path where `evaluate.sample_interval` asks for it."""
+"""Text samples from the model during training. Loaded by its path if `evaluate.sample_interval` is set."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class TextSamples(Hook):
 
     An empty prompt needs a token that begins or ends a document; without one a warning at the start replaces all samples.
 
-    An error on all ranks costs a warning, not the run. A rank that fails alone waits for the others until the watchdog ends
-    them all: if it went on, its next collective would be matched with one of theirs.
+    An error on all ranks costs a warning, not the run. A rank that fails alone waits for the others until the watchdog
+    ends them all. If it continued, its next collective would be matched with another one of theirs.
     """
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
-        # A group that the model does not use.
+        # A process group that the model does not use.
         self._group = dist.new_group(backend="gloo")
         self._prompt: list[int] | None = None
         tokenizer = trainer.data.tokenizer
@@ -56,7 +56,7 @@ class TextSamples(Hook):
 
 
 def write_sample(trainer: Trainer, tokenizer: Tokenizer, prompt: list[int], step: int) -> str:
-    """Return the prompt, one id or more, and what the model writes after it. Collective: all ranks draw the same tokens."""
+    """Return the prompt, at least one id, and the model's continuation. Collective: all ranks draw the same tokens."""
     config, model = trainer.config, trainer.model
     steps = generate(
         recomputed(lambda tokens: model.logits(tokens.to(trainer.device)), config.train.seq_len),

@@ -1,4 +1,4 @@
-"""What a file holds, found by its content where its name leaves it open, and streams of what compressed files hold."""
+"""The kind of a file, found by its content if its name leaves it open, and streams of decompressed content."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ COMPRESSED = (".gz", ".zst", ".zstd")
 _LINES = (".jsonl", ".ndjson")
 _MAX_FIRST_LINE = 16 << 20  # of JSON lines whose name does not say so
 _BLOCK = 1 << 20
-# What reading a damaged file raises, compressed or not.
+# Errors raised by reading a damaged file, compressed or not.
 UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 class File(NamedTuple):
-    """A file of `size` bytes on disk. `key`: its path below the input. `kind`: how its content, decompressed, is read."""
+    """A file of `size` bytes on disk. `key`: its path below the input. `kind`: how to read its decompressed content."""
 
     path: str
     key: str
@@ -37,7 +37,7 @@ class File(NamedTuple):
 
     @property
     def is_json(self) -> bool:
-        """Whether it has the name of one JSON value, or of JSON lines under a general name."""
+        """Whether its name says one JSON value, or is a general name of JSON lines."""
         return plain_name(self.path).endswith(".json")
 
 
@@ -47,17 +47,17 @@ def open_binary(path: str) -> io.BufferedReader:
 
 
 def plain_name(path: str) -> str:
-    """Return the path without the suffix of a compression."""
+    """Return the path without a compression suffix."""
     return path[: -len(Path(path).suffix)] if path.endswith(COMPRESSED) else path
 
 
 def recognise(path: str, key: str, size: int, text_key: str) -> File:
-    """Find out what a file holds.
+    """Determine a file's kind.
 
-    Compression and Parquet are known by their first bytes, JSON lines by name (.jsonl, .ndjson) or where the first
-    line is an object with `text_key`; a .json holds JSON lines, too, if its first two lines are objects. All else is text.
+    Compression and Parquet are recognised by the first bytes; JSON lines by name (.jsonl, .ndjson) or if the first line
+    is an object with `text_key`. A .json also holds JSON lines if its first two lines are objects. Other files are text.
 
-    Raises UserError where a file needs a package that is not installed.
+    Raises UserError if a file needs a package that is not installed.
     """
     name = plain_name(path)
     file = File(path, key, size, "lines" if name.endswith(_LINES) else "text")
@@ -106,7 +106,7 @@ def _object(line: bytes) -> dict | None:
 
 
 def open_content(file: File, first: int | None = None) -> io.BufferedReader:
-    """Open a text file or JSON lines, decompressed; with `first` only what that many bytes of a compressed file hold.
+    """Open a text file or JSON lines, decompressed; with `first`, only the content of a compressed file's first bytes.
 
     Reading raises one of UNREADABLE if the file is damaged.
     """
@@ -124,7 +124,7 @@ def open_content(file: File, first: int | None = None) -> io.BufferedReader:
 
 
 def skip(content: BinaryIO, count: int, file: File) -> None:
-    """Pass over `count` bytes; of a compressed file by reading them."""
+    """Skip `count` bytes; a compressed file is read up to there."""
     if not file.compression:
         content.seek(count, io.SEEK_CUR)
         return
@@ -133,7 +133,7 @@ def skip(content: BinaryIO, count: int, file: File) -> None:
 
 
 def text_bytes(file: File, text_key: str) -> int:
-    """Return about how many bytes of text it has: of a compressed file by the ratio of its first megabyte on disk."""
+    """Estimate the file's bytes of text; for a compressed file by the ratio of its first megabyte on disk."""
     try:
         if file.kind == "parquet":
             import pyarrow.parquet
@@ -151,7 +151,7 @@ def text_bytes(file: File, text_key: str) -> int:
 
 
 def _read_bytes(content: BinaryIO) -> int:
-    """Return how many bytes can be read, up to the end or to where the content is cut off."""
+    """Return the number of readable bytes, up to the end or to a truncation."""
     found = 0
     with content, suppress(*UNREADABLE):
         while block := content.read(1 << 16):

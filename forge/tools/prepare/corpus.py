@@ -1,4 +1,4 @@
-"""Find text, JSON lines and Parquet files, in an order that is the same on every machine."""
+"""Find text, JSON lines and Parquet files, in the same order on every machine."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from forge.tools.prepare.documents import Bad, reason_of
 from forge.tools.prepare.sample import Piece, sample, whole
 
 EXTENSIONS = (".txt", ".md", ".py", ".rst", ".jsonl", ".ndjson", ".json", ".parquet")
-_SHOWN = 8  # extensions of files passed over that are named
+_SHOWN = 8  # extensions of skipped files to name
 
 
 @dataclass(frozen=True)
 class Corpus:
     """Pieces of files in the order of the inputs and, below each, of their paths; whole files unless there is a budget.
 
-    `text_bytes`: size of the text of the pieces, about. `found_bytes` and `found_files`: of all files that could be read, of
-    which the pieces are a sample if there is a budget. `passed_over`: number of files in the directories that are not
-    read, by extension.
+    `text_bytes`: approximate size of the text of the pieces. `found_bytes` and `found_files`: of all readable files; with
+    a budget the pieces are a sample of them. `passed_over`: number of files in the directories that are not read, by
+    extension.
     """
 
     pieces: list[Piece]
@@ -39,7 +39,7 @@ class Corpus:
     passed_over: Counter[str] = field(default_factory=Counter)
 
     def notes(self) -> list[str]:
-        """Return sentences on what is not read, for the user; none if everything is."""
+        """Return sentences for the user about skipped files; none if everything is read."""
         notes = []
         if self.passed_over:
             number = self.passed_over.total()
@@ -74,12 +74,12 @@ def find_corpus(
 ) -> Corpus:
     """Find all files below `inputs`, without copies, and take a sample of `max_bytes` of them (see `sample`).
 
-    Directories are walked (hidden ones, __pycache__ and links to directories are skipped) for files with one of the
-    `extensions`, compressed (.gz, .zst) or not; of .json files only for those that hold JSON lines. A file named as an
-    input is included whatever its name. A link in a directory that leads out of it is passed over. Of text files with equal
-    content, and of several paths to one file, only the first is kept. option: of the command line, for messages.
+    Directories are walked for files with one of the `extensions`, compressed (.gz, .zst) or not; a .json file counts only
+    if it holds JSON lines. Hidden directories, __pycache__ and links to directories are skipped, and so is a link out of
+    its directory. A file given as an input is included whatever its name. Of text files with equal content, and of
+    several paths to one file, only the first is kept. option: command-line option, for messages.
 
-    Raises UserError where an input is missing, nothing is found, or a file needs a package that is not installed.
+    Raises UserError if an input is missing, nothing is found, or a file needs a package that is not installed.
     """
     files, corpus = _list_files(inputs, extensions, text_key, option)
     kept = _drop_copies(files)
@@ -101,7 +101,7 @@ def find_corpus(
 def _list_files(
     inputs: Sequence[str | Path], extensions: Sequence[str], text_key: str, option: str
 ) -> tuple[list[File], Corpus]:
-    """Return the files, and a corpus that has only what is not read."""
+    """Return the files, and a corpus with the skipped files only."""
     files: list[File] = []
     corpus = Corpus([])
     seen: set[str] = set()
@@ -150,7 +150,7 @@ def _add(file: File, is_named: bool, files: list[File], corpus: Corpus) -> None:
 def _list_objects(
     url: str, endings: tuple[str, ...], text_key: str, files: list[File], corpus: Corpus, seen: set[str]
 ) -> None:
-    """Add the object at `url`, or those below it, under the rules for files of a directory."""
+    """Add the object at `url`, or the objects below it, under the rules for files of a directory."""
     found = find_objects(url)
     if not found:
         raise UserError(f"--input {url}: no such object, and none below it")
@@ -172,7 +172,7 @@ def _extension(key: str) -> str:
 
 
 def _refuse_array(file: File) -> None:
-    """UserError for a .json that holds an array, whose documents would otherwise be one text."""
+    """Raise UserError for a .json file with an array, whose documents would otherwise become one text."""
     try:
         with open_content(file) as content:
             is_array = content.peek(1)[:1] == b"["
@@ -198,7 +198,7 @@ def _walk(root: Path, unreadable: list[Bad]) -> list[tuple[str, str]]:
 
 
 def _drop_copies(files: list[File]) -> list[File]:
-    """Drop text files with the content of an earlier one. Only files of equal size are read."""
+    """Drop text files whose content equals an earlier file's. Only files of equal size are read."""
     sizes = Counter(file.size for file in files if file.kind == "text")
     kept, seen = [], set()
     for file in files:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from forge.tools.prepare.content import UNREADABLE, open_binary, open_content, skip
 from forge.tools.prepare.sample import TO_THE_END, Piece
 
-_ROWS_AT_ONCE = 1024  # of a Parquet row group, held in memory
+_ROWS_AT_ONCE = 1024  # rows of a Parquet row group held in memory
 
 
 class Bad(NamedTuple):
@@ -21,7 +21,7 @@ class Bad(NamedTuple):
 
 
 class Document(str):
-    """The text of a record with `metadata`, the values of other keys of it."""
+    """The text of a record, with `metadata`: the values of other keys."""
 
     metadata: Mapping[str, Any]
 
@@ -32,9 +32,10 @@ class Document(str):
 
 
 def read_documents(piece: Piece, text_key: str, keys: Sequence[str] = ()) -> Iterator[str | Bad]:
-    """Yield the documents of a piece in order: a text file's content, `text_key` of a JSON line or a Parquet row.
+    """Yield the documents of a piece in order: a text file's content, or `text_key` of a JSON line or a Parquet row.
 
-    Blank documents are left out. With `keys` those of records are `Document`s, with the values of these keys that they have.
+    Blank documents are left out. With `keys`, records become `Document`s with the values of these keys, as far as
+    present.
     """
     read = {"text": _read_text, "lines": _read_lines, "parquet": _read_parquet}[piece.file.kind]
     for document in read(piece, text_key, keys):
@@ -43,7 +44,7 @@ def read_documents(piece: Piece, text_key: str, keys: Sequence[str] = ()) -> Ite
 
 
 def reason_of(error: Exception) -> str:
-    """Return one line on why a file cannot be read."""
+    """Return one line with the reason why a file cannot be read."""
     return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -67,9 +68,9 @@ def _read_text(piece: Piece, _text_key: str, _keys: Sequence[str]) -> Iterator[s
 
 
 def whole_characters(text: bytes, begin: int) -> tuple[bytes, int]:
-    """Drop the rest of a UTF-8 character at the start of a text cut from byte `begin` on, and the part of one at its end.
+    """Drop a partial UTF-8 character at the start of a text cut at byte `begin`, and one at its end.
 
-    Returns the text and where it begins.
+    Returns the text and its first byte.
     """
     first = 0
     while begin and first < min(3, len(text)) and text[first] & 0xC0 == 0x80:
@@ -88,7 +89,7 @@ def _read_lines(piece: Piece, text_key: str, keys: Sequence[str]) -> Iterator[st
         with open_content(piece.file) as content:
             for begin, end in piece.ranges():
                 if begin > place:
-                    # To one byte before `begin`: a line that begins exactly there is not the rest of another.
+                    # To one byte before `begin`: a line may begin exactly at `begin`.
                     skip(content, begin - 1 - place, piece.file)
                     place = begin - 1 + len(content.readline())
                 while place < end and (line := content.readline()):
@@ -123,7 +124,7 @@ def _read_parquet(piece: Piece, text_key: str, keys: Sequence[str]) -> Iterator[
                 raise ValueError(f"no column {text_key!r}, only {', '.join(names)}")
             wanted = _rows(piece, file.metadata.num_rows)
             first, end = next(wanted, (TO_THE_END, TO_THE_END))
-            row = 0  # the first of the batch
+            row = 0  # first row of the batch
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
                 if first >= row + rows:
@@ -144,12 +145,12 @@ def _read_parquet(piece: Piece, text_key: str, keys: Sequence[str]) -> Iterator[
                         if first >= end:
                             first, end = next(wanted, (TO_THE_END, TO_THE_END))
                     row += len(values)
-    except (ValueError, OSError) as error:  # the classes of pyarrow's own errors
+    except (ValueError, OSError) as error:  # base classes of pyarrow's errors
         yield Bad(piece.file.key, f"not read as Parquet: {reason_of(error)}", many=True)
 
 
 def _rows(piece: Piece, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of rows, none empty: each row of a file is in one range of those that make up the file."""
+    """Yield ranges of rows, none empty: each row of a file is in exactly one range over all pieces of the file."""
     for begin, end in piece.ranges():
         first, stop = (rows * place // piece.file.size for place in (begin, end))
         if first < stop:

@@ -1,7 +1,7 @@
-"""The identity of a chunk's input: a cheap stamp of its files, and the SHA-256 of the documents that were read from them.
+"""The identity of a chunk's input: a cheap stamp of its files, and the SHA-256 of its documents.
 
-A worker hashes documents as it tokenizes them, so the hash costs no further reading. Files with an unchanged stamp are taken
-as unchanged, as git does. Otherwise the documents are read again, without tokenizing, and compared by their hash.
+A worker hashes documents as it tokenizes them, so the hash needs no second reading. Files with an unchanged stamp count
+as unchanged, as in git. Otherwise the documents are read again, without tokenizing, and compared by hash.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def stamp_of(chunk: Iterable[Piece | TextPart]) -> str:
         except OSError:
             digest.update(b"missing\n")
             continue
-        # ctime cannot be set back, as mtime can by cp -p or touch -r.
+        # Unlike mtime, ctime cannot be set back by cp -p or touch -r.
         digest.update(
             f"{status.st_size} {status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns}\n".encode()
         )
@@ -39,7 +39,7 @@ def stamp_of(chunk: Iterable[Piece | TextPart]) -> str:
 
 
 class Content:
-    """A SHA-256 of documents in order: their texts, their metadata, and the reasons of unreadable ones."""
+    """A SHA-256 of documents in order: their texts, their metadata, and the reasons of unreadable documents."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -65,7 +65,7 @@ class Content:
 def content_of(
     chunk: Iterable[Piece | TextPart], tokenizer: Tokenizer, text_key: str, keys: tuple[str, ...]
 ) -> str:
-    """Read the documents of a chunk and return their hash. tokenizer: decides where long texts are cut."""
+    """Read the documents of a chunk and return their hash. tokenizer: decides where to cut long texts."""
     content = Content()
     for piece in chunk:
         for document in (

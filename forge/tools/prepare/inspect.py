@@ -27,11 +27,11 @@ from forge.train.state import Progress, Rollback
 class Sample:
     """One sequence of a step.
 
-    `sample` is its global number and `rank` the data rank that reads it; it is window `window` (from token `first_token`)
-    of `source`, in that source's epoch `epoch`, from 0; or `part` of it, from 0, where a phase has shorter sequences.
-    `tokens` are its first ids and `text` their text (None without a tokenizer). `documents`: the positions in the sequence
-    at which a document begins. `masked`: the number of labels that are ignored because they begin a document and
-    `data.document_mask` is on.
+    `sample`: its global number; `rank`: the data rank that reads it. It is window `window` (from token `first_token`) of
+    `source`, in that source's epoch `epoch`, from 0; or `part` of the window, from 0, in a phase with shorter sequences.
+    `tokens` are its first ids and `text` their text (None without a tokenizer). `documents`: positions in the sequence
+    where documents begin. `masked`: number of labels ignored because they begin a document and `data.document_mask` is
+    on.
     """
 
     sample: int
@@ -47,7 +47,7 @@ class Sample:
     part: int | None = None
 
     def describe(self) -> str:
-        """Return it as lines to read."""
+        """Return a readable description in several lines."""
         starts = ", ".join(map(str, self.documents[:8])) + (" ..." if len(self.documents) > 8 else "")
         lines = [
             f"sample {self.sample}  rank {self.rank}  {self.source}  epoch {self.epoch}  window {self.window}"
@@ -63,9 +63,10 @@ class Sample:
 
 
 def dataset_of_run(config: Config, last: int) -> PackedDataset:
-    """Open the dataset, in the order of the history that the run of this config has, or would continue, up to step `last`.
+    """Open the dataset in the sample order that the run of this config has, or would continue with, up to step `last`.
 
-    Prints what that history skips, and where its mixture changed. Raises UserError where the run reads other samples.
+    Prints skipped ranges and changes of the mixture in the run's history. Raises UserError if the run reads other
+    samples.
     """
     dataset = build_dataset(config)
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
@@ -118,9 +119,9 @@ def samples_of_step(
 ) -> Iterator[Sample]:
     """Yield the sequences of step `step` (from 1) in order: all of them, or those of data rank `rank` of `ranks`.
 
-    Assumes that all steps had the sizes that `phases` give them, or `global_batch_size` sequences without. Of each sequence
-    the first `head` ids are shown, and the text of the first `excerpt`. Raises UserError where the dataset's order has a
-    source that the dataset has not.
+    Assumes that all steps had the sizes of `phases`, or without phases `global_batch_size` sequences. Shows the first
+    `head` ids of each sequence, and the text of the first `excerpt`. Raises UserError if the order has a
+    source that is not in the dataset.
     """
     tokens_before, first_sample = _begin(dataset, step, global_batch_size, phases)
     sizes = next(
@@ -167,7 +168,8 @@ def _begin(
 
 
 def _token_at(pieces: list[tuple[int, int]], place: int) -> int:
-    """Return the number in its source of the token at `place` in a sample of these pieces; the last one behind its end."""
+    """Return the token at `place` in a sample of these pieces, by its number in the source; past the end, the last
+    one."""
     for first, count in pieces:
         if place < count:
             return first + place
@@ -177,7 +179,7 @@ def _token_at(pieces: list[tuple[int, int]], place: int) -> int:
 
 @dataclass(frozen=True)
 class Reading:
-    """What steps read from one source: samples, tokens, their share; and how often it has been read before and after."""
+    """Samples, tokens and share that steps read from one source, and the source's epochs before and after."""
 
     source: str
     samples: int
@@ -196,9 +198,9 @@ class Reading:
 def mixture_of_steps(
     dataset: PackedDataset, first: int, last: int, global_batch_size: int, phases: Phases | None = None
 ) -> list[Reading]:
-    """Return what steps `first` to `last` (from 1, both included) read from each source. No data is read.
+    """Return the reading of steps `first` to `last` (from 1, both included) for each source. Reads no data.
 
-    Assumes that all steps had the sizes that `phases` give them, or `global_batch_size` sequences without. Counts padding of
+    Assumes that all steps had the sizes of `phases`, or without phases `global_batch_size` sequences. Counts padding of
     a packing as tokens.
     """
     order = dataset.order
@@ -208,7 +210,7 @@ def mixture_of_steps(
     total = (tokens_after - tokens_before) // dataset.seq_len
     found = []
     for name, before, after in zip(order.sources, order.drawn(begin), order.drawn(end), strict=True):
-        # What a roll-back passes over of a source is not read.
+        # Samples of a source that a rollback skips are not read.
         windows = dataset.windows.get(name)
         label = dataset.labels.get(name, name)
         samples = order.count_between(name, before, after)

@@ -1,7 +1,8 @@
-"""Long texts in parts: cut where the ids of the whole are those of its parts, so that memory does not grow with a text.
+"""Long texts in parts: cut only where tokenizing the parts gives the ids of the whole, so memory does not grow with a
+text.
 
-A text file is one document. Workers tokenize parts of a large one, and agree on where these are cut without seeing more
-than the text around the place.
+A text file is one document. Workers tokenize parts of a large one. They agree on the cuts, although each reads only
+the text around its own.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from forge.data.tokenizer import Tokenizer
 from forge.tools.prepare.content import File, open_binary
 from forge.tools.prepare.documents import Bad, reason_of, whole_characters
 
-_AT_ONCE = 1 << 18  # characters, or bytes, that are tokenized at once: faster than more, and than less
-_WINDOW = 1 << 14  # bytes around a place that are read to find where to cut
+_AT_ONCE = 1 << 18  # characters, or bytes, tokenized at once: faster than more or fewer
+_WINDOW = 1 << 14  # bytes read around a place to find a cut
 _BLOCK = 1 << 20
 
 
 class TextPart(NamedTuple):
-    """Bytes begin ... end - 1 of a text file that is one document of `split`, both moved on to where it may be cut."""
+    """Bytes begin ... end - 1 of a text file that is one document of `split`; each end moves on to the next possible
+    cut."""
 
     file: File
     begin: int
@@ -48,7 +50,7 @@ def text_parts(file: File, size: int, split: str) -> Iterator[TextPart]:
 
 
 def digest_of(text: bytes) -> bytes:
-    """Return what decides on the split of a document."""
+    """Return the digest that decides the split of a document."""
     return _digest(text).digest()
 
 
@@ -77,7 +79,7 @@ def check_text(file: File) -> bytes | Bad:
 
 
 def read_part(part: TextPart, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the texts whose ids follow each other in the part; none if the text cannot be cut in it."""
+    """Yield texts with consecutive ids of the part; nothing if the text has no possible cut in the part."""
     with open_binary(part.file.path) as content:
         begin, end = (
             _find_cut(content, place, part.file.size, tokenizer) for place in (part.begin, part.end)
@@ -90,9 +92,9 @@ def read_part(part: TextPart, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _find_cut(content: BinaryIO, place: int, size: int, tokenizer: Tokenizer) -> int:
-    """Return the first byte after `place` before which the text of `size` bytes may be cut; 0 and `size` are kept."""
+    """Return the first byte after `place` where the text of `size` bytes may be cut; 0 and `size` are kept."""
     while 0 < place < size:
-        begin = max(0, place - 8)  # so that a whole character comes before
+        begin = max(0, place - 8)  # so that a whole character precedes
         content.seek(begin)
         data, begin = whole_characters(content.read(_WINDOW), begin)
         text = data.decode()
@@ -105,7 +107,7 @@ def _find_cut(content: BinaryIO, place: int, size: int, tokenizer: Tokenizer) ->
 
 
 def slices(text: str, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield a text in parts whose ids follow each other in the whole."""
+    """Yield a text in parts whose ids, joined, are the ids of the whole."""
     begin = 0
     while tokenizer.can_cut and begin + _AT_ONCE < len(text):
         end = tokenizer.cut(text, begin + _AT_ONCE)

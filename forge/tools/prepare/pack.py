@@ -1,11 +1,12 @@
 """The plan of a packing (forge/data/packing.py): documents to sequences of one length, made once for a dataset.
 
-best_fit    whole documents, as many as fit. Those of a window of consecutive documents are taken from the longest to the
-            shortest, and each goes where it leaves the least room (best-fit decreasing; Ding et al., arXiv 2404.10830)
+best_fit    whole documents, as many as fit. Documents of a window of consecutive documents are taken from longest to
+            shortest, and each goes to the sequence with the least room left (best-fit decreasing; Ding et al.,
+            arXiv 2404.10830)
 document    one document in each sequence
 
-A document that is longer than a sequence is cut into full sequences and a rest, which is packed like a document. A sequence
-of train.seq_len inputs has room for one token more: its last one is a label only.
+A document longer than a sequence is cut into full sequences and a rest, which is packed like a document. A sequence
+of train.seq_len inputs has room for one more token: its last token is a label only.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from forge.runtime.files import replace_atomically, sync_folder
 from forge.runtime.remote import join
 
 WINDOW = 1 << 17
-"""Documents that are packed together: as many as may be far apart in the stream and in one sequence."""
+"""Documents packed together: documents of one sequence are at most this far apart in the stream."""
 
 
 def pack(folder: Path, kind: Kind, seq_len: int, window: int = WINDOW) -> PlanIndex:
-    """Make the plan of the dataset in `folder`, unless it has it; return what it says. Memory: that of a window."""
+    """Make the plan of the dataset in `folder`, unless it exists; return its index. Memory: that of a window."""
     dataset = TokenDataset(folder)
     path = folder / f"{plan_name(kind, seq_len)}.json"
     if path.exists():
@@ -72,7 +73,7 @@ def pack(folder: Path, kind: Kind, seq_len: int, window: int = WINDOW) -> PlanIn
 
 
 def describe_plan(index: PlanIndex, documents: int) -> str:
-    """Return what is cut, lost and padded, as text."""
+    """Return cuts, losses and padding as text."""
     room = index.tokens + index.padded
     lost = f", {index.lost_tokens:,} tokens lost" if index.lost_tokens else ""
     return (
@@ -94,10 +95,10 @@ def cut(starts: np.ndarray, lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def best_fit(pieces: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the PIECES by sequence, and where in them each sequence begins."""
+    """Return the PIECES by sequence, and the index of each sequence's first piece."""
     order = np.argsort(-pieces["tokens"].astype(np.int64), kind="stable")
     sequence_of = np.empty(len(pieces), np.int64)
-    spaces: list[int] = []  # ascending, those that some sequence has left
+    spaces: list[int] = []  # ascending: room left in sequences
     with_space: dict[int, list[int]] = {}
     count = 0
     for piece, length in zip(order.tolist(), pieces["tokens"][order].tolist(), strict=True):
@@ -136,7 +137,7 @@ def _documents(dataset: TokenDataset, window: int) -> Iterator[tuple[np.ndarray,
 
 
 class _File:
-    """A file that gets its name when it is complete and on disk."""
+    """A file that is renamed to its final name when it is complete and on disk."""
 
     def __init__(self, path: Path):
         self._path, self._partial = path, path.with_name("." + path.name)

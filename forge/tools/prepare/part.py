@@ -34,18 +34,18 @@ from forge.tools.prepare.traits import Traits
 
 TRAIN, VALIDATION = "train", "validation"
 NOTHING = Quality()
-MAX_BAD_FRACTION = 0.01  # of documents that are unreadable, unless the user allows more
-SHOWN = 5  # bad documents that are reported one by one
+MAX_BAD_FRACTION = 0.01  # allowed fraction of unreadable documents, by default
+SHOWN = 5  # bad documents to report one by one
 Chunk: TypeAlias = list[Piece | TextPart]
 T = TypeVar("T")
 tokenizer_of = lru_cache(maxsize=1)(load_tokenizer)  # once in each worker process
 
 
 class Tally(BaseModel):
-    """Numbers of documents of a chunk, or of all; `lost`: files of which an unknown number of documents is unreadable.
+    """Counts of documents of a chunk, or of all; `lost`: files with an unknown number of unreadable documents.
 
-    `unknown`: tokens that stand for text outside the tokenizer's vocabulary, of `tokens` in all. `left_out`:
-    documents that are good and not wanted, by reason. `stamp`, `content`: identity of a chunk's input (inputs.py).
+    `unknown`: number of `tokens` for text outside the tokenizer's vocabulary. `left_out`:
+    readable documents that are not wanted, by reason. `stamp`, `content`: identity of a chunk's input (inputs.py).
     """
 
     documents: int = 0
@@ -71,12 +71,13 @@ class Tally(BaseModel):
             self.text_bytes[split] += size
 
     def add_bad(self, document: Bad) -> None:
-        document = document._replace(where=printable(document.where))  # a file's name may not be UTF-8
+        document = document._replace(where=printable(document.where))  # a file name may not be UTF-8
         lost = [document] if document.many else []
         self.add(Tally(documents=1, bad=1, examples=[document], lost=lost))
 
     def require_readable(self, allowed: float, remedy: str) -> None:
-        """Print the first bad documents. Raises UserError if more than a fraction of `allowed` is bad, or any is lost."""
+        """Print the first bad documents. Raises UserError if more than the fraction `allowed` is bad, or any file is
+        lost."""
         if not self.bad:
             return
         print(f"{self.bad} of {self.documents} documents are bad and left out:", file=sys.stderr)
@@ -96,13 +97,13 @@ class Tally(BaseModel):
 
 
 def split_of(digest: bytes, holdout: float) -> str:
-    """Return the split of the document with this digest: by its content, so that no copy of it is in the other split."""
+    """Return the split of the document with this digest. It depends on the content, so copies are in the same split."""
     return VALIDATION if int.from_bytes(digest, "little") < holdout * 2**64 else TRAIN
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How the chunks of a preparation become parts in the folder `parts`; `Request` explains the rest."""
+    """How the chunks of a preparation become parts in the folder `parts`; see `Request` for the other fields."""
 
     tokenizer: str
     text_key: str
@@ -117,13 +118,13 @@ def hash_chunk(_number: int, chunk: Chunk, how: Encoding) -> str:
 
 
 def is_stamped(chunk: Chunk, number: int, parts: Path) -> bool:
-    """Whether the part of a chunk exists and the chunk's files are unchanged since, by their stamp."""
+    """Whether the part of a chunk exists and the chunk's files have not changed since, by their stamp."""
     path = part_path(parts, number)
     return path.exists() and read_tally(path).stamp == stamp_of(chunk)
 
 
 def _is_of(chunk: Chunk, number: int, how: Encoding) -> bool:
-    """Whether the part of a chunk exists and was made from the documents that the chunk has now."""
+    """Whether the part of a chunk exists and was made from the chunk's current documents."""
     if is_stamped(chunk, number, how.parts):
         return True
     path = part_path(how.parts, number)
@@ -131,9 +132,9 @@ def _is_of(chunk: Chunk, number: int, how: Encoding) -> bool:
 
 
 def encode_chunk(number: int, chunk: Chunk, how: Encoding) -> None:
-    """Make the part of a chunk, unless it is made from this input already or another process makes it.
+    """Make the part of a chunk, unless it was made from this input already or another process is making it.
 
-    Memory does not grow with the chunk: tokens go to disk as they come.
+    Memory does not grow with the chunk: tokens are written to disk immediately.
     """
     with open(how.parts / f"part-{number:05d}.lock", "w") as file:
         try:
@@ -184,10 +185,10 @@ def for_chunks(
 
 @contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
-    """Let workers that start in the body inherit that they ignore Ctrl-C, which reaches all processes of a terminal.
+    """Let workers started in the body ignore Ctrl-C, which reaches all processes of a terminal. They inherit the setting.
 
-    The main process ends them after their chunk. A handler that they set themselves would come too late while they start.
-    A thread, as of a worker of Dask, can set no handler, and its process has no terminal.
+    The main process ends them after their chunk. A handler set by a worker itself would come too late during its start.
+    A thread, e.g. of a Dask worker, cannot set a handler, and its process has no terminal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -265,7 +266,7 @@ def _encode(
 
 
 class _Tokens:
-    """Writes documents as they are stored: [bos] ids [eos], each if the tokenizer has it; keeps where they start."""
+    """Writes documents as they are stored: [bos] ids [eos], each if the tokenizer has it; keeps their starts."""
 
     def __init__(self, tokenizer: Tokenizer, file: BinaryIO):
         self._tokenizer, self._file = tokenizer, file
@@ -274,7 +275,7 @@ class _Tokens:
         self.count = self.unknown = 0
 
     def add(self, texts: Iterable[str], *, begins: bool = True, ends: bool = True) -> int:
-        """Add a document, given in parts, or only some of its parts. Returns their size in UTF-8."""
+        """Add a document in parts, or only some of its parts. Returns their size in UTF-8."""
         text_bytes = 0
         if begins:
             self._starts.append(self.count)
@@ -294,14 +295,14 @@ class _Tokens:
         self.count += len(ids)
 
     def finish(self) -> np.ndarray:
-        """Have the tokens on disk; return the offsets int64 `[documents]` at which documents start."""
+        """Flush the tokens to disk; return the documents' start offsets, int64 `[documents]`."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return np.array(self._starts, np.int64)
 
 
 def write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write the arrays to `path`, which exists only once they are on disk."""
+    """Write the arrays to `path`. The file appears only once they are on disk."""
     partial = path.with_suffix(".partial")
     with open(partial, "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]

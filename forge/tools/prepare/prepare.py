@@ -1,12 +1,12 @@
 """Text -> token shards, in parallel; the result does not depend on the number of worker processes.
 
 The corpus is cut into chunks by size alone. A worker tokenizes a chunk into one part file, which gets its final name when
-it is complete; when all parts exist they are joined in order. So after any interruption the same command does only what
-is missing.
+complete. When all parts exist they are joined in order. So after any interruption the same command does only the
+missing work.
 
-    OUTPUT/.parts/plan.json         the options and the corpus that the parts belong to
+    OUTPUT/.parts/plan.json         options and corpus of the parts
     OUTPUT/.parts/part-00007-train.bin    tokens of chunk 7, for each split
-    OUTPUT/.parts/part-00007.npz    where its documents start, and a tally; a chunk that has it is complete
+    OUTPUT/.parts/part-00007.npz    document starts of chunk 7, and a tally; marks the chunk as complete
     OUTPUT/ or OUTPUT/{train,validation}/    the datasets; .parts is removed when all are complete
 """
 
@@ -64,15 +64,15 @@ from forge.tools.prepare.writer import ShardWriter
 _PARTS = ".parts"
 METADATA = "metadata.jsonl"
 Kept: TypeAlias = dict[tuple[str, int], np.ndarray]
-_VERSION = 4  # of the way in which a corpus is cut into parts
-# Options as a user knows them, where they have another name.
+_VERSION = 4  # of the rules for cutting a corpus into parts
+# The user's names of options, if they differ.
 _NAMES = {"filter_code": "code of --filter", "decontaminate_content": "content of --decontaminate"}
 _REMEDY = "choose another --output or delete it"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to prepare. `holdout`: the share of documents that go to OUTPUT/validation; the others go to OUTPUT/train."""
+    """A request for datasets. `holdout`: share of documents for OUTPUT/validation; the others go to OUTPUT/train."""
 
     inputs: tuple[str, ...]
     tokenizer: str
@@ -87,7 +87,7 @@ class Request:
     """(k, n): tokenize only the k-th (from 1) of n shares of the chunks, and join nothing."""
     packing: Kind | None = None
     seq_len: int = 0
-    """The plan of a packing that the dataset for training gets, for sequences of this length."""
+    """Packing of the training dataset, for sequences of this length."""
     quality: Quality = NOTHING
 
     @property
@@ -101,7 +101,7 @@ class Request:
 def prepare(request: Request) -> list[Path]:
     """Make the datasets and return their folders; does nothing if they exist.
 
-    Raises UserError for what the user can correct.
+    Raises UserError for the user's mistakes.
     """
     for cached in (tokenizer_of, known_ngrams):
         cached.cache_clear()  # the files may have changed since the last call
@@ -111,7 +111,9 @@ def prepare(request: Request) -> list[Path]:
     parts = request.output / _PARTS
     if len(done) == len(request.targets):
         _check_input(request, tokenizer)
-        shutil.rmtree(parts, ignore_errors=True)  # left if the last run was interrupted at its very end
+        shutil.rmtree(
+            parts, ignore_errors=True
+        )  # left behind if the last run was interrupted at its very end
         for folder in request.targets.values():
             print(f"{folder}: already prepared, {_describe(TokenDataset(folder).index)}")
         return _packed(request)
@@ -132,7 +134,7 @@ def prepare(request: Request) -> list[Path]:
         _encode_missing(request, chunks, parts, range(len(chunks)))
         tally = _check_tally(request, corpus, len(chunks), parts)
         found = _identity(read_tally(part_path(parts, number)) for number in range(len(chunks)))
-        for split in done:  # an interrupted run has joined it
+        for split in done:  # already joined by an interrupted run
             _require_input(request.targets[split], found)
         kept = _choose(request, parts, len(chunks), tally)
         for split, folder in request.targets.items():
@@ -147,7 +149,7 @@ def prepare(request: Request) -> list[Path]:
 
 
 def _packed(request: Request) -> list[Path]:
-    """Make the plan that the request asks for. Returns the folders of the datasets."""
+    """Make the requested packing. Returns the folders of the datasets."""
     if request.packing is not None:
         folder = request.targets[TRAIN]
         index = pack(folder, request.packing, request.seq_len)
@@ -158,7 +160,7 @@ def _packed(request: Request) -> list[Path]:
 def _prepare_part(
     request: Request, part: tuple[int, int], options: dict[str, Any], chunks: list[Chunk], parts: Path
 ) -> None:
-    """Do this machine's share of the chunks. All machines write to one folder; the same call without `part` joins."""
+    """Do this machine's share of the chunks. All machines write to one folder; a call without `part` joins the parts."""
     number, count = part
     with _locked(parts, shared=True):
         with open(parts / "plan.lock", "w") as file:
@@ -173,7 +175,7 @@ def _prepare_part(
 
 
 def _options(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the result depends on; kept in dataset.json, so that the result of another request is not mistaken for it."""
+    """Everything that the result depends on. Kept in dataset.json, so another request's result is not mistaken for it."""
     quality = request.quality
     options = {
         "input": [path if is_url(path) else printable(os.path.abspath(path)) for path in request.inputs],
@@ -192,14 +194,14 @@ def _options(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
-    """The splits that exist already. UserError where a folder holds another dataset."""
+    """Return the splits that already exist. Raises UserError if a folder holds another dataset."""
     finished = set()
     for folder in (request.output, request.output / TRAIN, request.output / VALIDATION):
         if not (folder / INDEX).exists():
             continue
         split = next((split for split, target in request.targets.items() if target == folder), None)
         before = {"quality": None} | TokenDataset(folder).index.origin.get("options", dict.fromkeys(options))
-        # An option that the version of forge which wrote the dataset did not have yet says nothing against it.
+        # An option missing from the dataset, because its version of forge did not have it, is not a difference.
         differing = (
             [key for key in before if key in options and before[key] != options[key]]
             if split
@@ -213,7 +215,7 @@ def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
 
 
 def _identity(chunks: Iterable[Tally]) -> dict[str, Any]:
-    """Return the identity of an input from those of its chunks, in order."""
+    """Combine the identities of chunks, in order, to the identity of the input."""
     stamp, content = hashlib.sha256(), hashlib.sha256()
     for chunk in chunks:
         stamp.update(chunk.stamp.encode())
@@ -222,7 +224,7 @@ def _identity(chunks: Iterable[Tally]) -> dict[str, Any]:
 
 
 def _require_input(folder: Path, found: dict[str, Any]) -> None:
-    """Raise UserError if the dataset in `folder` was made from another input than the one that was `found`."""
+    """Raise UserError if the dataset in `folder` was made from another input than `found`."""
     before = TokenDataset(folder).index.origin.get("input", found)
     if before["version"] == found["version"] and before["content"] != found["content"]:
         raise UserError(
@@ -231,9 +233,9 @@ def _require_input(folder: Path, found: dict[str, Any]) -> None:
 
 
 def _check_input(request: Request, tokenizer: Tokenizer) -> None:
-    """Check that finished datasets were made from the input as it is now. Raises UserError.
+    """Check that finished datasets were made from the current input. Raises UserError.
 
-    Documents are read only if a file has another stamp. Without the input, such as after a move, nothing is compared.
+    Reads documents only if a file's stamp changed. Without the input, e.g. after it moved, nothing is compared.
     """
     if gone := [path for path in request.inputs if not is_url(path) and not os.path.exists(path)]:
         print(f"--input {gone[0]}: does not exist, so it is not compared with the dataset", file=sys.stderr)
@@ -257,15 +259,15 @@ def _check_input(request: Request, tokenizer: Tokenizer) -> None:
 
 def _find_chunks(request: Request, tokenizer: Tokenizer) -> tuple[list[Chunk], Corpus]:
     corpus = find_corpus(request.inputs, request.extensions, request.max_bytes, request.text_key)
-    # What is decided by a text as a whole needs it in one piece.
+    # Decisions about whole texts need each text in one piece.
     return _cut(corpus, tokenizer, request.holdout, cut_texts=not request.quality.is_on)
 
 
 def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) -> tuple[list[Chunk], Corpus]:
     """Cut into chunks of about 1/256 of the whole, at least 1 MB (a chunk has a fixed cost) and at most 128 MB.
 
-    A text file, which is one document, is cut where that does not change its tokens. A compressed file, which is read from
-    its start, is not. Large text files that cannot be read become unreadable ones of the corpus that is returned.
+    A text file is one document; it is cut where its tokens do not change. A compressed file is not cut, because it is
+    read from its start. The returned corpus lists unreadable large text files as unreadable.
     """
     chunk_bytes = min(max(sum(piece.size for piece in corpus.pieces) // 256, 1 << 20), 128 << 20)
     chunks: list[Chunk] = [[]]
@@ -292,7 +294,7 @@ def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) 
 
 @contextmanager
 def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
-    """Allow one program at a time per output folder, or several with `shared`. The kernel releases the lock at their end."""
+    """Allow one program at a time per output folder, or several with `shared`. The kernel releases the lock at exit."""
     try:
         parts.mkdir(parents=True, exist_ok=True)
         file = open(parts / "lock", "w")  # noqa: SIM115
@@ -313,7 +315,7 @@ def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
 
 
 def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], shared: bool = False) -> None:
-    """Keep the parts of an interrupted run only if it had these chunks and these options; `shared`: refuse others.
+    """Keep the parts of an interrupted run only if its chunks and options were the same; `shared`: refuse others.
 
     `encode_chunk` compares each part with the content of its chunk.
     """
@@ -362,7 +364,7 @@ def _encode_missing(request: Request, chunks: list[Chunk], parts: Path, wanted: 
 
 
 def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> Tally:
-    """Sum and report the tallies of all parts. UserError where too much is bad or a split would be empty."""
+    """Sum and report the tallies of all parts. Raises UserError if too much is bad or a split would be empty."""
     tally = Tally()
     for bad in corpus.unreadable:
         tally.add_bad(bad)
@@ -370,7 +372,7 @@ def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> T
         found = read_tally(part_path(parts, number))
         tally.add(found)
         if found.lost:
-            part_path(parts, number).unlink()  # the file may be readable next time although it did not change
+            part_path(parts, number).unlink()  # the file may be readable next time, without a change
     if tally.unknown:
         print(
             f"warning: {tally.unknown:,} of {tally.tokens:,} tokens ({tally.unknown / tally.tokens:.2%}) are unknown ones: "

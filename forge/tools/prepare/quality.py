@@ -1,4 +1,4 @@
-"""Which documents are left out: by a function of the user's, by passages of given files, as duplicates. Off by default."""
+"""Left-out documents: by a user's function, by passages of given files, as duplicates. Off by default."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from forge.tools.prepare.corpus import find_corpus
 from forge.tools.prepare.documents import Bad, read_documents
 
 PERMUTATIONS, BANDS = 128, 16
-"""Documents are compared where all 8 numbers of one of 16 bands of their signatures are equal: at a similarity of 0.8 with a
-probability of 0.95, at 0.5 of 0.06."""
+"""Two documents are compared if all 8 numbers of one of 16 bands of their signatures are equal: at a similarity of 0.8
+with probability 0.95, at 0.5 with 0.06."""
 SIMILAR = 0.8
 _SHINGLE = 5  # words
 _WORD = re.compile(r"\w+")
@@ -34,11 +34,11 @@ class FilterFailed(Exception):
 
 @dataclass(frozen=True)
 class Quality:
-    """What is left out, and what is kept beside the text.
+    """Which documents are left out, and what is kept beside the text.
 
-    filter: import path of a function of (text, metadata) that returns why a document is left out, in a word or two, or None.
-    decontaminate: files; a document that shares `ngram` words in a row with one of their documents is left out.
-    duplicates: documents with the text of an earlier one, or with nearly that text. metadata: keys of a record that are kept.
+    filter: import path of a function of (text, metadata) that returns None, or in a word or two the reason to leave out a
+    document. decontaminate: files; a document that shares `ngram` consecutive words with one of their documents is left
+    out. duplicates: exact or near copies of an earlier document's text. metadata: keys of a record to keep.
     """
 
     filter: str = ""
@@ -52,7 +52,7 @@ class Quality:
         return bool(self.filter or self.decontaminate or self.duplicates != "none" or self.metadata)
 
     def options(self) -> dict[str, Any] | None:
-        """What the result depends on, as JSON; None if nothing is asked for."""
+        """Everything that the result depends on, as JSON; None if nothing is requested."""
         if not self.is_on:
             return None
         return {
@@ -60,7 +60,8 @@ class Quality:
         }
 
     def reason(self, text: str, metadata: Mapping[str, Any], text_key: str) -> str | None:
-        """Return why a document is left out whatever the others are, or None. Raises FilterFailed."""
+        """Return the reason to leave out a document, independent of other documents; None: keep it. Raises
+        FilterFailed."""
         if self.filter:
             keep = load_filter(self.filter)
             try:
@@ -77,9 +78,9 @@ class Quality:
 
 
 def filter_code(path: str) -> str:
-    """Return the SHA-256 of the filter's source: its own module, and the module that its import path names.
+    """Return the SHA-256 of the filter's source: its own module, and the module in its import path.
 
-    Modules that these import are not read.
+    Modules imported by these are not read.
     """
     names = {path.partition(":")[0], getattr(load_filter(path), "__module__", None)}
     files = {getattr(sys.modules.get(name or ""), "__file__", None) for name in names}
@@ -90,14 +91,14 @@ def filter_code(path: str) -> str:
 
 
 def decontaminate_content(quality: Quality, text_key: str) -> str:
-    """Return the SHA-256 of the n-grams of the --decontaminate files. Raises UserError if a file is not read."""
+    """Return the SHA-256 of the n-grams of the --decontaminate files. Raises UserError if a file cannot be read."""
     known = known_ngrams(quality.decontaminate, quality.ngram, text_key)
     return hashlib.sha256(np.array(sorted(known), np.uint64).tobytes()).hexdigest()
 
 
 @lru_cache(maxsize=1)
 def load_filter(path: str) -> Keep:
-    """Return the user's function. UserError where it cannot be loaded."""
+    """Return the user's function. Raises UserError if it cannot be loaded."""
     try:
         return load_function(path)
     except ValueError as error:
@@ -108,7 +109,7 @@ def load_filter(path: str) -> Keep:
 def known_ngrams(files: tuple[str, ...], n: int, text_key: str) -> frozenset[int]:
     """Return the n-grams of the documents of files; documents with fewer words have none.
 
-    Raises UserError if a file cannot be read, or is passed over: a test set that is not read removes nothing.
+    Raises UserError if a file cannot be read or is skipped: an unread test set removes nothing.
     """
     found: set[int] = set()
     corpus = find_corpus(files, text_key=text_key, option="--decontaminate")
@@ -127,7 +128,7 @@ def known_ngrams(files: tuple[str, ...], n: int, text_key: str) -> frozenset[int
 
 
 def ngrams(text: str, n: int) -> Iterator[int]:
-    """Yield hashes of `n` words in a row, in lower case and without punctuation."""
+    """Yield hashes of `n` consecutive words, in lower case and without punctuation."""
     words = _WORD.findall(text.lower())
     for first in range(len(words) - n + 1):
         yield _hash(" ".join(words[first : first + n]))
@@ -139,7 +140,7 @@ def _hash(text: str) -> int:
 
 @lru_cache(maxsize=1)
 def _coefficients() -> tuple[np.ndarray, np.ndarray]:
-    """Of PERMUTATIONS hash functions, fixed, because signatures of different processes are compared."""
+    """Coefficients of PERMUTATIONS hash functions; fixed, because signatures of different processes are compared."""
     draws = np.random.default_rng(20240410).integers(0, 1 << 64, (2, PERMUTATIONS), dtype=np.uint64)
     return draws[0] | np.uint64(1), draws[1]
 
@@ -147,7 +148,7 @@ def _coefficients() -> tuple[np.ndarray, np.ndarray]:
 def signature(text: str) -> np.ndarray:
     """Return the MinHash of the text's runs of five words, uint32 `[PERMUTATIONS]` (Broder, 1997).
 
-    Equal places of two signatures are as frequent as runs that two texts share are among all that they have.
+    The expected share of equal positions in two signatures is the share of common runs among all runs of both texts.
     """
     words = _WORD.findall(text.lower()) or [text]
     last = max(1, len(words) - _SHINGLE + 1)
@@ -156,23 +157,23 @@ def signature(text: str) -> np.ndarray:
     scale, shift = _coefficients()
     least = np.full(PERMUTATIONS, np.iinfo(np.uint64).max)
     for begin in range(0, len(values), 4096):
-        # Products modulo 2^64, of which the upper half is hashed well (Dietzfelbinger et al., 1997).
+        # Products modulo 2^64; their upper half is well hashed (Dietzfelbinger et al., 1997).
         mixed = values[begin : begin + 4096, None] * scale + shift
         least = np.minimum(least, mixed.min(axis=0))
     return (least >> np.uint64(32)).astype(np.uint32)
 
 
 def first_of_equal(digests: np.ndarray) -> np.ndarray:
-    """Return for each of uint64 `[n]` the place of the first equal one, int64 `[n]`."""
+    """Return for each of uint64 `[n]` the index of the first equal one, int64 `[n]`."""
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     return first[inverse]
 
 
 def first_of_similar(signatures: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-    """Return for each of `[n, PERMUTATIONS]` the place of the first one in its group, int64 `[n]`.
+    """Return for each of `[n, PERMUTATIONS]` the index of the first member of its group, int64 `[n]`.
 
-    Two of `candidates` are in one group where they share a band and at least SIMILAR of their places, or both are in a group
-    with a third. The others stand alone. A band is compared at a time: memory is that of one number for each.
+    Two of `candidates` are in one group if they share a band and at least SIMILAR of their positions, or if both are in a
+    group with a third. All others are alone. Bands are compared one at a time: memory is one number per document.
     """
     parent = np.arange(len(signatures))
 
@@ -201,7 +202,7 @@ def first_of_similar(signatures: np.ndarray, candidates: np.ndarray) -> np.ndarr
 
 
 def duplicates(digests: np.ndarray, signatures: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return which documents are copies of an earlier one, and which are nearly one, bool `[n]` each."""
+    """Return the exact copies and the near copies of an earlier document, bool `[n]` each."""
     first = first_of_equal(digests)
     exact = first != np.arange(len(digests))
     if signatures is None:

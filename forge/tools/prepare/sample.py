@@ -11,16 +11,16 @@ from typing import NamedTuple
 from forge.tools.prepare.content import File, text_bytes
 
 TO_THE_END = sys.maxsize
-# Bytes of a range: a thousandth of the budget, within these.
+# Bytes of a range: a thousandth of the budget, within these limits.
 _SHORTEST, _LONGEST = 4096, 1 << 20
-# Ranges of a compressed file, which is read from its start, are spread through this many times its share, or these bytes.
+# A compressed file is read from its start. Its ranges are spread through this many times its share, or these bytes.
 _REACH, _LEAST_REACH = 16, 16 << 20
 
 
 class Piece(NamedTuple):
-    """Of bytes begin ... end - 1 of a file's content, decompressed, the first `take` of every `step`; 0: all.
+    """The first `take` of every `step` bytes of bytes begin ... end - 1 of a file's decompressed content; step 0: all.
 
-    A JSON line belongs to the range in which it begins, a Parquet row to the range that holds its share of the file.
+    A JSON line belongs to the range in which it begins, a Parquet row to the range with its share of the file.
     Each range of a text file is a document.
     """
 
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes to read; of a whole compressed file those on disk."""
+        """Bytes to read; for a whole compressed file, its bytes on disk."""
         if self.step:
             return sum(end - begin for begin, end in self.ranges())
         return self.file.size if self.end == TO_THE_END else self.end - self.begin
@@ -50,25 +50,25 @@ class Piece(NamedTuple):
             yield begin, min(begin + self.take, self.end)
 
     def parts(self, size: int) -> Iterator[Piece]:
-        """Yield pieces of at most `size` bytes, but one range at least, that have the same documents."""
+        """Yield pieces of at most `size` bytes, but at least one range, with the same documents in total."""
         span = self.step * max(1, size // self.take) if self.step else size
         for begin in range(self.begin, self.end, span):
             yield self._replace(begin=begin, end=min(begin + span, self.end))
 
 
 def whole(file: File) -> Piece:
-    """Return the piece that is all of the file."""
+    """Return the whole file as one piece."""
     return Piece(file, end=TO_THE_END if file.compression else file.size)
 
 
 def sample(files: Sequence[File], max_bytes: int, text_key: str) -> tuple[list[Piece], int, int]:
     """Take about `max_bytes` of the text of the files, every byte with the same chance; in the order of the files.
 
-    Returns the pieces, their size and that of all files, both in bytes of text; see `text_bytes`.
+    Returns the pieces, their size and the size of all files, both in bytes of text; see `text_bytes`.
 
-    A file of one range's size or less is taken whole or not at all, in the order of a hash of the keys. Larger files
-    share the rest of the budget in proportion to their size, in ranges at equal distances. The sample depends on the keys,
-    sizes and content alone.
+    A file of at most one range's size is taken whole or not at all, in the order of a hash of the keys. Larger files
+    share the rest of the budget in proportion to their size, in ranges at equal distances. The sample depends only on
+    keys, sizes and content.
     """
     sizes = [text_bytes(file, text_key) for file in files]
     found = sum(sizes)

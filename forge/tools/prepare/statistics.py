@@ -1,4 +1,4 @@
-"""A page about a dataset: its size, the lengths of its documents, what was left out, its sources, some of its texts."""
+"""A page about a dataset: its size, the lengths of its documents, left-out documents, its sources, sample texts."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _plans(folder: Path) -> list[tuple[str, str]]:
 
 
 def _metadata(folder: Path) -> list[str]:
-    """The most frequent values of each key that has texts or numbers."""
+    """The most frequent values of each key with texts or numbers."""
     path = folder / METADATA
     counts: dict[str, Counter[str]] = {}
     if path.exists():

@@ -17,8 +17,8 @@ from forge.tools.prepare.documents import Bad, read_documents
 from forge.tools.prepare.part import MAX_BAD_FRACTION, Tally
 
 LEAST_SAMPLE = 32_000_000
-# Measured with 8,000 (32,000) pieces of source code, as the share of pieces that occur fewer than ten times in the sample:
-# 31% (68%) from 250 bytes per piece, 8% (14%) from 1,000, 6% from 2,000.
+# Measured with 8,000 (32,000) pieces of source code: the share of pieces with fewer than ten occurrences in the sample
+# is 31% (68%) from 250 bytes per piece, 8% (14%) from 1,000, 6% from 2,000.
 BYTES_PER_PIECE = 1000
 _LEAST_VOCAB = 260
 _SENTENCE_BYTES = 4096
@@ -35,7 +35,7 @@ def train_tokenizer(
 ) -> SentencePieceTokenizer:
     """Train on a sample of the corpus and write OUTPUT/tokenizer.model; the same input gives the same file.
 
-    The sample has `max_bytes`, by default 1,000 for each piece of the vocabulary, and 32 MB at least.
+    The sample has `max_bytes`, by default 1,000 per piece of the vocabulary, and at least 32 MB.
     BPE over the unchanged text: no normalisation, no added or merged spaces, runs of spaces and line ends in the
     vocabulary, digits one by one, and bytes for every character outside it. Ids: 0 unknown (never produced), 1 begins
     and 2 ends a document.
@@ -59,7 +59,7 @@ def train_tokenizer(
         print(f"tokenizer: {note}", file=sys.stderr)
     what = f"{vocab_size} pieces from {corpus.text_bytes / 1e6:.1f} MB in {len(corpus.pieces)} files"
     print(f"tokenizer: {what}", file=sys.stderr, flush=True)
-    # A sample may end a little below its budget; with less than one byte for a piece training fails.
+    # A sample may end a little below its budget; training fails with less than one byte per piece.
     if vocab_size < corpus.text_bytes < 0.9 * needed:
         print(
             f"warning: a vocabulary of {vocab_size} needs about {needed / 1e6:.1f} MB of text, {BYTES_PER_PIECE} bytes per "
@@ -99,7 +99,7 @@ def _train(sentences: Iterator[str], vocab_size: int) -> bytes:
             bos_id=1,
             eos_id=2,
             pad_id=-1,
-            num_threads=2,  # is written into the model, so it must not depend on the machine
+            num_threads=2,  # the model file records it, so it must not depend on the machine
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
@@ -108,19 +108,19 @@ def _train(sentences: Iterator[str], vocab_size: int) -> bytes:
 
 
 def _reason(message: str) -> str:
-    """Return what an error of SentencePiece means to the user, who has none of its options."""
+    """Translate an error of SentencePiece to the options of the user."""
     if found := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
         return f"needs at least {found[1]}: 256 bytes, 3 specials and the common characters of the text"
     if found := re.search(r"Vocabulary size too high .* value <= (\d+)", message):
         return f"the text of the sample gives at most {found[1]} pieces; lower it, or give more text (--input, --max-bytes)"
-    # From "Internal: src/trainer_interface.cc(590) [condition] What is wrong." what follows the bracket.
+    # In "Internal: src/trainer_interface.cc(590) [condition] What is wrong." the text after the bracket is the reason.
     return "SentencePiece: " + re.sub(r"^.*?\] ?", "", message)
 
 
 def _require_readable(corpus: Corpus, text_key: str) -> bool:
-    """Read the sample once and return whether it has text. Raises UserError where too much of it is unreadable.
+    """Read the sample once and return whether it has text. Raises UserError if too much of it is unreadable.
 
-    SentencePiece reads all sentences before it trains, and no error leaves its loop over them.
+    SentencePiece reads all sentences before it trains, and errors cannot leave its loop over them.
     """
     tally = Tally()
     for bad in corpus.unreadable:
@@ -138,7 +138,7 @@ def _require_readable(corpus: Corpus, text_key: str) -> bool:
 
 
 def _sentences(corpus: Corpus, text_key: str) -> Iterator[str]:
-    """Yield groups of whole lines, so that pieces may hold line ends. Unreadable documents are left out."""
+    """Yield groups of whole lines, so that pieces may contain line ends. Unreadable documents are left out."""
     for piece in corpus.pieces:
         for document in read_documents(piece, text_key):
             if isinstance(document, Bad):

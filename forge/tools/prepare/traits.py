@@ -1,7 +1,7 @@
-"""What is kept of each document of a chunk beside its tokens, where duplicates are left out or metadata are kept.
+"""Data kept of each document of a chunk beside its tokens, if duplicates are left out or metadata are kept.
 
-part-00007-train-documents.npy     for each document, its digest and its text's size in UTF-8
-part-00007-train-signatures.npy    its MinHash, where near duplicates are left out
+part-00007-train-documents.npy     for each document, its digest and the size of its text in UTF-8
+part-00007-train-signatures.npy    its MinHash, if near duplicates are left out
 part-00007-train-metadata.jsonl    its metadata, one line each
 """
 
@@ -21,7 +21,7 @@ DOCUMENTS = np.dtype([("digest", "<u8"), ("bytes", "<u8")])
 
 
 class Traits:
-    """Collects the traits of the documents of a chunk and split; nothing where nothing needs them."""
+    """Collects the traits of the documents of a chunk and split; does nothing if nothing needs them."""
 
     def __init__(self, quality: Quality):
         self._quality, self._found = quality, array("Q")
@@ -49,10 +49,10 @@ class Traits:
 def find_duplicates(
     parts: Path, count: int, splits: Sequence[str], quality: Quality
 ) -> tuple[dict[tuple[str, int], np.ndarray], dict[str, int]]:
-    """Return (split, chunk) -> which of its documents are kept, bool `[n]`, and how many are not, by reason.
+    """Return (split, chunk) -> mask of kept documents, bool `[n]`, and the number of left-out documents by reason.
 
-    Of duplicates the first stays, in the order of `splits` and then of the chunks: with held-out documents first, none of
-    them has a copy in the training data.
+    The first of several duplicates stays, in the order of `splits` and then of the chunks. Held-out documents come first,
+    so none of them has a copy in the training data.
     """
     places = [(split, number) for split in splits for number in range(count)]
     tables = [_read(parts, number, split, "documents.npy") for split, number in places]
@@ -72,12 +72,12 @@ def find_duplicates(
 
 
 def text_bytes(parts: Path, number: int, split: str, kept: np.ndarray) -> int:
-    """Return the size in UTF-8 of the documents that are kept."""
+    """Return the size of the kept documents in UTF-8."""
     return int(_read(parts, number, split, "documents.npy")["bytes"][kept].sum())
 
 
 def metadata_lines(parts: Path, number: int, split: str, kept: np.ndarray) -> Iterator[bytes]:
-    """Yield the lines of the documents that are kept."""
+    """Yield the metadata lines of the kept documents."""
     with open(_path(parts, number, split, "metadata.jsonl"), "rb") as lines:
         for line, wanted in zip(lines, kept, strict=True):
             if wanted:
@@ -85,7 +85,7 @@ def metadata_lines(parts: Path, number: int, split: str, kept: np.ndarray) -> It
 
 
 def select(tokens: np.ndarray, starts: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens and starts of the documents that are kept."""
+    """Return tokens and starts of the kept documents."""
     if kept.all():
         return tokens, starts
     lengths = np.diff(starts, append=len(tokens))

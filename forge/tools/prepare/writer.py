@@ -1,4 +1,4 @@
-"""Write a dataset folder (docs/data_format.md). It becomes a dataset with `dataset.json`, which is written last."""
+"""Write a dataset folder (docs/data_format.md). `dataset.json` is written last and makes it a dataset."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from forge.runtime.files import replace_atomically, sync_folder
 from forge.runtime.remote import BLOCK_BYTES
 
 SHARD_BYTES = 512 << 20
-_AT_ONCE = 1 << 20  # tokens that are copied at once: those of a part may not fit into memory
+_AT_ONCE = 1 << 20  # tokens copied at once: a part may not fit into memory
 
 
 class ShardWriter:
     """Append documents to shards of at most `shard_bytes`; `finish` makes the folder a dataset.
 
-    Files are written under a dotted name and renamed when complete, so an interrupted writer leaves nothing
-    that looks finished; the next one overwrites it. A document may continue in the next shard.
+    Files have a dotted name until complete, so an interrupted writer leaves nothing that
+    looks finished; the next one overwrites its files. A document may continue in the next shard.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ShardWriter:
         self._max_token_id = -1
 
     def append(self, tokens: np.ndarray, starts: np.ndarray) -> None:
-        """Append documents: integer tokens `[n]`, and the ascending offsets at which documents start, `[documents]`."""
+        """Append documents: integer tokens `[n]`, and the documents' ascending start offsets, `[documents]`."""
         if not len(tokens):
             return
         largest = int(tokens.max())
@@ -113,14 +113,14 @@ class ShardWriter:
 
 
 class _HashedFile:
-    """A file that is hashed while it is written, whole and by block, and gets its name when it is complete and on disk."""
+    """A file hashed while it is written, whole and by block. It gets its name when it is complete and on disk."""
 
     def __init__(self, path: Path):
         self._path = path
         self._partial = path.with_name("." + path.name)
         self._file: BinaryIO = open(self._partial, "wb")  # noqa: SIM115
         self._digest = hashlib.sha256()
-        self._block = bytearray()  # begun, and not full
+        self._block = bytearray()  # begun, not full
         self.digests: list[bytes] = []
 
     def write(self, values: np.ndarray | bytes) -> None:
