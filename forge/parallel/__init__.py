@@ -1,1 +1,2 @@
-"""One model over many ranks: meshes, the fixed order in which a layout is applied, and what a step does on it."""
+"""One model over many ranks: meshes, the fixed order of the steps that apply a layout, and the parallel part of a
+step."""

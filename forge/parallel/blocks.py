@@ -1,27 +1,27 @@
 """How blocks run: recomputed in backward, compiled, and in which dtype. Nothing else replaces the forward of a module.
 
-A forward is replaced, never a module, so parameters keep their names. Hooks of the module itself (FSDP's, and those of
-tensor parallelism on a child) run outside of the new forward: what they gather is not gathered again by recomputation and
-is in no graph. From the inside out:
+A forward is replaced, never a module, so parameters keep their names. Hooks of the module itself (FSDP's, and tensor
+parallelism's on a child) run outside of the new forward: recomputation does not gather again, and the hooks
+are in no graph. From the inside out:
 
-    selective recomputation  the compiler has to see which results the checkpoint keeps
+    selective recomputation  the compiler has to see the results that the checkpoint keeps
     compile                  the block as it will run
     full recomputation       nothing inside is kept, so the compiler gains nothing from seeing the checkpoint, and inside
                              of one PyTorch 2.13 fails to trace tensor parallelism with SDPA (it saves a DeviceMesh)
     wait                     the first block only: compiled code must not get the promise of a collective's result
-    cast                     last, so that graph and recomputation see the dtype that the module computes in
+    cast                     last, so that graph and recomputation see the module's compute dtype
 
-Compilation is block by block: one graph that all blocks of a kind share, so depth costs no compile time. A graph that
-would break is an error, never a silent loss of speed. A block with a mixture of experts is several graphs: the attention
-half, the shared experts, the router, the experts' activation, and each movement of rows. Between the graphs the host reads
-the number of rows that each rank gets.
+Compilation is block by block: all blocks of a kind share one graph, so depth costs no compile time. A graph break is an
+error, never a silent loss of speed. A block with a mixture of experts is several graphs: the attention half, the shared
+experts, the router, the experts' activation, and each movement of rows. Between the graphs the host reads the number of
+rows for each rank.
 
 Activation checkpointing frees activations after forward and computes them again in backward:
 
     full           everything inside a block but its input; a third more computation
-    selective      only what is cheap to compute again; what the operators in KEPT return is kept. Compiled parts of a mixture
-                   of experts are computed again as a whole
-    memory_budget  the compiler chooses, block by block, under a budget for what is kept
+    selective      only cheap operations; the results of the operators in KEPT are kept. Compiled parts of a mixture
+                   of experts are recomputed as a whole
+    memory_budget  the compiler chooses, block by block, under a budget for kept memory
     (no key)       `every` = n: in every n-th block only; `modules`: only these children of a block
 """
 
@@ -60,8 +60,8 @@ from forge.runtime.errors import UserError, did_you_mean
 # and flex_attention, which is compiled by itself on CUDA, would silently hold every score.
 GRAPHS = 64
 
-# What selective checkpointing keeps. By name, because which of them exist differs between builds and versions of PyTorch;
-# each name stands for every overload.
+# Operators whose results selective checkpointing keeps. By name, because the set of operators differs between builds and
+# versions of PyTorch; each name stands for every overload.
 KEPT = (
     # matrix products
     "aten.mm",
@@ -94,10 +94,10 @@ PROFILER_MARKS = ("profiler._record_function_enter_new", "profiler._record_funct
 
 
 def apply_blocks(model: Transformer, layout: Layout) -> None:
-    """Replace forwards of `model` in place as `activation_checkpoint`, `compile` and `precision` ask.
+    """Replace forwards of `model` in place, as `activation_checkpoint`, `compile` and `precision` require.
 
-    Raises UserError for a name in activation_checkpoint.modules that is no child of a block, a compiler that PyTorch does
-    not know, a loss that has nothing to compile, and for what this PyTorch cannot do.
+    Raises UserError for a name in activation_checkpoint.modules that is not a child of a block, an unknown compiler,
+    a loss without anything to compile, and features missing from this PyTorch.
     """
     _set_memory_budget(layout)
     if has_all_names(model):
@@ -123,9 +123,9 @@ class BlockPolicy:
     def __init__(self, layout: Layout):
         self._recomputation = layout.activation_checkpoint
         self._selective = self._recomputation.mode == "selective"
-        # A mixture's blocks are recomputed by halves, because only the first half of a block with experts can be compiled;
-        # also those without experts: the compiler of PyTorch 2.11 drops the second half of a block that is wrapped
-        # otherwise than the next.
+        # A mixture's blocks are recomputed by halves, because only the first half of a block with experts can be
+        # compiled. Its dense blocks are, too: PyTorch 2.11's compiler drops the second half of a block that is wrapped
+        # differently from the next one.
         self._halves = self._selective and layout.model.moe is not None
         self._compiler = compiler_for(layout.compile) if layout.compile.enabled else None
 
@@ -159,7 +159,7 @@ class BlockPolicy:
         compiler = self._compiler_within_a_checkpoint
         shared: Any = block.feed_forward.shared
         if shared is not None:
-            # The whole call, so that what tensor parallelism hooked onto it is inside.
+            # The whole call, so that tensor parallelism's hooks on it are inside.
             call = compiler(shared._call_impl)
             shared._compiled_call_impl = hiding_gradients(shared, call)
         moe: Any = block.feed_forward
@@ -187,14 +187,14 @@ class BlockPolicy:
 
 
 class Recomputed:
-    """`forward` under a checkpoint: called again in backward. `selective`: what is expensive is kept."""
+    """`forward` under a checkpoint: called again in backward. `selective`: expensive results are kept."""
 
     def __init__(self, forward: Callable[..., Any], *, selective: bool):
         functools.update_wrapper(self, forward)
         self._forward = forward
         self._options: dict[str, Any] = {"context_fn": selective_context} if selective else {}
-        # Selective checkpointing does not let recomputation issue more operations than forward did, and counts the
-        # profiler's marks, of which FSDP sets more in recomputation around a unit that lies inside.
+        # Selective checkpointing does not allow recomputation more operations than forward had. It counts profiler
+        # marks, and FSDP sets more of them in recomputation around a unit inside the block.
         SAC_IGNORED_OPS.update(overload for name in PROFILER_MARKS for overload in _overloads(name))
 
     def __call__(self, x: torch.Tensor, *args: Any) -> Any:
@@ -217,7 +217,7 @@ def selective_context() -> Any:
 
 
 def keep_expensive(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Keep what the operators in KEPT return; compute everything else again."""
+    """Keep the results of the operators in KEPT; recompute everything else."""
     name = str(getattr(operator, "overloadpacket", operator))
     return CheckpointPolicy.MUST_SAVE if name in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -232,7 +232,7 @@ def _overloads(name: str) -> Iterator[Any]:
 
 
 def compiler_for(chosen: Compile) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return what compiles a function, at its first call. Raises UserError for a compiler that PyTorch does not know."""
+    """Return a function that compiles its argument at its first call. Raises UserError for an unknown compiler."""
     known = torch.compiler.list_backends(exclude_tags=())
     if chosen.backend not in known:
         raise UserError(
@@ -243,7 +243,7 @@ def compiler_for(chosen: Compile) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def compile_chunks(loss: Any, compiler: Callable[..., Any]) -> None:
-    """Compile what `loss` computes per chunk of tokens: the loop itself is outside, or it would be unrolled.
+    """Compile the work of `loss` per chunk of tokens; the loop itself stays outside, or it would be unrolled.
 
     Raises UserError for a loss without chunks.
     """
@@ -296,10 +296,10 @@ def waiting(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cast_at_borders(model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype], policy: torch.dtype) -> None:
-    """Let each largest subtree of `model` that computes in another dtype than `policy` cast what goes in and out.
+    """Let each largest subtree of `model` with another compute dtype than `policy` cast its inputs and outputs.
 
-    It gets floating-point arguments in its own dtype, and what it returns goes on in `policy`; a module whose class sets
-    `exact_output` returns its own dtype. The model as a whole is left alone: it takes tokens and returns losses.
+    The subtree gets floating-point arguments in its own dtype and returns results in `policy`; a module whose class sets
+    `exact_output` returns its own dtype. The whole model is left alone: it takes tokens and returns losses.
     """
     for child in model.children():
         for subtree, compute in maximal_subtrees(child, dtypes):
@@ -326,7 +326,7 @@ def _to(value: Any, dtype: torch.dtype) -> Any:
 
 
 def check_modules(model: Transformer, chosen: ActivationCheckpoint) -> None:
-    """Raise UserError for a name in `chosen.modules`, where that is used, that is no child of any block of `model`."""
+    """Raise UserError for a name in `chosen.modules`, if used, that is not a child of any block of `model`."""
     if chosen.mode not in ("full", "selective"):
         return
     known = sorted({name for block in model.layers.values() for name, _ in block.named_children()})

@@ -3,11 +3,11 @@
 Memory exists only at the end, of each rank's own shards. The order of the steps is fixed:
 
 context      sets the attention function; sees raw attention modules
-tensor       splits raw linear layers; what later steps wrap must already be split
+tensor       splits raw linear layers; later steps must wrap modules that are already split
 expert       spreads the experts, which tensor parallelism leaves alone
-float8       swaps linear layers, carrying over the hooks that tensor parallelism put on them
+float8       swaps linear layers, carrying over tensor parallelism's hooks on them
 blocks       recomputes, compiles and casts blocks, with everything above inside
-data         shards what is left of every parameter; must know all blocks in their final form
+data         shards the rest of every parameter; must know all blocks in their final form
 allocate     gives each rank uninitialised storage for its own shards
 initialise   fills it
 """
@@ -70,8 +70,8 @@ def build_parallel_model(
 ) -> ParallelModel:
     """Return the model of `config` over all ranks, with its initial values. Collective.
 
-    values: what fills the shards. attention: returns what takes the place of a layer's attention function. memory: a
-    context in which the shards are allocated, such as one of fake tensors.
+    values: fills the shards. attention: returns a replacement for a layer's attention function. memory: a
+    context in which the shards are allocated, e.g. one of fake tensors.
     """
     layout = make_layout(config, meshes)
 
@@ -108,7 +108,7 @@ class Builder:
         self._done: list[str] = []
 
     def begin(self, step: str) -> None:
-        """Note that `step` is applied. Raises RuntimeError if it has been before, or if a step that has to follow it has."""
+        """Note that `step` is applied. Raises RuntimeError if it or a later step has been applied before."""
         if step in self._done:
             raise RuntimeError(f"{step} has been applied to this model already; each step is applied once")
         later = [other for other in self._done if STEPS.index(other) > STEPS.index(step)]
@@ -129,9 +129,9 @@ class Builder:
 
 
 def check_names(config: Config, layout: Layout) -> None:
-    """Raise UserError where the configuration names modules that the model does not have.
+    """Raise UserError if the configuration names modules that the model does not have.
 
-    Each step checks the names that it is given, but a stage of a pipeline has only some of the modules.
+    Each step checks its own names, but a stage of a pipeline has only some of the modules.
     """
     model = build_meta_model(config)
     check_groups(model, config)

@@ -6,8 +6,8 @@ dropless as in Gale et al. 2022, "MegaBlocks"):
     sort by expert | counts to their ranks | rows to their experts | compute | rows back | weigh and add up
 
 `NodeDispatcher` sends a token once to each node that has experts for it, because the network between nodes is slower than
-inside a node (DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.2). The rank there with the sender's place in its node sends
-rows on to their experts, weighs what comes back, and returns one row per token. Sums over a node are rounded to the dtype
+inside a node (DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.2). On each node, the rank with the sender's position sends
+rows on to their experts, weighs the results, and returns one row per token. Sums over a node are rounded to the dtype
 of rows.
 
 In both the host waits for the device once per layer and microbatch, for the numbers of rows.
@@ -139,7 +139,7 @@ def _counts(experts: Tensor, n_experts: int) -> Tensor:
 
 
 def first_visits(nodes: Tensor, n_nodes: int) -> Tensor:
-    """nodes int64 `[tokens, top_k]` of each choice -> the same; n_nodes where an earlier choice has the same node."""
+    """nodes int64 `[tokens, top_k]` of each choice -> the same, with n_nodes for a node that an earlier choice has."""
     columns = nodes.unbind(1)
     kept = [columns[0]]
     for j, column in enumerate(columns[1:], start=1):

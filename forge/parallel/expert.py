@@ -1,8 +1,8 @@
-"""Expert parallelism: the ranks of the ep axis share the experts of a layer, and each routes tokens of its own.
+"""Expert parallelism: the ranks of the ep axis share the experts of a layer, and each routes its own tokens.
 
-Only what is inside a mixture of experts changes: its weights are split over ep by expert, and the dispatcher brings
-tokens to where their experts are. The ep axis may span data, context and tensor ranks; tensor parallelism never splits an
-expert. With sequence parallelism a tensor rank routes the piece of the sequence that it has anyway; without, its share of
+Only the inside of a mixture of experts changes: its weights are split over ep by expert, and the dispatcher sends
+tokens to their experts. The ep axis may span data, context and tensor ranks; tensor parallelism never splits an
+expert. With sequence parallelism a tensor rank routes its own piece of the sequence; without, it routes its share of
 the whole sequence, and the outputs are gathered. So no token is computed twice, and a router's weight, whole on every
 rank, has partial gradients over tp (forge/parallel/tensor/apply.py). forge/parallel/dispatch.py sends tokens.
 """
@@ -62,7 +62,7 @@ def _dispatcher(meshes: Meshes, n_experts: int) -> Dispatcher:
 
 
 class LocalExperts(Experts):
-    """The experts that this rank has, of weights that are split over ep."""
+    """This rank's experts, of weights that are split over ep."""
 
     def __init__(self, plain: Experts, mesh: DeviceMesh):
         n_experts, dim, hidden_dim = plain.w2.shape

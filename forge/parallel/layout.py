@@ -1,4 +1,4 @@
-"""`Layout`: what parallelism needs to know of the configuration, and the meshes."""
+"""`Layout`: the parts of the configuration that parallelism needs, and the meshes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from forge.shard import Box
 class Layout:
     """How one model is spread over ranks. Every `apply_*` takes a model and a Layout.
 
-    tensor_plan: the function that `parallel.tp_plan` names, called with a model; it may import the user's code.
-    check_replicas: whether ranks that compute with the same values compare them during the run.
+    tensor_plan: the function named by `parallel.tp_plan`, called with a model; it may import the user's code.
+    check_replicas: whether ranks with the same values compare them during the run.
     observe_logits: whether the optimizer needs the largest attention logits.
     """
 
@@ -89,10 +89,10 @@ def make_layout(config: Config, meshes: Meshes) -> Layout:
 
 
 def own_box(parameter: DTensor, at: Mapping[str, int] | None = None) -> Box:
-    """Return the one box of the global tensor that this rank holds, or the rank `at` these places, by mesh axis.
+    """Return the one box of the global tensor on this rank, or on the rank at position `at`, by mesh axis.
 
-    FSDP2 splits what tensor parallelism has split before, although its axis comes first in the mesh: where both split
-    the same dimension (`_StridedShard`), outer mesh axes divide what inner ones leave. So each axis divides the box,
+    FSDP2 splits the parts left by tensor parallelism, although its axis comes first in the mesh: if both split
+    the same dimension (`_StridedShard`), outer mesh axes divide the parts of inner ones. So each axis divides the box,
     the last axis first, into equal pieces, rounded up, as torch.chunk does.
     """
     offsets, sizes = [0] * parameter.ndim, list(parameter.shape)

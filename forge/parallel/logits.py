@@ -1,8 +1,9 @@
-"""The largest attention logit of each head in a step, over all ranks: what QK-clip bounds (forge/optim/muon.py).
+"""The largest attention logit of each head in a step, over all ranks: the quantity that QK-clip bounds
+(forge/optim/muon.py).
 
 Each attention function is wrapped: in a forward with a gradient it takes the maximum over this rank's queries, and one
-all-reduce per step takes it over ranks. A maximum does not depend on microbatches, on how heads, sequences and batches are
-divided, or on forwards that recomputation repeats. The logits are computed once more, some queries at a time: half of the
+all-reduce per step takes it over ranks. A maximum does not depend on microbatches, on the split of heads, sequences and
+batches, or on repeated forwards in recomputation. The logits are computed once more, some queries at a time: half of the
 work of attention's forward, and memory for ROWS queries against all keys.
 """
 
@@ -77,15 +78,15 @@ class LargestLogits:
             dist.all_reduce(self._largest, dist.ReduceOp.MAX, group=self._stage)
 
     def reset(self) -> None:
-        """Forget what has been observed."""
+        """Forget the observed logits."""
         self._largest.fill_(-torch.inf)
 
 
 def _powers(attention: Any, shared_keys: bool) -> dict[str, list[float]] | None:
     """Return the powers of the rows of a head, by projection (see `LargestLogits`); None for an unknown kind of attention.
 
-    Queries and keys take a half each. What several query heads share stays as it is, as arXiv:2507.20534 does: grouped
-    keys, and of latent attention the one key part with positions.
+    Queries and keys take a half each. Parts shared by several query heads stay unchanged, as in arXiv:2507.20534: grouped
+    keys, and in latent attention the one key part with positions.
     """
     if isinstance(attention, LatentAttention):
         nope, rope, v = attention.nope_dim, attention.rope_dim, attention.v_dim
@@ -98,7 +99,7 @@ def _powers(attention: Any, shared_keys: bool) -> dict[str, list[float]] | None:
 
 
 class ObservedAttention:
-    """An attention function that adds what it sees to `largest`, `[heads]` of the whole model."""
+    """An attention function that records its logits in `largest`, `[heads]` of the whole model."""
 
     def __init__(self, attend: AttentionFunction, largest: Tensor, layout: Layout, split: SequenceSplit):
         self._attend, self._largest, self._split, self._tp = attend, largest, split, layout.meshes.tp

@@ -1,12 +1,12 @@
 """The one owner of meshes: which ranks share parameters, a sequence, a matrix product, the loss.
 
-    parameters   (pp, dp_replicate, dp_shard x cp, tp)      what dense DTensors live on
-    experts      (pp, dp_replicate, ep_shard, ep)           what DTensors of experts live on; ep = ep_node x ep_local
-    data         (pp, dp_replicate, dp_shard, cp, tp)       who reads which samples and which part of them
+    parameters   (pp, dp_replicate, dp_shard x cp, tp)      mesh of dense DTensors
+    experts      (pp, dp_replicate, ep_shard, ep)           mesh of experts' DTensors; ep = ep_node x ep_local
+    data         (pp, dp_replicate, dp_shard, cp, tp)       which rank reads which part of which samples
 
 All are views of the same ranks in the same order; tp is the fastest axis, so that its ranks are neighbours on one node,
 and ep_shard * ep = dp_shard * cp * tp. Meshes and groups are made once and kept under a name here; nothing slices them
-by axis name later. Axes of size 1 stay, so that no code asks whether an axis exists, and issue no collective; all of them
+by axis name later. Axes of size 1 stay, so code need not check for an axis, and issue no collective; all of them
 have one group.
 """
 
@@ -30,14 +30,13 @@ _IN_LAYERS = frozenset(("tp", "ep", "ep_node", "ep_local", "cp"))
 class Meshes:
     """Meshes and groups of this rank.
 
-    fsdp: the mesh that fully_shard takes, (dp_shard x cp), with dp_replicate in front of it where there are replicas.
-    fsdp_experts: the same for experts, (ep_shard) or (dp_replicate, ep_shard). tp, ep: the 1-D meshes of tensor and
-    expert parallelism. ep_local: the ranks of ep in this rank's node; ep_node: those with its place in each node. cp: the
-    ranks that share a sequence; sequence: those and the ranks that tensor parallelism adds (cp x tp). loss: the ranks whose
-    losses and token counts add up to those of the global batch (dp x cp). stage: all ranks that hold parts of the same
-    layers (dp x cp x tp). pp: the ranks of one pipeline, which a microbatch passes. pipeline: those and the ranks whose
-    losses add up (pp x dp x cp). copies: for the mesh axes over which a parameter is replicated, the ranks that hold the
-    same elements.
+    fsdp: the mesh for fully_shard, (dp_shard x cp), preceded by dp_replicate if there are replicas. fsdp_experts: the
+    same for experts, (ep_shard) or (dp_replicate, ep_shard). tp, ep: the 1-D meshes of tensor and expert parallelism.
+    ep_local: the ranks of ep on this rank's node; ep_node: the ranks with its position in each node. cp: ranks that share
+    a sequence; sequence: cp ranks and the ranks added by tensor parallelism (cp x tp). loss: ranks whose losses and token
+    counts add up to the global batch (dp x cp). stage: all ranks with parts of the same layers (dp x cp x tp). pp: the
+    ranks of one pipeline. pipeline: pp ranks and the ranks whose losses add up (pp x dp x cp). copies: for the mesh axes
+    over which a parameter is replicated, the ranks with the same elements.
     """
 
     degrees: Degrees
@@ -62,7 +61,7 @@ class Meshes:
 
 
 def make_meshes(degrees: Degrees, device_type: str, *, offloaded: bool = False) -> Meshes:
-    """Make all meshes and groups. Collective over all ranks; `degrees` have been checked against the world size before.
+    """Make all meshes and groups. Collective over all ranks; `degrees` must have been checked against the world size.
 
     offloaded: parameters lie on the CPU (parallel.cpu_offload), so every group sends CPU tensors.
     """
@@ -110,7 +109,7 @@ def make_meshes(degrees: Degrees, device_type: str, *, offloaded: bool = False) 
 
 
 class _View:
-    """All ranks as a grid with named axes, of which the last is the fastest."""
+    """All ranks as a grid with named axes; the last axis is the fastest."""
 
     def __init__(self, groups: _Groups, **axes: int):
         self._axes = tuple(axes)
@@ -132,8 +131,8 @@ class _View:
 class _Groups:
     """Process groups, one per set of ranks: each costs connections, memory and time at the start.
 
-    The operations of one group wait for one another. So what layers wait for (`in_layers`: tp, ep, cp) has a group of its own
-    where FSDP, which gathers and reduces in the background, works on the same ranks.
+    The operations of one group wait for one another. So groups that layers wait for (`in_layers`: tp, ep, cp) are
+    separate from FSDP's background groups on the same ranks.
     """
 
     def __init__(self, all_on_cpu: bool) -> None:

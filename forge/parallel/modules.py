@@ -29,8 +29,8 @@ def matches_exact_depth(pattern: str, name: str) -> bool:
 def matches_any_depth(pattern: str, name: str) -> bool:
     """Return whether `pattern` matches the whole `name`; a component that is `*` alone matches one or more components.
 
-    For precision.fp32_modules, which names a kind of module wherever it lies: `*.router` is a router at any depth. Other
-    components are globs of their own: `*norm` is `attention_norm`, never `attention.norm`.
+    For precision.fp32_modules, which names a kind of module at any depth: `*.router` is a router anywhere. Other
+    components are ordinary globs: `*norm` matches `attention_norm`, never `attention.norm`.
     """
 
     def match(pattern: Sequence[str], name: Sequence[str]) -> bool:

@@ -12,14 +12,14 @@ d = n_layers / base_depth:
     queries of attention residuals    1 / m        0             1               1 / (m d)
     vectors inside blocks             1            1             1               1 / (m d)
 
-and queries have the multiplier sqrt(base_head_dim / head_dim), for scores that are divided by head_dim.
+and queries have the multiplier sqrt(base_head_dim / head_dim), for scores divided by head_dim.
 
-No multiplier is part of the forward. Under an optimizer whose updates do not depend on the scale of gradients, one on the
-output of a layer is the same as that factor on the initial values and the learning rate of what the layer multiplies with
-last, and its inverse on eps. So a model is the same function of its weights under every parametrization, and exports and
-samples as ever. What has the factor of the logits is the head, or the final norm where embeddings are tied.
+No multiplier is part of the forward. If an optimizer's updates do not depend on the scale of gradients, a multiplier on a
+layer's output is equivalent to the same factor on the initial values and the learning rate of the layer's last matrix,
+and its inverse on eps. So a model is the same function of its weights under every parametrization, and exports and
+samples as usual. The head has the factor of the logits, or the final norm if embeddings are tied.
 
-An orthogonalised update (Muon) has a spectral norm, not a size of elements, and that is to grow as sqrt(rows / columns)
+An orthogonalised update (Muon) has a spectral norm, not a size of elements. It should grow as sqrt(rows / columns)
 (Yang et al. 2023, arXiv:2310.17813): not at all for whole matrices. Weight decay is divided by the factor of the learning
 rate, so that their product is the same at every size. With the sizes of the base all factors are 1.
 """
@@ -41,7 +41,7 @@ from forge.model.linear_attention import ShortConvolution
 from forge.model.moe import SharedGate
 from forge.shard import Kind, Rates, Shard
 
-# What a branch multiplies with last before it is added to the stream, by model.norm_position.
+# The last matrix of a branch, before it is added to the stream, by model.norm_position.
 BRANCH_ENDS = {
     "pre": re.compile(
         r"layers\.\d+\.(attention\.wo|feed_forward\.((shared\.|experts\.)?w2|from_latent))(\.|_|$)"
@@ -93,7 +93,7 @@ def parametrize(
 
 
 def factors(shard: Shard, config: Config) -> tuple[float, Rates]:
-    """Return what the initial values of a parameter are multiplied with, and its rates."""
+    """Return the factor of a parameter's initial values, and its rates."""
     name, optimizer, model = shard.name, config.optimizer, config.model
     base, deep = optimizer.mup, optimizer.parametrization == "completep"
     width = model.dim / base.base_dim
@@ -105,7 +105,7 @@ def factors(shard: Shard, config: Config) -> tuple[float, Rates]:
         return multiplier, Rates(multiplier, multiplier, eps)
     start = multiplier / sqrt(width)
     if deep and PROJECTIONS.match(name):
-        # The standard initial values shrink by the root of the depth, for which the multiplier is there now.
+        # The standard initial values shrink by the root of the depth; the multiplier replaces this factor.
         start *= sqrt(depth)
     orthogonal = multiplier
     if optimizer.muon.adjust_lr == "match_rms_adamw":

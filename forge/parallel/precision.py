@@ -1,9 +1,9 @@
-"""The compute dtype of every parameter, and the units that FSDP gathers, each with one compute dtype.
+"""The compute dtype of every parameter, and FSDP's units, each with one compute dtype.
 
-What is computed depends on the dtypes alone, not on the units: each largest subtree of modules in another dtype than the
-policy's casts its inputs to its own dtype and its outputs back (forge/parallel/blocks.py), so a module in float32 leaves a
-bfloat16 stream as it found it. A model in which a few modules compute in float32 beside bfloat16 is cut along those borders.
-In each part of the model:
+Results depend on the dtypes alone, not on the units: each largest subtree of modules in another dtype than the policy's
+casts its inputs to its own dtype and its outputs back (forge/parallel/blocks.py), so a module in float32 leaves a
+bfloat16 stream unchanged. A model with a few float32 modules beside bfloat16 is cut along these borders. In each part of
+the model:
 
     one dtype    the part is one unit
     more         the largest subtrees of all but the most frequent one (by elements) are units, the rest is one
@@ -32,7 +32,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 def pinned_parameters(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
-    """Return the parameters under every module that a pattern of `precision.fp32_modules` matches.
+    """Return the parameters under every module matched by a pattern of `precision.fp32_modules`.
 
     Raises UserError for a pattern that matches no module with parameters, unless it is the key's default: a dense model
     has no router.
@@ -85,8 +85,8 @@ def plan_units(
 ) -> tuple[list[list[Unit]], dict[nn.Parameter, torch.dtype]]:
     """Return the units of `model` in the order of forward, and the compute dtype of every parameter.
 
-    One group of units for each part that is gathered by itself, the root last; more than one in a group where dtypes
-    differ, and then a unit that lies inside another comes first. Raises UserError if precision.fp32_modules cannot be
+    One group of units for each part that is gathered separately, the root last. A group has several units if dtypes
+    differ; then an inner unit comes before its outer one. Raises UserError if precision.fp32_modules cannot be
     followed.
     """
     pinned, policy = pinned_parameters(model, precision.fp32_modules), DTYPES[precision.compute]
@@ -104,7 +104,8 @@ def plan_units(
 
 
 def _parts(model: Transformer) -> list[list[nn.Module]]:
-    """Embedding, each block, norm with head; those that share a parameter together. A tied embedding is left to the root."""
+    """Embedding, each block, norm with head; parts that share a parameter are joined. A tied embedding is left to the
+    root."""
     parts: list[list[nn.Module | None]] = [[layer] for layer in model.layers.values()]
     if model.config.tie_embeddings:
         parts.append([model.norm])
@@ -115,7 +116,7 @@ def _parts(model: Transformer) -> list[list[nn.Module]]:
 
 
 def _units(part: list[nn.Module], dtypes: dict[nn.Parameter, torch.dtype]) -> list[Unit]:
-    """The units of `part`, those of experts first."""
+    """The units of `part`, experts' units first."""
     experts = [module for root in part for module in root.modules() if isinstance(module, Experts)]
     inner = [replace(unit, experts=True) for module in experts for unit in uniform_units([module], dtypes)]
     return inner + uniform_units(part, dtypes, apart=set(_parameters(experts)))
@@ -128,8 +129,8 @@ def uniform_units(
 ) -> list[Unit]:
     """Return units of one compute dtype for all parameters of `modules` in `dtypes`; inner ones first.
 
-    Parameters `apart` have units of their own: only the unit that takes the rest may lie around those.
-    Raises UserError where parameters of different dtypes lie in one module, so that no border runs between them.
+    Parameters `apart` have their own units: only the unit of all other parameters may enclose them.
+    Raises UserError if one module has parameters of different dtypes, so that no border runs between them.
     """
     keys = {p: dtypes[p] for p in _parameters(modules) if p in dtypes and p not in apart}
     sizes: Counter[torch.dtype] = Counter()
@@ -167,7 +168,7 @@ def maximal_subtrees(module: nn.Module, keys: dict[nn.Parameter, Any]) -> list[t
     """Return (subtree, key) of the largest subtrees of `module` whose parameters all have one key, in modules' order.
 
     Parameters without a key do not count, nor do subtrees without any. Containers that are never called
-    (ModuleList, ModuleDict) are no subtrees, their children are. None lies inside another.
+    (ModuleList, ModuleDict) do not count as subtrees, but their children do. No subtree is inside another.
     """
     found = [pair for child in module.children() for pair in maximal_subtrees(child, keys)]
     held = {keys[p] for p in module.parameters() if p in keys}
@@ -176,7 +177,7 @@ def maximal_subtrees(module: nn.Module, keys: dict[nn.Parameter, Any]) -> list[t
 
 
 def joined_by_parameters(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    """Return `groups` of modules, those that share a parameter joined, at the place of the first."""
+    """Return `groups` of modules; groups that share a parameter are joined at the position of the first."""
     joined: list[list[nn.Module]] = []
     for group in groups:
         owned = set(_parameters(group))

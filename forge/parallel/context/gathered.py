@@ -41,7 +41,7 @@ class AllGatherAttention:
     def attend_latent(
         self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
     ) -> Tensor:
-        """See `LatentAttention`. The latents travel, which are smaller than what each rank makes of all of them."""
+        """See `LatentAttention`. Gathers the latents, which are smaller than the keys and values expanded from them."""
         k, v = layer.expand(*self._whole(latent, key))
         return self._attend(q, k, v, mask, layer.sink_logits())
 

@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 class RingAttention:
     """This rank's queries against every rank's keys and values in turn, its own first.
 
-    kernel: what computes each block; None: flex_attention where it has kernels, the formula written out elsewhere.
+    kernel: computes each block; None: flex_attention if it has kernels, otherwise the written-out formula.
     """
 
     def __init__(self, split: SequenceSplit, kernel: PlainKernel | FlexKernel | None = None):
@@ -60,7 +60,7 @@ class RingAttention:
                 # The smallest and the largest distance from a query back to a key, documents aside.
                 near, far = (q_chunk - k_chunk) * size - size + 1, (q_chunk - k_chunk) * size + size - 1
                 if far < 0 or (mask.window and near >= mask.window):
-                    continue  # every key lies in the future or behind the window
+                    continue  # every key lies in the future or before the window
                 if near > 0 and (not mask.window or far < mask.window) and mask.documents is None:
                     pairs.append(Pair(i, j, None))
                     continue
@@ -102,8 +102,8 @@ class _Ring(torch.autograd.Function):
             lse.copy_(sinks[:, None])
         kv = torch.cat([k, v], dim=-1)
         for step, pairs in enumerate(steps):
-            # Start the next exchange before the computation that hides it, and wait where its block is used: a compiled
-            # kernel takes no tensor that is still on its way.
+            # Start the next exchange before the computation that hides it, and wait before its block is used: a compiled
+            # kernel does not accept a tensor in flight.
             arriving = compat.pass_on(kv, split.group) if step < len(steps) - 1 else kv
             for pair in pairs:
                 rows, columns, block = _block_of(pair, q, kv, soft_cap)
@@ -136,8 +136,8 @@ class _Ring(torch.autograd.Function):
                 found = kernel.backward(block, grad[:, :, rows], delta[:, :, rows], lse[:, :, rows])
                 grad_q[:, :, rows] += found[0]
                 grad_kv[:, :, columns] += torch.cat(found[1:], dim=-1)
-            # The gradients arrive from the rank that had these keys and values before, and go on with this rank's share.
-            # The last exchange brings each back to the rank that it belongs to.
+            # The gradients arrive from the rank that held these keys and values before, and leave with this rank's share.
+            # The last exchange returns each to its owner rank.
             if travelling is not None:
                 grad_kv += travelling
             travelling = compat.pass_on(grad_kv, split.group)
@@ -150,12 +150,12 @@ class _Ring(torch.autograd.Function):
 def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Add attention over further keys to `out` `[..., rows, head_dim]` and `lse` `[..., rows]`, in place.
 
-    out is normalised over the keys so far and lse is the logarithm of what it was divided by: -inf, with out 0, for a
-    row that has seen none. Both results weigh exp(lse); Milakov and Gimelshein 2018, "Online normalizer calculation for
+    out is normalised over the keys so far and lse is the logarithm of its divisor: -inf, with out 0, for a
+    row that has seen no key. Both results weigh exp(lse); Milakov and Gimelshein 2018, "Online normalizer calculation for
     softmax".
     """
     both = torch.logaddexp(lse, new_lse)
-    # Where neither has seen a key, exp(-inf - 0) = 0 keeps out at 0; -inf - -inf would be NaN.
+    # If neither has seen a key, exp(-inf - 0) = 0 keeps out at 0; -inf - -inf would be NaN.
     base = both.masked_fill(both == -torch.inf, 0.0)
     out.mul_(torch.exp(lse - base).unsqueeze(-1)).add_(new_out * torch.exp(new_lse - base).unsqueeze(-1))
     lse.copy_(both)
@@ -170,7 +170,7 @@ def _block_of(pair: Pair, q: Tensor, kv: Tensor, soft_cap: float) -> tuple[slice
 
 
 class AttentionBlock(NamedTuple):
-    """Some queries and some keys: what a kernel computes, with the logsumexp by which it is merged with other blocks.
+    """A block of queries and keys for a kernel. The result has the logsumexp, to merge it with other blocks.
 
     q `[batch, heads, rows, head_dim]`, k and v `[batch, kv_heads, columns, head_dim or v_dim]`; results are in
     promote(float32, q.dtype). A row that sees no key has out = 0 and lse = -inf. (The CPU's fused kernel returns lse = 0,
@@ -229,7 +229,7 @@ def _grouped(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(rows: Tensor, k: Tensor, table: Tensor | None, soft_cap: float) -> tuple[Tensor, Tensor | None]:
-    """Scores `[batch, kv_heads, group * rows, columns]`, -inf where the table forbids; the soft cap's derivative, if any."""
+    """Scores `[batch, kv_heads, group * rows, columns]`, -inf outside the table; the soft cap's derivative, if any."""
     scores, slope = rows @ k.mT * rows.shape[-1] ** -0.5, None
     if soft_cap:
         tanh = torch.tanh(scores / soft_cap)

@@ -1,6 +1,6 @@
 """How a sequence is split over the ranks of the cp axis, and how its parts are put together again.
 
-The sequence is cut into 2 * cp chunks, of which rank r holds chunk r and chunk 2 * cp - 1 - r:
+The sequence is cut into 2 * cp chunks; rank r holds chunk r and chunk 2 * cp - 1 - r:
 
     cp = 2      chunk      0  1  2  3
                 rank       0  1  1  0
@@ -87,7 +87,8 @@ class SequenceSplit:
     def logits(self, model: Callable[[Batch], Tensor], tokens: Tensor) -> Tensor:
         """Return next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, all positions on all ranks.
 
-        `seq` may be any number: it is padded to a multiple of 2 * cp and of all pieces at its end, where no token sees it.
+        `seq` may be any number: it is padded at its end to a multiple of 2 * cp and of all pieces; no token attends to
+        padding.
         """
         seq = tokens.shape[1]
         if self.ranks == 1:
@@ -99,5 +100,5 @@ class SequenceSplit:
 
 
 def _without_labels(tokens: Tensor, positions: Tensor | None = None) -> Batch:
-    """Return a batch for which the model returns scores instead of losses."""
+    """Return a batch without labels, for which the model returns scores instead of losses."""
     return Batch(tokens, None, positions)  # type: ignore[arg-type]

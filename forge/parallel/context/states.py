@@ -1,12 +1,12 @@
-"""Context parallelism of linear layers: what passes between ranks is the state of the recurrence, not keys and values.
+"""Context parallelism of linear attention: ranks exchange states of the recurrence, not keys and values.
 
-A run of tokens is one affine map of the state (forge/model/delta_rule.py). Each rank computes the maps of its two chunks of
-the sequence from an identity beside an empty state, one all-gather brings the maps of all 2 * cp chunks to every rank, and
-composing those of earlier chunks gives the state that enters each of its own. The convolution needs the last few tokens
-before each chunk: another, small all-gather.
+A run of tokens is one affine map of the state (forge/model/delta_rule.py). Each rank computes the maps of its two chunks
+of the sequence from an identity beside an empty state. One all-gather sends the maps of all 2 * cp chunks to every rank,
+and composing the earlier chunks' maps gives each chunk's initial state. The convolution needs the last few tokens before
+each chunk: another, small all-gather.
 
-fla's kernels return the last state for a given first one, so they compute the maps, and then the outputs from the states
-that enter: its work is done twice. (fla's own context parallelism wants consecutive tokens on each rank.)
+fla's kernels return the last state for a given first one. So they compute the maps, and then the outputs from the initial
+states: its work is done twice. (fla's own context parallelism needs consecutive tokens on each rank.)
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class PassedStates:
         unit = torch.eye(key_dim, key_dim + v.shape[-1], dtype=k.dtype, device=k.device)
         unit = unit.expand(k.shape[0], k.shape[2], -1, -1)
         if is_for_kernels(v):
-            # Values of 0 beside the identity: the last state is what becomes of both.
+            # Values of 0 beside the identity: the last state holds the images of both.
             wide = F.pad(values, (key_dim, 0))
             _, maps = fused_delta_rule(q, k, wide, log_decay, beta, resets, unit.contiguous())
             entering = self._entering(maps)
             return fused_delta_rule(q, k, values, log_decay, beta, resets, entering)[0].reshape(v.shape)
         chunks = divide(q, k, values.to(q.dtype), log_decay, beta, resets, size)
-        # [chunks + 1, ...]: what becomes of the identity and of the empty state.
+        # [chunks + 1, ...]: images of the identity and of the empty state.
         maps = affine_scan(chunks.transition, F.pad(chunks.addition, (key_dim, 0)), unit)
         states = _apply(maps[:-1], self._entering(maps[-1]))
         return outputs(chunks, states, q.shape[1]).reshape(v.shape)
@@ -64,7 +64,7 @@ class PassedStates:
         """Return the `tokens` tokens before each chunk, zeros before the first: x `[batch, seq / cp, channels]` ->
         `[2 batch, tokens, channels]`."""
         ends = x.unflatten(1, (2, -1))[:, :, max(0, x.shape[1] // 2 - tokens) :]
-        # A chunk may be shorter than what is needed: then it is sent whole, and several are read.
+        # A chunk may be shorter than the window: then it is sent whole, and several chunks are read.
         each = ends.shape[2]
         gathered = compat.all_gather(ends.flatten(1, 2).unsqueeze(0), self.split.group)
         whole = F.pad(self.split.in_order(gathered), (0, 0, tokens, 0))

@@ -1,7 +1,7 @@
-"""Context parallelism by exchanging heads: for its attention a layer goes from all heads of a part of the sequence to
-some heads of the whole (Jacobs et al. 2023, "DeepSpeed Ulysses").
+"""Context parallelism by exchanging heads: for attention, a layer switches from all heads of a part of the sequence to
+some heads of the whole sequence (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
-Two all-to-alls per layer and forward, two in backward. Attention itself is what it is on one process.
+Two all-to-alls per layer and forward, two in backward. Attention itself is the same as on one process.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from forge.runtime import compat
 class UlyssesAttention:
     """Each rank computes heads / cp heads over the whole sequence, by `inner`.
 
-    cp must divide the heads, not the key/value heads. Where it does not divide the key/value heads, each is sent several
-    times, so that every rank gets those of its query heads.
+    cp must divide the heads, not the key/value heads. If it does not divide the key/value heads, each is sent several
+    times, so that every rank gets the key/value heads of its query heads.
     """
 
     def __init__(self, split: SequenceSplit, inner: SdpaAttention = sdpa_attention):

@@ -1,4 +1,4 @@
-"""`DataParallel`: how ranks that read different data share one model, and the choice of the engine.
+"""`DataParallel`: how data-parallel ranks share one model, and the choice of the engine.
 
 The layer above calls every engine in the same way and order, whether a parameter is gathered unit by unit
 (forge/parallel/engines/fsdp.py) or lies in a contiguous buffer (forge/parallel/engines/buffered).
@@ -28,7 +28,7 @@ class DataParallel(Protocol):
     name: str
     """The engine as the log names it."""
     shards: list[Shard]
-    """What the optimizer updates, in the order of `named_parameters`; there after `allocate`."""
+    """The parameters that the optimizer updates, in the order of `named_parameters`; available after `allocate`."""
 
     copies: dict[Tensor, Tensor]
     """This rank's part of narrower copies that the model computes with, by parameter of a shard; there after `allocate`."""
@@ -43,7 +43,7 @@ class DataParallel(Protocol):
         """
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Call after a pipeline has computed gradients of weights apart from those of inputs; `last`: of the step."""
+        """Call after a pipeline has computed weight gradients separately from input gradients; `last`: of the step."""
 
     def start_gradient_sync(self) -> None:
         """Call after the last backward: launch all reductions over data ranks that are not under way."""
@@ -52,26 +52,26 @@ class DataParallel(Protocol):
         """Complete these reductions: the gradients of `shards` are sums over data ranks."""
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        """Call after `shards`, and `copies` of those in `copied`, have been written to: the model uses them from now on."""
+        """Call after `shards`, and `copies` of `copied`, have been written: the model then uses the new values."""
 
     def zero_gradients(self) -> None:
         """Discard the gradients."""
 
     def replicated_tensors(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
-        """Tensors besides `shards` that must be bit-identical across a group: name, what to compare, the group."""
+        """Tensors besides `shards` that must be bit-identical across a group: name, tensor, group."""
 
     def memory(self) -> dict[str, int]:
-        """Return what this rank's device holds through a step, in bytes by kind. Not collective."""
+        """Return this rank's device memory through a step, in bytes by kind. Not collective."""
 
     def accumulation_memory_summary(self) -> str:
-        """Return, for the log, what lies in memory between the microbatches of a step. Not collective."""
+        """Return, for the log, the memory held between the microbatches of a step. Not collective."""
 
 
 def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
-    """Put the engine that `parallel.data_parallel` names on `model` (on the meta device), in place. Collective.
+    """Apply the engine of `parallel.data_parallel` to `model` (on the meta device), in place. Collective.
 
-    fsdp2 has nothing to shard where no other rank has the same parameters. Contiguous buffers then hold as much and
-    spend no hooks, casts and copies on gathering and reducing, so they take its place.
+    If no other rank shares its parameters, fsdp2 has nothing to shard. Contiguous buffers then replace it: they hold as
+    much memory and need no hooks, casts and copies for gathering and reducing.
     """
     parallel = layout.parallel
     if parallel.data_parallel != "fsdp2":
@@ -92,9 +92,9 @@ def _alone(layout: Layout) -> bool:
 
 
 def _buffers_take_no_more_memory(layout: Layout) -> bool:
-    """Whether fsdp2 would hold gradients as wide as those of the buffers, and no key makes it hold less in one process.
+    """Whether fsdp2's gradients would be as wide as the buffers', and no key makes fsdp2 hold less in one process.
 
-    Its gradients are in `storage`, and between microbatches in `reduce`.
+    fsdp2's gradients are in `storage`, and between microbatches in `reduce`.
     """
     gradient = torch.promote_types(promoted(layout.compute), layout.reduce)
     held = layout.storage

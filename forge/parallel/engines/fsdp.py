@@ -1,17 +1,17 @@
 """`FullySharded`: the data-parallel engine on PyTorch's FSDP2.
 
-Units: the embedding, every block, and the final norm with the head; a tied embedding is shared by both ends of the
+Units: the embedding, every block, and the final norm with the head. A tied embedding is shared by both ends of the
 model and so belongs to the root. The routed experts of a layer are a unit inside its block, over other ranks: those
-that share one expert. forge/parallel/precision.py divides a unit in which modules compute in different dtypes.
+that share one expert. forge/parallel/precision.py divides a unit whose modules compute in different dtypes.
 Gradients are summed, never averaged: the loss is divided by the global number of tokens before backward, so a sum over
 ranks is the gradient (torch.distributed.fsdp.fully_shard: gradient divide factor).
 
-Accumulation: each microbatch's gradient is reduce-scattered at once and held sharded in the storage dtype, so nothing
-of the model's full size waits for the last microbatch; with replicas the all-reduce over them happens only there.
-`parallel.defer_gradient_reduction` does the opposite: one reduction per step, and full-size gradients until then.
-`parallel.reshard_after_forward = "never"` gathers parameters once per step.
-A rank that shares its copy of the model with no other holds everything in full size anyway, so there gradients are
-added up as backward makes them, and parameters are cast once per step instead of once per microbatch.
+Accumulation: each microbatch's gradient is reduce-scattered at once and held sharded in the storage dtype, so no
+full-size gradient waits for the last microbatch; with replicas the all-reduce over them happens only in the last
+microbatch. `parallel.defer_gradient_reduction` does the opposite: one reduction per step, and full-size gradients until
+then. `parallel.reshard_after_forward = "never"` gathers parameters once per step. A rank with an unshared copy of the
+model holds everything in full size anyway. Its gradients are added up in backward, and its parameters are cast once per
+step instead of once per microbatch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FullySharded:
     copies: dict[Tensor, Tensor]
 
     def __init__(self, model: Transformer, layout: Layout):
-        # What this rank holds of the model once all units are gathered.
+        # This rank's part of the model once all units are gathered.
         self._unsharded_numel = sum(local(parameter).numel() for parameter in model.parameters())
         groups, dtypes = plan_units(model, layout.precision)
         whole = replicated_parameters(model, dtypes, layout)
@@ -64,7 +64,7 @@ class FullySharded:
         self._whole = {name for name, parameter in model.named_parameters() if parameter in whole}
         if layout.compile.enabled:
             _refuse_units_in_blocks(model, groups)
-        # What ends the model is needed again at once in backward: the last block, and the group behind it.
+        # Backward needs the end of the model again at once: the last block, and the group after it.
         ends = len(groups) - (3 if model.norm is not None else 2)
         sharded = [
             [_shard_unit(unit, layout, whole, last=number >= ends) for unit in group]
@@ -82,17 +82,17 @@ class FullySharded:
         ]
         assert isinstance(model, FSDPModule)
         self._model, self._root, self._layout = model, model, layout
-        # What is sharded is what is computed with, but for the scales of weights that are gathered in float8.
+        # The sharded parameters are the compute parameters. Only float8 scales need a refresh.
         self._refresh_scales = scale_refresher(model)
 
     def allocate(self, device: torch.device) -> None:
-        """Shards lie on the CPU under parallel.cpu_offload; buffers are always on `device`."""
+        """Shards are on the CPU under parallel.cpu_offload; buffers are always on `device`."""
         self._device = device
         self._model.to_empty(device="cpu" if self._layout.parallel.cpu_offload else device)
         for module in self._model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-        self.copies = {}  # FSDP2 casts what it gathers
+        self.copies = {}  # FSDP2 casts in its gather
         self.shards = [
             _shard_of(name, parameter, self._layout, name in self._whole)
             for name, parameter in self._model.named_parameters()
@@ -101,9 +101,9 @@ class FullySharded:
 
     def begin_microbatch(self, *, last: bool) -> None:
         parallel = self._layout.parallel
-        # `never` keeps gathered parameters until the last microbatch is done, and so does `auto` where forward frees nothing:
-        # in a pipeline, where other microbatches are under way, and in units that no other rank shares. What forward frees
-        # must not stay: recomputation, which gathers it, would issue operations that forward did not.
+        # `never` keeps gathered parameters until the last microbatch is done. `auto` does so if forward frees nothing:
+        # in a pipeline, because other microbatches are in flight, and in unshared units. Parameters freed by forward
+        # must not stay: recomputation gathers them again, and would issue other operations than forward.
         choice = parallel.reshard_after_forward
         self._root.set_is_last_backward(last)
         for unit, alone in self._units:
@@ -114,7 +114,7 @@ class FullySharded:
             unit.set_reshard_after_backward(last or not stays, recurse=False)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Do what backward's hooks would have done, had these gradients come from a backward."""
+        """Do the work of backward's hooks for gradients that were computed outside of a backward."""
         for group in compat.fsdp_parameter_groups(self._root):
             group.post_backward()
         compat.end_fsdp_backward(self._root)
@@ -127,7 +127,7 @@ class FullySharded:
             sum_gradients(self._replicated, self._layout.meshes.loss)
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        # Backward frees what was gathered, but what a forward without a backward gathered may still be there.
+        # Backward frees gathered parameters, but parameters gathered by a forward without backward may still be there.
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -140,7 +140,7 @@ class FullySharded:
         return ()
 
     def memory(self) -> dict[str, int]:
-        # What is offloaded lies elsewhere.
+        # Offloaded parameters are not on the device.
         here = [shard.data.nbytes for shard in self.shards if shard.data.device.type == self._device.type]
         return {"parameters": sum(here), "gradients": sum(here)}
 
@@ -195,7 +195,7 @@ def _degree(mesh: DeviceMesh) -> int:
 
 
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
-    """Experts are dealt out whole; where there are fewer than ranks, each is cut, if it comes out even."""
+    """Shard experts by whole experts; if there are fewer experts than ranks, cut each expert, if the cut is even."""
     n_experts = local(parameter).shape[0]
     return Split(1 if n_experts < ranks and parameter.shape[1] % ranks == 0 else 0)
 
@@ -206,11 +206,11 @@ def _defers(layout: Layout) -> bool:
 
 
 def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: bool) -> bool | int:
-    """Whether parameters gathered from `degree` ranks are freed after forward, or over how many they stay sharded.
+    """Whether parameters gathered from `degree` ranks are freed after forward, or over how many ranks they stay sharded.
 
-    `auto` frees them where another rank holds part of them, but for what backward begins with (`last`), and never in a
-    pipeline, which would gather them again for every microbatch. FSDP2 cannot keep sharded over fewer ranks what is
-    split over ep: where a number is given, experts are freed.
+    `auto` frees them if another rank holds part of them, except for the first units of backward (`last`). It never does
+    in a pipeline, which would gather them again for every microbatch. FSDP2 cannot keep parameters sharded over fewer
+    ranks if they are split over ep: with a number, experts are freed.
     """
     choice = layout.parallel.reshard_after_forward
     if isinstance(choice, int) and experts:
@@ -224,12 +224,12 @@ def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: 
 def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: int) -> None:
     """Gather the parameters of the next `number` groups while one computes, in forward and in backward.
 
-    0 leaves it to PyTorch: none in forward but what its streams overlap by themselves, one in backward.
+    0 uses PyTorch's default: no prefetch in forward beyond the overlap of its streams, one unit in backward.
     """
     if number == 0:
         return
     ends: list[object] = [model.embedding, *model.layers.values(), model.norm, model.head]
-    # Each group in the order in which forward needs it: the last unit lies around the others.
+    # Each group in the order of forward's use: the last unit encloses the others.
     ordered = [group[::-1] for group in groups[:-1]]
     # Multi-token prediction calls the embedding again after the last block: it must not gather the first block then, which
     # would stay gathered until backward, mxfp8 weights in the codes of forward. The root gathers that block instead.
@@ -242,9 +242,9 @@ def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: in
         after = [module for later in ordered[place + 1 : place + 1 + number] for module in later]
         before = [module for earlier in ordered[max(0, place - number) : place][::-1] for module in earlier]
         for unit in group:
-            # A unit inside a block gathers for no other: recomputation, which runs forward again, would gather for the
-            # block behind. And what is inside is gathered before recomputation gets there, as it was in forward:
-            # selective checkpointing does not allow it to issue more operations than it has recorded.
+            # A unit inside a block prefetches no other unit: recomputation, which runs forward again, would gather the
+            # next block. And units inside are gathered before recomputation reaches them, as in forward: selective
+            # checkpointing does not allow it more operations than it has recorded.
             if unit in ends and unit is not again:
                 unit.set_modules_to_forward_prefetch(after)
             wanted = [*group[1:], *before] if unit in ends else []
@@ -291,9 +291,9 @@ def _shard_of(name: str, parameter: nn.Parameter, layout: Layout, whole: bool) -
 def replicated_parameters(
     model: Transformer, dtypes: Mapping[nn.Parameter, torch.dtype], layout: Layout
 ) -> set[nn.Parameter]:
-    """Return the parameters of routers that need no cast to compute, and those of decays, which cast by themselves.
+    """Return the parameters of routers that compute without a cast, and of decays, which cast themselves.
 
-    None where nothing is sharded, or all is offloaded.
+    None if nothing is sharded, or everything is offloaded.
     """
     if layout.meshes.fsdp.size() == 1 or layout.parallel.cpu_offload:
         return set()
@@ -302,7 +302,7 @@ def replicated_parameters(
 
 
 def units_without(units: Sequence[Unit], parameters: set[nn.Parameter]) -> list[Unit]:
-    """Return `units`, those that have no parameter but `parameters` left out; others lose the modules of which this holds."""
+    """Return `units` without `parameters`: units and modules with no other parameters are left out."""
     kept = []
     for unit in units:
         modules = tuple(

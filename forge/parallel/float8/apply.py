@@ -1,4 +1,4 @@
-"""Matrix products in float8: which linear layers and experts compute in it, and whether a GPU's kernels do it.
+"""Matrix products in float8: the converted linear layers and experts, and whether a GPU's kernels compute them.
 
     tensorwise  one scale per operand; with FSDP the weights can be gathered in float8, half the bytes of bfloat16
     rowwise     one scale per row, a power of two: closer to the exact product, somewhat slower
@@ -6,7 +6,8 @@
     mxfp8       one scale per 32 values, a power of two (formats.py)
 
 torchao computes the first two (torchao.py). The other two also take routed experts. Parameters stay in `precision.storage`
-and keep their names, so checkpoints do not depend on the recipe. Where the hardware has no kernel, the products are emulated:
+and keep their names, so checkpoints do not depend on the recipe. If the hardware has no kernel, the products are
+emulated:
 operands are rounded to float8 and multiplied in a wider format.
 """
 
@@ -82,7 +83,7 @@ def apply_float8(model: nn.Module, layout: Layout) -> None:
 def _gather(
     model: nn.Module, layers: Iterable[str], experts: Iterable[str], form: Format, layout: Layout
 ) -> None:
-    """Let FSDP2 gather weights in `form` where that is possible; log how many."""
+    """Let FSDP2 gather weights in `form` if possible; log how many."""
     weights = {f"{name}.weight": (model.get_submodule(name), "weight") for name in layers}
     weights |= {
         f"{name}.{leaf}": (model.get_submodule(name), leaf) for name in experts for leaf in ("w13", "w2")

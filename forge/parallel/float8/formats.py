@@ -62,7 +62,7 @@ class Format:
             exponents, multipliers = _power_scales(amax)
             scales = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
         else:
-            # The order of operations is that of torchao's kernels, so that scales are equal bit for bit.
+            # The order of operations follows torchao's kernels, so scales are equal bit for bit.
             multipliers = (LARGEST / amax.double().clamp(min=SMALLEST)).float()
             scales = 1.0 / multipliers
         codes = (blocks * multipliers).clamp(-LARGEST, LARGEST).to(CODES)

@@ -1,6 +1,6 @@
 """FSDP2 gathers weights of the block formats as codes and scales, a byte per weight instead of two.
 
-A shard holds whole blocks, so its codes are those of the whole weight. FSDP2 finds the two hooks of
+A shard holds whole blocks, so its codes equal the whole weight's. FSDP2 finds the two hooks of
 `ShardedWeight` (its tensor subclass extension): one quantises the shard, the other makes the gathered weight.
 
     blockwise  square blocks serve the products of forward and backward
@@ -83,7 +83,7 @@ class ShardedWeight(torch.Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: tuple[int, ...], dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """Return the gathered weight and what FSDP2 frees; with `out`, a gathered weight, update that."""
+        """Return the gathered weight and the tensors that FSDP2 frees; with `out`, a gathered weight, update `out`."""
         codes, scales = outputs
         if out is not None:
             out.codes, out.scales, out.summed = codes, scales, metadata[0]
@@ -92,7 +92,7 @@ class ShardedWeight(torch.Tensor):
 
 
 class GatheredWeight(torch.Tensor):
-    """A whole weight in codes and scales, for products that sum over `summed`. Shape and dtype are those of its values."""
+    """A whole weight in codes and scales, for products that sum over `summed`. Shape and dtype are of the values."""
 
     @staticmethod
     def __new__(
@@ -129,7 +129,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def may_gather_in_blocks(form: Format, layout: Layout | Config) -> bool:
-    """Return whether FSDP2 gathers weights of `form` as codes and scales where each rank has whole blocks."""
+    """Return whether FSDP2 gathers weights of `form` as codes and scales, if each rank has whole blocks."""
     if layout.precision.float8_all_gather is False or layout.parallel.data_parallel != "fsdp2":
         return False
     if layout.parallel.tp > 1 or layout.parallel.ep > 1 or layout.compile.enabled:
@@ -138,7 +138,7 @@ def may_gather_in_blocks(form: Format, layout: Layout | Config) -> bool:
 
 
 def gather_in_blocks(weights: dict[str, tuple[nn.Module, str]], form: Format, layout: Layout) -> list[str]:
-    """Let FSDP2 gather these parameters, each an attribute of a module, as codes and scales; return the names of those."""
+    """Let FSDP2 gather these parameters, each an attribute of a module, as codes and scales; return their names."""
     if not may_gather_in_blocks(form, layout):
         return []
     taken = []
@@ -157,7 +157,7 @@ def gather_in_blocks(weights: dict[str, tuple[nn.Module, str]], form: Format, la
 
 
 def gather_plain(modules: tuple[nn.Module, ...]) -> None:
-    """Give `modules` plain weights in place of those whose codes would serve only forward or only backward."""
+    """Replace weights of `modules` by plain ones if their codes would serve only forward or only backward."""
     for module in modules:
         for inner in module.modules():
             for name, weight in list(inner.named_parameters(recurse=False)):

@@ -1,4 +1,4 @@
-"""Which GPU has kernels for which recipe, and what computes a block format's products."""
+"""The GPUs with kernels for each recipe, and the choice of a block format's products."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def product_format(precision: Precision, device_type: str) -> str:
 
 
 def products_for(form: Format, *, emulate: bool) -> Products:
-    """Return the products of `form`: emulated, or those of this machine's GPU."""
+    """Return the products of `form`: emulated, or by the kernels of this machine's GPU."""
     if emulate:
         return Emulated(form)
     # Imported here, because they import torchao.

@@ -6,7 +6,7 @@ Every product becomes a b^T of two matrices quantised along their rows, both pad
     input gradient  a = dy [tokens, out]    b = W^T [in, out]
     weight gradient a = dy^T [out, tokens]  b = x^T [in, tokens], each sequence padded to whole blocks
 
-The codes and scales are those of `Format.quantise`, as in emulation, so a GPU changes only the order of float32 sums.
+The codes and scales are from `Format.quantise`, as in emulation, so a GPU changes only the order of float32 sums.
 
     blockwise  Hopper: cuBLASLt (torch.nn.functional.scaled_mm). Blackwell, which has no such kernel: torchao's Triton
                kernels. Experts are emulated: PyTorch has no grouped kernel, and torchao's needs DeepGEMM

@@ -39,7 +39,7 @@ class BlockFormatLinear(nn.Linear):
         assert isinstance(x, DTensor)
         mesh, placement = weight.device_mesh, weight.placements[0]
         split_outputs, split_inputs = placement == Split(0), placement == Split(1)
-        # Where each rank computes other outputs of the same input, the input's gradient is a sum over ranks.
+        # If each rank computes other outputs of the same input, the input's gradient is a sum over ranks.
         own = x.to_local(grad_placements=[Partial()] if split_outputs else x.placements)
         y = BlockLinear.apply(own, weight.to_local(), self.products)
         if bias is not None:

@@ -9,11 +9,11 @@ A linear layer y = x W^T has three products, and each sums over another dimensio
 so x, dy and (under mxfp8) W are quantised twice, along the dimension of the product. Blocks of tokens begin at the start of a
 sequence: they do not depend on the microbatch, and not on the layout as long as every rank has whole blocks.
 
-Routed experts: output and input gradient likewise, in one grouped product over all experts. Their weight gradient is computed
-from the unquantised values: blocks along the tokens of an expert would depend on the tokens that arrive together, that is, on
-the layout and the microbatch (torchao's recipe MXFP8_RCEIL_WGRAD_WITH_HP does the same).
+Routed experts: output and input gradient likewise, in one grouped product over all experts. Their weight gradient is
+computed from the unquantised values: blocks along the tokens of an expert would depend on the set of arriving tokens,
+that is, on the layout and the microbatch (torchao's recipe MXFP8_RCEIL_WGRAD_WITH_HP does the same).
 
-What computes the products is a `Products`: `Emulated` in this file, on any device, or the GPU's kernels in kernels.py.
+A `Products` computes the products: `Emulated` in this file, on any device, or the GPU's kernels in kernels.py.
 """
 
 from __future__ import annotations

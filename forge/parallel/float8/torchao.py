@@ -1,6 +1,6 @@
 """torchao's two float8 recipes, tensorwise and rowwise: linear layers are swapped for ones that scale and round operands.
 
-torchao is imported only where one of them is on.
+torchao is imported only if one of them is on.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def convert_with_torchao(
 def scale_refresher(model: nn.Module) -> Callable[[], None]:
     """Return a function to call after each change of the parameters of a sharded `model`. Collective when called.
 
-    Where FSDP gathers weights in float8 it computes their scales, in one all-reduce for all of them; before the first
-    call FSDP computes one per weight and forward, with the same result. Elsewhere it does nothing.
+    If FSDP gathers weights in float8, the function computes all scales in one all-reduce; before the first
+    call FSDP computes one per weight and forward, with the same result. Otherwise it does nothing.
     """
     gathers = "enable_fsdp_float8_all_gather"
     if not any(getattr(getattr(module, "config", None), gathers, False) for module in model.modules()):
@@ -58,7 +58,7 @@ def gathers_in_float8(chosen: dict[str, nn.Linear], layout: Layout) -> bool:
         return False
     if wanted == "auto" and (parallel.data_parallel != "fsdp2" or parallel.tp > 1):
         return False
-    # torchao takes the largest element of what each rank holds, and fails where a rank holds nothing.
+    # torchao takes the largest element of each rank's shard, and fails on an empty shard.
     ranks = mesh.size(mesh.ndim - 1)
     empty = [name for name, layer in chosen.items() if _holders(layer.weight.shape[0], ranks) < ranks]
     if empty and wanted is True:

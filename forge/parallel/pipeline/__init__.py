@@ -1,4 +1,4 @@
-"""A pipeline: groups of ranks that hold different layers, and the order in which microbatches go through them."""
+"""A pipeline: groups of ranks with different layers, and the order in which microbatches pass through them."""
 
 from forge.parallel.pipeline.execute import PipelinedModel, StageModel
 from forge.parallel.pipeline.plan import Stage, plan_pipeline

@@ -1,13 +1,13 @@
-"""`PipelinedModel`: the `ParallelModel` of which each rank holds some layers.
+"""`PipelinedModel`: a `ParallelModel` with some layers on each rank.
 
 One optimizer step executes this rank's program (`Schedule.programs`), action by action:
 
-    RECV_F  F  SEND_F           an activation goes to the next stage
-    RECV_B  B  SEND_B           the gradient of an activation goes to the stage before
+    RECV_F  F  SEND_F           an activation is sent to the next stage
+    RECV_B  B  SEND_B           the gradient of an activation is sent to the previous stage
     RECV_B  I  SEND_B  ...  W   the same, with the gradients of the weights computed later
 
 The loss is divided by the step's valid tokens before backward, as without a pipeline, and nothing scales gradients
-afterwards. Shapes of activations are known beforehand, so no message and no forward is spent on finding them out.
+afterwards. Shapes of activations are known beforehand, so shapes need no messages and no forwards.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StageModel:
 
 
 class PipelinedModel(ParallelModel):
-    """The stages of this rank, which compute together with those of the other ranks of the pp axis."""
+    """The stages of this rank, which compute together with the other pp ranks' stages."""
 
     def __init__(self, parts: Sequence[StageModel], plan: PipelinePlan, layout: Layout):
         super().__init__([part.model for part in parts], [part.engine for part in parts], layout)
@@ -134,7 +134,7 @@ class PipelinedModel(ParallelModel):
         return (self._config.streams_into(layer), *shape) if mixes else shape
 
     def run_forward(self, part: StageModel, x: Tensor, inputs: Batch) -> Tensor:
-        """Return what the stage computes from `x`: tokens `[batch, seq]`, or the activation of the stage before."""
+        """Return the stage's result for `x`: tokens `[batch, seq]`, or the previous stage's activation."""
         positions = inputs.positions
         piece = x.shape[1] if part.stage.embed else x.shape[-2]
         if positions is None and piece != inputs.tokens.shape[1]:
@@ -148,7 +148,7 @@ class PipelinedModel(ParallelModel):
 class _Run:
     """One execution of a program on this rank; its state is kept by (stage, microbatch).
 
-    losses: sums of the losses that were computed here, float64 `[3]`. outputs: forwards that no backward has used yet.
+    losses: sums of the losses computed on this rank, float64 `[3]`. outputs: forwards not yet used by a backward.
     """
 
     def __init__(self, model: PipelinedModel, microbatches: list[Batch], divisor: Tensor):
@@ -157,7 +157,7 @@ class _Run:
         self.losses = torch.zeros(3, dtype=torch.float64, device=divisor.device)
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self._inputs: dict[tuple[int, int], Tensor] = {}
-        # What an I leaves to its W: the graph from each weight up to where the gradient of the input passed.
+        # State that an I leaves to its W: the graph from each weight to the path of the input's gradient.
         self._weight_graphs: dict[tuple[int, int], list[dict[str, Any]]] = {}
 
     def do(self, action: Action) -> None:
@@ -183,7 +183,7 @@ class _Run:
         inputs, part = self._microbatches[microbatch], self._model.stages[stage]
         x = inputs.tokens
         if stage > 0:
-            # A leaf: backward stops here, and its gradient is what the stage before waits for.
+            # A leaf: backward stops here, and the previous stage waits for its gradient.
             x = self.messages.take(Action(stage, "F", microbatch))
             self._inputs[stage, microbatch] = x.requires_grad_(torch.is_grad_enabled())
         output = self.outputs[stage, microbatch] = self._model.run_forward(part, x, inputs)
@@ -243,8 +243,8 @@ class _Run:
 class Messages:
     """Activations and their gradients between stages; sent only if the neighbour is on another rank.
 
-    Each is kept under the action that needs it: F the input of its stage, B the gradient of its output. Nothing waits but
-    `take`, for the one tensor that it returns.
+    Each is kept under the action that needs it: F the input of its stage, B the gradient of its output. Only
+    `take` waits, for the one tensor that it returns.
     """
 
     def __init__(self, model: PipelinedModel, device: torch.device):
@@ -259,7 +259,7 @@ class Messages:
         self._here[user] = compat.arrived(tensor)
 
     def take(self, user: Action) -> Tensor:
-        """Return what was put or received for `user`, once."""
+        """Return the tensor put or received for `user`, once."""
         if user in self._here:
             return self._here.pop(user)
         work, tensor = self._receiving.pop(user)
@@ -267,17 +267,18 @@ class Messages:
         return tensor
 
     def send(self, user: Action) -> None:
-        """Start to send what was put for the stage of `user` to its rank."""
+        """Start to send the tensor put for the stage of `user` to its rank."""
         tensor = self._here.pop(user).contiguous()
         work = self._isend(tensor, **self._with(user.stage, "group_dst"))
         assert work is not None
         self._sending.append((work, tensor))
-        # A tensor must live until it is sent; free those that are. Only `close` waits for the others.
+        # A tensor must live until it is sent; free sent ones. Only `close` waits for the others.
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
 
     def receive(self, user: Action, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Start to receive what another rank sends for the stage of `user`."""
+        """Start the receive of the tensor that `user` needs: for F the previous stage's activation, for B the next
+        stage's gradient."""
         source = user.stage - 1 if user.kind == "F" else user.stage + 1
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         work = dist.irecv(tensor, **self._with(source, "group_src"))
@@ -285,7 +286,7 @@ class Messages:
         self._receiving[user] = work, tensor
 
     def _with(self, stage: int, key: str) -> dict[str, Any]:
-        """Return the group that this rank has with the one of `stage`, and under `key` that one's rank in it."""
+        """Return this rank's group with the rank of `stage`, and under `key` that rank's number in the group."""
         group = self._groups[self._rank_of[stage]]
         return {"group": group, key: 1 - group.rank()}
 
@@ -302,7 +303,7 @@ def _tied_shard(parts: Sequence[StageModel]) -> Shard | None:
 
 
 def neighbour_groups(pipeline: dist.ProcessGroup, rank_of: Sequence[int]) -> dict[int, dist.ProcessGroup]:
-    """Return the groups of two in which this rank is, by the other's rank in `pipeline`. Collective over all ranks.
+    """Return this rank's groups of two, by the other's rank in `pipeline`. Collective over all ranks.
 
     rank_of: the rank of the pipeline that holds each stage.
     """
@@ -319,7 +320,7 @@ def neighbour_groups(pipeline: dist.ProcessGroup, rank_of: Sequence[int]) -> dic
         joined.append(pair)
     stride, found = world.size() // ranks, {}  # pp is the slowest axis
     for pairs in rounds:
-        # Who is in no pair makes a group, too: a group's name, on which its ranks agree, counts those before it.
+        # A rank without a pair also makes a group: ranks agree on a group's name, which counts the groups before it.
         alone = [(rank,) for rank in range(ranks) if rank not in {r for pair in pairs for r in pair}]
         sets = [[stride * r + line for r in few] for few in [*pairs, *alone] for line in range(stride)]
         group = new_group(world, sets, on_cpu=False)

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers (global indices); embed: with the embedding before them; head: with norm and head behind them."""
+    """Consecutive layers (global indices); embed: preceded by the embedding; head: followed by norm and head."""
 
     index: int
     layers: range
@@ -43,7 +43,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """All stages of the pipeline, and what each rank of the pp axis does with its own."""
+    """All stages of the pipeline, and each pp rank's program."""
 
     stages: list[Stage]
     schedule: Schedule
@@ -63,7 +63,7 @@ class PipelinePlan:
 def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
     """Make stages and schedule, and log them.
 
-    Raises UserError for what is wrong with a schedule's CSV file; everything else was checked with the configuration.
+    Raises UserError for mistakes in a schedule's CSV file; everything else was checked with the configuration.
     """
     name, pp, whole = config.pipeline.schedule, degrees.pp, whole_backward_because(config)
 
@@ -76,7 +76,7 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
             made = make_schedule(name, pp, number_of_stages(config), number)
         if whole is not None:
             return made.unsplit()
-        # The embedding's gradient has several paths through the last stage, of which some do not pass its input: PyTorch's
+        # The embedding's gradient has several paths through the last stage, and some do not pass its input: PyTorch's
         # split would walk their common part twice.
         return made.unsplit({len(made.rank_of) - 1}) if config.model.mtp is not None else made
 
@@ -102,10 +102,10 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
 
 
 def whole_backward_because(config: Config) -> str | None:
-    """Return why the gradients of weights cannot be computed apart from those of the input; None if they can.
+    """Return the reason why weight gradients cannot be computed separately from input gradients; None if they can.
 
     Activation checkpointing would recompute its block for the input and once more for every weight (selective
-    checkpointing refuses to); and the backward of a compiled block is one piece, which would run as a whole for each.
+    checkpointing refuses to). The backward of a compiled block is one piece, which would run as a whole for each.
     """
     if config.compile.enabled:
         return "compile.enabled: blocks would be computed again for every weight"
@@ -140,7 +140,7 @@ class Costs:
 
 
 def make_stages(config: Config, stages: int = 0) -> list[Stage]:
-    """Divide the layers among stages; `stages`: how many, where the configuration leaves it open."""
+    """Divide the layers among stages; `stages`: their number, if the configuration does not set it."""
     chosen, n_layers = config.pipeline.layers_per_stage, config.model.n_layers
     if isinstance(chosen, tuple):
         counts = list(chosen)
@@ -175,7 +175,8 @@ def split_by_cost(costs: Costs, stages: int) -> list[int]:
     def best(
         price: Callable[[int], float], total_of: Callable[[float, float], float]
     ) -> tuple[float, list[int]]:
-        """Return the least total of the stages' prices, and where the stages end: dynamic programming from the last one."""
+        """Return the least total price of the stages, and the ends of the stages: dynamic programming from the last
+        one."""
 
         @cache
         def rest(index: int, begin: int) -> tuple[float, list[int]]:
@@ -199,7 +200,7 @@ def split_by_cost(costs: Costs, stages: int) -> list[int]:
 
 
 def layer_costs(config: Config) -> Costs:
-    """Count what each layer of the model computes, from the modules of the model, built on the meta device.
+    """Return the cost of each layer, from the modules of the model on the meta device.
 
     The embedding counts as an eighth of the head's product: it multiplies nothing, but it moves as much memory, and its
     gradient is as large.

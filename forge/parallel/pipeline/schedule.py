@@ -1,7 +1,7 @@
-"""What each rank of a pipeline does, and when: the order of computations, the messages between them, the idle time.
+"""Each pipeline rank's actions over time: the order of computations, the messages between them, the idle time.
 
-PyTorch's schedule classes make the orders, as tables of actions; execute.py runs them. An action is written as PyTorch
-writes it, `2F0`: stage, kind, microbatch.
+PyTorch's schedule classes make the orders, as tables of actions; execute.py runs them. An action is written in PyTorch's
+form, `2F0`: stage, kind, microbatch.
 
     F  forward              B  backward
     I  gradients of the stage's input alone      W  those of its weights, later
@@ -69,11 +69,11 @@ class Schedule:
 
     @cached_property
     def timeline(self) -> list[list[TimedAction]]:
-        """When each rank computes what, if messages take no time and all stages cost the same."""
+        """Each rank's actions over time, if messages take no time and all stages cost the same."""
         return self.timed(lambda action: DURATION[action.kind])
 
     def timed(self, duration: Callable[[Action], float], message: float = 0) -> list[list[TimedAction]]:
-        """When each rank computes what, if actions take as long as `duration` says and a message to a rank `message`."""
+        """Each rank's actions over time, if actions take `duration` and a message to another rank takes `message`."""
         done: dict[Action, tuple[int, float]] = {}
         free: list[float] = [0] * len(self.order)
         timed: list[list[TimedAction]] = [[] for _ in self.order]
@@ -116,7 +116,7 @@ class Schedule:
 
     @cached_property
     def _sequence(self) -> list[tuple[int, Action]]:
-        """All actions with their ranks, each after those it needs: ranks take turns, one action each if they can.
+        """All actions with their ranks, each after its inputs: ranks take turns, one action each if possible.
 
         Raises UserError if ranks would wait for each other.
         """
@@ -186,7 +186,7 @@ def make_schedule(name: str, ranks: int, stages: int, microbatches: int) -> Sche
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     rank_of = tuple(place(stage, ranks, v_shaped=name in V_SHAPED) for stage in range(stages))
-    # PyTorch's classes make the tables of all ranks from one rank's stages, of which they read only these numbers.
+    # PyTorch's classes make the tables of all ranks from one rank's stages; they read only these numbers.
     stub = SimpleNamespace(num_stages=stages, group_size=ranks, group_rank=0, group=None, submod=None)
     made = get_schedule_class(name)([stub] * (stages // ranks), microbatches)
     order = tuple(_actions(made.pipeline_order[rank]) for rank in range(ranks))
@@ -202,8 +202,8 @@ def place(stage: int, ranks: int, *, v_shaped: bool) -> int:
 def read_schedule(path: Path, ranks: int, microbatches: int) -> Schedule:
     """Read a schedule from a CSV file as PyTorch writes it: a line per rank, a computation like 2F0 per cell, empty if idle.
 
-    Messages and actions on shards are ignored; forge adds its own. Raises UserError if the file does not exist, or is no
-    schedule for so many ranks and microbatches.
+    Messages and actions on shards are ignored; forge adds its own. Raises UserError if the file does not exist, or is not
+    a schedule for `ranks` and `microbatches`.
     """
     key = f"pipeline.schedule = {path}"
     try:

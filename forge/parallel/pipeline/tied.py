@@ -1,6 +1,6 @@
-"""The weight that the first and the last stage share, where embedding and head are tied.
+"""The weight shared by the first and the last stage, if embedding and head are tied.
 
-The first stage's copy is the parameter: norm, optimizers and checkpoints see only that one. The last stage's copy has the
+The first stage's copy is the parameter: norm, optimizers and checkpoints see only this one. The last stage's copy has the
 same initial values; its gradient is added to the first stage's, and each update is copied to it. Both are cut in the same
 way, so one rank sends to one rank; with a V-shaped schedule both copies are on one rank.
 """
@@ -18,9 +18,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Tied:
-    """`first`, `last`: this rank's shards of the two copies, None where it has no such stage. `ends`: their pp ranks.
+    """`first`, `last`: this rank's shards of the two copies, None without such a stage. `ends`: their pp ranks.
 
-    watched: count changes of the last stage's copy between two updates, such as a bit that flips in its memory.
+    watched: detect and count unexpected changes of the last stage's copy between two updates, e.g. a flipped bit.
     """
 
     def __init__(

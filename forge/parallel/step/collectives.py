@@ -1,9 +1,9 @@
-"""Collectives inside a forward, each with the collective that its gradient needs.
+"""Collectives inside a forward, each with the collective of its gradient.
 
 Tensor parallelism splits activations `[batch, seq, ...]` along the sequence (axis 1) or keeps them whole on every rank.
-Whole tensors come in two kinds, which differ only in the gradient: where ranks go on with different parts of the work,
-each has part of the gradient and the parts must be summed; where all ranks do the same, each has all of it. Below,
-pieces are `[batch, seq / tp, ...]`.
+Whole tensors come in two kinds, which differ only in the gradient. If ranks continue with different parts of the work,
+each has part of the gradient and the parts must be summed; if all ranks do the same work, each has the whole gradient.
+Below, pieces are `[batch, seq / tp, ...]`.
 
 The functional collectives are traced by torch.compile and seen by CommDebugMode.
 """
@@ -25,7 +25,7 @@ SEQUENCE = 1
 
 
 def gather_for_parts(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Gather pieces of the sequence into the whole, for work of which each rank does a part."""
+    """Gather pieces of the sequence into the whole, for work that is split over the ranks."""
     return _Paired.apply(x, mesh, _all_gather, _reduce_scatter)
 
 
@@ -35,7 +35,8 @@ def gather_for_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def share(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return `x`, which is equal on all ranks, for work of which each rank does a part."""
+    """Identity in forward, all-reduce of the gradient in backward. For a replicated `x` that enters work split over the
+    ranks."""
     return _Paired.apply(x, mesh, _unchanged, sum_over)
 
 

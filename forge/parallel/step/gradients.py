@@ -1,4 +1,4 @@
-"""What happens to gradients between backward and the optimizer: one global norm, a decision, clipping.
+"""Gradients between backward and the optimizer: one global norm, a decision, clipping.
 
 Nothing here waits for the device: norm, decision and clip coefficient stay on it.
 """
@@ -69,7 +69,7 @@ def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool, save: boo
             if counted:
                 entries[0] += square
             else:
-                # A replica is in no sum, but where only its memory holds something not finite, all ranks must skip.
+                # A replica is in no sum, but if only its memory holds a non-finite value, all ranks must skip.
                 entries[2] += (~torch.isfinite(square)).double()
     if dist.get_world_size() > 1:
         dist.all_reduce(entries)
@@ -81,7 +81,7 @@ def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool, save: boo
 def clip_gradients(shards: list[Shard], norm: Tensor, max_norm: float, optimizer: object = None) -> None:
     """Scale all gradients in place so that their global norm is at most `max_norm` (0: leave them), on the device.
 
-    An optimizer with a method `scale_by` gets the factor instead, and scales what it reads in its next step.
+    An optimizer with a method `scale_by` gets the factor instead, and scales its gradients in its next step.
 
     Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """

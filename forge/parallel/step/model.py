@@ -54,9 +54,9 @@ class Sums:
 class ParallelModel:
     """A model spread over ranks. Methods are collective unless they say otherwise; the loop calls them in this order.
 
-    parts: this rank's stages of the model (without a pipeline one, all of it). shards: the parameters.
-    buffers: what else belongs into checkpoints, the balancing state of routers. copies: this rank's part of narrower copies
-    that the model computes with, by parameter of a shard.
+    parts: this rank's stages of the model (without a pipeline one, the whole model). shards: the parameters. buffers:
+    other tensors of checkpoints: the balancing state of routers. copies: this rank's part of the narrower compute copies,
+    by parameter of a shard.
     """
 
     def __init__(self, parts: Sequence[Transformer], engines: Sequence[DataParallel], layout: Layout):
@@ -110,7 +110,7 @@ class ParallelModel:
         return Sums(torch.cat([_sum_over(losses, self._meshes.pipeline), tokens.reshape(1)]))
 
     def finalize_gradients(self) -> None:
-        """Complete the sums of gradients over every axis: after this, gradients of shards are those of the global batch."""
+        """Complete the sums of gradients over every axis. Afterwards the shards' gradients are the global batch's."""
         for engine in self._engines:
             engine.finish_gradient_sync()
         if self._partial:
@@ -123,7 +123,7 @@ class ParallelModel:
         return None if self._routers is None else self._routers.update(skip)
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        """Recompute what derives from the parameters, but for `copies` of those in `copied`, which have been written, too.
+        """Recompute tensors derived from the parameters, except `copies` of `copied`, which have already been written.
 
         Call after each optimizer step, and after a load into a used model.
         """
@@ -131,7 +131,7 @@ class ParallelModel:
             engine.after_update(copied)
 
     def zero_gradients(self) -> None:
-        """Discard the gradients, and what else was measured with them."""
+        """Discard the gradients, and everything measured with them."""
         for engine in self._engines:
             engine.zero_gradients()
         if self._largest_logits is not None:
@@ -154,12 +154,12 @@ class ParallelModel:
         return self._split.logits(self._logits, tokens)
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
-        """Yield tensors besides `shards` that must be bit-identical across a group: name, what to compare, the group."""
+        """Yield tensors besides `shards` that must be bit-identical across a group: name, tensor, group."""
         for engine in self._engines:
             yield from engine.replicated_tensors()
 
     def memory(self) -> dict[str, int]:
-        """Return what this rank's device holds through a step, in bytes by kind. Not collective."""
+        """Return this rank's device memory through a step, in bytes by kind. Not collective."""
         of_engines = [engine.memory() for engine in self._engines]
         return {kind: sum(memory[kind] for memory in of_engines) for kind in of_engines[0]}
 
@@ -169,7 +169,7 @@ class ParallelModel:
         return self._engines[0].name
 
     def accumulation_memory_summary(self) -> str:
-        """Return, for the log, what lies in memory between the microbatches of a step. Not collective."""
+        """Return, for the log, the memory held between the microbatches of a step. Not collective."""
         return "; ".join(engine.accumulation_memory_summary() for engine in self._engines)
 
     def _forward_backward(self, microbatches: list[Batch], divisor: Tensor) -> Tensor:
@@ -177,11 +177,11 @@ class ParallelModel:
         raise NotImplementedError
 
     def _forward(self, inputs: Batch) -> Tensor | None:
-        """Return what the whole model's forward returns; None where another rank has its end."""
+        """Return the result of the whole model's forward; None if the end of the model is on another rank."""
         raise NotImplementedError
 
     def _logits(self, inputs: Batch) -> Tensor:
-        """Return, on every rank, what the whole model's forward returns for inputs without labels."""
+        """Return, on every rank, the result of the whole model's forward for inputs without labels."""
         raise NotImplementedError
 
 

@@ -19,10 +19,10 @@ from forge.shard import Box, Shard
 
 @dataclass(frozen=True)
 class RouterReport:
-    """What the routers did in one step; device values, equal on all ranks.
+    """The routers' statistics of one step; device values, equal on all ranks.
 
     values: float64 `[layers, n_experts + 5]`: choices of each expert | balancing loss and z-loss, means over valid tokens
-    without their coefficients | choices dropped | lowest and highest bias, after the step. layers: whose rows these are.
+    without their coefficients | choices dropped | lowest and highest bias, after the step. layers: layer of each row.
     """
 
     values: Tensor

@@ -1,18 +1,19 @@
-"""Tensor parallelism: the ranks of one mesh share every matrix product; with sequence parallelism also the rest.
+"""Tensor parallelism: the ranks of one mesh share every matrix product; with sequence parallelism also the other
+operators.
 
 Per block and direction there are two all-gathers and two reduce-scatters; without sequence parallelism two all-reduces.
-Which style each module has, and what that does to it: forge/parallel/tensor/plan.py. Experts are left whole
+Styles of modules and their effects: forge/parallel/tensor/plan.py. Experts are left whole
 (forge/parallel/expert.py).
 
-A parameter that is whole on every rank, but whose gradient is made from this rank's part of the activations only (norms
-and routers on pieces of the sequence, QK-norm on some of the heads), has partial gradients: they are summed over the
+A parameter may be whole on every rank while its gradient comes from this rank's part of the activations only (norms
+and routers on pieces of the sequence, QK-norm on some of the heads). Such partial gradients are summed over the
 ranks once per step, all in one collective (`sum_gradients`).
 
-Loss: each rank computes the logits of its own rows of the vocabulary, and nobody gathers them. Per chunk of tokens the
-ranks exchange two numbers per token: the logsumexp over a rank's own rows, and the target's logit, which is 0 on all ranks
-but the one that holds the target's row. The logsumexp of the logsumexps is the one over the whole vocabulary (Shoeybi et
-al. 2019, "Megatron-LM", section 3, where maximum and sum are sent separately). Gradients of a rank's own logits and rows
-are local; those of hidden states are summed over the ranks.
+Loss: each rank computes the logits of its own rows of the vocabulary; they are not gathered. Per chunk of tokens the
+ranks exchange two numbers per token: the logsumexp over a rank's own rows, and the target's logit, which is 0 on all
+ranks except the owner of the target's row. The logsumexp of the logsumexps is the one over the whole vocabulary (Shoeybi
+et al. 2019, "Megatron-LM", section 3, which sends maximum and sum separately). Gradients of a rank's own logits and rows
+are local; gradients of hidden states are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ INTO_STREAM = tuple(f".{back}" for _, back in PARTS.values())
 def apply_tensor(model: Transformer, layout: Layout) -> None:
     """Split `model` (on the meta device) in place over the tp ranks; all parameters but experts' become DTensors.
 
-    Raises UserError if the plan does not fit the model, or if asynchronous collectives are asked for without a card.
+    Raises UserError if the plan does not fit the model, or if asynchronous collectives are requested without a GPU.
     """
     mesh, parallel = layout.meshes.tp, layout.parallel
     # It warns of every redistribution over more than one axis; none is in a step, some are in tests and tools.
@@ -118,7 +119,7 @@ def _overlap_collectives(mesh: DeviceMesh) -> None:
 class TensorLoss(FusedLoss):
     """FusedLoss for a head whose weight is a DTensor over `mesh`; sums and logits are equal on all ranks.
 
-    `pieces`: hidden states come as pieces of the sequence. `first_row`: where this rank's rows of the vocabulary begin,
+    `pieces`: hidden states come as pieces of the sequence. `first_row`: first of this rank's rows of the vocabulary,
     for a weight that is split over it; None: the weight is gathered and every rank computes the whole loss.
     """
 

@@ -29,10 +29,10 @@ from forge.parallel.step.collectives import (
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the model a module lies.
+    """The position of a module in the model.
 
     stream: the layout of the residual stream, in pieces of the sequence or whole on every rank. input: the layout of a
-    linear layer's input that has all features, output: of its output. partial: the module works on only some of the tokens
+    linear layer's input with all features, output: of its output. partial: the module works on only some of the tokens
     or heads.
     """
 
@@ -70,7 +70,7 @@ class WholeProjectionNorm(LocalNorm):
 
 
 class LocalProjectionNorm(ProjectionNorm):
-    """A norm over all heads of which this rank has some, with their part of the weight."""
+    """A norm over all heads, with some of the heads and their part of the weight on this rank."""
 
     def __init__(self, plain: ProjectionNorm, place: Place):
         with torch.device("meta"):
@@ -81,14 +81,15 @@ class LocalProjectionNorm(ProjectionNorm):
     def forward(self, x: Tensor) -> Tensor:
         """x `[batch, seq, heads / tp, head_dim]` -> the same shape."""
         exact = x.flatten(-2).to(promoted(x.dtype))
-        # All ranks need the sum over all heads, and each goes on with its own: the gradient is a sum over them, too.
+        # All ranks need the sum over all heads, and each continues with its own heads: the gradient is a sum over them,
+        # too.
         square = share(sum_to_all(exact.square().sum(-1, keepdim=True), self.mesh), self.mesh)
         weight = local_tensor(self.weight).to(exact.dtype) + (1.0 - self.initial)
         return (exact * torch.rsqrt(square / self.weight.numel() + self.eps) * weight).to(x.dtype).view_as(x)
 
 
 def local_projection_norm(plain: ProjectionNorm, place: Place) -> nn.Module:
-    """Split the norm where its projection is split."""
+    """Split the norm if its projection is split."""
     return LocalProjectionNorm(plain, place) if place.partial else WholeProjectionNorm(plain, place)
 
 
@@ -177,9 +178,9 @@ class LocalDecay(Decay):
 
 
 class LocalEmbedding(Embedding):
-    """Looks up all tokens among the rows of the vocabulary that this rank has.
+    """Looks up all tokens among this rank's rows of the vocabulary.
 
-    first_row: where these begin; None: all rows are on every rank.
+    first_row: the first of them; None: all rows are on every rank.
     """
 
     def __init__(self, plain: Embedding, place: Place, *, split: bool):
@@ -226,9 +227,9 @@ class LocalLinear(nn.Linear):
 
 
 class LocalNarrow(LocalLinear):
-    """A projection of all features, as one DTensor, into some that all heads share; its weight is whole on every rank.
+    """A projection of all features, as one DTensor, to features shared by all heads; its weight is whole on every rank.
 
-    Where ranks have different heads (`partial`), its gradients and the input's are sums over them.
+    If ranks have different heads (`partial`), the gradients of weight and input are sums over ranks.
     """
 
     def __init__(self, plain: nn.Linear, place: Place):
@@ -243,7 +244,8 @@ class LocalNarrow(LocalLinear):
 
 
 class SharedLatents(Latents):
-    """Gathers pieces of the sequence, in one collective, for heads of which each rank has some (`partial`) or all."""
+    """Gathers pieces of the sequence, in one collective, for heads that are split over ranks (`partial`) or all on
+    each."""
 
     def __init__(self, plain: Latents, place: Place):
         super().__init__()
@@ -269,7 +271,7 @@ class LocalSinks(Sinks):
         self.weight = distributed(plain.weight, place.mesh, Split(0) if split else Replicate())
 
     def forward(self) -> Tensor:
-        """Return the logits `[heads / tp]`, or of all heads where they are not split."""
+        """Return the logits `[heads / tp]`, or of all heads if they are not split."""
         return local_tensor(self.weight)
 
 
@@ -300,7 +302,7 @@ def distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement)
 
 
 def first_row(vocabulary: int, mesh: DeviceMesh) -> int:
-    """Return where this rank's rows begin: all ranks but the last ones have ceil(vocabulary / tp) of them."""
+    """Return the first of this rank's rows: all ranks but the last ones have ceil(vocabulary / tp) of them."""
     return min(vocabulary, -(-vocabulary // mesh.size()) * mesh.get_local_rank())
 
 

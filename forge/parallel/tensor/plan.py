@@ -1,4 +1,4 @@
-"""Which module is split in which way under tensor parallelism, and what each style does to a module: STYLES.
+"""How modules are split under tensor parallelism, and the effect of each style on a module: STYLES.
 
 A plan maps names of modules, with globs for single components, to styles. The residual stream is in pieces of the
 sequence with parallel.sequence_parallel, else whole on every rank; attention and feed-forward take it whole.
@@ -9,14 +9,14 @@ sequence with parallel.sequence_parallel, else whole on every rank; attention an
     rowwise_rep        rowwise, but the input has all features on every rank
     sequence_parallel  a norm on its piece of the sequence
 
-Latent attention computes its latents on pieces of the sequence, and gathers these, which are smaller than the stream.
+Latent attention computes its latents on pieces of the sequence and gathers these, which are smaller than the stream.
 
-For the embedding `rowwise` splits the vocabulary, for the head `colwise` does. What no pattern names stays whole on
-every rank.
+For the embedding `rowwise` splits the vocabulary, for the head `colwise` does. Modules that match no pattern stay whole
+on every rank.
 
 Linear layers are split by PyTorch's styles and compute on DTensors. Embedding, norms, routers and loss compute on local
-tensors with collectives of their own, because DTensor would make the embedding's whole gradient on every rank and sum
-each norm's gradient by itself in every microbatch. They are replaced by modules with the same parameters and names.
+tensors with their own collectives, because DTensor would make the embedding's whole gradient on every rank and sum
+each norm's gradient separately in every microbatch. They are replaced by modules with the same parameters and names.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ OWN: Mapping[str, str] = {
     "layers.*.feed_forward.shared.w2": "rowwise",
     "head": "colwise",
 }
-# Projections into a part of a block, of which it may lack some, and back into the residual stream.
+# Projections into a submodule of a block, some of which it may lack, and back into the residual stream.
 PARTS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {
     GroupedAttention: (("wq", "wk", "wv", "wg", "sinks"), "wo"),
     LatentAttention: (("wq", "wq_b", "wkv_b", "wg", "sinks"), "wo"),
@@ -119,10 +119,10 @@ PARTS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {
 
 
 def plan_for(model: nn.Module, layout: Layout) -> Plan:
-    """The style of every module that the configuration names, or the model's own plan names, by the module's whole name.
+    """Return the style of every module named by the configuration, or by the model's own plan, by the module's full name.
 
     Raises UserError for a pattern that matches nothing, a style that does not fit its module, a plan that cannot be
-    imported, and projections of one part that do not go together.
+    imported, and inconsistent projections of one submodule.
     """
     key, patterns = _patterns(model, layout)
     plan: Plan = {}
@@ -156,7 +156,7 @@ def _is_foreign(name: str, module: nn.Module, plan: Plan) -> bool:
 
 
 def _patterns(model: nn.Module, layout: Layout) -> tuple[str | None, Mapping[str, Any]]:
-    """The key that the plan is from (None: the model's own, where a pattern may match nothing) and the plan."""
+    """Return the key of the plan (None: the model's own plan, whose patterns may match nothing), and the plan."""
     chosen = layout.parallel.tp_plan
     if isinstance(chosen, dict):
         return "parallel.tp_plan", chosen
@@ -255,7 +255,7 @@ def _compute_on_every_rank(linear: nn.Linear, place: Place) -> nn.Module:
 
 Apply: TypeAlias = Callable[[Any, Place], nn.Module]
 
-# For each kind of module its styles, and what makes of a module one that is split so. None: no pattern names the module.
+# For each kind of module, its styles and a function that makes the split module. None: no pattern names the module.
 STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
     LatentAttention: {None: _take_stream},
     Attention: {None: _take_whole_input},
@@ -267,7 +267,7 @@ STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
         None: partial(LocalLinear, split=False, partial=False),
     },
     Narrow: {None: LocalNarrow},
-    # Every rank routes its own piece of the sequence, also where the stream is whole on every rank.
+    # Every rank routes its own piece of the sequence, even if the stream is whole on every rank.
     Piecewise: {None: partial(LocalLinear, split=False, partial=True)},
     Latents: {None: SharedLatents},
     HeadIndices: {"colwise": split_indices},

@@ -1,10 +1,10 @@
-"""The memory of one buffer: the weights that the model computes with, their gradients, and this rank's master copies.
+"""The memory of one buffer: compute weights, their gradients, and this rank's master copies.
 
 compute    [numel]               parameters in precision.compute; the model's parameters are views of it
-masters    [part of numel]       parameters in precision.storage, updated by the optimizer; where storage is the dtype
+masters    [part of numel]       parameters in precision.storage, updated by the optimizer; if storage is the dtype
                                  of `compute`, they are this rank's part of it
-gradients  [numel], zero2: part  accumulated in float32 at least. Where whole, the first microbatch's gradients are copied
-                                 to it, whatever it held, and every `.grad` becomes a view of it, to which autograd adds the
+gradients  [numel], zero2: part  accumulated in float32 at least. If whole, the first microbatch's gradients are copied
+                                 to it, overwriting it, and every `.grad` becomes a view of it; autograd adds the
                                  later ones in place (torch.Tensor.grad_dtype). So nothing is ever zeroed
 """
 
@@ -30,9 +30,9 @@ from forge.shard import Shard
 
 
 class PlacedParameter:
-    """A parameter of the model that lies in its slot of a buffer; so does `gradient`, where gradients are whole (else None).
+    """A parameter of the model in its slot of a buffer; so is `gradient`, if gradients are whole (else None).
 
-    `.grad` is `gradient` from the end of a step's first microbatch on; before, it is what autograd has made, or None. `place`
+    `.grad` is `gradient` after a step's first microbatch; before, it is autograd's own tensor, or None. `place`
     is this rank's part of it.
     """
 
@@ -61,7 +61,8 @@ class BucketMemory:
     """Views of one bucket of a buffer.
 
     compute: the whole bucket; `own` is this rank's part of it. master: this rank's part of the masters. gradient: whole,
-    or what is left of it after the sum over `microbatch_groups`, which in zero2 follows each microbatch. shards: of masters.
+    or this rank's part after the sum over `microbatch_groups`, which in zero2 follows each microbatch. shards: of
+    masters.
     """
 
     plan: BufferPlan
@@ -80,10 +81,10 @@ class BucketMemory:
 
 
 class Buffer:
-    """Memory for `plan` on `device`, all zeros, and new parameters in it for the model's `originals`.
+    """Memory for `plan` on `device`, all zeros, with new parameters that replace the model's `originals`.
 
     microbatch_groups: groups over which gradients are summed before they are accumulated; only this rank's part is kept.
-    symmetric_memory: allocate what collectives read and write in NCCL's symmetric memory.
+    symmetric_memory: allocate the buffers of collectives in NCCL's symmetric memory.
     """
 
     def __init__(

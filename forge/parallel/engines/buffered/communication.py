@@ -1,4 +1,4 @@
-"""Collectives on a bucket, in the background of the computation, and the temporary buckets that they send from.
+"""Background collectives on a bucket, and the temporary buckets that they send from.
 
 A bucket is cut into parts over one or two groups of ranks, one after the other: the ranks of one copy of the model
 and then, with parallel.shard_optimizer_over = "dp", the copies. Only `own_part` knows that order.
@@ -26,7 +26,7 @@ def own_part(whole: Tensor, groups: ProcessGroups) -> Tensor:
 
 
 def address(tensor: Tensor) -> tuple[int, int]:
-    """Return the storage of `tensor` and where it begins there. Unlike `data_ptr`, fake tensors have it."""
+    """Return the storage of `tensor` and its offset. Unlike `data_ptr`, this works for fake tensors."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
@@ -48,9 +48,9 @@ def gather_parts(whole: Tensor, shard: ProcessGroups) -> Iterator[dist.Work]:
 
 
 class AsyncCollectives:
-    """Collectives of which each starts when the one before it has ended.
+    """Collectives that run one after another.
 
-    On CUDA all are enqueued at once on `stream`, behind what the current stream has been given so far. On the CPU (no
+    On CUDA all are enqueued at once on `stream`, after the current stream's work so far. On the CPU (no
     stream) the first is started; the others wait for `advance` or `finish`.
     """
 
@@ -82,7 +82,7 @@ class AsyncCollectives:
 
 
 class TemporaryBuckets:
-    """At most two buckets of memory that all buckets of an engine share; `sizes`: the bytes that each of them needs.
+    """At most two buckets of memory, shared by all buckets of an engine; `sizes`: bytes needed by each bucket.
 
     The memory is allocated at the first use, and kept until `free`; for `symmetric` groups it is allocated now, in their
     symmetric memory, and never freed.

@@ -49,7 +49,7 @@ class Buffered:
         if parallel.symmetric_memory and device.type != "cuda":
             raise UserError("parallel.symmetric_memory = true needs CUDA cards; use false")
 
-        # Parameters that are views of buffers take the place of those on the meta device.
+        # Views of buffers replace the parameters on the meta device.
         originals = dict(model.named_parameters())
         # zero2 sums each microbatch over the ranks of one copy. Parameters that no other rank shares, all of them or the
         # experts, have no such group; their gradients stay whole, as in zero1, and are not copied for nothing.
@@ -75,8 +75,8 @@ class Buffered:
         self.shards = [shards[name] for name in originals]
         self.copies = {p: copy for buffer in self.buffers for p, copy in buffer.copies.items()}
 
-        # Backward is done with a bucket when it is done with the parameter in it that forward needs first. So that is the
-        # order in which buckets of all buffers are reduced, and in reverse the order in which they are gathered.
+        # Backward finishes a bucket with its first parameter in the order of forward. Buckets of all buffers are reduced
+        # in this order, and gathered in its reverse.
         order = {name: place for place, name in enumerate(originals)}
         buckets.sort(key=lambda memory: -min(order[placed.name] for placed in memory.parameters))
         stream = compat.side_stream(device)
@@ -102,7 +102,7 @@ class Buffered:
         self._reduction.begin(last=last)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """They lie where backward puts them, and are sent with what no hook reports."""
+        """The gradients lie where backward puts them, and are sent with the gradients that no hook reports."""
         self._reduction.place_gradients()
 
     def start_gradient_sync(self) -> None:
@@ -122,11 +122,11 @@ class Buffered:
         self._gathering.after_update(copied)
 
     def finish_parameter_sync(self) -> None:
-        """Let every parameter of the model be what the shards hold."""
+        """Update every parameter of the model from the shards."""
         self._gathering.finish()
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
-        """Yield fingerprints of the weights used since the last call and of those to be used next.
+        """Yield fingerprints of the weights used since the last call and of the weights to be used next.
 
         (name, an integer, ranks on which it must be the same).
         """

@@ -1,8 +1,8 @@
-"""The weights that the model computes with follow the masters, bucket by bucket, while the next forward runs.
+"""Compute weights follow the masters, bucket by bucket, while the next forward runs.
 
-All gathers are launched in the order of forward, as soon as the masters have changed; a hook before each part of the model
-waits for the buckets that the part needs. Their memory is there anyway, so that nothing is saved by launching them later.
-So any forward, of training, evaluation or generation, computes with the parameters of the last update.
+All gathers are launched in the order of forward, as soon as the masters are updated; a pre-forward hook of each submodule
+waits for its buckets. Their memory is allocated anyway, so a later launch would save nothing.
+So any forward, in training, evaluation or generation, computes with the parameters of the last update.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Gathering:
         self._changed, self._begun = True, False
         # Parameters whose part of `compute` the optimizer has written.
         self._copied: Collection[Tensor] = ()
-        # Between steps a checkpoint may be loaded into masters. Where a bucket's master is its part of `compute`, a gather
-        # in flight would overwrite that (gloo writes back what it has read), so it must wait for the next forward.
+        # Between steps a checkpoint may be loaded into masters. If a bucket's master is its part of `compute`, a gather
+        # in flight would overwrite it (gloo writes back what it has read), so the gather must wait for the next forward.
         in_place = [bool(m.plan.groups.shard) and m.master is m.own for m in buckets]
         self._early = in_place.index(True) if True in in_place else len(buckets)
 
@@ -53,7 +53,7 @@ class Gathering:
                 module.register_forward_pre_hook(functools.partial(self._before_forward, last))
 
     def after_update(self, copied: Collection[Tensor]) -> None:
-        """Note that the masters have changed, and those of `copied` in `compute`, too; launch the first gathers."""
+        """Note that the masters have changed, and for `copied` also `compute`; launch the first gathers."""
         self.wait()
         self._changed, self._copied = True, copied
         if not self._begun:
@@ -87,7 +87,7 @@ class Gathering:
     def _restart(self) -> None:
         """Copy masters into this rank's part of every bucket that needs it; all gathers are to be launched again."""
         if not self._begun:
-            # Ranks that hold copies of a part begin with those of the first.
+            # Ranks with copies of a part begin with the copies of the first rank.
             for memory in self._buckets:
                 for group in memory.plan.groups.replicate:
                     dist.broadcast(memory.master, group=group, group_src=0)
@@ -99,7 +99,7 @@ class Gathering:
         self._launched, self._arrived, self._changed = [], 0, False
 
     def _launch(self, number: int) -> None:
-        """Launch the first `number` buckets, but for those that have been."""
+        """Launch the first `number` buckets, except those already launched."""
         for memory in self._buckets[len(self._launched) : number]:
             gather = gather_parts(memory.compute, memory.plan.groups.shard)
             self._launched.append(AsyncCollectives(gather, self._stream))
@@ -113,8 +113,8 @@ class Gathering:
 class Fingerprints:
     """Check that ranks have computed with the same weights: a sum of the bits of each, taken in every step.
 
-    Gathering heals: a bit that flips in one rank's weights spoils the gradients of one step, and is gone when copies are
-    compared before a save. So each step adds the bits of the weights that it used, in one pass over them.
+    Gathering heals: a bit flip in one rank's weights spoils the gradients of one step, and is gone before copies are
+    compared at a save. So each step adds up the bits of its weights, in one pass over them.
     """
 
     # Odd, so that multiplying by it modulo 2^64 loses nothing (the multiplier of Knuth's MMIX generator).
@@ -127,7 +127,7 @@ class Fingerprints:
             if group.size() == 1:
                 continue
             for slot in (slot for bucket in buffer.plan.buckets for slot in bucket.slots):
-                # Including the zeros behind it, which fill its last word of 64 bits.
+                # Including the zeros after it, which fill its last word of 64 bits.
                 values = buffer.compute[slot.start :][: round_up(slot.stop - slot.start, PART_ALIGNMENT)]
                 self._weights.append((slot.name, values.view(torch.int64), group))
         self._sums: Tensor | int = 0

@@ -1,4 +1,4 @@
-"""Where parameters lie in a contiguous buffer, and which elements of it each rank keeps: arithmetic only.
+"""Positions of parameters in a contiguous buffer, and each rank's elements of it: arithmetic only.
 
     buffer   | bucket 0                              | bucket 1                | ...
              | slot a        | slot b   | slot c  |..| slot d     | slot e  |..|       .. padding
@@ -93,7 +93,7 @@ def default_bucket_numel(ranks: int) -> int:
 def slice_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Yield the boxes of elements [start, stop) of a row-major tensor of `shape`, in that order: at most 2 * ndim - 1.
 
-    Whole rows are one box; what is left before and after them is a slice of one row each, cut the same way.
+    Whole rows are one box; the rest before and after them is a slice of one row each, cut the same way.
     """
     if start >= stop:
         return

@@ -1,4 +1,4 @@
-"""Which buffers a model needs, what lies in each, and over which ranks it is shared and summed."""
+"""The buffers of a model, their content, and the ranks that share and sum each."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Formats:
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """One buffer. It begins with the parameter that forward needs last, as backward finishes that one first."""
+    """One buffer. It begins with the last parameter in the order of forward, because backward finishes that one first."""
 
     formats: Formats
     groups: Groups
@@ -108,7 +108,8 @@ def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
 
 
 def _groups_of(layout: Layout, *, expert: bool) -> Groups:
-    """ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy of the model shard, or those of all copies."""
+    """ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy of the model shard, or the ranks of all
+    copies."""
     parallel, meshes = layout.parallel, layout.meshes
     axis = "ep_shard" if expert else "dp_shard_cp"
     one_copy = (meshes.fsdp_experts if expert else meshes.fsdp).get_group(axis)
@@ -131,9 +132,9 @@ def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -
 
 
 def _slot_numel(parameter: nn.Parameter) -> int:
-    """Return the elements of the parameter on the rank that has most of it, so that all ranks have the same layout.
+    """Return the parameter's largest number of elements on any rank, so that all ranks have the same layout.
 
-    Otherwise ranks of tensor parallelism would keep different elements of a parameter that each of them holds whole.
+    Otherwise ranks of tensor parallelism would keep different elements of a replicated parameter.
     """
     sizes = list(parameter.shape)
     if isinstance(parameter, DTensor):

@@ -1,16 +1,18 @@
 """Gradients are summed over ranks, bucket by bucket, while backward runs.
 
-A hook on every parameter that ranks share reports its gradient. A bucket is launched once all of its gradients have
-arrived and all buckets before it have been launched: so collectives have the same order on all ranks, in whatever order
-backward makes gradients. Gradients that no hook reports (an unused parameter, weight gradients that a pipeline schedule
-computes by themselves) are picked up when the remaining buckets are launched, after backward.
+A hook on every shared parameter reports its gradient. A bucket is launched once all of its gradients have
+arrived and all earlier buckets have been launched. So all ranks have the same order of collectives, in whatever order
+backward makes gradients. Gradients without a hook's report (of an unused parameter, or weight gradients that a pipeline
+schedule computes separately) are picked up when the remaining buckets are launched, after backward.
 
-There are two ways for a bucket:
+A bucket is reduced in one of two ways:
 
-    in place   (ddp, zero1)  autograd accumulates all microbatches in the buffer, which is reduced in the last backward; by
-                             way of a temporary bucket where precision.reduce is another dtype
-    collected  (zero2)       each microbatch's gradients are copied into a temporary bucket and reduced; this rank's part
-                             of the sum is added to what it keeps
+    in place   (ddp, zero1)  autograd accumulates all microbatches in the buffer, which is reduced in the last backward;
+    through
+                             a temporary bucket if precision.reduce is another dtype
+    collected  (zero2)       each microbatch's gradients are copied into a temporary bucket and reduced; the rank adds its
+    part
+                             of the sum to its gradients
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class BucketGradients:
                 placed.parameter.grad = None
 
     def move(self) -> None:
-        """Copy what autograd has made of the step's first gradients to the buffer, to which it adds later ones."""
+        """Copy autograd's tensors of the step's first gradients to the buffer; autograd adds later ones there."""
         if self.collected or not self._empty:
             return
         made = []
@@ -74,7 +76,7 @@ class BucketGradients:
             placed.parameter.grad = placed.gradient
 
     def place_all(self) -> None:
-        """Call after the step's first backward: all gradients lie in the buffer, zeros where there is none."""
+        """Call after the step's first backward: all gradients lie in the buffer, zeros for missing ones."""
         if self.collected or not self._empty:
             return
         self.move()
@@ -100,7 +102,7 @@ class BucketGradients:
             self._collect(placed)
 
     def collect_rest(self) -> None:
-        """Before the launch: collect gradients that had no place before or that no hook reported; zeros for missing ones."""
+        """Before the launch: collect gradients without an earlier place or a hook's report; zeros for missing ones."""
         if self.collected:
             for placed in self.memory.parameters:
                 if placed.parameter.grad is not None:
@@ -133,7 +135,7 @@ class BucketGradients:
             own_part(kept, groups.shard).copy_(own_part(temporary, groups.shard))
 
     def _collect(self, placed: PlacedParameter) -> None:
-        """Move the parameter's `.grad` into the temporary bucket, adding to what a hook has put there."""
+        """Move the parameter's `.grad` into the temporary bucket, added to a hook's part there."""
         assert placed.parameter.grad is not None
         flat, target = _complete(placed, placed.parameter.grad).detach().reshape(-1), self.sent(placed)
         target.add_(flat) if placed.name in self._copied else target.copy_(flat)
@@ -145,7 +147,7 @@ def _complete(placed: PlacedParameter, gradient: Tensor) -> Tensor:
     """Return this rank's part of the parameter's gradient."""
     if isinstance(gradient, DTensor):
         assert isinstance(placed.parameter, DTensor)
-        # Tensor parallelism may leave a partial sum; complete it, as autograd does where it accumulates.
+        # Tensor parallelism may leave a partial sum; complete it, as autograd does when it accumulates.
         gradient = gradient.redistribute(placements=placed.parameter.placements).to_local()
     return gradient
 
@@ -153,7 +155,8 @@ def _complete(placed: PlacedParameter, gradient: Tensor) -> Tensor:
 class Reduction:
     """Sums the gradients of `buckets`, which are in the order in which backward finishes them.
 
-    overlap: collectives run during backward; otherwise each is waited for. check: called with what each bucket will send.
+    overlap: collectives run during backward; otherwise each is waited for. check: called with each bucket's gradients
+    before the send.
     symmetric_memory: temporary buckets lie in NCCL's symmetric memory.
     """
 
@@ -175,15 +178,15 @@ class Reduction:
         unique = dict.fromkeys(group for several in groups if symmetric_memory for group in several)
         self.temporary = TemporaryBuckets(nbytes, device, list(unique))
         self._overlap, self._stream, self._check = overlap, stream, check
-        # The buckets to reduce in this backward, and the number of those that have been launched.
+        # The buckets to reduce in this backward, and the number already launched.
         self._due: list[BucketGradients] = []
         self._next = 0
         self._running: deque[tuple[BucketGradients, AsyncCollectives]] = deque()
         self._last = self._complete = self._begun = False
         for bucket in self.buckets:
             trained = [placed for placed in bucket.memory.parameters if placed.parameter.requires_grad]
-            # Gradients of which no other rank has a part need not be known before the end of backward; but none of a
-            # bucket is to be in memory twice for longer than backward takes for the bucket.
+            # Unshared gradients need not be known before the end of backward; but no gradient of a
+            # bucket may be in memory twice for longer than backward takes for the bucket.
             for placed in trained if bucket.shared else trained[-1:]:
                 hook = functools.partial(self._arrive, bucket, placed, placed is trained[-1])
                 placed.parameter.register_post_accumulate_grad_hook(hook)
@@ -222,7 +225,7 @@ class Reduction:
         self._due, self._next, self._complete = [], 0, self._last
 
     def place_gradients(self) -> None:
-        """Let all gradients that there are lie in the buffers. Call after a backward, before the next adds to them."""
+        """Move all existing gradients into the buffers. Call after a backward, before the next one adds to them."""
         for bucket in self.buckets:
             bucket.place_all()
 
@@ -281,10 +284,10 @@ class Reduction:
 
 
 class GradientCheck:
-    """`parallel.check_gradients`: look at each bucket's gradients before they are mixed with those of other ranks.
+    """`parallel.check_gradients`: check each bucket's gradients before they are summed with other ranks'.
 
-    finite: raise UserError (exit 1), which names parameter and rank, where a gradient is NaN or infinite. plausible: also
-    where a bucket's norm is IMPLAUSIBLE times the largest that it has had. Waits for the device at every bucket.
+    finite: raise UserError (exit 1) with parameter and rank if a gradient is NaN or infinite. plausible: also
+    if a bucket's norm is IMPLAUSIBLE times its largest so far. Waits for the device at every bucket.
     """
 
     # A bucket's norm differs by a factor of a few from step to step, ten at a bad batch.
@@ -295,7 +298,7 @@ class GradientCheck:
         self._largest: dict[str, float] = {}
 
     def __call__(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
-        """gradients: those of one bucket, with the names of their parameters."""
+        """gradients: of one bucket, with parameter names."""
         norms = torch.stack(torch._foreach_norm([gradient for _, gradient in gradients])).tolist()
         for (name, _), norm in zip(gradients, norms, strict=True):
             if not isfinite(norm):
