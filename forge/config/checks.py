@@ -30,7 +30,7 @@ def check(config: Config) -> list[Problem]:
 
 
 def _each_phase(config: Config) -> Iterator[Problem]:
-    """Check what depends on the sizes of steps for those of each phase."""
+    """Check rules on step sizes for the sizes of each phase."""
     for number, variant in variants(config):
         yield from with_values(
             (*_tensor(variant), *check_float8(variant), *_others(variant)), variant, number
@@ -257,7 +257,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             none = f"has no effect with model.qk_norm = true, {undone}"
             yield problem("optimizer.muon.qk_clip", none, "use 0, or model.qk_norm = false", "model.qk_norm")
         return
-    # A table of another optimizer, like those of users' own, is a mistake; as long as it has values, that is.
+    # A table of another optimizer, or of a user's own, is a mistake if it has values.
     for key, value in optimizer.muon:
         if value != getattr(default, key):
             needed = f"needs optimizer.name = muon, but it is {optimizer.name}"

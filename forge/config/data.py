@@ -1,4 +1,4 @@
-"""[data]: the training and held-out data, and the order in which they are read."""
+"""[data]: the training and held-out data, and their reading order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Stream(Section):
     """A folder written by scripts/prepare_data.py; a `.bin` file of raw token ids; a Megatron dataset (its `.idx`, or the
     common prefix of both files); or `synthetic`: generated, endless, learnable. All but the last may be URLs."""
     dtype: Literal["uint16", "uint32"] | None = None
-    """Type of the ids in a `.bin` file, where it is required."""
+    """Type of the ids in a `.bin` file; required for these files."""
     eos_id: Count | None = None
     """Token id that ends a document in a `.bin` file. Absent: the file is one document."""
 

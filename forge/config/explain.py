@@ -26,7 +26,7 @@ from forge.runtime.errors import nearest
 
 @dataclass
 class Values:
-    """Values as read, before validation, and where they came from: the file `source`, or an override."""
+    """Values as read, before validation, and their origin: the file `source`, or an override."""
 
     tree: dict[str, Any]
     source: str = ""
@@ -34,7 +34,7 @@ class Values:
     schema: type[Config] = Config
 
     def origin(self, path: KeyPath) -> str:
-        """Return where the value at `path` came from: "default", "command line", or a file and its section."""
+        """Return the origin of the value at `path`: "default", "command line", or a file and its section."""
         value = value_at(self.tree, path)
         if value is None:
             return "default"
@@ -55,7 +55,7 @@ def key_path(path: KeyPath) -> KeyPath:
 
 
 def explain(error: ValidationError, values: Values) -> dict[KeyPath, Problem | None]:
-    """Return path -> problem of each key or section that pydantic refused; None: a missing key, and there is no file."""
+    """Return path -> problem of each key or section that pydantic refused; None: a missing key, without a file."""
     problems: dict[KeyPath, Problem | None] = {}
     for item in error.errors(include_url=False):
         path, table, field = _locate(item["loc"], values.schema)

@@ -81,7 +81,7 @@ def _blocks_of_features(config: Config, block: int) -> Iterator[Problem]:
 def cut_block(recipe: str, sides: Mapping[str, int], tp: int) -> tuple[str, str] | None:
     """Return the complaint and the remedy if `tp` ranks cut a block of `recipe`; None if each has whole blocks.
 
-    A block that two ranks share would have two scales. sides: the features that tensor parallelism splits, by layer.
+    A block shared by two ranks would have two scales. sides: the features that tensor parallelism splits, by layer.
     """
     block = BLOCKS[recipe]
     first = next((name for name, side in sides.items() if side % (block * tp)), None)
@@ -97,7 +97,7 @@ def cut_block(recipe: str, sides: Mapping[str, int], tp: int) -> tuple[str, str]
 
 
 def _split_features(model: ModelConfig) -> Iterator[tuple[str, int]]:
-    """Yield linear layers that tensor parallelism splits, by their name in a layer, and the features that it splits."""
+    """Yield linear layers split by tensor parallelism, by their name in a layer, with the split features."""
     linear, moe, pattern = model.linear_attention, model.moe, model.layer_pattern
     if linear is not None:
         yield "attention.wk", linear.n_key_heads * linear.key_head_dim

@@ -25,7 +25,7 @@ LINE_WIDTH = 100
 
 @dataclass(frozen=True)
 class Key:
-    """One key. `default` is TOML, or words where it follows from other keys (`in_words`) or where there is none."""
+    """One key. `default` is TOML, or words if it follows from other keys (`in_words`) or there is none."""
 
     name: str  # dotted: "model.moe.top_k"
     section: str  # "model.moe"
@@ -79,7 +79,7 @@ def lists(schema: type[Config] = Config) -> dict[str, type[Section]]:
 
 @cache
 def keys(schema: type[Config] = Config) -> dict[str, Key]:
-    """Return dotted key name -> key, in schema order, a section's own keys before those of its children."""
+    """Return dotted key name -> key, in schema order, a section's own keys before its children's."""
     found = [
         describe(f"{section}.{name}", field)
         for section, table in sections(schema).items()
@@ -95,7 +95,7 @@ def title(section: type[Section]) -> str:
 
 
 def value_at(tree: Any, path: Iterable[Any]) -> Any:
-    """Return the value at `path` in nested tables and lists; None where there is none."""
+    """Return the value at `path` in nested tables and lists; None if there is none."""
     for part in path:
         try:
             tree = tree[part]

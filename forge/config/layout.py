@@ -1,4 +1,4 @@
-"""How one model is distributed over ranks, and in which number formats it computes."""
+"""Distribution of one model over ranks, and the number formats of its computation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from forge.config.section import (
 
 TensorStyle = Literal["colwise", "rowwise", "colwise_rep", "rowwise_rep", "sequence_parallel"]
 TENSOR_STYLES: tuple[str, ...] = get_args(TensorStyle)
-# Only of what leaves the course of the training as it is.
+# Only keys that do not change the course of the training.
 Override = Annotated[
     str,
     StringConstraints(
@@ -53,15 +53,15 @@ class Parallel(Section):
     """Degrees of parallelism. The number of processes is pp * dp_replicate * dp_shard * cp * tp."""
 
     data_parallel: Literal["fsdp2", "zero2", "zero1", "ddp"] = "fsdp2"
-    """What is sharded. fsdp2: parameters, gradients and optimizer state; zero2: the last two; zero1: optimizer state; ddp:
-    nothing."""
+    """Sharded state. fsdp2: parameters, gradients and optimizer state; zero2: gradients and optimizer state; zero1:
+    optimizer state; ddp: nothing."""
     dp_replicate: Positive = 1
     """Number of copies of the sharded model. With fsdp2, more than one is HSDP."""
     dp_shard: Literal[-1] | Positive = -1
     """Ranks that one copy of the model is sharded over (ddp: data-parallel ranks). -1: all remaining ranks."""
     fallbacks: ListOf[Override] = ()
-    """What to change where the layout does not fit the number of processes, such as ["parallel.tp=2", "parallel.tp=1
-    train.micro_batch_size=1"]: the first that fits is taken."""
+    """Overrides for a layout that does not fit the number of processes, e.g. ["parallel.tp=2", "parallel.tp=1
+    train.micro_batch_size=1"]: the first that fits is used."""
     tp: Positive = 1
     """Tensor parallelism: ranks that each matrix product is split over."""
     cp: Positive = 1
@@ -125,7 +125,7 @@ class Parallel(Section):
 
 
 class Pipeline(Section):
-    """With pp > 1: how layers are split into stages, and the order in which the stages run."""
+    """With pp > 1: the split of layers into stages, and the order in which the stages run."""
 
     schedule: Annotated[
         Literal[
@@ -171,7 +171,7 @@ class Precision(Section):
     compute: Dtype = "bfloat16"
     """Format of parameters and activations in forward and backward."""
     reduce: Dtype = "float32"
-    """Format in which gradients are summed over ranks."""
+    """Format of the sums of gradients over ranks."""
     fp32_modules: ListOf[Text] = ("*.router", "*.decay")
     """Glob patterns of module names that compute in float32, or in precision.compute if that is wider."""
     mixed_storage_rule: Annotated[
@@ -183,20 +183,21 @@ class Precision(Section):
     float8_experts: Annotated[Literal["auto"] | bool, WITH_FLOAT8] = "auto"
     """Routed experts, too. auto: with blockwise and mxfp8. Their weight gradients stay in precision.compute."""
     float8_emulate: Annotated[Literal["auto"] | bool, WITH_FLOAT8] = "auto"
-    """Round operands to float8 and multiply them in a wider format. auto: where the hardware has no kernel, such as a CPU."""
+    """Round operands to float8 and multiply them in a wider format. auto: if the hardware has no kernel, e.g. on a
+    CPU."""
     float8_all_gather: Annotated[Literal["auto"] | bool, WITH_FLOAT8] = "auto"
-    """Gather parameters in float8. auto: only with fsdp2, tp = 1, and not rowwise; with blockwise and mxfp8 also only with
-    ep = 1, without compilation, and where each rank has whole blocks."""
+    """Gather parameters in float8. auto: only with fsdp2, tp = 1, and not rowwise; with blockwise and mxfp8 also only
+    with ep = 1, without compilation, and if each rank has whole blocks."""
     float8_exclude: Annotated[ListOf[Text], WITH_FLOAT8] = ("head", "*.router", "*.wa", "*.wa_down", "*.wb")
-    """Glob patterns of linear layers and routed experts that do not use float8. With tensorwise and rowwise, layers with a
-    size that 16 does not divide never do."""
+    """Glob patterns of linear layers and routed experts that do not use float8. With tensorwise and rowwise, layers never
+    use it if 16 does not divide one of their sizes."""
 
 
 class ActivationCheckpoint(Section):
     """Save memory by recomputing activations in backward."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """What is recomputed: nothing, whole blocks, cheap operations, or what memory_budget requires (needs compile.enabled)."""
+    """Recompute nothing, whole blocks, cheap operations, or as much as memory_budget requires (needs compile.enabled)."""
     modules: Annotated[ListOf[Text], BY_BLOCK] = ()
     """full, selective: recompute only these parts of a block, such as `attention`. []: the whole block."""
     every: Annotated[Positive, BY_BLOCK] = 1

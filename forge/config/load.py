@@ -119,7 +119,7 @@ def parse_command_line(argv: list[str]) -> CommandLine:
 
 
 def _suggestion(option: str) -> str:
-    """Suggest what an option without a dot was meant to be: a key of a section, or a flag."""
+    """Suggest a key of a section, or a flag, for an option without a dot."""
     name = option.removeprefix("--").replace("-", "_")
     single = [key for key in keys().values() if key.section not in lists()]
     for key in single:
@@ -138,9 +138,9 @@ def load_config(argv: list[str]) -> Config:
 
 
 def load_command(command: CommandLine) -> Config:
-    """Return the configuration that a command line describes.
+    """Return the configuration of a command line.
 
-    Raises UserError (exit 2) that lists every error in the command line, the file and the overrides.
+    Raises UserError (exit 2) with every error in the command line, the file and the overrides.
     """
     problems = list(command.problems)
     path = _find_config(command, problems)
@@ -156,9 +156,9 @@ def load_command(command: CommandLine) -> Config:
 def parse_toml_text(text: str, source: str = "the config text", *, import_classes: bool = True) -> Config:
     """Return the configuration in `text`, which must be complete; `source` names it in messages.
 
-    Without `import_classes`, a class that is named by import path is not imported, and its keys are not checked: to read
+    Without `import_classes`, classes named by import path are not imported and their keys not checked, e.g. to read
     the configuration of a checkpoint whose optimizer is not needed.
-    Raises UserError (exit 2) that lists every error in it.
+    Raises UserError (exit 2) with every error in the text.
     """
     return _validated(_read_text(text, source), [], import_classes)
 
@@ -167,7 +167,7 @@ def _validated(values: Values, problems: list[Problem], import_classes: bool = T
     train = values.tree.get("train")
     by_tokens = isinstance(train, dict) and "tokens" in train and "steps" not in train
     if isinstance(train, dict) and by_tokens:
-        train["steps"] = 1  # until it is known what steps there are
+        train["steps"] = 1  # until the steps are known
     config, found = examine(values, import_classes)
     raise_all(problems + found)
     assert config is not None
@@ -263,7 +263,7 @@ def _read_text(text: str, source: str) -> Values:
 
 
 def _let_length_replace(values: Values) -> None:
-    """Drop the length of the run that the file has, in steps or tokens, where an override gives it in the other."""
+    """Drop the file's length of the run, in steps or tokens, if an override gives the other one."""
     train = values.tree.get("train")
     for given, other in (("tokens", "steps"), ("steps", "tokens")):
         replaces = ("train", given) in values.overridden and ("train", other) not in values.overridden

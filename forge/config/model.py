@@ -76,7 +76,7 @@ class MLAConfig(Section):
     qk_nope_head_dim: Annotated[Positive, WITH_MLA] = 128
     """Elements of a head of queries and keys without positions."""
     qk_rope_head_dim: Annotated[Positive, WITH_MLA] = 64
-    """Elements of a head of queries that RoPE rotates, and of the one key part that all heads share. Must be even."""
+    """Elements rotated by RoPE in each query head, and in the one key part shared by all heads. Must be even."""
     v_head_dim: Annotated[Positive, WITH_MLA] = 128
     """Size of a head of values."""
 
@@ -93,14 +93,14 @@ class MoEConfig(Section):
     n_expert_groups: Positive = 1
     """Number of groups of consecutive experts. Must divide n_experts."""
     n_limited_groups: Count = 0
-    """Each token chooses its experts from this many groups, those with the highest scores. 0: all groups."""
+    """Each token chooses its experts from this number of groups with the highest scores. 0: all groups."""
     shared_expert_gate: bool = False
     """Multiply the output of the shared experts by the sigmoid of a projection of their input to one number (Qwen)."""
     expert_dim: Count = 0
     """Hidden size of an expert. 0: model.ffn_dim."""
     latent_dim: Count = 0
-    """Width that routed experts read and write, and that dispatch moves: a projection and a norm are on each token's way to
-    and from it. 0: model.dim, without projections."""
+    """Width of routed experts' inputs and outputs, and of the rows sent by dispatch. A projection and a norm convert each
+    token to it and back. 0: model.dim, without projections."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns router logits into scores."""
     normalize_top_k: bool = True
@@ -138,7 +138,7 @@ class MoEConfig(Section):
 
 
 class MTPConfig(Section):
-    """Multi-token prediction: modules behind the model that predict tokens further ahead, in training. Absent: none."""
+    """Multi-token prediction: modules after the model that predict tokens further ahead, in training. Absent: none."""
 
     depth: Positive = 1
     """Number of modules; the k-th predicts the token k places after the next one."""
@@ -150,8 +150,8 @@ class LinearAttentionConfig(Section):
     """The linear layers of model.layer_pattern. Absent: there are none."""
 
     kind: Literal["gated_delta", "kimi_delta"] = "gated_delta"
-    """Gated DeltaNet, in which a head's whole state decays by one number (gated_delta), or Kimi Delta Attention: one number
-    for each key channel, and decays and output gates from low-rank projections (kimi_delta)."""
+    """gated_delta: Gated DeltaNet, one decay per head. kimi_delta: Kimi Delta Attention, one decay per key channel, with
+    decays and output gates from low-rank projections."""
     n_key_heads: Positive
     """Number of query and key heads."""
     n_value_heads: Count = 0
@@ -293,7 +293,8 @@ class ModelConfig(Section):
         return 0 if self.mtp is None else self.mtp.depth
 
     def streams_into(self, layer: int) -> int:
-        """Return how many tensors enter the layer with this global index: the stream, and those saved before it."""
+        """Return the number of tensors that enter the layer with this global index: the stream, and earlier saved
+        ones."""
         saved = -(-layer // self.residual_block_size) if self.residual == "attention" else 0
         return 1 + saved
 
@@ -309,7 +310,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        """Fill in values that follow from other keys. What is not an integer stays 0, which checks.py reports."""
+        """Fill in values that follow from other keys. A value that is not an integer stays 0; checks.py reports it."""
         if not isinstance(values, dict):
             return values
         dim, n_heads = values.get("dim"), values.get("n_heads")

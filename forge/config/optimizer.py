@@ -25,8 +25,8 @@ class MuonConfig(Section):
     orthogonalization: Literal["newton_schulz", "polar_express"] = "newton_schulz"
     """Polynomials of the steps: newton_schulz takes the same one in each, polar_express the best one for each."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Factor of the learning rate by the shape of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), for updates as
-    large as those of adamw, whose learning rate fits; original: sqrt(max(1, rows / columns))."""
+    """Factor of the learning rate by the shape of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that
+    updates are as large as adamw's and its learning rate fits; original: sqrt(max(1, rows / columns))."""
     second_moment: Literal["none", "neuron"] = "none"
     """neuron: divide each row of an update by the root of its second moment, a mean with the decay rate betas[1]
     (NorMuon)."""
@@ -35,22 +35,22 @@ class MuonConfig(Section):
     split_heads: bool = False
     """Take the projections to queries, keys and values as one matrix per head."""
     qk_clip: NonNegativeNumber = 0.0
-    """Limit of attention logits: where the largest one of a head in a step is above it, the head's projections are scaled
-    after the update, so that it would have been this (MuonClip, which takes 100). 0: off."""
+    """Limit of attention logits. If a head's largest logit in a step exceeds it, the head's projections are scaled after
+    the update, so that this logit would equal the limit (MuonClip, with 100). 0: off."""
 
 
 class GroupConfig(Section):
     """[[optimizer.groups]]: parameters with a learning rate or a weight decay of their own."""
 
     names: Annotated[ListOf[Text], MinLen(1)]
-    """Glob patterns of parameter names, each of which matches at least one. A parameter that several groups match has the
-    values that the last one of them gives."""
+    """Glob patterns of parameter names; each must match at least one. If several groups match a parameter, the last one's
+    values apply."""
     lr_scale: NonNegativeNumber | None = None
     """Factor of the learning rate, with the same schedule. 0: these parameters keep their values. Absent: that of an earlier
     group, or 1."""
     weight_decay: NonNegativeNumber | None = None
-    """Instead of optimizer.weight_decay, also where a pattern of optimizer.no_decay matches. Absent: that of an earlier
-    group, or as these two say."""
+    """Replaces optimizer.weight_decay, even for a match of optimizer.no_decay. Absent: the value of an earlier group,
+    otherwise of these two keys."""
 
 
 class MupConfig(Section):

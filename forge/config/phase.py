@@ -1,4 +1,4 @@
-"""[[phase]]: a stretch of a run in which some values are others."""
+"""[[phase]]: a stretch of a run with other values of some keys."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pydantic import Strict
 from forge.config.section import Count, ListOf, NonNegativeNumber, Positive, PositiveNumber, Section
 
 Beta = Annotated[float, Ge(0), Lt(1)]
-# Less is 0 in float32, and divides 0 by 0 where a gradient is 0.
+# A smaller value is 0 in float32, and divides 0 by 0 for a gradient of 0.
 Epsilon = Annotated[float, Ge(1e-30)]
 
 
 class Phase(Section):
-    """A stretch of the run, in the order in which they follow. What a phase leaves out, and what follows the last one, is as
-    the other sections have it."""
+    """A stretch of the run; phases follow in order. Keys that a phase leaves out, and all keys after the last phase, have
+    the values of the other sections."""
 
     until_tokens: Count = 0
-    """Tokens of the whole run after which it ends, with the step in which they are reached. 0: never, in the last one."""
+    """The phase ends after the step that reaches this number of tokens of the whole run. 0: never, in the last phase."""
     ramp: Literal["none", "linear"] = "none"
-    """linear: numbers go from what held before to what is given here, which is reached at the end. Batches grow by the
+    """linear: numbers move from their previous values to the phase's, reached at its end. Batches grow by the
     greatest common divisor of both, weights and windows in sixteenths; seq_len and micro_batch_size change at once."""
     global_batch_size: Positive | None = None
     """Instead of train.global_batch_size."""

@@ -1,4 +1,4 @@
-"""What a step has at each point of a run: a pure function of the tokens that were trained on before it."""
+"""The values of a step at each point of a run: a pure function of the tokens trained before it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forge.config.phase import Phase
 from forge.config.problem import Problem
 from forge.config.schema import Config, OptimizerConfig
 
-# Weights of sources and attention windows move in so many stages: each is a segment of the order of samples, or compiled.
+# Number of stages for weights of sources and windows: each is a segment of the order of samples, or compiled.
 STAGES = 16
 STEPWISE = ("micro_batch_size", "seq_len", "document_mask")
 RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
@@ -21,8 +21,8 @@ RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step has. lr: the peak learning rate, by schedule.lr_rule. windows: of train.seq_len, that it reads. weights: of
-    the sources that have one above 0 in some phase; None: as [data] has them."""
+    """The values of a step. lr: the peak learning rate, by schedule.lr_rule. windows: of train.seq_len, that it reads.
+    weights: of the sources with a weight above 0 in some phase; None: the weights of [data]."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -42,7 +42,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class _Span:
-    """Values from token `start` up to `end` (None: for ever). `first`: those before a ramp of the keys in `ramped`."""
+    """Values from token `start` up to `end` (None: forever). `first`: values before a ramp of the keys in `ramped`."""
 
     start: int
     end: int | None
@@ -51,14 +51,14 @@ class _Span:
     ramped: frozenset[str]
 
     def share(self, tokens: int, stages: int = 0) -> float:
-        """Return how much of the span lies before `tokens`; with `stages` in whole parts of so many."""
+        """Return the part of the span before `tokens`; with `stages`, rounded down to whole stages."""
         assert self.end is not None
         done, length = tokens - self.start, self.end - self.start
         return done * stages // length / stages if stages else done / length
 
     @property
     def batches(self) -> tuple[int, int]:
-        """The step by which a ramped batch grows, negative where it shrinks, and the number of these steps."""
+        """The step by which a ramped batch grows (negative: shrinks), and the number of these steps."""
         first, last = self.first["global_batch_size"], self.last["global_batch_size"]
         unit = gcd(first, last)
         return (unit if last > first else -unit), abs(last - first) // unit
@@ -197,7 +197,7 @@ def used_sources(config: Config) -> list[int]:
 
 
 def _weights(config: Config) -> tuple[float, ...] | None:
-    """Return the weights outside of phases; None where no phase changes them."""
+    """Return the weights outside of phases; None if no phase changes them."""
     if not any(phase.weights for phase in config.phase):
         return None
     return tuple(config.data.sources[number].weight for number in used_sources(config))

@@ -57,7 +57,7 @@ StepRange = Annotated[ListOf[Positive], AfterValidator(_first_and_last)]
 
 
 class Run(Section):
-    """The name of the run and where its files are written."""
+    """The name of the run and the folder of its files."""
 
     name: FileName = Field(
         default="run", json_schema_extra={"default": "the config's file name without .toml"}
@@ -98,14 +98,14 @@ class OptimizerConfig(Section):
     """Parameters with a learning rate or weight decay of their own, by glob patterns of their names: a list of tables with
     the keys names, lr_scale and weight_decay. See docs/optimizers.md."""
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Format of both moments. With float32, precision.storage if that is wider. bfloat16 and int8 are rounded stochastically,
-    by noise that is the same on any layout. int8, for adamw, has a scale for every 64 elements."""
+    """Format of both moments. With float32, precision.storage if that is wider. bfloat16 and int8 are rounded
+    stochastically, with the same noise on any layout. int8, for adamw, has a scale for every 64 elements."""
     ema: Beta = 0.0
     """Decay rate of a mean of the weights over steps, kept beside them; scripts/average.py --ema makes weights of it. 0: no
     mean."""
     parametrization: Literal["standard", "mup", "completep"] = "standard"
-    """How initial weights and learning rates depend on the sizes of the model. mup: by its width, so that the best learning
-    rate stays where it is; completep: by its depth, too. See docs/optimizers.md."""
+    """Dependence of initial weights and learning rates on the sizes of the model. mup: on its width, so that the best
+    learning rate does not change; completep: also on its depth. See docs/optimizers.md."""
     muon: MuonConfig = MuonConfig()
     mup: MupConfig = MupConfig()
 
@@ -130,8 +130,8 @@ class ScheduleConfig(Section):
     min_lr_ratio: Annotated[Share, unused_if("schedule.name", "constant")] = 0.1
     """Learning rate of the last step, as a fraction of the peak."""
     unit: Annotated[Literal["steps", "tokens"], PHASES] = "steps"
-    """What warmup, plateau and decay are measured in, which differs where phases change the size of steps. With tokens,
-    warmup_steps are steps of the size that [train] gives."""
+    """Unit of warmup, plateau and decay; it matters if phases change the size of steps. With tokens,
+    warmup_steps are steps of the size in [train]."""
     lr_rule: Annotated[Literal["none", "sqrt", "linear"], PHASES] = "none"
     """How the learning rate follows a batch that phases change: times (batch / train.global_batch_size) to the power of 0,
     1/2 or 1."""
@@ -165,12 +165,12 @@ class Train(Section):
 
 
 class Checkpoint(Section):
-    """What a run saves and what it starts from."""
+    """The saves of a run, and its initial state."""
 
     interval: Count | None = Field(default=None, json_schema_extra={"default": "by interval_minutes"})
     """Steps between checkpoints. 0: save only at the end, and when the run is asked to stop."""
     interval_minutes: Annotated[NonNegativeNumber, BY_TIME] = 30.0
-    """Minutes between checkpoints where `interval` is not set. 0: the same as interval = 0."""
+    """Minutes between checkpoints if `interval` is not set. 0: the same as interval = 0."""
     keep_last: Count = 3
     """Number of newest checkpoints to keep. 0: all."""
     keep_every: Count = 0
@@ -178,29 +178,29 @@ class Checkpoint(Section):
     mode: Literal["async", "sync"] = "async"
     """async: write in the background while training continues; sync: wait."""
     mirror: str = ""
-    """URL below which complete checkpoints are copied in the background, to run.name/step-n. Where the local folder is gone,
+    """Complete checkpoints are copied in the background to this URL, as run.name/step-n. If the local folder is gone,
     resume = "auto" continues from there. Empty: none."""
     local_interval: Count = 0
     """Steps between states that the nodes keep themselves, which a restart prefers to older checkpoints. 0: none."""
     local_dir: Annotated[str, LOCAL] = ""
-    """Folder of each node for these states, of which the last two are kept. It is private to the user (mode 0700): new,
+    """Folder on each node for these states; the last two are kept. It is private to the user (mode 0700): new,
     empty, or made by forge. Empty: /dev/shm/forge-UID, in memory."""
     peers: Annotated[Count, LOCAL] = 1
     """Number of other nodes that keep a copy of a node's part of such a state."""
     resume: Text = "auto"
-    """`auto`: resume from the newest valid checkpoint of this run, if any; `none`: start a new history. Or a
-    checkpoint to resume from. `none` and a checkpoint count once: the same command again continues what they began."""
+    """`auto`: resume from the newest valid checkpoint of this run, if any; `none`: start a new history. Or a checkpoint
+    to resume from. `none` and a checkpoint apply once: repeating the command continues the history they began."""
     init: str = ""
     """A checkpoint or imported folder to take the initial weights from, in a new training history. Empty: random weights."""
     init_changes: Annotated[ListOf[Text], unused_if("checkpoint.init", "")] = ()
-    """Keys of [model] that may differ from what the weights of `init` were trained with, such as ["model.norm_eps"]. A
-    longer context (rope_theta, rope_scaling, sliding_window, layer_pattern) needs no entry; other differences are refused."""
+    """Keys of [model] that may differ from the training of `init`'s weights, e.g. ["model.norm_eps"]. A longer context
+    (rope_theta, rope_scaling, sliding_window, layer_pattern) needs no entry; other differences are refused."""
     verify: bool = True
     """Verify all checksums before loading. false: skip those of the tensor files."""
     max_failed_saves: Count = 5
     """End the run after this many failed saves in a row. 0: never."""
     allow_changed_data: bool = False
-    """Allow a resume on other sources or weights than the checkpoint's. Each source continues where it stands."""
+    """Allow a resume with other sources or weights than the checkpoint's. Each source continues at its position."""
 
 
 class Evaluate(Section):
@@ -229,7 +229,7 @@ class Evaluate(Section):
 
 
 class Metrics(Section):
-    """What a run reports."""
+    """The metrics and reports of a run."""
 
     log_interval: Positive = 10
     """Steps between lines in the log and in metrics.jsonl."""
@@ -241,8 +241,8 @@ class Metrics(Section):
     monitor_interval: Count = 0
     """Steps between reports from inside the model: see docs/metrics.md. 0: never."""
     monitors: Annotated[ListOf[Monitor], MinLen(1), unused_if("metrics.monitor_interval", 0)] = MONITORS
-    """What is monitored, for each layer or matrix: activations (with dead and saturated units), gradients, weights, updates,
-    attention (logits and entropy), experts (entropy of scores and load)."""
+    """Monitored quantities, for each layer or matrix: activations (with dead and saturated units), gradients, weights,
+    updates, attention (logits and entropy), experts (entropy of scores and load)."""
     sources: bool = False
     """Report the loss of each of data.sources, and by position in the sequence, on each line."""
     wandb: str = ""
@@ -261,7 +261,7 @@ class Metrics(Section):
 
 
 class Profile(Section):
-    """Traces of selected steps, to see where time and memory go."""
+    """Traces of selected steps, to find the time and memory of each operation."""
 
     span: StepRange = ()
     """First and last step to profile, such as [10, 12]. []: none."""
@@ -312,7 +312,7 @@ class Resilience(Section):
     straggler_factor: Annotated[float, Gt(1), STRAGGLERS] = 1.3
     """Report a rank that makes steps longer by this factor and by at least 10 ms."""
     drain_stragglers: Annotated[Count, STRAGGLERS] = 0
-    """In an elastic run: after so many such reports in a row of one rank, its node leaves the run, if enough others remain.
+    """In an elastic run: after N consecutive reports for a rank, its node leaves the run, if enough others remain.
     0: never."""
 
 

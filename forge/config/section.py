@@ -28,7 +28,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Unused:
-    """Metadata of a key: a reason for which it has no effect. holds: whether it holds for a configuration."""
+    """Metadata of a key: a reason why it has no effect. holds: whether the reason applies to a configuration."""
 
     reason: str
     holds: Callable[[Any], bool]

@@ -15,9 +15,9 @@ from forge.config.section import Unused
 
 
 def unused_keys(config: Config, parameters: Iterable[str]) -> list[str]:
-    """Return `keys (reason)` of each reason for which keys have no effect. parameters: names of the model's.
+    """Return `keys (reason)` for each reason why keys have no effect. parameters: names of the model's.
 
-    A key with its default value is not named: it asks for nothing.
+    A key with its default value is not named: it requests nothing.
     """
     by_reason: dict[str, list[str]] = defaultdict(list)
     for key, field in _changed(config):

@@ -20,8 +20,8 @@ class Degrees:
     """The layout of a run: world = pp * dp_replicate * dp_shard * cp * tp, all resolved.
 
     `accumulation` is the number of microbatches per data-parallel rank and optimizer step:
-    global_batch_size = accumulation * micro_batch_size * dp. `ep_nodes` is the number of nodes of an ep group; 1 where
-    dispatch takes no notice of nodes.
+    global_batch_size = accumulation * micro_batch_size * dp. `ep_nodes` is the number of nodes of an ep group; 1 if
+    dispatch ignores nodes.
     """
 
     world: int
@@ -139,9 +139,9 @@ def _check_batch(config: Config, dp: int) -> Iterator[Problem]:
 
 
 def choose_layout(command: CommandLine, config: Config, world_size: int) -> tuple[Config, Degrees, str]:
-    """Return the config to train with on `world_size` processes, its layout, and the fallback that was taken ("": none).
+    """Return the config to train with on `world_size` processes, its layout, and the chosen fallback ("": none).
 
-    command: the command line that `config` was loaded from. Raises UserError for an invalid fallback, and where nothing fits.
+    command: the command line that `config` was loaded from. Raises UserError for an invalid fallback, or if nothing fits.
     """
     fallbacks = [(text, _with(command, text)) for text in config.parallel.fallbacks]
     try:
