@@ -14,7 +14,7 @@ from forge.config.model import ModelConfig
 
 
 class Activation(NamedTuple):
-    """`function` of what `inputs` projections return, all of one shape: gate and up, or one projection alone."""
+    """`function` of the results of `inputs` projections, all of one shape: gate and up, or one projection alone."""
 
     function: Callable[..., Tensor]
     inputs: int = 2

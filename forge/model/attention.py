@@ -1,4 +1,4 @@
-"""Grouped-query attention, and what it shares with other kinds of attention.
+"""Grouped-query attention, and the base of other kinds of attention.
 
 The attention function is an extension point: context parallelism replaces `Attention.attend` and leaves the rest.
 """
@@ -26,7 +26,7 @@ class Shared:
     cos, sin: `[tables, seq, 1, head_dim / 2]` or `[tables, batch, seq, 1, head_dim / 2]`, promote(float32, compute).
     masks: window (0: none) -> AttentionMask.
     labels: int64 `[batch, seq]`; tokens labelled IGNORE do not count in load balancing; None: all count.
-    saved: with attention residuals the streams that entered residual blocks so far, each shaped like a block's input.
+    saved: with attention residuals, the streams that entered earlier residual blocks, each shaped like a block's input.
     Not a dataclass, so that FSDP does not cast the tables (see AttentionMask).
     """
 
@@ -63,16 +63,16 @@ class AttentionFunction(Protocol):
     ) -> Tensor:
         """q `[batch, heads, seq, head_dim]`, k and v `[batch, kv_heads, seq, head_dim or v_dim]`.
 
-        Returns `[batch, heads, seq, v_dim]`. sinks `[heads]`, where mask.sinks: a logit that takes part in the softmax and
-        has no value.
+        Returns `[batch, heads, seq, v_dim]`. sinks `[heads]`, if mask.sinks: a logit without a value that takes part in
+        the softmax.
         """
 
 
 class Attention(nn.Module):
-    """What every kind of attention has: its window, its rotation, and what goes between the heads and the stream.
+    """The base of every kind of attention: window, rotation, and the modules between the heads and the stream.
 
-    rotation: which of RoPE's tables; None: no positions. qk_dim: size of a head of queries, whose root every attention
-    function divides scores by; queries are multiplied by `factor` where that is to be another number.
+    rotation: index of RoPE's tables; None: no positions. qk_dim: size of a query head; every attention
+    function divides scores by its root. `factor` multiplies queries if the divisor is to be another number.
     """
 
     wo: nn.Linear
@@ -143,9 +143,9 @@ class GroupedAttention(Attention):
 
 
 class HeadIndices(nn.Module):
-    """The heads that this process computes, by their numbers in the whole layer; for constants of each head, e.g. slopes.
+    """This process's heads, by their numbers in the whole layer; for constants of each head, e.g. slopes.
 
-    Tensor parallelism divides `heads` where the module's name is in the plan as colwise.
+    Tensor parallelism divides `heads` if the module's name is colwise in the plan.
     """
 
     def __init__(self, heads: int):

@@ -26,11 +26,11 @@ from torch.nn import functional as F
 
 
 class Chunks(NamedTuple):
-    """What chunks compute without their state. All `[chunks, batch, heads, ...]`; the last chunk is padded.
+    """State-independent results of chunks. All `[chunks, batch, heads, ...]`; the last chunk is padded.
 
-    reads `[size, key_dim]`: queries, decayed from the chunk's beginning. scores `[size, size]`: of queries with the keys that
-    they see. u `[size, value_dim]`, w `[size, key_dim]`: corrected values are u - w S. transition `[key_dim, key_dim]`,
-    addition `[key_dim, value_dim]`: the state after the chunk is transition S + addition.
+    reads `[size, key_dim]`: queries, decayed from the chunk's beginning. scores `[size, size]`: of queries with their
+    visible keys. u `[size, value_dim]`, w `[size, key_dim]`: corrected values are u - w S. transition `[key_dim,
+    key_dim]`, addition `[key_dim, value_dim]`: the state after the chunk is transition S + addition.
     """
 
     reads: Tensor
@@ -47,7 +47,7 @@ def divide(
     """Prepare all chunks of `size` tokens.
 
     q, k `[batch, seq, heads, key_dim]`, v `[batch, seq, heads, value_dim]`, log_decay (<= 0) `[batch, seq, heads, decays]`,
-    beta `[batch, seq, heads]`. resets: bool `[batch, seq]`, true where a token begins with an empty state; None: nowhere.
+    beta `[batch, seq, heads]`. resets: bool `[batch, seq]`, true for tokens that begin with an empty state; None: none.
     """
     q, k, v = (_chunked(x, size) for x in (q, k, v))
     beta = _chunked(beta, size)  # [chunks, batch, heads, size]
@@ -61,7 +61,7 @@ def divide(
     weighted = k * beta.unsqueeze(-1)
     right = torch.cat([v * beta.unsqueeze(-1), weighted * carried], dim=-1)
     system, scores = decayed_products((weighted, q), k, total, seen)
-    # Only what is below the diagonal is read.
+    # Only elements below the diagonal are read.
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     to_end = (total[..., -1:, :] - total).masked_fill(~seen[..., -1, :, None], -torch.inf).exp()
@@ -74,8 +74,8 @@ def decayed_products(several: Sequence[Tensor], columns: Tensor, total: Tensor, 
     """Return for each `rows` of `several` `[..., size, size]`: sum_d rows_id columns_jd exp(total_id - total_jd) where `seen`
     allows i to read j, else 0.
 
-    rows, columns `[..., size, key_dim]`; total `[..., size, decays]`, which never grows along the tokens; seen bool, true for
-    no j > i. No exponent is above 0: the exponential of another one may overflow.
+    rows, columns `[..., size, key_dim]`; total `[..., size, decays]`, which never grows along the tokens; seen bool,
+    false for all j > i. No exponent is above 0, so no exponential overflows.
     """
     if total.shape[-1] == 1:
         between = (total - total.mT).masked_fill(~seen, -torch.inf).exp()
@@ -84,8 +84,8 @@ def decayed_products(several: Sequence[Tensor], columns: Tensor, total: Tensor, 
     missing = (1 << (size - 1).bit_length()) - size
     *several, columns = (F.pad(x, (0, 0, 0, missing)) for x in (*several, columns))
     total = torch.cat([total, total[..., -1:, :].expand(*total.shape[:-2], missing, -1)], dim=-2)
-    # Blocks on the diagonal, twice as large each time. What is below it in a block decays up to the first token of the
-    # block's second half, and from there on: two factors of which neither can overflow.
+    # Blocks on the diagonal, of doubling size. The lower left quarter of a block is the product of two factors: the decay up
+    # to the first token of the second half, and the decay from there on. Neither can overflow.
     found = [(rows * columns).sum(-1)[..., None, None] for rows in several]  # [..., blocks, 1, 1]
     half = 1
     while half < total.shape[-2]:

@@ -135,7 +135,7 @@ def _at(rows: Tensor, column: Tensor, missing: bool) -> Tensor:
 def add_choices(rows: Tensor, places: Tensor) -> Tensor:
     """rows `[n, dim]` -> the sum of each token's, `[tokens, dim]`; summed in promote(float32, rows).
 
-    places int64 `[tokens, top_k]`; those from n on have no row and add nothing.
+    places int64 `[tokens, top_k]`; places >= n have no row and add nothing.
     """
     missing = rows.shape[0] < places.numel()
     total = _at(rows, places[:, 0], missing).to(promoted(rows.dtype))
@@ -206,8 +206,8 @@ def add_up(rows: Tensor, plan: Plan, kernels: Kernels = EAGER) -> Tensor:
 def combine(rows: Tensor, weights: Tensor, plan: Plan, kernels: Kernels = EAGER) -> Tensor:
     """rows `[n, dim]` sorted by expert, weights `[tokens, top_k]` -> weighted sums `[tokens, dim]`.
 
-    n is tokens * top_k, or less: choices whose rows come later in the plan add nothing.
-    The result has rows' dtype. Sums are in promote(float32, rows), one choice at a time, so that no
+    n is at most tokens * top_k: choices with later places in the plan add nothing.
+    The result has rows' dtype. Sums are in promote(float32, rows), one choice at a time, so no
     `[tokens, top_k, dim]` exists in that dtype.
     """
     return _Combine.apply(rows, weights, plan.order, plan.places, kernels)

@@ -34,7 +34,8 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The output matrix. Computes the loss inside its forward, where parallel engines have gathered the weight."""
+    """The output matrix. Computes the loss inside its forward, because parallel engines have gathered the weight
+    there."""
 
     # Losses and logits are never rounded to the compute dtype.
     exact_output = True

@@ -21,7 +21,7 @@ _grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._gr
 class Experts(nn.Module):
     """All experts of a layer; one weight for each projection, gate and up fused.
 
-    w13 `[n_experts, inputs * hidden_dim, dim]`, where the activation takes so many inputs: the gate's rows, then up's.
+    w13 `[n_experts, inputs * hidden_dim, dim]`, for an activation with `inputs` inputs: the gate's rows, then up's.
     w2 `[n_experts, dim, hidden_dim]`. With `bias` also w13_bias `[n_experts, inputs * hidden_dim]` and w2_bias
     `[n_experts, dim]`.
     """
@@ -88,8 +88,8 @@ class RowGroups:
 def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None) -> Tensor:
     """rows `[n, in]` in `groups`, weight `[groups, out, in]`, bias `[groups, out]` -> `[n, out]`.
 
-    One grouped product, without a host sync. Its gradient must not be an expanded tensor. Where no kernel exists (see
-    `has_kernel`), a loop over the groups, whose sizes the host reads.
+    One grouped product, without a host sync. Its gradient must not be an expanded tensor. Without a kernel (see
+    `has_kernel`), a loop over the groups; the host reads their sizes.
     """
     if bias is not None:
         return grouped_linear(rows, weight, groups) + bias_of_rows(rows, bias, groups)
@@ -131,7 +131,7 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 
 
 def bias_of_rows(rows: Tensor, bias: Tensor, groups: RowGroups) -> Tensor:
-    """bias `[groups, out]` -> each row's group's, `[n, out]`; zeros past the last group, where gradients mean nothing.
+    """bias `[groups, out]` -> each row's group's, `[n, out]`; zeros past the last group, whose gradients mean nothing.
 
     In promote(float32, bias) until the end, because the gradient of a group's bias is a sum over its rows.
     """

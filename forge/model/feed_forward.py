@@ -23,7 +23,7 @@ class FeedForward(nn.Module):
 
 
 class UngatedFeedForward(FeedForward):
-    """w2(activation(w1 x)): there is no w3."""
+    """w2(activation(w1 x)), without w3."""
 
     def __init__(self, dim: int, hidden_dim: int, activation: Activation, bias: bool = False):
         super().__init__(dim, hidden_dim, activation, bias)

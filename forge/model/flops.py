@@ -9,7 +9,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Number of parameters; `active`: of those that one token uses, including the whole embedding."""
+    """Number of parameters; `active`: used by one token, including the whole embedding."""
 
     total: int
     active: int
@@ -18,7 +18,7 @@ class ParameterCounts:
 def parameter_counts(model: nn.Module) -> ParameterCounts:
     """Count the parameters of `model`, which may be on the meta device.
 
-    Idle are those that a module says a token does not use, as `idle_parameters`: the experts that it is not routed to.
+    A module reports as `idle_parameters` the parameters that a token does not use: experts that it is not routed to.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     idle = sum(getattr(module, "idle_parameters", 0) for module in model.modules())
@@ -36,7 +36,7 @@ def flops_per_token(module: nn.Module, seq_len: int) -> float:
 
 
 def matrix_flops(module: nn.Module, seq_len: int) -> float:
-    """Return 6 * (elements of the module's own matrices that a token uses) + the operations of the modules within it.
+    """Return 6 * (elements of the module's own matrices that a token uses) + the FLOPs of the modules within it.
 
     A multiply and an add, forward and twice that backward. Parameters of fewer than two dimensions (norms, biases) and
     look-ups do not count.

@@ -1,9 +1,9 @@
-"""The gated delta rule by the Triton kernels of flash-linear-attention (fla), where that is installed.
+"""The gated delta rule by the Triton kernels of flash-linear-attention (fla), if installed.
 
-fla is one operator here, and its gradient another: a compiler sees one node, of which it needs only the shapes.
+fla is one operator in this file, and its gradient another: a compiler sees one node and needs only its shapes.
 
 fla separates documents by `cu_seqlens`, whose length depends on the data: the host would wait for the device once per
-layer, and the compiler would see new shapes. A document begins with a decay of exp(RESET) instead, which is as good as 0.
+layer, and the compiler would see new shapes. A document begins with a decay of exp(RESET) instead, which is nearly 0.
 fla takes any decay: no exponent of its kernels is above 0.
 """
 
@@ -97,7 +97,7 @@ _operator.register_autograd(_backward, setup_context=_keep)
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Record gradients in the body, the implementation of an operator, in which PyTorch switches autograd off."""
+    """Record gradients in the body of an operator's implementation, where PyTorch switches autograd off."""
     keys = torch._C.DispatchKey
     with ExitStack() as stack:
         for key in (keys.AutogradFunctionality, keys.ADInplaceOrView):
@@ -107,7 +107,7 @@ def _autograd() -> Iterator[None]:
 
 
 def kernel_for(log_decay: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the kernel for decays by channel or by head; its arguments are those of the operator."""
+    """Return the kernel for decays by channel or by head; it has the operator's arguments."""
     # At the first use: fla imports Triton, and takes seconds.
     if log_decay.shape[-1] > 1:
         from fla.ops.kda import chunk_kda as chunked

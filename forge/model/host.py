@@ -1,7 +1,7 @@
 """Numbers that the host reads from the device inside a layer.
 
-Each read waits for the device. Activation checkpointing runs a forward again in backward: the second run takes the numbers
-that the first one read, and does not wait.
+Each read waits for the device. Activation checkpointing runs a forward again in backward: the second run reuses the
+numbers of the first, and does not wait.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Independent draws from a uniform distribution, or what `function` makes of them, element by element in float64."""
+    """Independent draws from a uniform distribution, mapped by `function` element by element in float64."""
 
     low: float
     high: float

@@ -1,11 +1,12 @@
 """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464), with the projections and gates of Qwen3-Next, and Kimi Delta
 Attention (Kimi Team 2025, arXiv:2510.26692), whose decays and gates are finer and come from low-rank projections.
 
-In place of attention over all keys: each head has a state of fixed size, which tokens decay, correct and read
-(forge/model/delta_rule.py), so a layer's work is linear in the sequence. Queries, keys and values first pass a short causal
-convolution along the sequence; what is read is normalised and gated. There are no positions: the order is in the recurrence.
+In place of attention over all keys, each head has a state of fixed size, which tokens decay, correct and read
+(forge/model/delta_rule.py), so a layer's work is linear in the sequence. Queries, keys and values first pass a short
+causal convolution along the sequence; the output is normalised and gated. There are no positions: the recurrence has the
+order.
 
-What looks across tokens, the convolution and the recurrence, is an extension point: context parallelism and the cache of
+The convolution and the recurrence look across tokens and are an extension point: context parallelism and the cache of
 generation replace `LinearAttention.attend` and leave the rest.
 """
 
@@ -29,7 +30,7 @@ from forge.model.mask import AttentionMask
 from forge.model.mla import Up
 from forge.model.norm import RMSNorm, promoted
 
-# What `AttentionMask.window` is for these layers, which share a mask as those of one sliding window do.
+# `AttentionMask.window` of these layers; like the layers of one sliding window, they share a mask.
 LINEAR = -1
 # Added to the squared length of queries and keys before they are divided by it.
 NORM_EPS = 1e-6
@@ -110,9 +111,9 @@ class LinearAttention(nn.Module):
         return self.wo((self.out_norm(out) * self.gate(gate)).flatten(2))
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the operations of the matrices, and of three products with the state: read, correct, read.
+        """Return the FLOPs of the matrices, and of three products with the state: read, correct, read.
 
-        As for a recurrence; what chunks compute beyond that is not counted.
+        As for a recurrence; extra FLOPs of chunks are not counted.
         """
         return matrix_flops(self, seq_len) + 18 * self.heads["wv"] * self.key_dim * self.value_dim
 
@@ -152,8 +153,8 @@ class ShortConvolution(nn.Module):
 class Decay(nn.Module):
     """The logarithms of a head's decays: -exp(a_log) softplus(a + dt_bias), in promote(float32, compute).
 
-    As in Mamba 2 (Dao and Gu 2024, "Transformers are SSMs"): exp(a_log) is the rate, of which a head has one, and the
-    softplus a length of time, of which it has `channels`. With a bound, as in Kimi K3 (2607.24653), they are
+    As in Mamba 2 (Dao and Gu 2024, "Transformers are SSMs"): exp(a_log) is a rate, one per head, and the
+    softplus is a length of time, `channels` per head. With a bound, as in Kimi K3 (2607.24653), they are
     -bound sigmoid(exp(a_log) (a + dt_bias)).
     """
 
@@ -179,8 +180,8 @@ class Decay(nn.Module):
     def initial_value(self, name: str) -> float | Uniform:
         """Return the values of Qwen3-Next: rates from 0.01 to 16, times around softplus(1).
 
-        For times by channel those of Mamba 2, which Kimi Linear has: rates from 1 to 16, times from 0.001 to 0.1. With a
-        bound the middle of the sigmoid.
+        For times by channel, return Mamba 2's values, as in Kimi Linear: rates from 1 to 16, times from 0.001 to 0.1.
+        With a bound, return the middle of the sigmoid.
         """
         if self.channels == 1:
             return Uniform(0.01, 16.0, torch.log) if name == "a_log" else 1.0
@@ -214,7 +215,7 @@ local_recurrence = LocalRecurrence()
 
 
 def ages(documents: Tensor) -> Tensor:
-    """Return how many tokens of its document precede each token: int64 `[batch, seq]`; documents int `[batch, seq]`.
+    """Return the number of earlier tokens in each token's document: int64 `[batch, seq]`; documents int `[batch, seq]`.
 
     A document ends where its number changes.
     """

@@ -133,7 +133,8 @@ class Vocabulary:
         return target, None
 
     def combine(self, lse: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
-        """logsumexp and the target's logit (0 where it is not here), both `[chunk, 1]` -> those of all columns."""
+        """logsumexp and the target's logit (0 if the target is not in this shard), both `[chunk, 1]` -> both for all
+        columns."""
         return lse, target_logit
 
 

@@ -1,4 +1,4 @@
-"""The attention mask: one rule, from which both the dense table (CPU) and the block table (CUDA) are built."""
+"""The attention mask: one rule, the source of both the dense table (CPU) and the block table (CUDA)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def dense_part(window: int, documents: Tensor | None, queries: Tensor, keys: Ten
 
 
 def block_table(window: int, documents: Tensor | None, seq: int, device: torch.device) -> BlockMask:
-    """Return the rule as tiles of BLOCK x BLOCK: empty, full, or partial, where flex_attention evaluates the rule.
+    """Return the rule as tiles of BLOCK x BLOCK: empty, full, or partial (flex_attention evaluates the rule).
 
     Built from the range of indices and documents of each tile, so nothing of size seq x seq exists, without a host
     sync. A tile is skipped only if it is certainly empty: document numbers may be in any order.
@@ -133,7 +133,7 @@ def _tiles(
 
 
 def _whole(index: Tensor) -> Tensor:
-    """Which tiles lie within the sequence, bool `[tiles]`: one that exceeds it is never full, so its rule is evaluated."""
+    """Tiles within the sequence, bool `[tiles]`: a tile that exceeds it is never full, so its rule is evaluated."""
     return torch.arange(BLOCK, len(index) + BLOCK, BLOCK, device=index.device) <= len(index)
 
 

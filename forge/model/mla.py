@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1; its code for what the paper leaves open).
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1; details missing there follow its code).
 
-A token's keys and values of all heads are products of one small vector, the latent; beside it there is one key part that
-RoPE rotates, and that all heads share. Generation keeps only these two.
+A token's keys and values of all heads are products of one small vector, the latent. Beside it there is one key part,
+rotated by RoPE and shared by all heads. Generation keeps only these two.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from forge.model.rope import score_factor
 
 
 class Down(nn.Linear):
-    """A projection of the stream into what all heads share."""
+    """A projection of the stream to a vector shared by all heads."""
 
 
 class Up(nn.Linear):
-    """A projection of what all heads share into heads."""
+    """A projection of a vector shared by all heads to heads."""
 
 
 class Latents(nn.Module):
@@ -36,10 +36,10 @@ class Latents(nn.Module):
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention. Of a head of queries and keys the elements without positions come first.
+    """Multi-head latent attention. In a head of queries and keys the elements without positions come first.
 
-    An attention function may have a method `attend_latent(layer, q, latent, key, mask)`, which is called instead with the
-    latents `[batch, seq, rank]` and the rotated key part `[batch, seq, rope_dim]`, where those are what it moves or keeps.
+    If an attention function has a method `attend_latent(layer, q, latent, key, mask)`, it is called instead with the
+    latents `[batch, seq, rank]` and the rotated key part `[batch, seq, rope_dim]`, to send or cache these.
     """
 
     def __init__(self, config: ModelConfig, window: int, rotation: int | None = 0):

@@ -59,7 +59,8 @@ class MoE(nn.Module):
         """x `[batch, seq, dim]`, labels int64 `[batch, seq]` (IGNORE: not balanced) -> `[batch, seq, dim]`."""
         if self.shared is None:
             return self.routed(x, labels)
-        # First: under expert parallelism `routed` makes the host wait for other ranks' counts, and a card computes meanwhile.
+        # First: under expert parallelism `routed` makes the host wait for other ranks' counts, and the GPU computes
+        # meanwhile.
         shared = self.shared(x)
         if self.shared_gate is not None:
             shared = self.shared_gate(x) * shared

@@ -1,12 +1,12 @@
 """Multi-token prediction (DeepSeek-V3, 2412.19437, 2.2): blocks that predict tokens further ahead, one after the other.
 
-Module k = 1, 2, ... takes at token i the hidden state of the module before it (of the model behind its final norm, for the
-first one) and the embedding of token i + k, and predicts token i + k + 1 with the model's own head:
+Module k = 1, 2, ... takes at token i the hidden state of the previous module (for the first one, the model's after its
+final norm) and the embedding of token i + k, and predicts token i + k + 1 with the model's own head:
 
     hidden_k = norm(block(projection([norm(embedding of i + k), norm(hidden_k-1)])))
 
-which is the order that DeepSeek-V3's weights have. The modules are blocks of the model behind its last one, so whatever
-is done to blocks is done to them. Their losses, averaged and times `loss_coef`, are part of the objective. Forwards without
+in the order of DeepSeek-V3's weights. The modules are blocks after the model's last one, so every transformation
+of blocks applies to them. Their losses, averaged and times `loss_coef`, are part of the objective. Forwards without
 a gradient leave them out.
 """
 
@@ -24,7 +24,7 @@ from forge.model.norm import norm_of
 
 
 class Join(nn.Module):
-    """The projection of two vectors per token, one behind the other, to one."""
+    """The projection of two concatenated vectors per token to one."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -36,7 +36,7 @@ class Join(nn.Module):
 
 
 class Ahead(nn.Module):
-    """What a block has beside its own parts to predict further ahead; the block's class comes next in the order of bases."""
+    """Additions to a block for multi-token prediction; the block's class comes next in the order of bases."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
@@ -76,9 +76,9 @@ def look_ahead(tokens: Tensor, labels: Tensor, documents: Tensor | None, depth: 
 
 
 def sums_with_ahead(model: Any, x: Tensor, labels: Tensor, ahead: Tensor, shared: Any) -> Tensor:
-    """Return the sums of `FusedLoss`, where the objective has the modules' losses, too.
+    """Return the sums of `FusedLoss` with the modules' losses in the objective.
 
-    model: a Transformer; x: its hidden states `[batch, seq, dim]` behind the final norm; ahead: from `look_ahead`.
+    model: a Transformer; x: its hidden states `[batch, seq, dim]` after the final norm; ahead: from `look_ahead`.
     """
     hidden, targets = [x], [labels]
     for module, layer in enumerate(model.ahead):
@@ -91,9 +91,9 @@ def sums_with_ahead(model: Any, x: Tensor, labels: Tensor, ahead: Tensor, shared
 
 
 def hidden_ahead(model: Any, module: int, x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Return what one module (0: the first) makes of some tokens of a text: `[batch, n, dim]`.
+    """Return one module's (0: the first) hidden states for some tokens of a text: `[batch, n, dim]`.
 
-    x `[batch, n, dim]`: the hidden states of the module before; tokens int64 `[batch, n]`: those that the module looks at;
+    x `[batch, n, dim]`: the hidden states of the previous module; tokens int64 `[batch, n]`: the tokens ahead;
     positions int64 `[batch, n]`.
     """
     shared = model.shared_inputs(x, x.shape[1], None, positions, None)

@@ -1,9 +1,10 @@
 """Quantile balancing (Kimi Team 2026, arXiv:2607.24653, 2.3.3 and appendix D): solve the biases of experts once per step.
 
-A token's cutoff is the best biased score that it does not choose, the (k+1)-th. With the bias cutoff - score an expert would
-be at the cutoff of this token, so with the k / n quantile of these over the tokens of a step it gets k / n of them: an even
-share. The quantile is read from a histogram of BINS equal bins over [lowest bias - 1, highest bias + 1], where all of them
-lie, because scores are from 0 to 1. Counts are integers, so they add up in any order, and every rank solves the same.
+A token's cutoff is the best biased score that it does not choose, the (k+1)-th. With the bias cutoff - score an expert
+would be at the cutoff of this token. So the k / n quantile of these biases over the tokens of a step gives it k / n of
+them: an even share. The quantile is read from a histogram of BINS equal bins over [lowest bias - 1, highest bias + 1].
+All required biases lie in this range, because scores are from 0 to 1. Counts are integers, so they add up in any order,
+and all ranks solve the same.
 """
 
 from __future__ import annotations
@@ -49,6 +50,6 @@ def solve(counts: Tensor, biases: Tensor, top_k: int) -> Tensor:
 
 
 def _bins(bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the bins of biases `[..., n_experts]` begin, and their width, both `[..., 1]`."""
+    """Return the start of the bins of biases `[..., n_experts]`, and their width, both `[..., 1]`."""
     low, high = bias.amin(-1, keepdim=True) - 1, bias.amax(-1, keepdim=True) + 1
     return low, (high - low) / BINS

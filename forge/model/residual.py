@@ -60,7 +60,7 @@ class Mixed(nn.Module):
         self.ffn_mix = DepthMix(*size)
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
-        """x `[batch, seq, dim]` -> `[batch, seq, dim]`; the caller saves x where the layer begins a block."""
+        """x `[batch, seq, dim]` -> `[batch, seq, dim]`; the caller saves x if the layer begins a block."""
         return self.feed(self.attend(x, shared), shared, x if self.begins_block else None)
 
     def attend(self, x: Tensor, shared: Shared) -> Tensor:

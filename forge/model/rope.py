@@ -1,7 +1,7 @@
-"""Rotary position embedding, with linear frequency scaling and those of Llama 3 and YaRN.
+"""Rotary position embedding, with linear frequency scaling and the scalings of Llama 3 and YaRN.
 
 Half rotation: element i of a head forms a pair with element i + rope_dim/2, as in transformers; Su et al.
-2021 ("RoFormer") pairs neighbours, which is the same up to a permutation of each head's elements.
+2021 ("RoFormer") pairs neighbours, which is equivalent up to a permutation of each head's elements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forge.model.norm import promoted
 def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of every position's angles: two float64 CPU tensors `[tables, seq_len, rope_dim / 2]`.
 
-    A second table is for sliding layers, where `config.sliding_rope_theta` gives them a base of their own and no scaling.
+    A second table is for sliding layers, if `config.sliding_rope_theta` gives them their own base, without scaling.
     YaRN's attention factor is multiplied into both tensors, so attention scores grow by its square.
     """
     bases = [(config.rope_theta, config.rope_scaling)]
@@ -56,7 +56,7 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
 
 
 def score_factor(scaling: RopeScalingConfig | None) -> float:
-    """Return what `mscale_all_dim` multiplies all attention scores by (DeepSeek-V2's code, `yarn_get_mscale`)."""
+    """Return the factor of `mscale_all_dim` on all attention scores (DeepSeek-V2's code, `yarn_get_mscale`)."""
     if scaling is None or scaling.kind != "yarn" or scaling.factor <= 1.0:
         return 1.0
     return (0.1 * scaling.mscale_all_dim * log(scaling.factor) + 1.0) ** 2

@@ -1,7 +1,8 @@
 """The router of a mixture-of-experts layer: the choice of experts, their weights, and load balancing.
 
-All sums are local and linear in the tokens, so they do not depend on microbatches or layout: balancing losses enter
-backward where they are computed, and state changes once per optimizer step, in `update_routers`, never inside a forward.
+All sums are local and linear in the tokens, so they do not depend on microbatches or layout. Balancing losses enter
+backward in the layer that computes them, and state changes once per optimizer step, in `update_routers`, never in a
+forward.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class Router(nn.Module):
     def route(
         self, x: Tensor, labels: Tensor | None, noise: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return experts and weights as `forward` does, and what to add to each sum. Changes no state, so it can be compiled.
+        """Return experts and weights like `forward`, and the additions to each sum. Changes no state, so it can be
+        compiled.
 
         noise `[batch, seq, n_experts]` is added to the logits.
         """
@@ -103,7 +105,7 @@ class Router(nn.Module):
         weights, sums = self._balance(weights, logits, scores, chosen, valid)
         if config.balance == "quantile":
             sums["required"] = count_required(scores.detach(), chosen, self.bias, valid)
-        # Not in evaluation: what is dropped depends on the other rows of the microbatch, padding included.
+        # Not in evaluation: drops depend on the other rows of the microbatch, padding included.
         if config.capacity_factor:
             experts, sums["dropped"] = self._drop(experts, weights.detach(), valid)
         return experts, weights, sums
@@ -132,13 +134,13 @@ class Router(nn.Module):
     def _balance(
         self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, valid: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return `weights` with the balancing losses attached to their backward, and what to add to counts and losses.
+        """Return `weights` with the balancing losses attached to their backward, and the additions to counts and losses.
 
         weights `[batch * seq, top_k]`, logits and scores `[batch, seq, n_experts]`, experts int64 `[batch, seq, top_k]`,
         valid bool `[batch, seq]`.
         """
         config = self.config
-        # Of each row where a loss needs that. int32, because compiled kernels have no atomic additions of int64.
+        # Per row if a loss needs it. int32, because compiled kernels have no atomic additions of int64.
         rows = experts.shape[0] if config.balance == "sequence_aux_loss" else 1
         chosen = valid.unsqueeze(-1).expand_as(experts).reshape(rows, -1).int()
         counts = chosen.new_zeros(rows, config.n_experts)
@@ -199,8 +201,8 @@ def update_routers(
 ) -> None:
     """Update the state of all routers by one optimizer step, and reset the counts.
 
-    counts: int64 `[routers, n_experts]`, this step's over all ranks. skip: scalar, 1 where the step is skipped. required:
-    int32 `[routers, n_experts, BINS]`, this step's over all ranks, for quantile balancing.
+    counts: int64 `[routers, n_experts]`, of this step over all ranks. skip: scalar, 1 in a skipped step. required:
+    int32 `[routers, n_experts, BINS]`, of this step over all ranks, for quantile balancing.
     The bias of an expert increases by bias_update_rate if it got less than an even share, and decreases if more (Wang et
     al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for MoE"). Integer arithmetic gives the same sign on all ranks.
     """
@@ -224,7 +226,7 @@ def update_routers(
 
 
 def _relative(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """counts `[..., n_experts]` -> load relative to an even one: n_experts * count / sum; ones where the sum is 0."""
+    """counts `[..., n_experts]` -> load relative to an even load: n_experts * count / sum; ones if the sum is 0."""
     total = counts.sum(-1, keepdim=True)
     return torch.where(total > 0, counts.shape[-1] * counts.to(dtype) / total.clamp(min=1), 1.0)
 

@@ -64,7 +64,7 @@ def has_flex(x: Tensor) -> bool:
 def _plain_attention(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, soft_cap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Attention from its formula, for what SDPA does not support: capped scores and sinks; in promote(float32, q.dtype).
+    """Attention by its formula, for cases without SDPA support: capped scores and sinks; in promote(float32, q.dtype).
 
     Shapes as for `AttentionFunction`; table bool `[batch, 1, seq, keys]`.
     """

@@ -64,7 +64,7 @@ class Block(nn.Module):
         return self.fed(self.ffn_norm(x), shared)
 
     def fed(self, x: Tensor, shared: Shared) -> Tensor:
-        """Return what the feed-forward makes of x `[batch, seq, dim]`."""
+        """Return the feed-forward's output for x `[batch, seq, dim]`."""
         if isinstance(self.feed_forward, MoE):
             return self.feed_forward(x, shared.labels)
         return self.feed_forward(x)
@@ -165,16 +165,17 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """One pass over `[batch, seq]`; every tensor argument has the batch first.
 
-        x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` if another part embeds. With attention residuals
-            these are `[1 + saved, batch, seq, dim]`: the stream, then the saved ones.
+        x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` if another part embeds. With attention
+        residuals
+            hidden states are `[1 + saved, batch, seq, dim]`: the stream, then the saved streams.
         labels: int64 `[batch, seq]`, IGNORE for positions without a target. In a mixture of experts, parts without
             a head need them too: ignored tokens do not count in load balancing.
         positions: int64 `[batch, seq]`, below `seq_len`, used by RoPE only; None: 0, 1, ...
-        documents: int `[batch, seq]`; a token sees only its own document; None: one document.
-        ahead: int64 `[batch, seq, depth, 2]`, from `forge.model.mtp.look_ahead`; multi-token prediction needs it where x has
-            no tokens, or not of the whole sequence.
+        documents: int `[batch, seq]`; a token attends only to its own document; None: one document.
+        ahead: int64 `[batch, seq, depth, 2]`, from `forge.model.mtp.look_ahead`; multi-token prediction needs it if x has
+            no tokens, or not the whole sequence's.
 
-        Returns hidden states, shaped like those of the input, if another part has the head; else with labels the three
+        Returns hidden states, shaped like the input's, if another part has the head; else with labels the three
         sums of `FusedLoss`, without labels logits `[batch, seq, vocab]` in promote(float32, compute).
         Raises ValueError if the sequence is longer than the model was built for.
         """
@@ -204,7 +205,7 @@ class Transformer(nn.Module):
         return self.output(x, labels, self.loss)
 
     def output(self, x: Tensor, labels: Tensor | None, loss: Any) -> Tensor:
-        """Return `loss` of hidden states behind the final norm, with the head's weight; see `Head.forward`."""
+        """Return `loss` of hidden states after the final norm, with the head's weight; see `Head.forward`."""
         if self.head is not None:
             return self.head(x, labels, loss)
         assert self.embedding is not None
@@ -289,7 +290,7 @@ def _feed_forward(config: ModelConfig, layer: int) -> FeedForward | MoE:
 
 
 def attention_for(config: ModelConfig, layer: int) -> Attention | LinearAttention:
-    """Build what mixes the tokens in the block with this global index; a kind of layer that does it otherwise goes here."""
+    """Build the token-mixing module of the block with this global index; add new kinds of layers in this function."""
     if config.kind_of(layer) == "linear":
         return LinearAttention(config)
     kind = GroupedAttention if config.latent is None else LatentAttention
@@ -314,7 +315,7 @@ MODELS: dict[str, Callable[..., Any]] = {"transformer": Transformer}
 
 
 def build_model(config: ModelConfig, seq_len: int, **parts: Any) -> Any:
-    """Build the model that `config.kind` names, registered or as `package.module:Class`; `parts` as for Transformer.
+    """Build the model named by `config.kind`, registered or as `package.module:Class`; `parts` as for Transformer.
 
     Raises UserError if there is no such model, or if [model.mtp] is set and the model has no such modules.
     """
