@@ -1,4 +1,5 @@
-"""Weights and tokenizers in and out, in the formats of Hugging Face. `architectures.ARCHITECTURES` lists what is covered."""
+"""Import and export of weights and tokenizers in Hugging Face's formats. `architectures.ARCHITECTURES` lists the
+models."""
 
 from forge.tools.hf.exporting import export_weights
 from forge.tools.hf.importing import import_weights

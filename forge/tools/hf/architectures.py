@@ -27,7 +27,7 @@ KEYS = {
     "tie_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-# The value of a key that config.json lacks; a key that is neither here nor in `Architecture.defaults` is required.
+# Values of keys that config.json lacks; a key that is neither here nor in `Architecture.defaults` is required.
 # None: derived from other keys.
 DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None,
@@ -58,7 +58,7 @@ DEFAULTS: dict[str, Any] = {
 }
 # Names of the same key in newer versions of transformers.
 ALIASES = {"num_experts": "num_local_experts"}
-# Keys that forge has no equivalent of, with the only value that it can compute; null means the default.
+# Keys without an equivalent in forge, with the only supported value; null means the default.
 MUST_BE: dict[str, Any] = {
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -67,7 +67,7 @@ MUST_BE: dict[str, Any] = {
     "quantization_config": None,
     "rope_interleave": True,
 }
-# Modules, ours -> theirs; those of a layer are below `layers.N` in forge and `model.layers.N` in transformers.
+# Modules, ours -> theirs; modules of a layer are below `layers.N` in forge and `model.layers.N` in transformers.
 ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 LAYER = {
     "attention_norm": "input_layernorm",
@@ -99,51 +99,51 @@ LAYER = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One class of transformers, where it differs from the tables above."""
+    """One class of transformers: its differences from the tables above."""
 
     name: str
     model_type: str
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Ours -> the value that the class implies; config.json has no key for it."""
+    """Ours -> value implied by the class; config.json has no key for it."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Ours -> theirs."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     window_keys: tuple[str, ...] = ()
     """The keys that determine which layers have a sliding window."""
     every_other_kind: int = 0
-    """n: where layer_types is missing, every n-th layer is full and all others slide."""
+    """n: without layer_types, every n-th layer is full and all others slide."""
     layer: Mapping[str, str] = field(default_factory=dict)
     """Modules of a layer, ours -> theirs."""
     experts: tuple[str, str, str, str] = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
-    """The module that holds experts 0, 1, ..., and the projections of each."""
+    """The module with experts 0, 1, ..., and the projections of each expert."""
     router_bias: str | None = None
-    """The bias on the choice of experts, `[n_experts]`; all zeros where forge's model has none."""
+    """The bias on the choice of experts, `[n_experts]`; zeros if forge's model has none."""
     router_bias_is_2d: bool = False
     """The router bias has shape `[1, n_experts]`."""
     output_bias: bool = False
-    """attention_bias adds a bias to the output projection as well; of zeros where forge's model has none."""
+    """attention_bias also adds a bias to the output projection; zeros if forge's model has none."""
     must_be: Mapping[str, Any] = field(default_factory=dict)
-    """Added to MUST_BE; written, unless it is false, which is the default."""
+    """Added to MUST_BE; written unless false, the default."""
     default_scaling: Mapping[str, Any] | None = None
-    """What rope_scaling is where config.json has none."""
+    """rope_scaling of a config.json without one."""
     rope_by_kind: bool = False
-    """Layers with a sliding window have rotary frequencies of their own, without scaling."""
+    """Sliding-window layers have their own rotary frequencies, without scaling."""
     shared_experts_always: bool = False
     """A model without shared experts still has their tensors, with no elements."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Theirs -> a value to write because transformers' default means something else."""
     places: Callable[[ModelConfig, int], dict[str, Place]] | None = None
-    """Returns the tensors of a layer that lie otherwise than in the other classes (forge/tools/hf/fused.py)."""
+    """Returns the tensors of a layer that are laid out differently from other classes (forge/tools/hf/fused.py)."""
     predicts_ahead: bool = False
-    """It has the modules of [model.mtp], as layers behind the last one."""
+    """It has the modules of [model.mtp], as extra layers after the last one."""
     partial_rope: bool = False
     """partial_rotary_factor is model.rope_fraction; in other classes it must be 1."""
     ignored: tuple[str, ...] = ()
-    """How names of tensors begin that are left out, as transformers does."""
+    """Prefixes of tensor names to leave out, as transformers does."""
     numbered_layers: bool = False
-    """Layers are listed by kind and number, and those that are not linear have no positions (forge/tools/hf/kimi.py)."""
+    """Layers are listed by kind and number, and all but linear layers have no positions (forge/tools/hf/kimi.py)."""
     prefix: str = ""
-    """How the names of all tensors begin. With a prefix config.json is nested (forge/tools/hf/kimi.py)."""
+    """Prefix of all tensor names. With a prefix config.json is nested (forge/tools/hf/kimi.py)."""
     interleaved_rope: bool = False
     """RoPE rotates neighbouring elements of a head; forge and the other classes rotate elements half a head apart."""
 
@@ -163,7 +163,7 @@ class Architecture:
         return "moe.n_experts" in self.keys
 
     def default(self, key: str) -> Any:
-        """The value of `key` where config.json lacks it. KeyError if the key is required."""
+        """The value of `key` if config.json lacks it. KeyError if the key is required."""
         return self.defaults[key] if key in self.defaults else DEFAULTS[key]
 
 

@@ -34,14 +34,14 @@ def export_weights(
     tokenizer: bool = True,
     progress: Progress = no_progress,
 ) -> Conversion:
-    """Make `output` a folder from which AutoModelForCausalLM and AutoTokenizer load what `checkpoint` holds.
+    """Fill the folder `output`, so that AutoModelForCausalLM and AutoTokenizer load the content of `checkpoint`.
 
-    dtype: of the parameters; None: as they are stored. shard_bytes: size limit of a file, unless one tensor is larger.
-    tokenizer: include the checkpoint's, if it has one. Memory: one tensor of forge (a layer's fused experts, or the
-    embedding) up to three times: itself, the piece that a rank saved of it, and a copy in another dtype.
+    dtype: of the parameters; None: as stored. shard_bytes: size limit of a file, unless one tensor is larger. tokenizer:
+    include the checkpoint's, if it has one. Memory: up to three times one tensor of forge (a layer's fused experts, or
+    the embedding): itself, the piece of it that a rank saved, and a copy in another dtype.
 
-    Raises UserError where the checkpoint is damaged (exit 77), or transformers has no class for its model or no form for
-    its tokenizer (exit 2); OSError where `output` cannot be written. After any error `output` does not exist.
+    Raises UserError if the checkpoint is damaged (exit 77), or transformers has no class for its model or no form for
+    its tokenizer (exit 2); OSError if `output` cannot be written. After any error `output` does not exist.
     """
     reader = TensorReader.verified(checkpoint, lambda done, total: progress("verifying", done, total))
     config = parse_toml_text(read_config(checkpoint), str(checkpoint / "config.toml"), import_classes=False)
@@ -99,4 +99,4 @@ def _tensors(weights: list[Weight], reader: TensorReader, planned: list[Planned]
     targets = iter(planned)
     for tensor in their_tensors(weights, read):
         yield tensor.to(next(targets).dtype)
-        del tensor  # or it would stay in memory while the next one is read
+        del tensor  # otherwise it would stay in memory while the next one is read

@@ -1,4 +1,4 @@
-"""Shared by both directions: the result, progress, and an output folder that appears whole or not at all."""
+"""Shared by import and export: the result, progress, and an output folder that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 
 
 class Conversion(NamedTuple):
-    """What was converted: the class of transformers, and whether the tokenizer was included."""
+    """The result of a conversion: the class of transformers, and whether the tokenizer was included."""
 
     architecture: str
     with_tokenizer: bool
@@ -29,7 +29,7 @@ def no_progress(activity: str, done: int, total: int) -> None:
 def new_folder(output: Path, needed: int) -> Iterator[Path]:
     """Yield an empty folder beside `output`, to be filled with `needed` bytes and renamed by the caller.
 
-    It is removed if it was not renamed, whatever the reason. Raises UserError if `output` exists (exit 2), or if the
+    It is removed unless it was renamed. Raises UserError if `output` exists (exit 2), or if the
     file system has too little space (exit 1).
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

@@ -1,10 +1,11 @@
-"""Tensors of transformers that lie otherwise than in most classes: those of Qwen3-Next and of gpt-oss.
+"""Tensors of transformers laid out differently from most classes: Qwen3-Next and gpt-oss.
 
-Qwen3-Next has tensors that hold several of forge's, row by row. A projection to queries and gates is, head by head, the rows
-of queries and then those of the gate. Linear layers have all projections in two tensors: for each key head its rows of
-queries, keys, values and output gates, and for each key head those of the strength and the decay.
+Qwen3-Next has tensors that hold several of forge's, row by row. A projection to queries and gates has, head by head, the
+rows of queries and then the rows of the gate. Linear layers have all projections in two tensors: for each key head its
+rows of queries, keys, values and output gates, and for each key head its rows of strength and decay.
 
-gpt-oss has one tensor for each projection of all experts, with inputs before outputs, and with rows of gate and up in turn.
+gpt-oss has one tensor per projection for all experts, with inputs before outputs, and with rows of gate and up
+alternating.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from forge.config.model import ModelConfig
 
 
 class Rows(NamedTuple):
-    """Of each of `groups` equal runs of rows of their tensor, those from `start` to `stop`."""
+    """A slice of rows: their tensor has `groups` equal runs of rows, and rows `start` to `stop` are taken from each
+    run."""
 
     groups: int
     start: int
@@ -31,9 +33,9 @@ class Rows(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A tensor of theirs below `model.layers.N`, its shape, and the rows of it that are ours (None: all).
+    """A tensor of theirs below `model.layers.N`, its shape, and its rows that are ours (None: all).
 
-    paired: its rows are of gate and up in turn, not one after the other. transposed: inputs come before outputs.
+    paired: rows of gate and up alternate instead of following each other. transposed: inputs come before outputs.
     """
 
     theirs: str
@@ -44,7 +46,7 @@ class Place(NamedTuple):
 
 
 def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, Place]:
-    """Return where the tensors of one layer of gpt-oss lie, by their name below `layers.N`."""
+    """Return the positions of one layer's tensors in gpt-oss, by their name below `layers.N`."""
     found = {"attention.sinks.weight": Place("self_attn.sinks", (model.n_heads,))}
     if not model.has_experts(layer) or model.moe is None:
         return found
@@ -64,7 +66,8 @@ def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, Place]:
 
 
 def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, Place]:
-    """Return where the tensors of one layer of Qwen3-Next lie, by their name below `layers.N`; without the usual places."""
+    """Return the positions of one layer's tensors in Qwen3-Next, by their name below `layers.N`; without the usual
+    ones."""
     linear = model.linear_attention
     if model.kind_of(layer) != "linear" or linear is None:
         if model.attention_gate != "element":
@@ -96,7 +99,7 @@ def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, Place]:
 
 
 def join(parts: list[Tensor], rows: list[Rows], shape: tuple[int, ...]) -> Tensor:
-    """Return their tensor `[shape]` of all `parts` of it, ours, in the order of `rows`; zeros after the last part."""
+    """Concatenate `parts`, ours, in the order of `rows` to their tensor `[shape]`; zeros after the last part."""
     runs = [
         part.reshape(place.groups, place.stop - place.start, -1)
         for part, place in zip(parts, rows, strict=True)

@@ -42,7 +42,7 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
     It has no optimizer state: use it for checkpoint.init, generation and evaluation. Memory: one tensor of forge (a
     layer's fused experts, or the embedding) twice.
 
-    Raises UserError (exit 2) that names the key, tensor or file where forge cannot compute the model or something is
+    Raises UserError (exit 2) with the key, tensor or file if forge cannot compute the model or something is
     missing or damaged. After any error `output` does not exist.
     """
     files = import_files(source)
@@ -118,7 +118,7 @@ def import_weights(source: Path, output: Path, *, progress: Progress = no_progre
 def _dequantized(
     stored: dict[str, Stored], values: dict[str, Any], source: Path
 ) -> tuple[Mapping[str, Stored | Blocks | Scaled], dict[str, Any]]:
-    """Return tensors that can be read as plain ones, and `values`, the keys of `source`, without how they are stored."""
+    """Return tensors to read like plain ones, and the keys `values` of `source` without their storage format."""
     quantization = values.get("quantization_config")
     if not isinstance(quantization, dict):
         return stored, values
@@ -133,7 +133,7 @@ def _dequantized(
                 f"{source}: weights packed by compressed-tensors (format {quantization.get('format')!r}) cannot be read; "
                 "save the model in bfloat16 with the library that packed it, and convert that folder"
             )
-    return stored, values  # to be refused with all other keys
+    return stored, values  # the remaining keys are refused like all unknown keys
 
 
 def _config(
@@ -144,9 +144,9 @@ def _config(
     dtype: torch.dtype,
     tokenizer: bool,
 ) -> Config:
-    """The config.toml of the imported checkpoint: its model, and other keys with which it is valid and reads no files.
+    """The config.toml of the imported checkpoint: its model, and other keys that make it valid without reading files.
 
-    It computes in `dtype`, the embedding's, as transformers would; for float16, which forge does not support, in float32.
+    It computes in `dtype`, the embedding's, like transformers; for float16, which forge does not support, in float32.
     """
     longest = values.get("max_position_embeddings")
     if type(longest) is not int or longest < 1:
@@ -174,7 +174,7 @@ def _match(
     stored: Mapping[str, Stored | Blocks | Scaled],
     ignored: tuple[str, ...],
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of every tensor of forge by name, after checking that all of theirs exist and fit."""
+    """Return the dtype of every tensor of forge by name, after a check that all of theirs exist with the right shape."""
     problems: list[str] = []
     dtypes: dict[str, torch.dtype] = {}
     for weight in weights:
@@ -198,9 +198,7 @@ def _match(
             dtypes[weight.ours] = torch.promote_types(dtype, torch.float32) if weight.gain else dtype
     known = {name for weight in weights for name in weight.theirs}
     if config.model.tie_embeddings:
-        known.add(
-            "lm_head.weight"
-        )  # as transformers does, ignore it and the next one, which old versions wrote
+        known.add("lm_head.weight")  # like transformers, ignore it and the next one, which old versions wrote
     problems += [
         f"{name} is no part of the model that config.json describes"
         for name in stored
@@ -213,7 +211,7 @@ def _match(
 
 
 def _read(stored: list[Stored | Blocks | Scaled], shape: tuple[int, ...]) -> Tensor:
-    """Read `stored`, all of one dtype and shape, one after another into one tensor of `shape`."""
+    """Read `stored`, all of one dtype and shape, in order into one tensor of `shape`."""
     out = torch.empty(shape, dtype=DTYPES[stored[0].dtype])
     for part, one in zip(out.view(len(stored), -1), stored, strict=True):
         one.read_into(part)
@@ -221,7 +219,7 @@ def _read(stored: list[Stored | Blocks | Scaled], shape: tuple[int, ...]) -> Ten
 
 
 class _LazyTensor(ShardTensor):
-    """A whole tensor that is read when DCP writes it, and not kept."""
+    """A whole tensor that is read when DCP writes it, and then freed."""
 
     _make: Callable[[], Tensor]
 

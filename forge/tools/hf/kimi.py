@@ -1,9 +1,9 @@
-"""Kimi K3's config.json and tensors, which no class of transformers describes.
+"""Kimi K3's config.json and tensors; no class of transformers describes them.
 
-Names and shapes follow copies of config.json of moonshotai/Kimi-K3 (f831ab66), a checkpoint generator written for vLLM and a
-test of lightllm. Its weight index was not read. The text model lies below `text_config` and `language_model.`. The
-published experts are packed in MXFP4 by compressed-tensors (`weight_packed`, `weight_scale`). forge refuses those; this table
-is for folders in bfloat16.
+Names and shapes follow copies of config.json of moonshotai/Kimi-K3 (f831ab66), a checkpoint generator written for vLLM
+and a test of lightllm. Its weight index was not read. The text model is below `text_config` and `language_model.`. The
+published experts are packed in MXFP4 by compressed-tensors (`weight_packed`, `weight_scale`). forge refuses those; this
+table is for folders in bfloat16.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def write_linear(model: ModelConfig) -> dict[str, Any]:
 
 
 def k3_places(model: ModelConfig, layer: int) -> dict[str, Place]:
-    """Return where the tensors of one linear layer lie, by their name below `layers.N`; without the usual places."""
+    """Return the positions of one linear layer's tensors, by their name below `layers.N`; without the usual ones."""
     linear = model.linear_attention
     if model.kind_of(layer) != "linear" or linear is None:
         return {}

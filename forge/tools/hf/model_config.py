@@ -1,7 +1,7 @@
 """[model] of forge <-> config.json of transformers.
 
-Whether an architecture can represent a model is found by reading back what would be written: the keys of [model] that
-come back with another value are those that prevent it.
+An architecture's support of a model is found by a round trip: keys of [model] that come back with another value are not
+supported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_model(
 ) -> dict[str, Any]:
     """Return [model] as a tree of keys, with tables `rope_scaling` and `moe` where they are needed.
 
-    Raises UserError (exit 2) that names the key of config.json for what forge cannot compute.
+    Raises UserError (exit 2) with the key of config.json for features that forge does not have.
     """
     config = ConfigJson(values, architecture, source)
     for key, needed in (MUST_BE | dict(architecture.must_be)).items():
@@ -134,7 +134,7 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
 
 
 def choose_architecture(model: ModelConfig) -> Architecture:
-    """Return the class of transformers that computes `model`. Raises UserError (exit 2) with the keys that prevent it."""
+    """Return the class of transformers that computes `model`. Raises UserError (exit 2) with the unsupported keys."""
     differences = {}
     for architecture in ARCHITECTURES:
         if architecture.is_moe == (model.moe is not None):
@@ -149,7 +149,7 @@ def choose_architecture(model: ModelConfig) -> Architecture:
 
 
 def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
-    """The keys of `model` that would come back from `architecture` with another value, each with both values."""
+    """The keys of `model` that a round trip through `architecture` would change, each with both values."""
     try:
         back = ModelConfig.model_validate(read_model(write_model(model, architecture, 1), architecture))
     except UserError:  # the only output that is refused as input: normalised weights with top_k = 1
@@ -167,7 +167,7 @@ def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
 
 
 def _effective(model: ModelConfig) -> dict[str, Any]:
-    """The keys that decide what the trained model computes; values with the same effect are made equal."""
+    """The keys that decide the trained model's results; values with the same effect are made equal."""
     flat = {key: value for key, value in _flat(model).items() if key not in _TRAINING_ONLY}
     scaling = model.rope_scaling
     if scaling is not None:
@@ -249,7 +249,7 @@ def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_dense(config: ConfigJson, n_layers: int) -> tuple[int, int]:
-    """n_dense_layers and every. Raises UserError if no two numbers say which layers have experts."""
+    """n_dense_layers and every. Raises UserError if no two numbers describe the layers with experts."""
     key = config.architecture.keys.get("moe.n_dense_layers")
     if key == "mlp_only_layers":
         without, step = config[key] or [], config["decoder_sparse_step"]
@@ -309,6 +309,6 @@ def _read_linear(config: ConfigJson, n_layers: int) -> list[str]:
 
 
 def _shortest(kinds: list[str]) -> list[str]:
-    """The shortest pattern that, repeated, gives the kind of every layer."""
+    """The shortest pattern whose repetition gives the kind of every layer."""
     sizes = range(1, len(kinds) + 1)
     return next(kinds[:n] for n in sizes if all(kinds[i] == kinds[i % n] for i in range(len(kinds))))

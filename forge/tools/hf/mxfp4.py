@@ -1,8 +1,8 @@
-"""Read weights in MXFP4, the form that gpt-oss's experts are published in (OCP Microscaling Formats 1.0, 2023).
+"""Read weights in MXFP4, the published format of gpt-oss's experts (OCP Microscaling Formats 1.0, 2023).
 
-A weight is two tensors of bytes: `X_blocks` `[experts, out, in / 32, 16]`, two numbers of four bits in each byte, the first
-one in its low half; and `X_scales` `[experts, out, in / 32]`, the exponent, plus 127, of what multiplies a block. Each
-product is a number of bfloat16, so nothing is lost.
+A weight is two tensors of bytes: `X_blocks` `[experts, out, in / 32, 16]`, two 4-bit numbers per byte, the first
+in the low half; and `X_scales` `[experts, out, in / 32]`, the exponent of a block's factor, plus 127. Every
+product is a bfloat16 number, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Blocks(NamedTuple):
-    """A weight `[experts, in, out]`, transposed as transformers has it in other formats; used like `Stored`."""
+    """A weight `[experts, in, out]`, transposed as in transformers' other formats; used like `Stored`."""
 
     blocks: Stored
     scales: Stored
@@ -45,9 +45,9 @@ class Blocks(NamedTuple):
 
 
 def with_blocks(stored: Mapping[str, Stored]) -> dict[str, Stored | Blocks]:
-    """Return the tensors of a folder by name, the two of a weight in MXFP4 under the one name of the weight.
+    """Return the tensors of a folder by name; the two tensors of an MXFP4 weight become one under the weight's name.
 
-    Raises UserError (exit 2) where one of the two is missing, or they do not fit each other.
+    Raises UserError (exit 2) if one of the two is missing, or their shapes do not match.
     """
     found: dict[str, Stored | Blocks] = dict(stored)
     for name, blocks in stored.items():

@@ -9,7 +9,7 @@ from forge.config.model import ModelConfig
 from forge.runtime.errors import UserError
 from forge.tools.hf.architectures import Architecture, ConfigJson
 
-# Kind of scaling -> its numbers, which have the same names on both sides, with transformers' default (None: required).
+# Kind of scaling -> its numbers, with the same names on both sides, and transformers' default (None: required).
 SCALINGS: dict[str, dict[str, float | None]] = {
     "linear": {"factor": None},
     "llama3": {"factor": None, "low_freq_factor": None, "high_freq_factor": None},
@@ -20,7 +20,7 @@ _YARN_ONLY = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}
 
 
 def write_rope(model: ModelConfig, architecture: Architecture, seq_len: int) -> dict[str, Any]:
-    """Return rope_theta, rope_scaling and max_position_embeddings in the form that every version of transformers reads."""
+    """Return rope_theta, rope_scaling and max_position_embeddings in a form for every version of transformers."""
     written = _write_scaling(model, architecture, seq_len)
     if architecture.partial_rope:
         written["partial_rotary_factor"] = model.rope_fraction
@@ -42,7 +42,7 @@ def _write_scaling(model: ModelConfig, architecture: Architecture, seq_len: int)
     scaling = model.rope_scaling
     written: dict[str, Any] = {"rope_theta": model.rope_theta}
     if scaling is None:
-        # Not null where that means a scaling.
+        # Not null, if null means a scaling.
         plain = {"rope_type": "default"} if architecture.default_scaling else None
         return written | {"rope_scaling": plain, "max_position_embeddings": seq_len}
     theirs = {key: getattr(scaling, key) for key in SCALINGS[scaling.kind]}
@@ -56,16 +56,16 @@ def _write_scaling(model: ModelConfig, architecture: Architecture, seq_len: int)
         theirs["attention_factor"] = scaling.attention_factor
     if scaling.kind == "yarn" and model.latent is not None and scaling.mscale_all_dim:
         theirs["mscale_all_dim"] = scaling.mscale_all_dim
-    # Some versions of transformers take max_position_embeddings / original for YaRN's factor.
+    # Some versions of transformers use max_position_embeddings / original as YaRN's factor.
     stretched = round(scaling.factor * scaling.original_max_position)
     longest = stretched if scaling.kind == "yarn" else max(seq_len, stretched)
     return written | {"rope_scaling": theirs, "max_position_embeddings": longest}
 
 
 def read_rope(config: ConfigJson) -> dict[str, Any]:
-    """Return rope_theta and, where positions are scaled, the table rope_scaling; sliding_rope_theta where it differs.
+    """Return rope_theta; the table rope_scaling if positions are scaled; sliding_rope_theta if it differs.
 
-    Raises UserError (exit 2) for a scaling that forge cannot compute.
+    Raises UserError (exit 2) for a scaling that forge does not have.
     """
     key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     scaling = dict(config[key] or {}) if key in config else {}
@@ -124,7 +124,7 @@ def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict
 
 
 def _attention_factor(scaling: dict[str, Any], factor: float) -> float | None:
-    """YaRN's attention factor as transformers resolves it; None: the paper's, which is also forge's default."""
+    """YaRN's attention factor as transformers resolves it; None: the paper's factor, also forge's default."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     own, over_all = scaling.get("mscale"), scaling.get("mscale_all_dim")

@@ -1,4 +1,4 @@
-"""Read safetensors files with their library, and write them one tensor at a time, which the library cannot do.
+"""Read safetensors files with their library, and write them one tensor at a time, which the library does not support.
 
 The format: 8 bytes with the header's length, little endian. The header in JSON: dtype, shape and the offsets of each tensor's
 bytes in the data. The data: tensors without gaps, row-major, little endian.
@@ -47,7 +47,7 @@ class Stored(NamedTuple):
 def find_tensors(folder: Path) -> dict[str, Stored]:
     """Return every tensor of a folder with one `model.safetensors`, or with several files and their index, by name.
 
-    Reads and checks all headers, no data. Raises UserError (exit 2) that names the file.
+    Reads and checks all headers, no data. Raises UserError (exit 2) with the file's name.
     """
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)
@@ -103,7 +103,7 @@ def write_tensors(
 ) -> Iterator[int]:
     """Write files of at most `limit` bytes (or one tensor), and an index if there are several.
 
-    `tensors` yields those of `planned` in order; each is taken only after the one before it is written. Yields the
+    `tensors` yields the tensors of `planned` in order; each is taken only after the previous one is written. Yields the
     number of bytes of each tensor written.
     """
     parts: list[list[Planned]] = [[]]

@@ -1,4 +1,4 @@
-"""The classes of transformers that forge can read and write, and how an entry is found."""
+"""The classes of transformers that forge can read and write, and the search for an entry."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ ARCHITECTURES = (
     Architecture(
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
-        # The norms of latents have this eps, whatever config.json says.
+        # The norms of latents have this eps, regardless of config.json.
         fixed={"attention": "mla", "moe.score_function": "sigmoid", "norm_eps": 1e-6},
         keys=_DEEPSEEK_ROUTING | {f"mla.{key}": key for key in MLAConfig.model_fields},
         defaults={
@@ -419,7 +419,7 @@ ARCHITECTURES = (
     ),
 )
 
-# Why classes that users ask for are not in the table.
+# Reasons why requested classes are not in the table.
 NOT_COVERED = {
     "DeepseekV2ForCausalLM": "of the models with latent attention forge reads DeepseekV3ForCausalLM",
     "GemmaForCausalLM": "forge reads Gemma 2 and Gemma 3",
@@ -432,7 +432,7 @@ BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 
 
 def architecture_of(values: dict[str, Any], source: Path | str) -> Architecture:
-    """Return the architecture that a config.json names. Raises UserError (exit 2) if forge does not read it."""
+    """Return the architecture of a config.json. Raises UserError (exit 2) if forge does not read it."""
     names = values.get("architectures") or []
     kind = values.get("model_type")
     name = names[0] if names else f'of model_type "{kind}"'

@@ -1,6 +1,6 @@
-"""Names and shapes of tensors: which tensors of transformers make up each tensor of forge.
+"""Names and shapes of tensors: the tensors of transformers that make up each tensor of forge.
 
-One rule covers all of them: a tensor of forge is the concatenation of tensors of theirs that have one shape. A plain
+One rule covers most of them: a tensor of forge is the concatenation of tensors of theirs with equal shapes. A plain
 weight is a single tensor; the fused weight of experts is gate of 0, up of 0, gate of 1, and so on. The exceptions are
 tensors of theirs that hold several of forge's, or hold them transposed (forge/tools/hf/fused.py).
 """
@@ -26,12 +26,12 @@ class Weight:
     """`ours` `[shape]` holds the elements of `theirs`, each `[their_shape]`, in this order.
 
     ours None: forge has no such tensor, and theirs are zeros. theirs empty: they have no such tensor, and ours is zeros.
-    is_state: not a parameter; `dtype` is the one that forge keeps it in. heads: of the rows of each of so many heads (or
-    experts) neighbours are a pair in theirs, and rows half of the paired ones apart in ours (0: the same in both); `first`:
-    where the paired rows of a head begin, which go to its end. rows: ours are only these rows of theirs. transposed: the last
-    two dimensions change places. is_copy: theirs is written, but not read, because ours is read from another one. fill: the
-    value of all elements of theirs where forge has no such tensor. gain: their tensor that theirs is multiplied by; forge has
-    the product, in float32 at least.
+    is_state: not a parameter; `dtype` is forge's dtype for it. heads: number of heads (or experts) whose rows are paired:
+    neighbours in theirs, half of the paired rows apart in ours (0: the same order in both); `first`: first paired row of
+    a head; paired rows go to the head's end. rows: ours are only these rows of theirs. transposed: the last two
+    dimensions are swapped. is_copy: theirs is written, but not read, because ours is read from another tensor. fill: the
+    value of all elements of theirs if forge has no such tensor. gain: a tensor of theirs that multiplies theirs; forge
+    has the product, in float32 at least.
     """
 
     ours: str | None
@@ -54,7 +54,7 @@ class Weight:
         return self.shape if self.rows is None and not self.transposed else self.their_shape
 
     def split(self, ours: Tensor) -> list[Tensor]:
-        """ours `[shape]` -> theirs, each `[their_shape]`: views, or copies where elements change places."""
+        """ours `[shape]` -> theirs, each `[their_shape]`: views, or copies if elements are reordered."""
         if self.heads:
             ours = self._with_pairs(ours, 2, -1)
         if self.transposed:
@@ -62,7 +62,7 @@ class Weight:
         return list(ours.reshape(len(self.theirs), *self.their_shape).unbind())
 
     def joined(self, out: Tensor) -> Tensor:
-        """`out` `[read_shape]`, in whose memory theirs lie one after another -> ours `[shape]`."""
+        """`out` `[read_shape]`, with theirs one after another in its memory -> ours `[shape]`."""
         if self.rows is not None:
             return self.rows.of(out, self.shape)
         if self.transposed:
@@ -70,7 +70,7 @@ class Weight:
         return self._with_pairs(out, -1, 2) if self.heads else out
 
     def _with_pairs(self, rows: Tensor, *sizes: int) -> Tensor:
-        """Swap the two `sizes` that the paired rows of each head are made of."""
+        """Swap the two `sizes` of the paired rows of each head."""
         heads = rows if rows.shape[0] == self.heads else rows.unflatten(0, (self.heads, -1))
         turned = heads[:, self.first :].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
         return torch.cat([heads[:, : self.first], turned], dim=1).reshape(rows.shape)
@@ -136,14 +136,14 @@ def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
 
 
 def modules_ahead(names: Container[str], n_layers: int) -> int:
-    """Return how many modules of multi-token prediction are among tensors of theirs behind `n_layers` layers."""
+    """Return the number of multi-token prediction modules among tensors of theirs after `n_layers` layers."""
     return next(
         n for n in count() if f"model.layers.{n_layers + n}.{LAYER['projection']}.weight" not in names
     )
 
 
 def _in_order(weights: list[Weight]) -> list[Weight]:
-    """The parts of one tensor of theirs one after another, in its order."""
+    """Order the parts of one tensor of theirs by their position in it."""
     first = {theirs: n for n, weight in reversed(list(enumerate(weights))) for theirs in weight.theirs}
 
     def key(numbered: tuple[int, Weight]) -> tuple[int, int]:
@@ -154,7 +154,7 @@ def _in_order(weights: list[Weight]) -> list[Weight]:
 
 
 def their_tensors(weights: list[Weight], read: Callable[[Weight], Tensor]) -> Iterator[Tensor]:
-    """Return all tensors of theirs that `weights` make up, in their order; `read` returns a tensor of forge."""
+    """Return all tensors of theirs made from `weights`, in their order; `read` returns a tensor of forge."""
     for _, group in groupby(weights, key=lambda weight: weight.theirs):
         weight, *others = group
         if weight.rows is None:
@@ -167,7 +167,7 @@ def their_tensors(weights: list[Weight], read: Callable[[Weight], Tensor]) -> It
 def _parameter(
     model: ModelConfig, architecture: Architecture, name: str, shape: tuple[int, ...], prefix: str, inner: str
 ) -> Iterator[Weight]:
-    """The parameter `name` of module `inner` of a layer, and tensors that only transformers has beside it."""
+    """The parameter `name` of module `inner` of a layer, and extra tensors of transformers beside it."""
     leaf = name.rpartition(".")[2]
     theirs = f"{prefix}.{(LAYER | dict(architecture.layer))[inner]}"
     heads, first = _rotated(model).get(inner, (0, 0)) if architecture.interleaved_rope else (0, 0)
@@ -183,7 +183,7 @@ def _parameter(
 
 
 def _mix(name: str, dim: int) -> list[Weight]:
-    """A query of attention residuals is in theirs a projection to one number times the gain of a norm (Kimi K3)."""
+    """In theirs, a query of attention residuals is a projection to one number times the gain of a norm (Kimi K3)."""
     *layer, module, _ = name.split(".")
     theirs = f"model.layers.{layer[1]}.{LAYER_MIXES[module]}" if layer else f"model.{LAST_MIX}"
     gain = f"{theirs}_norm.weight"
@@ -194,7 +194,7 @@ def _mix(name: str, dim: int) -> list[Weight]:
 
 
 def _rotated(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Projections whose rows RoPE rotates -> the number of their heads, and where the rotated rows of a head begin."""
+    """Projections with rows rotated by RoPE -> number of heads, and the first rotated row of a head."""
     if model.latent is None:
         return {"attention.wq": (model.n_heads, 0), "attention.wk": (model.n_kv_heads, 0)}
     queries = (model.n_heads, model.latent.qk_nope_head_dim)
@@ -212,12 +212,12 @@ def _zeros(theirs: str, *shape: int) -> Weight:
 def _router_state(
     model: ModelConfig, architecture: Architecture, name: str, tensor: Tensor, prefix: str
 ) -> Weight:
-    """The bias on the choice of experts, where they have one; the counts of the last step exist in forge only."""
+    """The bias on the choice of experts, if they have one; only forge has the counts of the last step."""
     shape = tuple(tensor.shape)
     if not name.endswith(".bias") or architecture.router_bias is None:
         return Weight(name, shape, (), shape, is_state=True, dtype=tensor.dtype)
     assert model.moe is not None
-    # Forge's bias is used only where it balances the load.
+    # Forge uses its bias only if the bias balances the load.
     ours = name if model.moe.biased else None
     their_shape = (1, *shape) if architecture.router_bias_is_2d else shape
     theirs = f"{prefix}.{architecture.router_bias}"

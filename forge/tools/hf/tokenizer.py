@@ -1,6 +1,6 @@
-"""Tokenizers in and out: the files that AutoTokenizer loads, and the files of such a folder that forge uses.
+"""Import and export of tokenizers: the files that AutoTokenizer loads, and the files of such a folder that forge uses.
 
-tokenizer.json describes a tokenizer as data: how text is normalised, split and merged, and the tokens added around it.
+tokenizer.json describes a tokenizer as data: how it normalises, splits and merges text, and the tokens added around it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _ALSO_COPIED = ("added_tokens.json", "chat_template.jinja")
 
 
 def export_files(folder: Path) -> dict[str, bytes]:
-    """Return name -> content of files with which AutoTokenizer gives the ids of forge's tokenizer in `folder`.
+    """Return name -> content of files for AutoTokenizer, with the same ids as forge's tokenizer in `folder`.
 
-    Exception: AutoTokenizer turns text that spells a special token into that token. A text begins with the token that
-    begins a document, if there is one; a tokenizer.json is changed only where its own begin token is another. Raises
-    UserError for a SentencePiece model that tokenizer.json cannot express. Returns nothing for a folder without a tokenizer.
+    Exception: AutoTokenizer turns the spelling of a special token in a text into the token. A text begins with the begin
+    token of documents, if there is one; a tokenizer.json is changed only if its own begin token differs. Raises UserError
+    for a SentencePiece model that tokenizer.json cannot express. Returns nothing for a folder without a tokenizer.
     """
     if (folder / BYTES_FILE).is_file():
         return _files(*_bytes()) | {BYTES_FILE: (folder / BYTES_FILE).read_bytes()}
@@ -54,11 +54,11 @@ def export_files(folder: Path) -> dict[str, bytes]:
 
 
 def import_files(folder: Path) -> dict[str, bytes]:
-    """Return name -> content of the tokenizer in a folder of Hugging Face, in files that `load_tokenizer` reads.
+    """Return name -> content of the tokenizer in a Hugging Face folder, in files that `load_tokenizer` reads.
 
-    A tokenizer.json and a SentencePiece model with the same number of tokens are one tokenizer in two formats; then the
-    latter is taken: it is the original and needs no extra package. Returns nothing if there is neither. Raises UserError
-    for a file that does not hold what its name implies.
+    A tokenizer.json and a SentencePiece model with the same number of tokens are one tokenizer in two formats. Then the
+    SentencePiece model is used: it is the original and needs no extra package. Returns nothing if there is neither.
+    Raises UserError for a file whose content does not match its name.
     """
     if (folder / BYTES_FILE).is_file():
         return {BYTES_FILE: (folder / BYTES_FILE).read_bytes()}
@@ -83,9 +83,9 @@ def _described(folder: Path) -> dict[str, bytes]:
 
 
 def _with_begin(files: dict[str, bytes], name: str) -> bytes:
-    """Return the tokenizer.json, with which a text begins as forge's documents do.
+    """Return the tokenizer.json, changed so that texts begin like forge's documents.
 
-    forge follows add_bos_token in the settings beside it; transformers does what the post-processor in the file says.
+    forge follows add_bos_token in the settings beside it; transformers follows the post-processor in the file.
     """
     begin = HuggingFaceTokenizer(files, name).bos_id
     if HuggingFaceTokenizer({JSON_FILE: files[JSON_FILE]}, name).bos_id == begin:
@@ -95,7 +95,7 @@ def _with_begin(files: dict[str, bytes], name: str) -> bytes:
     steps = steps["processors"] if steps["type"] == "Sequence" else [steps]
     steps = [step for step in steps if step["type"] == "ByteLevel"]  # the others add tokens
     if begin is not None:
-        vocab = described["model"]["vocab"]  # of Unigram a list of tokens with their scores
+        vocab = described["model"]["vocab"]  # Unigram: a list of tokens with their scores
         names = {number: token for token, number in vocab.items()} if isinstance(vocab, dict) else {}
         names |= {number: token for number, (token, _) in enumerate(vocab)} if isinstance(vocab, list) else {}
         names |= {token["id"]: token["content"] for token in described["added_tokens"]}
@@ -125,7 +125,7 @@ def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
     """tokenizer.json of a SentencePiece BPE model.
 
     SentencePiece merges the two neighbours whose joint piece has the highest score, the leftmost first. So the merges
-    are all ways to cut a piece in two, those of the best pieces first.
+    are all splits of a piece in two, in the order of the pieces' scores.
     """
     from sentencepiece import sentencepiece_model_pb2 as protocol
 
@@ -188,8 +188,8 @@ def _tokenizer_json(
 ) -> dict[str, Any]:
     """BPE over the whole text, with bytes for characters outside `vocab`.
 
-    special: tokens without text. whole: text that is always one token. escaped: spaces become U+2581. prefixed: a space
-    is added before a text.
+    special: tokens without text. whole: strings that are always one token. escaped: spaces become U+2581. prefixed: a
+    space is added before a text.
     """
     prepend: list[Json] = [{"type": "Prepend", "prepend": _SPACE}] if prefixed else []
     replace = [
