@@ -1,1 +1,1 @@
-"""Commands, each a file to run. What they share: options.py, for those on a trained model model.py, for plots images.py."""
+"""Commands, each a file to run. Shared code: options.py; model.py for commands on a trained model; images.py for plots."""

@@ -4,7 +4,7 @@
     python scripts/average.py runs/debug/checkpoints/step-00000200 runs/debug/checkpoints/step-00000300 --output mean
     python scripts/average.py runs/debug/checkpoints/step-00000300 --ema --output mean
 
-What it writes is evaluated, exported and trained from (checkpoint.init) like any other.
+The output is a checkpoint for evaluation, export and training (checkpoint.init) like any other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     add(
         "--ema",
         action="store_true",
-        help="of the means over steps that optimizer.ema keeps, not of the weights",
+        help="average the means over steps kept by optimizer.ema, not the weights",
     )
     given = parser.parse_args(arguments)
     return exit_code_of(lambda: _run(given))

@@ -3,7 +3,7 @@
 
     python scripts/check_coordinates.py --config debug --optimizer.parametrization=mup --optimizer.mup.base_dim=64
 
-With a parametrization that transfers learning rates, the curves are flat. The exit code says nothing of it: read the slopes.
+With a parametrization that transfers learning rates, the curves are flat. The exit code does not check this: read the slopes.
 Needs the extra forge[report].
 """
 

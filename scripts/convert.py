@@ -1,4 +1,4 @@
-"""Convert weights: a checkpoint of forge to a folder that transformers can load, or such a folder to a checkpoint.
+"""Convert weights: a checkpoint of forge to a folder for transformers, or such a folder to a checkpoint.
 
 to-hf reads a checkpoint, or the newest complete one of a run; AutoModelForCausalLM and AutoTokenizer load its output.
 from-hf reads a folder with config.json and safetensors; checkpoint.init, generate.py and evaluate.py take its output.

@@ -1,4 +1,4 @@
-"""Make a page about a dataset that prepare_data.py has written: size, lengths, what was left out, metadata, some documents.
+"""Make a page about a dataset of prepare_data.py: size, lengths, left-out documents, metadata, some documents.
 
 python scripts/describe_data.py data/python/train --tokenizer data/tokenizer --output data.html
 """

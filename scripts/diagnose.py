@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Explain a run that failed, hangs or crawls: what happened first, on which rank, and what to try.
+"""Explain a run that failed, hangs or crawls: the first cause, its rank, and the next steps.
 
     python scripts/diagnose.py runs/debug
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Train on nodes that come and go. Start the place where they meet, then one agent per node, with one secret for all:
+"""Train on nodes that come and go. Start the meeting, then one agent per node, with one secret for all:
 
     export FORGE_RENDEZVOUS_SECRET=$(openssl rand -hex 32)
     python scripts/elastic.py meeting --port 29400
     python scripts/elastic.py agent --nodes 2:3 --processes 8 --meeting HOST:29400 -- --config 7b.toml [...]
 
-The meeting runs on any machine that stays and whose ports only the nodes can reach. It needs no GPU. See docs/elastic.md.
+The meeting runs on any permanent machine whose ports only the nodes can reach. It needs no GPU. See docs/elastic.md.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Options(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="meeting|agent|layouts")
     meeting = commands.add_parser(
-        "meeting", help="hold the place where the agents of one run meet, until it is over"
+        "meeting", help="host the rendezvous of one run's agents until the run is over"
     )
     meeting.add_argument(
         "--host",
         default=socket.gethostname(),
-        help="name or address of this machine at which agents reach it; the meeting listens on no other",
+        help="name or address of this machine for the agents; the meeting listens on no other",
     )
     meeting.add_argument("--port", type=int, default=29400, help="0: a free one, which is printed")
     agent = commands.add_parser("agent", help="run the ranks of this node")

@@ -3,7 +3,7 @@
     python scripts/evaluate.py --checkpoint runs/debug --data data/python/validation
     python scripts/evaluate.py --checkpoint runs/debug --tasks lambada_openai,arc_easy
 
---data reports loss (nats per token), perplexity, and bits per byte of the text, which is comparable across tokenizers.
+--data reports loss (nats per token), perplexity, and bits per byte of text, which compare across tokenizers.
 Every token but the first is predicted once, from the tokens before it in its window of --context tokens.
 
 --tasks needs the extra forge[eval]. --include-path names a folder with your own tasks.
@@ -41,7 +41,7 @@ def _run(given: argparse.Namespace) -> None:
         raise UserError("nothing to measure: give --data DIR, or --tasks NAME,NAME")
     tasks = _tasks() if given.tasks else None  # before the model is loaded
     opened = open_model(given)
-    # Open all before measuring the first, so that a mistake in the last one is reported at once.
+    # Open all before measuring the first, so a mistake in the last one is reported at once.
     sources = [_open_source(path, given, opened) for path in given.data]
     for path, source in zip(given.data, sources, strict=True):
         sequences = given.sequences
@@ -119,12 +119,12 @@ def report_tasks(results: dict[str, dict[str, Any]], as_json: bool, opened: Trai
 
 
 def _print_object(fields: dict[str, Any]) -> None:
-    """Print one line of JSON. As in metrics.jsonl, a number that is not finite is null."""
+    """Print one line of JSON. As in metrics.jsonl, non-finite numbers are null."""
     print(encode(fields).decode(), end="", flush=True)
 
 
 def _tasks() -> Any:
-    """Import the module that runs tasks, which needs lm-eval."""
+    """Import the module for tasks, which needs lm-eval."""
     try:
         from forge.tools.inference import tasks
     except ModuleNotFoundError as error:
@@ -149,9 +149,13 @@ def _parser() -> Options:
         "--sequences",
         type=positive,
         metavar="N",
-        help="evaluate only N windows of --data, those that training evaluates (all)",
+        help="evaluate only the N windows of --data that training evaluates (default: all windows)",
     )
-    add("--data-dtype", choices=sorted(DTYPES), help="type of the ids in a .bin file, where it is required")
+    add(
+        "--data-dtype",
+        choices=sorted(DTYPES),
+        help="type of the ids in a .bin file; required for these files",
+    )
     add("--eos-id", type=count, metavar="ID", help="token id that ends a document in a .bin file")
     add(
         "--batch-size", type=positive, default=8, metavar="N", help="sequences per forward pass (%(default)s)"

@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar=("N", "D"),
-        help="parameters and tokens of a run that was not made",
+        help="parameters and tokens of a hypothetical run",
     )
     add(
         "--without-embeddings",
@@ -100,7 +100,7 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def best_learning_rates(runs: list[Measured]) -> tuple[list[dict[str, float]], PowerLaw | None]:
-    """Return the best learning rate of each group of runs that differ in nothing else, and its law."""
+    """Return the best learning rate of each group of runs that differ only in it, and its law."""
     groups: dict[tuple[float, float, float], list[Measured]] = defaultdict(list)
     for run in runs:
         groups[run.parameters, run.tokens, run.batch].append(run)

@@ -38,7 +38,7 @@ from scripts.options import Options, count, exit_code_of, number, positive
 
 @dataclass
 class Writing:
-    """One prompt and its continuation; `shown` is text, or ids where there is no tokenizer."""
+    """One prompt and its continuation; `shown` is text, or ids without a tokenizer."""
 
     prompt: str | None
     prompt_tokens: list[int]
@@ -48,7 +48,7 @@ class Writing:
     finish: str = "length"
 
     def add(self, token: int) -> str:
-        """Return what to show of one more token."""
+        """Return the output for one more token."""
         self.tokens.append(token)
         return self._show(f" {token}" if self.stream is None else self.stream.add(token))
 
@@ -127,7 +127,7 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _printable(text: str) -> str:
-    """Return a model's text without the control characters by which it could drive the terminal."""
+    """Return a model's text with control characters escaped, so that it cannot control the terminal."""
     return printable(text, keep="\n\t")
 
 

@@ -5,8 +5,8 @@ The data are opened as in training. Keys are overridden as for train.py:
     python scripts/inspect_data.py --config debug.toml --step 100 --train.global_batch_size=8
     python scripts/inspect_data.py --config debug.toml --mixture --steps 1:100
 
-If the run of that name has checkpoints, what it has read and will read is shown: with every mixture that it has had, and
-without the samples that it skips since a rollback, assuming that all its steps had the sizes that the config gives them.
+If the run of that name has checkpoints, the output follows its history: with each mixture of the run, and without samples
+skipped after a rollback. It assumes that all steps had the config's sizes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Measure this machine for train.py --plan, in about a minute, and write what --hardware takes.
+"""Measure this machine for train.py --plan, in about a minute, and write a file for --hardware.
 
 python scripts/measure_hardware.py --output here.toml
 python train.py --config debug.toml --plan --world-size 2 --hardware here.toml
 
-Measures matrix products and attention by size, an elementwise operator by bytes, what an operator takes beside its work,
-and an all-reduce of two ranks: on a CUDA card where there is one (NCCL needs two), else on the CPU over gloo. Cores of a CPU
-slow each other down: for a plan of several ranks on it, measure with as many --processes.
+Measures matrix products and attention by size, an elementwise operator by bytes, the overhead of an operator,
+and an all-reduce of two ranks: on a GPU if there is one (NCCL needs two), else on the CPU over gloo. Cores of a CPU
+slow each other down: for a plan of several ranks on it, measure with the same number of --processes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         type=positive,
         default=1,
         metavar="N",
-        help="that compute at the same time on a CPU (default: 1)",
+        help="number of processes that compute at the same time on a CPU (default: 1)",
     )
     add("--tiny", action="store_true", help="of toy size: shows that it works, measures nothing")
     given = parser.parse_args(argv)
@@ -76,7 +76,7 @@ def measure(threads: int, computing: int = 1, *, tiny: bool = False) -> dict[str
         products = {_name(dtype): _products(device, dtype, largest, clock) for dtype in dtypes}
         attention = {_name(dtype): _attention(device, dtype, largest, clock) for dtype in dtypes}
         elementwise = _elementwise(device, clock, 1 << (16 if tiny else 30 if card else 27))
-        # On a card the launch of an operator is hidden by the one before.
+        # On a GPU the previous operator hides the launch of the next.
         operator_us = 0.0 if card else _operator_us(device, clock)
     link = _link(card, 1 << (16 if tiny else 28 if card else 24))
     memory = (
@@ -170,7 +170,7 @@ def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Cl
 
         operations = 7 * 2.0 * 8 * 64 * seq * (seq + 1) / 2
         seconds = _seconds(both, clock)
-        # Forward and backward are two operators, of which each has about half.
+        # Forward and backward are two operators; each has about half.
         found.append([operations / 2, operations / seconds / 1e12])
         if seconds > LONG:
             break
@@ -219,9 +219,9 @@ def _seconds(action: Callable[[], object], clock: Clock, least: float = 0.05) ->
 
 
 def _clock(device: torch.device, processes: int) -> Clock:
-    """Return a clock in seconds: of one process with one thread on a CPU those that it computes, as on a quiet machine.
+    """Return a clock in seconds: processor time for one process with one thread on a CPU, otherwise wall time.
 
-    What several processes take from each other, by way of the machine's host too, shows on the wall only.
+    Processor time excludes other work on the machine. Only wall time shows how several processes slow each other down.
     """
     if device.type == "cuda":
         return _time_on_card
@@ -234,7 +234,7 @@ def _time_on_card() -> float:
 
 
 def _link(card: bool, size: int) -> dict[str, float]:
-    """Latency and bandwidth of an all-reduce of two ranks: what a ring sends in one direction."""
+    """Latency and bandwidth of an all-reduce of two ranks: of a ring in one direction."""
     if card and torch.cuda.device_count() < 2:
         print(
             "one card: the link between cards is not measured; write it into [node] and [cluster]",
@@ -246,7 +246,7 @@ def _link(card: bool, size: int) -> dict[str, float]:
         port = free.getsockname()[1]
     context = processes.get_context("spawn")
     answer = context.SimpleQueue()
-    # A CPU wakes threads that wait late, and not for tensors of a few bytes: both sizes are of those in a step.
+    # A CPU wakes waiting threads late, but not for tensors of a few bytes: both sizes occur in a step.
     sizes = (32 if card else size // 16, size)
     processes.spawn(_rank, (port, card, sizes, answer), nprocs=2)
     few, many = answer.get()
@@ -270,7 +270,7 @@ def _rank(rank: int, port: int, card: bool, sizes: tuple[int, ...], answer: Any)
 
 
 def _together(tensor: torch.Tensor, device: torch.device, times: int = 40) -> float:
-    """Mean time of an all-reduce, before which ranks on a CPU compute; both ranks make the same number of calls."""
+    """Mean time of an all-reduce; ranks on a CPU compute before it. Both ranks make the same number of calls."""
     found = []
     factor = torch.randn(384, 384)
     for _ in range(times):

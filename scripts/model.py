@@ -15,7 +15,7 @@ from scripts.options import add_trust_option, positive
 
 
 def add_model_options(add: Callable[..., object]) -> None:
-    """Add the options that `open_model` reads."""
+    """Add the options of `open_model`."""
     add(
         "--checkpoint",
         required=True,
@@ -42,7 +42,7 @@ def add_model_options(add: Callable[..., object]) -> None:
 
 
 def open_model(given: argparse.Namespace) -> TrainedModel:
-    """Open the model that the options name. Raises UserError if they or the checkpoint are invalid."""
+    """Open the model named by the options. Raises UserError if they or the checkpoint are invalid."""
     return open_checkpoint(
         given.checkpoint,
         _device(given.device),

@@ -1,4 +1,4 @@
-"""Shared by all scripts: exit codes, and types of numbers and inputs that options take. Needs no torch."""
+"""Shared by all scripts: exit codes, and types of options for numbers and inputs. Needs no torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def exit_code_of(work: Callable[[], object], interrupted: str = "") -> int:
 
 
 def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) -> Callable[[str], Number]:
-    """Return the `type` of an option that takes numbers for which `holds`; `allowed` describes them, after "must be"."""
+    """Return the `type` of an option for numbers that satisfy `holds`; `allowed` describes them, after "must be"."""
 
     def read(text: str) -> Number:
         value = kind(text)
@@ -78,8 +78,8 @@ count = number(int, lambda value: value >= 0, "at least 0")
 
 
 def add_trust_option(add: Callable[..., object]) -> None:
-    """Add the option that allows imports which an opened folder's config.toml names."""
-    add("--trust", action="store_true", help="import classes and functions that an opened config.toml names")
+    """Add the option that allows imports named by an opened folder's config.toml."""
+    add("--trust", action="store_true", help="import classes and functions named by an opened config.toml")
 
 
 def add_input_options(add: Callable[..., object]) -> None:

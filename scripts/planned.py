@@ -1,4 +1,4 @@
-"""The plan of a run that was made: of the configuration and the number of processes of its latest start."""
+"""The plan of an existing run, for the configuration and the number of processes of its latest start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forge.tools.report.read import RunRecord
 class Planner:
     """Plans runs, each configuration once. hardware: a name or file; None: the run's own GPU, if it is known.
 
-    trust: import classes and functions that a run's config.toml names; else such a run has no plan.
+    trust: import classes and functions named by a run's config.toml; otherwise such a run has no plan.
     """
 
     def __init__(self, hardware: str | None, trust: bool = False):
@@ -24,7 +24,7 @@ class Planner:
         self._known: dict[tuple[str, int, str], dict[str, Any]] = {}
 
     def add(self, run: RunRecord) -> None:
-        """Set `run.plan` to what train.py --plan --json prints, or to {"problem": why there is none}."""
+        """Set `run.plan` to the output of train.py --plan --json, or to {"problem": the reason}."""
         started = run.events_of("started")
         text = run.path / "config.toml"
         if not started or not text.is_file():
@@ -50,6 +50,6 @@ class Planner:
             return as_json(make_plan(config, check_world(config, world), self._hardware or card_of(device)))
         except UserError as error:
             return {"problem": str(error)}
-        # A model of the user's own may do what fake tensors cannot: the page is made without its plan.
+        # Fake tensors may not support a custom model: then the page is made without its plan.
         except Exception as error:
             return {"problem": f"{type(error).__name__}: {error}".partition("\n")[0]}

@@ -4,8 +4,8 @@
 python train.py --config 7b --plan --world-size 64 --hardware h100 --json > plan.json
 python scripts/plot_plan.py --plan plan.json --output drawings
 
-Writes memory.svg, of the rank that needs most: at each part of a step the most bytes that live there, in any of its
-microbatches, by kind. Of a pipeline also pipeline.svg: the actions of each rank over time. Needs the extra forge[report].
+Writes memory.svg for the rank that needs most memory: the most live bytes in each part of a step, over all
+microbatches, by kind. For a pipeline also pipeline.svg: the actions of each rank over time. Needs the extra forge[report].
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     """Draw and return the exit code."""
     parser = Options(description=__doc__)
     add = parser.add_argument
-    add("--plan", type=Path, required=True, help="what train.py --plan --json printed")
+    add("--plan", type=Path, required=True, help="output of train.py --plan --json")
     add("--output", type=Path, default=Path(), help="folder for the images (default: this one)")
     given = parser.parse_args(argv)
     given.output.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def draw_pipeline(plan: dict[str, Any]) -> str:
-    """Draw the timeline; times are in seconds where the plan has hardware."""
+    """Draw the timeline; times are in seconds if the plan has hardware."""
     timeline = [
         [TimedAction(_action(name), start, stop) for name, start, stop in of_rank]
         for of_rank in plan["timeline"]
@@ -92,7 +92,7 @@ def draw_memory(plan: dict[str, Any]) -> str:
 
 
 def _places(peaks: Sequence[dict[str, Any]]) -> list[float]:
-    """Where each peak lies: parts of the model one after another, layers by their numbers, also where some are left out."""
+    """Positions of the peaks: submodules in order, layers by their numbers, even if some are left out."""
     places: list[float] = []
     previous: int | None = None
     for peak in peaks:

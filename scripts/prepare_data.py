@@ -1,7 +1,7 @@
 """Tokenize text, JSON lines and Parquet files into shards. After an interruption, the same command continues.
 
 A document is a text file, a line of JSON lines or a row of Parquet. Files may be compressed with gzip or zstd. Set
-data.sources and data.validation to the folder that is written. Parquet and zstd need the extra `forge[parquet]`.
+data.sources and data.validation to the output folder. Parquet and zstd need the extra `forge[parquet]`.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def _parser() -> Options:
     packing = "also plan sequences for data.packing, of --seq-len tokens; a finished dataset gets them, too"
     add("--packing", choices=("best_fit", "document"), help=packing)
     add("--seq-len", type=positive, metavar="N", help="train.seq_len, for --packing")
-    duplicates = "leave out documents with the text of an earlier one, or also those with nearly that text (%(default)s)"
+    duplicates = "leave out exact copies of an earlier document's text, or also near copies (%(default)s)"
     add("--duplicates", choices=("none", "exact", "near"), default="none", help=duplicates)
-    chosen = "a function of (text, metadata) that returns why a document is left out, or None"
+    chosen = "a function of (text, metadata) that returns a reason to leave out a document, or None"
     add("--filter", default="", metavar="MODULE:FUNCTION", help=chosen)
-    kept = "keys of JSON lines and Parquet that the filter gets and that are kept, in metadata.jsonl"
+    kept = "keys of JSON lines and Parquet to pass to the filter and to keep in metadata.jsonl"
     add("--metadata", nargs="+", default=[], metavar="KEY", help=kept)
-    tests = "files, such as of tests; documents that share --ngram words in a row with a document of them are left out"
+    tests = "files, e.g. of test sets; leave out documents that share --ngram consecutive words with a document of them"
     add("--decontaminate", nargs="+", default=[], metavar="PATH", help=tests)
     add("--ngram", type=positive, default=13, metavar="N", help="words in a row (%(default)s)")
     return parser

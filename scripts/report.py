@@ -5,10 +5,10 @@
     python scripts/report.py runs/a runs/b --output both.html
     python scripts/report.py runs/debug --live
 
-The page is a single file that needs no network. --live serves it to browsers on this machine, where it follows the run; the
-address that it prints has a token, without which nobody gets the page.
-Each run is planned again from its config.toml, as by train.py --plan, to stand beside what was measured; the time of a step
-is planned for the run's card, or for --hardware. Needs the extra forge[report].
+The page is a single file that needs no network. --live serves it to browsers on this machine and follows the run; the
+printed address contains a token, and requests without it are refused.
+Each run is planned again from its config.toml, as by train.py --plan, for comparison with its measurements; the time of a
+step is planned for the run's GPU, or for --hardware. Needs the extra forge[report].
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="S",
         help="with --live: seconds between loads (%(default)s)",
     )
-    add("--hardware", metavar="NAME", help="what the plan's time is for, as for train.py --plan")
+    add("--hardware", metavar="NAME", help="hardware of the plan's step time, as for train.py --plan")
     add_trust_option(add)
-    add("--no-plan", action="store_true", help="do not plan the runs, which takes seconds for each")
+    add("--no-plan", action="store_true", help="do not plan the runs; a plan takes seconds")
     given = parser.parse_args(arguments)
     return exit_code_of(lambda: _run(given))
 

@@ -32,7 +32,7 @@ from scripts.options import Options, exit_code_of
 def main(arguments: list[str] | None = None) -> int:
     parser = Options(description=__doc__)
     add = parser.add_argument
-    add("sweep", type=Path, help="the file of the sweep; docs/recipes.md says what it has")
+    add("sweep", type=Path, help="the file of the sweep; docs/recipes.md describes it")
     add(
         "--slurm",
         action="store_true",
@@ -66,7 +66,7 @@ def _run(given: argparse.Namespace) -> None:
 
 
 class Live:
-    """The table, redrawn on a terminal; elsewhere a line for each trial that is done."""
+    """The table, redrawn on a terminal; otherwise a line for each finished trial."""
 
     def __init__(self, sweep: Sweep):
         self._sweep, self._terminal = sweep, sys.stdout.isatty()

@@ -1,11 +1,11 @@
-"""Find out whether a model, a configuration or a change of the code computes the same under every layout.
+"""Check that a model, a configuration or a change of the code computes the same under every layout.
 
     python scripts/verify.py --config debug
     python scripts/verify.py --config debug --model.kind=mine:Model --layouts "tp=2; tp=2 cp=2; dp_shard=2 pp=2"
     python scripts/verify.py --module mine:make_model --parallelize mine:parallelize --world-sizes 4
 
-Shrinks the configuration, computes a few steps in float64 in one process and on processes of this machine under every axis,
-every pair of axes and layouts at random, compares all that they compute, and names the first place that differs.
+Shrinks the configuration and runs a few steps in float64 in one process and on several local processes under every axis,
+every pair of axes and random layouts. Compares all results and names the first difference.
 With --module it verifies another library's parallelism of a plain PyTorch module (docs/verify-libraries.md).
 
 Exit codes: 0 everything is equal, 1 something differs or fails, 2 bad input or no layout compared.
@@ -117,7 +117,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
 
 
 def _require_outcomes(report: Report, minutes: float) -> None:
-    """Raise UserError where no layout ran: nothing is verified then."""
+    """Raise UserError if no layout ran: nothing is verified then."""
     if report.outcomes:
         return
     if report.not_reached:
@@ -178,7 +178,7 @@ def _in_place(given: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _write_digests(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Write what `--in-place --digests` reads."""
+    """Write the file for `--in-place --digests`."""
     if given.world_sizes is None or len(given.world_sizes) != 1:
         raise UserError(
             "--digests: needs --world-sizes N, the number of processes of the run that is to read the file"
@@ -233,7 +233,7 @@ def _against(
 
 
 class Progress:
-    """Prints a line for each layout; below them, on a terminal, what runs now."""
+    """Prints a line for each layout; on a terminal, also the running one below them."""
 
     def __init__(self, *, quiet: bool):
         self._quiet, self._shown = quiet, sys.stderr.isatty()

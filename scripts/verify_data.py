@@ -1,4 +1,4 @@
-"""Compare every byte of a dataset that prepare_data.py has written with its checksums.
+"""Compare every byte of a dataset of prepare_data.py with its checksums.
 
 python scripts/verify_data.py data/python/train
 

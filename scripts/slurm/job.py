@@ -1,6 +1,6 @@
-"""One turn of a Slurm job, for train.sbatch: check the configuration, start the workers, requeue the job where that helps.
+"""One turn of a Slurm job, for train.sbatch: check the configuration, start the workers, requeue the job if that helps.
 
-elastic.sbatch asks it whether a turn that was stopped is worth another one.
+elastic.sbatch asks it whether to repeat a stopped turn.
 
 On a login node this checks a configuration for 64 processes, and trains nothing:
 
@@ -62,9 +62,9 @@ class Record:
 
 @dataclass
 class History:
-    """Turns of one job in a row that failed, and that were stopped or killed before they had saved anything new.
+    """Numbers of consecutive turns of one job that failed, and that were stopped or killed before a new save.
 
-    newest: of an elastic job, the newest checkpoint at the end of the turn before.
+    newest: for an elastic job, the newest checkpoint at the end of the previous turn.
     """
 
     job: str
@@ -93,7 +93,7 @@ class Limits:
 def decide(
     before: Record, after: Record, code: int, history: History, limits: Limits, restarts: int
 ) -> tuple[Action, str]:
-    """Return what to do after the step has ended with `code`, and why; count the turn in `history`.
+    """Return the action after the step has ended with `code`, and its reason; count the turn in `history`.
 
     before, after: the run directory at the start and the end of the turn. restarts: how often this turn has restarted.
     """
@@ -101,7 +101,7 @@ def decide(
     state = status.get("state", "not begun")
     saved = bool(after.checkpoints - before.checkpoints)
     if code in (BAD_CONFIG, NO_CHECKPOINT):
-        # If another run has the directory, the status in it is that run's.
+        # Another run may have the directory; then the status in it belongs to the other run.
         return "end", f"has ended with exit code {code}: the reason above has to be fixed first"
     if state == "finished":
         return "end", "is finished"
@@ -183,7 +183,7 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
 
 
 def count_stop(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Count a turn of elastic.sbatch that was stopped. Return 75 if another one may make progress, else 1."""
+    """Count a stopped turn of elastic.sbatch. Return 75 if another one may make progress, else 1."""
     config, job = load_config(argv), environment.get("SLURM_JOB_ID", "0")
     run = (Path(config.run.output_dir) / config.run.name).absolute()
     history, after = History.read(run / "requeues.json", job), Record.read(run)
@@ -205,7 +205,7 @@ def check(argv: list[str], world: int) -> Config:
 
 
 def workers_per_node(environment: Mapping[str, str]) -> int:
-    """Return PROCESSES_PER_NODE, or the GPUs that Slurm gave the node, or those that nvidia-smi lists, or 1."""
+    """Return PROCESSES_PER_NODE, or the number of GPUs from Slurm, or from nvidia-smi, or 1."""
     for name in ("PROCESSES_PER_NODE", "SLURM_GPUS_ON_NODE"):
         if number := _number(environment, name, 0):
             return number
@@ -214,8 +214,8 @@ def workers_per_node(environment: Mapping[str, str]) -> int:
 
 def step(nodes: int, workers: int, argv: list[str], environment: Mapping[str, str]) -> list[str]:
     """Return the srun command of a step with one task per worker."""
-    # A worker that ends must not take the others down, for rank 0 may be writing its crash report. What runs on hangs, or
-    # waits for a node that is gone: after SlurmdTimeout Slurm notices that by itself, and requeues the job.
+    # The end of a worker must not end the others, because rank 0 may be writing its crash report. A remaining worker hangs,
+    # or waits for a lost node: after SlurmdTimeout Slurm detects the loss and requeues the job.
     timeout = re.search(r"SlurmdTimeout\s*=\s*(\d+)", _output_of("scontrol", "show", "config"))
     wait = max(120, int(timeout[1]) + 60 if timeout else 360)
     tasks = [f"--nodes={nodes}", f"--ntasks={nodes * workers}", f"--ntasks-per-node={workers}"]
@@ -236,7 +236,7 @@ def step_environment(workers: int, environment: Mapping[str, str]) -> dict[str, 
 
 
 def time_limit(config: Config, left_s: float) -> list[str]:
-    """Return the argument that stops the run before the job's time is up, unless the configuration stops it earlier."""
+    """Return the argument to stop the run before the job's time limit, unless the configuration stops it earlier."""
     limit = max(1, round(left_s - min(MARGIN_S, left_s / 10)))
     if 0 < config.resilience.time_limit_s <= limit:
         return []
@@ -244,7 +244,7 @@ def time_limit(config: Config, left_s: float) -> list[str]:
 
 
 def time_left_s(text: str) -> int | None:
-    """Return the seconds in what squeue's %L prints, `[days-][[hours:]minutes:]seconds`; None where there is no limit."""
+    """Return the seconds of squeue's %L, `[days-][[hours:]minutes:]seconds`; None without a limit."""
     match = re.fullmatch(r"(?:(\d+)-)?((?:\d+:){0,2}\d+)", text.strip())
     if match is None:
         return None
