@@ -1,11 +1,11 @@
-"""What an optimizer step reads and writes besides forward and backward, in bytes per parameter, operator by operator.
+"""Bytes per parameter that an optimizer step reads and writes besides forward and backward, operator by operator.
 
     python benchmarks/bytes.py                                    every engine and precision on one process and two; a minute
     python benchmarks/bytes.py --worlds 1 --only bfloat16
 
-A dispatch mode sees every operator of a real step of two microbatches and counts each tensor that it reads or writes once.
-A compiled kernel is counted like an operator; here it is traced and not compiled. Nothing is timed: so small a model stays
-in a CPU's caches. Prints the table and writes it, with date, versions and settings, to
+A dispatch mode sees every operator of a real step of two microbatches and counts each tensor that it reads or writes
+once. A compiled kernel counts like an operator; it is traced, not compiled. Nothing is timed: such a small model stays in
+a CPU's caches. Prints the table and writes it, with date, versions and settings, to
 benchmarks/results/. Other --section.key=value options override the config.
 """
 
@@ -56,7 +56,7 @@ PRECISIONS = {
         "--optimizer.moment_dtype=bfloat16",
     ),
 }
-# Few tokens: what is counted does not depend on them, and many CPUs multiply slowly in bfloat16.
+# Few tokens: the counts do not depend on them, and many CPUs multiply slowly in bfloat16.
 SHAPE = (
     "--model.n_layers=1",
     "--model.dim=512",
@@ -70,15 +70,15 @@ PARTS = ("zeroing", "first microbatch", "each other", "norm", "clip", "update", 
 FREE = ("empty", "empty_like", "empty_strided", "detach", "_local_scalar_dense")
 OVERWRITES = ("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_")
 COPIES = ("_to_copy", "copy_", "_foreach_copy_", "all_gather_copy_in", "cat", "split_with_sizes_copy")
-# What stands between two microbatches is asked for separately; the sum is of the rest.
+# The state between two microbatches is queried separately; the sum is of the rest.
 ACCUMULATION = ("first microbatch", "each other")
 
 
 class Traffic(TorchDispatchMode):
     """Counts bytes by `part` of the step and operator; collectives are left out.
 
-    While `gradients` is given, only operators that write to these storages count, with the cast before them, and copies of
-    `masters`, which are what fsdp2 gathers.
+    While `gradients` is given, only operators that write to these storages count, with their preceding cast, and copies
+    of `masters`, which fsdp2 gathers.
     """
 
     def __init__(self, masters: set[int]) -> None:
@@ -113,7 +113,7 @@ class Traffic(TorchDispatchMode):
         return result
 
     def count_as(self, part: str, of: Any, method: str) -> None:
-        """Count what this method of an object does, from now on, as `part`."""
+        """Count the work of this method of an object, from now on, as `part`."""
         call = getattr(of, method)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ class Traffic(TorchDispatchMode):
 def accesses(
     func: Any, args: Any, kwargs: dict[str, Any], result: Any
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """What an operator reads, what it writes in place, and what it makes."""
+    """An operator's inputs, its in-place outputs, and its new outputs."""
     name = func._overloadpacket.__name__
     arguments = func._schema.arguments
     given = [
@@ -137,7 +137,7 @@ def accesses(
         *((a, kwargs[a.name]) for a in arguments if a.name in kwargs),
     ]
     only_reads = {"grads"} if name == "_fused_adamw_" and kwargs.get("grad_scale") is None else set()
-    # What is only overwritten is not read.
+    # A tensor that is only overwritten is not read.
     overwrites = name in OVERWRITES or func._overloadname == "out"
     read, written = [], []
     for argument, value in given:
@@ -183,7 +183,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
 
 def _rows(device: torch.device, given: argparse.Namespace, overrides: list[str]) -> list[Row]:
     world, rows = dist.get_world_size(), []
-    # In one process all engines hold the same, but for fsdp2 where it holds less.
+    # In one process all engines hold the same memory, except fsdp2 in cases where it holds less.
     for engine in ENGINES if world > 1 else ENGINES[:2]:
         for precision, options in PRECISIONS.items():
             for compiled in (False, True):
@@ -251,7 +251,7 @@ def traffic_of(config_name: str, keys: tuple[str, ...], device: torch.device) ->
 
 
 def _count_compiled(optimizer: CompiledAdamW, traffic: Traffic) -> None:
-    """Let `traffic` count compiled kernels, each of which reads its operands once and writes once what it changes."""
+    """Let `traffic` count compiled kernels: each reads its operands once and writes its results once."""
     update, rounding = optimizer._kernel, optimizer.moments.rounding
 
     def add(name: str, *tensors: Tensor) -> None:

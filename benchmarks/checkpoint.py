@@ -1,13 +1,13 @@
-"""What a checkpoint takes from training, synchronous and asynchronous, and how long a resume takes.
+"""The cost of a checkpoint for training, synchronous and asynchronous, and the time of a resume.
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --config 160m.toml --folder /mnt/disk
 
-A plain step, and a save with as many steps as it takes until the checkpoint is on disk, take turns. `beyond the wait` is
-how much longer these steps took than the plain ones before and after them: what writing in the background takes from
-training, apart from the call of save() itself. Where training leaves a core free, as on hosts of GPUs, that is little:
-compare OMP_NUM_THREADS=1 on a machine of two cores. A resume is verifying every checksum and loading; it is set against
-reading the same files and doing nothing with them.
+Plain steps, and a save with the steps until the checkpoint is on disk, take turns. `beyond the wait` is the
+extra time of these steps over the plain ones before and after them: the cost of background writing for
+training, without the call of save() itself. It is small if training leaves a core free, as on hosts of GPUs:
+compare OMP_NUM_THREADS=1 on a machine of two cores. A resume verifies every checksum and loads; it is compared with
+reading the same files without using them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
                 saves.append(_with_save(loop, device))
                 plain.append(_mean_step(loop, given.steps, device))
             require_learning(mode, loop.losses())
-            # Against the steps on both sides, so that a machine that slows down or speeds up does not count.
+            # Compared with the steps on both sides, so that a machine's slower and faster phases cancel.
             usual = [(before + after) / 2 for before, after in pairwise(plain)]
             step = Spread.of(plain)
             beyond = [save.stepping - save.steps * step_s for save, step_s in zip(saves, usual, strict=True)]
@@ -109,7 +109,7 @@ def _with_save(loop: ForgeLoop, device: torch.device) -> Save:
     while steps == 0 or not (outcomes or checkpoints.path(step).exists()):
         loop.step()
         steps += 1
-        outcomes = checkpoints.poll()  # none where save() has waited itself
+        outcomes = checkpoints.poll()  # empty if save() itself has waited
     synchronize(device)
     stepping = time.perf_counter() - began
     outcomes = outcomes or checkpoints.wait()

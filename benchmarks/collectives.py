@@ -13,10 +13,10 @@ from forge.tools.plan.collectives import collective_of
 
 
 class Collectives(TorchDispatchMode):
-    """Context manager; `calls` are (name, bytes of the largest tensor that takes part) in the order of their issue.
+    """Context manager; `calls` are (name, bytes of the call's largest tensor) in the order of their issue.
 
-    Counts what PyTorch's CommDebugMode counts; that one's module hooks do not go with FSDP2 in a second step. A
-    collective without a name in forge/tools/plan/collectives.py keeps that of its operator.
+    Counts like PyTorch's CommDebugMode, whose module hooks fail with FSDP2 in a second step. A
+    collective without a name in forge/tools/plan/collectives.py keeps its operator's name.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Collectives(TorchDispatchMode):
 
 
 def collectives_of(action: Callable[[], Any]) -> Collectives:
-    """What `action` issues."""
+    """Return the collectives that `action` issues."""
     with Collectives() as collectives:
         action()
     return collectives

@@ -105,7 +105,8 @@ def write_dataset(folder: Path, megabytes: int) -> Path:
 
 
 def forget(path: Path) -> None:
-    """Asks the system to drop the files from its cache. It may decline: in a container's overlay, for what is mapped."""
+    """Asks the system to drop the files from its cache. It may decline, e.g. in a container's overlay for mapped
+    files."""
     for file in path.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -131,7 +132,7 @@ def _after(prepare: Callable[[], None], action: Callable[[], None]) -> float:
 
 
 def _bare(path: Path, given: argparse.Namespace, batches: int) -> None:
-    """What one would write: a mapped file, sequences in random order, a tensor for each batch. One shard only."""
+    """The naive loader: a mapped file, sequences in random order, a tensor for each batch. One shard only."""
     index = TokenDataset(path).index
     tokens = np.memmap(path / index.shards[0].token_file.name, index.token_dtype, mode="r")
     order = np.random.default_rng(0).permutation((len(tokens) - 1) // given.seq_len)

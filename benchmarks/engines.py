@@ -1,8 +1,8 @@
-"""The data-parallel engines side by side: time of a step, what is sent, what is held; by ranks and accumulation.
+"""The data-parallel engines side by side: step time, traffic and memory, by ranks and accumulation.
 
-    python benchmarks/engines.py                                  12 layers on the CPU, or on the CUDA cards there are
-    python benchmarks/engines.py --worlds 2 --accumulation 4      what the bar is about
-    python benchmarks/engines.py --config 1b.toml --worlds 1      on a card
+    python benchmarks/engines.py                                  12 layers on the CPU, or on the available GPUs
+    python benchmarks/engines.py --worlds 2 --accumulation 4      the case of the bar
+    python benchmarks/engines.py --config 1b.toml --worlds 1      on a GPU
 
 All engines of one row are in the same processes and take turns. Prints the table and writes it, with date, versions and
 settings, to benchmarks/results/. Other --section.key=value options override the config for every engine.
@@ -75,7 +75,7 @@ class Engine:
         self._losses.append(sums.cross_entropy / sums.tokens)
 
     def sent(self) -> tuple[dict[str, int], float]:
-        """Collectives of a step by name, those of a few numbers left out, and MiB of the tensors that take part."""
+        """Collectives of a step by name, except those of a few numbers, and MiB of their tensors."""
         calls = [(name, size) for name, size in collectives_of(self.step).calls if size > 256]
         return dict(Counter(name for name, _ in calls)), sum(size for _, size in calls) / MIB
 

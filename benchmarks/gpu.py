@@ -71,7 +71,7 @@ OPTIONS = {
     "float8 rowwise": ("--precision.float8=rowwise",),
     "float8 tensorwise": ("--precision.float8=tensorwise",),
 }
-# In the order in which they are measured: where time runs out, the last ones are missing. Those with 80 GB come first.
+# In the order of measurement: when time runs out, the last ones are missing. Rows that fit 80 GB come first.
 ROWS = (
     "1b B 2x4, compile",
     "1b A 2x4, compile",
@@ -96,7 +96,7 @@ ROWS = (
 # Bytes of a logit in a bare loop's backward: log-probability and gradient in float32, and four of copies. forge's loss
 # works in chunks.
 BARE_LOGIT = 12
-# What the configs compile and recompute for the cards that they name is a row's own choice here.
+# Each row chooses compilation and recomputation itself, instead of the config's choice for its GPUs.
 COMMON = (
     "--compile.enabled=false",
     "--compile.loss=false",
@@ -130,7 +130,7 @@ class Row:
     reserved_gib: float = 0.0
     outside: float = 0.0  # share of kernel time that is neither products nor attention
     attention: float = 0.0
-    idle: float | None = None  # share of a step in which the card runs no kernel
+    idle: float | None = None  # share of a step in which the GPU runs no kernel
     first_step_s: float = 0.0
     first_loss: float = 0.0
     last_loss: float = 0.0
@@ -248,7 +248,7 @@ def this_gpu() -> Hardware | None:
 
 
 def _in_a_process(name: str, given: argparse.Namespace, overrides: list[str], seconds: float) -> Row:
-    """The row, measured by a process that has the card for itself; one that says why not if it does not end well."""
+    """The row, measured by a process with the GPU to itself; with the reason if the process fails."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "row.json"
         command = [sys.executable, __file__, "--row", name, "--row-file", str(file), *overrides]

@@ -24,7 +24,7 @@ _LINE = re.compile(rf"\[gw\d+\] .*?\b({_WORDS}) (\S+\.py::.*)|(\S+\.py::.*?) ({_
 
 
 def run_tests(seconds: float, folders: tuple[str, ...] = FOLDERS) -> dict[str, Any]:
-    """Run the tests marked `gpu` for at most so many seconds. Return counts by outcome, the failed ones, the last output."""
+    """Run the tests marked `gpu` for at most `seconds`. Return counts by outcome, the failed ones, the last output."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider", *folders]
     command += ["-n", "4"] if find_spec("xdist") else []
     command += ["--reruns=0"] if find_spec("pytest_rerunfailures") else []

@@ -3,7 +3,8 @@
     python benchmarks/host.py
 
 32 layers of width 16: operators have almost nothing to compute, so a step takes as long as Python and PyTorch need to
-launch it. In one process, and on two, where the bare loop has fully_shard on each layer. Prints the table and writes it,
+launch it. Runs in one process and on two; on two the bare loop has fully_shard on each layer. Prints the table and writes
+it,
 with date, versions and settings, to benchmarks/results/. Other --section.key=value options override the config.
 """
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes: matrix products, attention, or neither, by the names of what the profiler saw."""
+"""A step's time by kernel: matrix products, attention, or neither, by the names in the profiler's trace."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shares(times: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def largest_other(times: Iterable[tuple[str, float]], count: int = 8) -> list[tuple[str, float]]:
-    """The names outside products and attention that take most, with their share of the whole: where to look first."""
+    """The slowest kernels outside products and attention, with their share of the whole: where to look first."""
     times = list(times)
     whole = sum(seconds for _, seconds in times) or 1.0
     others = [(name[:120], seconds / whole) for name, seconds in times if kind_of(name) == "other"]

@@ -80,7 +80,7 @@ def configure(config: str, *overrides: str) -> Config:
 def settings_of(
     given: argparse.Namespace, config: Config, device: torch.device, **more: Any
 ) -> dict[str, Any]:
-    """What was measured, for a results file."""
+    """Return the measurements for a results file."""
     return {
         "config": Path(given.config).stem,
         "device": device.type,
@@ -152,9 +152,9 @@ class ForgeLoop:
 
 
 class BareLoop:
-    """The same model and start in a loop as anyone would write it: PyTorch's loss and AdamW, no metrics.
+    """The same model and start in a plain loop: PyTorch's loss and AdamW, no metrics.
 
-    Its batches lie on the device before it starts, so reading data costs it nothing. Computes in `precision.compute` by
+    Its batches are on the device before it starts, so reading data costs it nothing. Computes in `precision.compute` by
     autocast. On several processes fully_shard divides each layer.
     """
 
@@ -294,10 +294,10 @@ def make_batches(config: Config, count: int, device: torch.device) -> list[Batch
 def compare(
     make: Callable[[Path], list[Contender]], given: argparse.Namespace, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Let the contenders that `make(folder)` returns take turns; return a row for each, as JSON. Collective.
+    """Let the contenders returned by `make(folder)` take turns; return a row for each, as JSON. Collective.
 
-    A row has the seconds per step of each round, the losses, the tokens of a step, and the seconds that its operations
-    take at the device's peak, if that is known. Raises UserError for a contender that does not learn.
+    A row has the seconds per step of each round, the losses, the tokens of a step, and the seconds of its FLOPs
+    at the device's peak, if known. Raises UserError for a contender that does not learn.
     """
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
@@ -334,6 +334,6 @@ def compare(
 
 
 def known_peak(config: Config, device: torch.device) -> float | None:
-    """The card's peak for the products of this config, FLOP/s: float8's for float8. None where it is not known."""
+    """The GPU's peak for the products of this config, FLOP/s: float8's for float8. None if unknown."""
     float8: Any = config.precision.float8 != "none"
     return peak_flops(device, "float8" if float8 else config.precision.compute)

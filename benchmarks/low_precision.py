@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Train what is missing, measure gradients, print and write the tables."""
+    """Train the missing runs, measure gradients, print and write the tables."""
     about = environment(torch.device("cpu"))
     shared = {"steps": given.steps, "seeds": given.seeds, "small": given.small, "compute": given.compute}
     about["settings"] = {"device": "cpu", "overrides": overrides} | shared
@@ -85,7 +85,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _trained(given: argparse.Namespace, overrides: list[str]) -> list[Run]:
-    """Return the runs asked for; append those that the file lacks to it."""
+    """Return the requested runs; append those missing in the file to it."""
     file: Path = given.output / "low_precision-runs.jsonl"
     done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     found: list[Run] = []
@@ -118,7 +118,7 @@ def _trained(given: argparse.Namespace, overrides: list[str]) -> list[Run]:
 
 
 def _fingerprints(config: str, options: list[str]) -> Any:
-    """Return what tells the samples of such a run from those of another dataset, as read from JSON."""
+    """Return the identity of such a run's dataset, as read from JSON, to tell its samples from another dataset's."""
     dataset = build_dataset(load_config(["--config", config, *options]))
     return json.loads(json.dumps(input_fingerprints(dataset, None)))
 

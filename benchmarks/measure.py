@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, taking turns, refusing models that do not learn, writing down what was measured."""
+"""Shared by all benchmarks: options, taking turns, refusing models that do not learn, writing results."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ COUNTS = {
 def parser(
     description: str | None, *, config: str = "", tiny: bool = True, **counts: int
 ) -> argparse.ArgumentParser:
-    """The options that benchmarks share.
+    """The options shared by benchmarks.
 
-    `config`: what --config names; "" leaves it out. `counts`: the defaults of those of COUNTS that there are.
+    `config`: default of --config; "" leaves the option out. `counts`: defaults of the available options of COUNTS.
     """
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -80,7 +80,7 @@ class Contender(Protocol):
         """Mean cross-entropy per token of steps so far, in order; not necessarily of every step."""
 
     def close(self) -> None:
-        """Gives back what it holds."""
+        """Release its resources."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(action: Callable[[], Any]) -> tuple[Any, float]:
-    """What `action` returns, and the seconds it took."""
+    """Return the result of `action`, and the seconds it took."""
     began = time.perf_counter()
     result = action()
     return result, time.perf_counter() - began
@@ -205,7 +205,7 @@ def publish(name: str, folder: Path, about: dict[str, Any], results: dict[str, A
 
 
 def heading(name: str, about: dict[str, Any]) -> str:
-    """What stands above a table: without it a number means nothing."""
+    """Return the lines above a table: without them a number means nothing."""
     versions = ", ".join(f"{package} {found}" for package, found in about["versions"].items() if found)
     settings = ", ".join(f"{key} {value}" for key, value in about["settings"].items())
     return (

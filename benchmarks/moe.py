@@ -52,9 +52,9 @@ SIZE = ("--train.micro_batch_size=8",)
 
 
 def padded(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
-    """`Experts.forward` by batched products: each expert's rows are filled up to as many as the most visited one has.
+    """`Experts.forward` by batched products: each expert's rows are padded to the most visited expert's number.
 
-    For that the host has to know how many that is.
+    The host has to read this number.
     """
     longest = int(counts.max())
     first = counts.cumsum(0) - counts
@@ -66,9 +66,9 @@ def padded(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
 
 
 class ExpertsLoop(ForgeLoop):
-    """forge's step on a mixture whose load is given: tokens draw their experts, of which number i is i^-skew as popular.
+    """forge's step on a mixture with a given load: tokens draw their experts, and expert i has popularity i^-skew.
 
-    So every contender carries the same load from the first step on, whatever its router has learned. `pad`: see `padded`.
+    So every contender has the same load from the first step, whatever its router has learned. `pad`: see `padded`.
     """
 
     def __init__(self, name: str, config: Config, folder: Path, pad: bool, skew: float):
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Runs all contenders, refuses what does not learn, prints and writes the table."""
+    """Run all contenders, refuse those that do not learn, print and write the table."""
     torch.set_num_threads(given.threads)
     device = joined().device
     dense, experts = _configs(given, overrides)
@@ -125,7 +125,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _configs(given: argparse.Namespace, overrides: list[str]) -> tuple[Config, Config]:
-    """A dense model, and one with experts of which those of a token are together as wide."""
+    """A dense model, and a mixture whose active experts are together as wide."""
     dense = configure(given.config, *SIZE, *overrides)
     width, rest = divmod(dense.model.ffn_dim, given.top_k)
     if rest:

@@ -1,10 +1,10 @@
-"""What monitors cost: a step that is monitored as a ratio to one that is not, and what that is at an interval of ten.
+"""The cost of monitors: a monitored step as a ratio to an unmonitored one, and the cost at an interval of ten.
 
     python benchmarks/monitors.py                          debug.toml
     python benchmarks/monitors.py --config moe_debug.toml
 
-Two runs in one process take turns, one of which monitors every step; their losses are equal. On a CPU the time is that of the
-process on its cores, which other work on the machine does not lengthen. Counts the operators of a step, too. Prints the
+Two runs in one process take turns; one monitors every step. Their losses are equal. On a CPU the time is processor
+time, which other work on the machine does not lengthen. Counts the operators of a step, too. Prints the
 table and writes it, with date, versions and settings, to benchmarks/results/. Other --section.key=value options override
 the config.
 """
@@ -37,7 +37,7 @@ from benchmarks.measure import (
 from forge.runtime.errors import FAILED, UserError
 from scripts.options import exit_code_of
 
-# Share of the time of all steps, of which every tenth is monitored.
+# Share of the time of all steps, if every tenth is monitored.
 INTERVAL, BAR = 10, 0.01
 
 

@@ -1,12 +1,13 @@
-"""The time of one update by each optimizer, and what it sends; by ranks, of a dense model and of a mixture of experts.
+"""The time of one update by each optimizer, and its traffic; by ranks, for a dense model and a mixture of experts.
 
     python benchmarks/optimizers.py                        debug.toml and moe_debug.toml on 1, 2 and 4 ranks
     python benchmarks/optimizers.py --worlds 2 --parallel.data_parallel=zero1
     python benchmarks/optimizers.py --worlds 4 --parallel.tp=2
 
-All optimizers of one row are in the same processes and take turns. In one process, PyTorch's Muon is among them, as it is
-(it iterates in bfloat16; of the dense model only) and with its iteration in float32; each expert is a parameter of its own
-there. Prints the table and writes it, with date, versions and settings, to benchmarks/results/. Other --section.key=value
+All optimizers of one row are in the same processes and take turns. In one process, PyTorch's Muon is among them,
+unchanged (it iterates in bfloat16; for the dense model only) and with its iteration in float32; each expert is a separate
+parameter for it. Prints the table and writes it, with date, versions and settings, to benchmarks/results/. Other
+--section.key=value
 options override the config.
 """
 
@@ -59,7 +60,7 @@ class Update:
         self.name, self.step = name, step
 
     def sent(self) -> tuple[dict[str, int], float]:
-        """Collectives by name, those of a few numbers left out, and MiB of the tensors that take part."""
+        """Collectives by name, except those of a few numbers, and MiB of their tensors."""
         calls = [(name, size) for name, size in collectives_of(self.step).calls if size > 256]
         return dict(Counter(name for name, _ in calls)), sum(size for _, size in calls) / MIB
 
@@ -152,7 +153,7 @@ def _ours(config: Config, device: torch.device) -> Callable[[], None]:
 
 
 def _torchs(config: Config, device: torch.device, cast: bool) -> Callable[[], None]:
-    """torch.optim.Muon for what forge's Muon takes and torch.optim.AdamW for the rest, on the same gradients."""
+    """torch.optim.Muon for the parameters of forge's Muon and torch.optim.AdamW for the rest, on the same gradients."""
     shards = _with_gradients(config, device)[0].shards
     matrices: list[Tensor] = []
     rest: list[Tensor] = []

@@ -2,9 +2,10 @@
 
     python benchmarks/planning.py
 
-In each round it measures the machine as scripts/measure_hardware.py does, with one process and with two, then plans each
-configuration with that and runs it. With one thread (the default), steps of one process are measured by processor time, as
-the machine is, so that other work on the machine does not count; those of two ranks by the clock. Prints the medians over
+Each round measures the machine like scripts/measure_hardware.py, with one process and with two, then plans each
+configuration with these measurements and runs it. With one thread (the default), steps of one process are measured by
+processor time, like the machine, so that other work on the machine does not count; steps of two ranks by wall time.
+Prints the medians over
 rounds and writes the table, with date, versions and settings, to benchmarks/results/.
 """
 
@@ -71,7 +72,7 @@ def compare(given: argparse.Namespace) -> None:
             estimate, run = found[name]["estimate_s"], found[name]["step_s"]
             print(f"round {number + 1}, {name}: {estimate:.3f} s planned, {run:.3f} s measured", flush=True)
         rounds.append({"machine": machine, "load": os.getloadavg()[0], "configurations": found})
-        # After each, so that a benchmark that is ended leaves what it has measured.
+        # After each, so that an interrupted benchmark keeps its measurements.
         _publish(rounds, given)
 
 

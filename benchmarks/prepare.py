@@ -1,11 +1,11 @@
-"""Megabytes of text that a core prepares in a second: forge, Hugging Face datasets with tokenizers, and Megatron's way.
+"""Megabytes of text prepared per core second: by forge, Hugging Face datasets with tokenizers, and Megatron's method.
 
     python benchmarks/prepare.py
     python benchmarks/prepare.py --input corpus.jsonl --tokenizer tokenizer.json
 
 Each turns the same JSON lines into token ids on disk with the same tokenizer.json (one is trained on the text if none is
-given; needs the package tokenizers). Megatron's way is what its tools/preprocess_data.py does, written here: a pool of
-processes that each take a line, tokenize it and send the ids to the one that writes the file. datasets (where it is
+given; needs the package tokenizers). Megatron's method is that of its tools/preprocess_data.py, rewritten here: a pool of
+processes; each takes a line, tokenizes it and sends the ids to the writer of the file. datasets (if
 installed) maps batches and writes Arrow. A core second is one of processor time of all processes, so other work
 on the machine hardly counts; wall time gives the scaling from 1 to 2 processes.
 """
@@ -45,7 +45,7 @@ Prepare = Callable[[Path, Path, Path, int], None]
 
 
 def by_forge(text: Path, tokenizer: Path, output: Path, processes: int) -> None:
-    # By its command, because workers that this script starts would import what only this script needs.
+    # By its command, because workers started from this script would import its own imports, too.
     script = Path(__file__).resolve().parent.parent / "scripts" / "prepare_data.py"
     options = ["--input", text, "--tokenizer", tokenizer, "--output", output, "--workers", str(processes)]
     subprocess.run([sys.executable, script, *options], check=True, capture_output=True)
@@ -151,7 +151,7 @@ def measure(given: argparse.Namespace) -> None:
 
 
 def run(prepare: Prepare, text: Path, tokenizer: Path, output: Path, processes: int) -> tuple[float, float]:
-    """Return wall and processor seconds of a contender in a process of its own, with those that it starts."""
+    """Return wall and processor seconds of a contender in its own process, child processes included."""
     shutil.rmtree(output, ignore_errors=True)
     before, began = _children(), time.perf_counter()
     process = multiprocessing.get_context("spawn").Process(

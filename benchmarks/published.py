@@ -76,7 +76,7 @@ def line(number: int, row: Row, planned: float) -> str:
 
 
 def compare(only: str) -> int:
-    """Print the table and how many rows are within BAR; return an exit code, 1 if there is no row."""
+    """Print the table and the number of rows within BAR; return an exit code, 1 if there is no row."""
     rows, hardware = read()
     print("| run | published | planned | error | half |\n|---|---|---|---|---|")
     within: dict[bool, list[bool]] = {True: [], False: []}

@@ -42,7 +42,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "lion": ("--optimizer.name=lion", "--optimizer.betas=[0.9,0.99]"),
 }
 SMOOTHED = 10  # steps
-# Of lion's rates by those of the others, which Lion's authors recommend.
+# Ratio of lion's rates to the others', recommended by Lion's authors.
 SMALLER = {"lion": 0.2}
 Run = dict[str, Any]
 
@@ -80,7 +80,7 @@ def _draw(results: dict[str, dict[str, list[Run]]], stem: Path) -> None:
 
 
 def settings_of_runs(given: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """Return what all runs have in common. Raises UserError for a config that is wrong or has no held-out data."""
+    """Return the settings common to all runs. Raises UserError for a config that is wrong or has no held-out data."""
     config = load_config(["--config", given.config, *overrides])
     if not config.data.validation:
         raise UserError("data.validation is empty, but held-out loss decides; name held-out data")
@@ -94,7 +94,7 @@ def settings_of_runs(given: argparse.Namespace, overrides: list[str]) -> dict[st
 
 
 def _tune(name: str, given: argparse.Namespace, overrides: list[str]) -> dict[str, list[Run]]:
-    """Return the runs with each learning rate, and those with the best one."""
+    """Return the runs with each learning rate, and the runs with the best one."""
 
     def trained(lr: float, seed: int) -> Run:
         options = [*overrides, f"--run.seed={seed}", f"--optimizer.lr={lr}", *RECIPES[name]]

@@ -1,13 +1,13 @@
-"""Seconds and steps that a lost rank, a lost node and absent storage cost, with states on the nodes and without.
+"""Seconds and steps lost by a lost rank, a lost node and absent storage, with states on the nodes and without.
 
     python benchmarks/recovery.py              two nodes of one rank on this machine; ten minutes on two CPU cores
 
 Agents stand for nodes: with an agent the kernel kills its ranks, so a lost agent is a lost node. In each row a run of two
-nodes meets a fault halfway between two checkpoints and goes on; in the rows of storage the save before that has failed, too.
-Seconds to the first new step (the `recovered` event) count from the last sign of life, so they contain the start of an
-interpreter, imports, and, for a node, the wait until it counts as lost; those to where the run was count from the fault
-until the step that it interrupted is done, and grow with the steps to make again. Prints the table and writes it, with
-date, versions and settings, to benchmarks/results/.
+nodes meets a fault halfway between two checkpoints and continues; in the storage rows the save before it has failed, too.
+Seconds to the first new step (the `recovered` event) count from the last sign of life. They include the start of an
+interpreter, imports, and, for a node, the wait until it counts as lost. Seconds to the previous position count from the
+fault to the end of the interrupted step, and grow with the steps to repeat. Prints the table and writes it, with date,
+versions and settings, to benchmarks/results/.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What joining the ranks costs by world size: groups, sockets and seconds until every mesh exists.
+"""The cost of joining the ranks by world size: groups, sockets and seconds until every mesh exists.
 
     python benchmarks/startup.py                          gloo on 2 to 32 processes, fake ranks of 64 to 8,192; five minutes
     python benchmarks/startup.py --worlds 8 --fake 1024
 
-Beside forge's meshes stand those of PyTorch's init_device_mesh for the same three views of the ranks, which makes a group per
-axis. Gloo is measured as it connects by default, every rank of a group with every other, and lazily, at the first message
-(TORCH_GLOO_LAZY_INIT=1); the first sum over each group is part of the time. Fake ranks show what one process of many does by
-itself, without connections. Prints the table and writes it, with date, versions and settings, to benchmarks/results/.
+The table also has PyTorch's init_device_mesh for the same three views of the ranks, which makes a group per axis. Gloo is
+measured with its default connections, every rank of a group with every other, and lazily, at the first message
+(TORCH_GLOO_LAZY_INIT=1); the first sum over each group is part of the time. Fake ranks show the work of one process among
+many without connections. Prints the table and writes it, with date, versions and settings, to benchmarks/results/.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """forge's training step against a bare PyTorch loop of the same model, taking turns in one process.
 
-    python benchmarks/throughput.py                          the debug model; on CPU or on the first CUDA card
+    python benchmarks/throughput.py                          the debug model; on CPU or on the first GPU
     python benchmarks/throughput.py --config 160m.toml --train.micro_batch_size=4
 
 Prints the table and writes it, with date, versions and settings, to benchmarks/results/. What each row is: see
@@ -58,8 +58,8 @@ BARS = {
 }
 # Of debug.toml, if nothing else is asked for: one microbatch per process.
 SHAPE = ("--model.n_layers=6", "--model.vocab_size=8192", "--train.seq_len=512", "--train.micro_batch_size=4")
-# Features at world size 1, each against forge without it. Rounding, recomputation and compilation pay on large
-# models; the rows say what they cost or give on this one.
+# Features at world size 1, each against forge without it. Rounding, recomputation and compilation pay off on large
+# models; the rows give their cost or gain on this one.
 FEATURES = {
     "compile": ("--compile.enabled=true",),
     "activation checkpointing, full": ("--activation_checkpoint.mode=full",),
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Runs all contenders, refuses what does not learn, prints and writes the table."""
+    """Run all contenders, refuse those that do not learn, print and write the table."""
     torch.set_num_threads(given.threads)
     device = joined().device
     plain = configure(given.config, "--precision.compute=float32", *overrides)
@@ -106,7 +106,7 @@ def _contenders(
     folder: Path,
     skipped: dict[str, str] | None,
 ) -> list[Contender]:
-    """Every row that can be; why another cannot goes to `skipped`. Without it only what is barred."""
+    """Return every possible row; reasons for missing ones go to `skipped`. Without it, only rows with a bar."""
     plain, bfloat16 = (
         configure(given.config, *overrides, f"--precision.compute={dtype}")
         for dtype in ("float32", "bfloat16")

@@ -1,11 +1,11 @@
-"""Whether the best learning rate of a narrow model is that of a wide one, under each parametrization.
+"""Whether a narrow and a wide model have the same best learning rate, under each parametrization.
 
     python benchmarks/transfer.py                          after `make data`; 40 minutes on two CPU cores
     python benchmarks/transfer.py --parametrizations mup --widths 64 128 --steps 50
 
-Whole runs of train.py, one after another: the model of the config at each width, with each of the learning rates. The first
-width is the base of the parametrization. Prints the held-out losses and how many places of the grid the best learning rate
-of each width lies beside that of the first; writes all of it, with date, versions and settings, to benchmarks/results/.
+Whole runs of train.py, one after another: the model of the config at each width, with each learning rate. The first width
+is the base of the parametrization. Prints the held-out losses and, for each width, the distance of its best learning rate
+from the first width's on the grid; writes everything, with date, versions and settings, to benchmarks/results/.
 Other --section.key=value options override the config.
 """
 
