@@ -207,7 +207,7 @@ def _smaller(config: Config, few: Few) -> Config:
             *range(few.layers - few.tail),
             *range(config.model.n_layers - few.tail, config.model.n_layers),
         ]
-        model["layer_pattern"] = [config.model.kind_of(layer) for layer in layers]
+        model["layer_pattern"] = tuple(config.model.kind_of(layer) for layer in layers)
     if few.block_size:
         model["residual_block_size"] = few.block_size
     update: dict[str, Any] = {"model": config.model.model_copy(update=model)}
