@@ -74,7 +74,14 @@ class FakeRank:
     GPU.
     """
 
-    def __init__(self, config: Config, degrees: Degrees, load: float = 1.0, card: bool = False):
+    def __init__(
+        self,
+        config: Config,
+        degrees: Degrees,
+        load: float = 1.0,
+        card: bool = False,
+        optimizer: bool = True,
+    ):
         self.config, self.degrees = config, degrees
         self.trace = Trace()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -87,7 +94,9 @@ class FakeRank:
             )
             shards = known_everywhere(self.model.shards, self.model._engines, degrees)
             with self._watched():
-                self.optimizer = build_optimizer(shards, config.optimizer, self.meshes.stage)
+                self.optimizer: Any = _NoOptimizer()
+                if optimizer:
+                    self.optimizer = build_optimizer(shards, config.optimizer, self.meshes.stage)
         if isinstance(self.model, PipelinedModel):
             self.model.isend = _send
         self.trace.watch(self.model.parts)
@@ -123,18 +132,16 @@ class FakeRank:
             whole += shard.global_shape.numel() * values.dtype.itemsize
         return host, whole
 
-    def step(self, microbatches: int, *, update: bool = True) -> None:
-        """Run one optimizer step (`Trainer.step`) with this many microbatches; the optimizer's part only if `update`."""
+    def step(self, microbatches: int) -> None:
+        """Run one optimizer step (`Trainer.step`) with this many microbatches."""
         with _explained(), self._watched():
             self.trace.begin()
             batch, model = self._batch(microbatches), self.model
             sums = compute_gradients(model, batch)
             self.trace.moment = Moment("update")
             report = report_gradients(model.shards, sums.objective, stop=False)
-            optimizer: Any = self.optimizer if update else SimpleNamespace(step=_leave)
-            apply_gradients(
-                model, optimizer, report, self.config.optimizer.lr, self.config.train.grad_clip_norm
-            )
+            optimizer, train = self.config.optimizer, self.config.train
+            apply_gradients(model, self.optimizer, report, optimizer.lr, train.grad_clip_norm)
 
     def update(self, microbatches: int) -> None:
         """Run only the optimizer's part of such a step, with placeholder gradients."""
@@ -186,6 +193,15 @@ class FakeRank:
         """Rows sent to nodes, per row of an expert: see `visited_nodes`."""
         moe = self.config.model.moe
         return 1.0 if moe is None else visited_nodes(moe, self.degrees.ep_nodes) / moe.top_k
+
+
+class _NoOptimizer:
+    """An optimizer without state and without work."""
+
+    def tensors(self) -> Iterator[Any]:
+        return iter(())
+
+    def step(self, *_: Any) -> None: ...
 
 
 def _leave(*_: Any) -> None:

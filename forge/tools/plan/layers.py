@@ -28,6 +28,8 @@ from forge.tools.plan.stage import TRACED, StagePlan, fewer_microbatches, plan_s
 SHORTENED = ("1F1B", "Interleaved1F1B")
 # Results of `kinds_of_layers` by model and sequence length.
 _KINDS: dict[str, list[Any]] = {}
+# Results of `_optimizer_alone` by rank of the pp axis, for the latest configuration, degrees and hardware.
+_ALONE: dict[str, dict[int, StagePlan]] = {}
 
 
 def plan_stages(
@@ -207,7 +209,7 @@ def _smaller(config: Config, few: Few) -> Config:
             *range(few.layers - few.tail),
             *range(config.model.n_layers - few.tail, config.model.n_layers),
         ]
-        model["layer_pattern"] = [config.model.kind_of(layer) for layer in layers]
+        model["layer_pattern"] = tuple(config.model.kind_of(layer) for layer in layers)
     if few.block_size:
         model["residual_block_size"] = few.block_size
     update: dict[str, Any] = {"model": config.model.model_copy(update=model)}
@@ -340,6 +342,17 @@ def _extrapolate(
     if not growths[0].large.buckets and not apart:
         return whole_plan(growths, names)
     # The number of buckets is not a multiple of a layer's either.
-    whole = plan_stage(config, degrees, pp_rank, hardware, optimizer="alone")
+    whole = _optimizer_alone(config, degrees, hardware, pp_rank)
     one = with_state(whole_plan(growths, names, whole.buckets or None), whole)
     return with_update(one, whole) if apart else one
+
+
+def _optimizer_alone(config: Config, degrees: Degrees, hardware: Hardware | None, pp_rank: int) -> StagePlan:
+    """Return the plan of the optimizer's part of a step, for all layers of the rank. `crowded_bytes` needs it again."""
+    key = f"{config.model_dump_json()} {degrees} {hardware}"
+    if key not in _ALONE:
+        _ALONE.clear()
+    stages = _ALONE.setdefault(key, {})
+    if pp_rank not in stages:
+        stages[pp_rank] = plan_stage(config, degrees, pp_rank, hardware, optimizer="alone")
+    return stages[pp_rank]

@@ -98,7 +98,8 @@ def plan_stage(
         traced = replace(degrees, accumulation=microbatches)
     with ExitStack() as stack:
         stack.enter_context(fake_ranks(rank, degrees.world))
-        fake = FakeRank(plannable(config)[0], traced, load, card=hardware is None or bool(hardware.card))
+        card, with_optimizer = hardware is None or bool(hardware.card), optimizer != "without"
+        fake = FakeRank(plannable(config)[0], traced, load, card=card, optimizer=with_optimizer)
         # As in a run, memory is freed with its last reference, not by a later garbage collection.
         gc.disable()
         stack.callback(gc.enable)
@@ -109,7 +110,7 @@ def plan_stage(
             if optimizer == "alone":
                 fake.update(microbatches)
             else:
-                fake.step(microbatches, update=optimizer == "with")
+                fake.step(microbatches)
             left.append(fake.trace.before)
         axes = axes_of(fake.meshes)
         calls = Counter(
