@@ -13,9 +13,10 @@ import pytest
 
 from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED, UserError
 from forge.tools.prepare.packages import Manifest, fetch, make_corpus, read_manifest
+from scripts.make_corpus import MANIFEST
 from tests.support.archives import deb, wheel
 from tests.support.prepared import text_of
-from tests.support.trained import call
+from tests.support.trained import ROOT, call
 
 pytestmark = [
     pytest.mark.processes,
@@ -221,3 +222,16 @@ def test_a_wrong_manifest_is_one_sentence(index, tmp_path, old: str, new: str, m
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(UserError, match=re.escape(message)):
         read_manifest(path)
+
+
+def test_the_page_lists_the_packages_and_the_hash() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    shipped = read_manifest(MANIFEST)
+    rows = {
+        tuple(cell.strip() for cell in row.split("|")[1:5])
+        for row in page.splitlines()
+        if row.startswith("| ")
+    }
+    for one in shipped.packages:
+        assert (one.name, one.version, one.registry, one.licence) in rows, one.label
+    assert shipped.sizes["small"].sha256 and shipped.sizes["small"].sha256 in page
