@@ -190,8 +190,8 @@ def fetch(packages: list[Package], cache: Path) -> dict[Package, Path]:
         found[package] = path
     if missing:
         raise UserError(
-            f"missing: {'; '.join(missing)}. For apt, run apt-get update first. A file with the SHA-256 of the manifest may be put "
-            f"into {cache}, under this hash and .whl or .deb",
+            f"missing: {'; '.join(missing)}. For apt, run apt-get update first. A file with the SHA-256 of the manifest may "
+            f"be put into {cache}, under this hash and .whl or .deb",
             FAILED,
         )
     return found
