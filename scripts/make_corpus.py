@@ -1,0 +1,50 @@
+"""Make a corpus of code and prose from pinned packages of PyPI and Debian, and compare its SHA-256 with the manifest's.
+
+python scripts/make_corpus.py --size small --output data/corpus-small
+
+pip and apt-get fetch the packages; their own configuration says from where. Nothing of a package is installed or run.
+Exit code 0: the corpus has the hash of the manifest, or the manifest has none; 1: it has another, or a package is
+missing or another; 2: a wrong option or manifest. After an interruption the same command continues.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
+
+from forge.runtime.compat import cores
+from forge.tools.prepare.packages import make_corpus, read_manifest
+from scripts.options import Options, exit_code_of, positive
+
+MANIFEST = Path(__file__).resolve().parent / "corpus.toml"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = Options(description=__doc__)
+    add = parser.add_argument
+    add("--size", default="whole", metavar="SIZE", help="small (about 50 MB of text) or whole (%(default)s)")
+    add(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="folder to write the text, tokenizer and datasets to",
+    )
+    cache = "folder of fetched packages, each under its SHA-256 (%(default)s)"
+    add("--cache", default=Path("data/packages"), type=Path, metavar="DIR", help=cache)
+    manifest = "packages, versions, hashes (the corpus.toml beside this script)"
+    add("--manifest", default=MANIFEST, type=Path, metavar="FILE", help=manifest)
+    add("--workers", type=positive, default=cores(), metavar="N", help="number of processes (%(default)s)")
+    given = parser.parse_args(arguments)
+
+    def work() -> None:
+        manifest = read_manifest(given.manifest)
+        make_corpus(manifest, given.size, given.cache, given.output, given.workers)
+
+    return exit_code_of(work, "interrupted; the same command continues from here")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
