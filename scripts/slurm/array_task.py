@@ -9,6 +9,7 @@ has been stopped MAX_TURNS_WITHOUT_PROGRESS times in a row (3 unless set) withou
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -18,11 +19,24 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from forge.runtime.errors import FINISHED, STOPPED
+from scripts.options import Options
 from scripts.slurm.job import History, Limits, Record, _number, _write, decide
 
 
 def main(argv: list[str]) -> int:
-    run, command = Path(argv[0]), argv[1:]
+    parser = Options(description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="command that trains the run"
+    )
+    options = parser.parse_args(argv)
+    run, command = options.run, options.command
+    if not command:
+        parser.error("the command of the run is missing")
+    if "SLURM_ARRAY_JOB_ID" not in os.environ:
+        parser.error(
+            "SLURM_ARRAY_JOB_ID is not set: this runs in a job array, written by scripts/sweep.py --slurm"
+        )
     job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     limits = Limits(
         restarts=0,

@@ -14,13 +14,14 @@ import pytest
 
 from forge.config import to_toml
 from forge.config.keys import from_literal, to_literal
-from forge.runtime.errors import UserError
+from forge.runtime.errors import BAD_CONFIG, FINISHED, UserError
 from forge.tools.sweep.local import run_sweep
 from forge.tools.sweep.results import Result, as_text, metric_of, result_of, rows
 from forge.tools.sweep.slurm import job_array, pending
 from forge.tools.sweep.spec import Sweep, Trial, config_of, first_trials, next_trials, read_sweep
 from scripts.sweep import main
 from tests.support.runs import BASE, wait_for
+from tests.support.trained import call
 
 FAKE = Path(__file__).with_name("fake_train.py")
 KEYS = {"optimizer.lr": [0.001, 0.003, 0.01], "optimizer.weight_decay": [0.0, 0.1]}
@@ -304,6 +305,12 @@ def test_an_array_task_gives_the_exit_code_of_its_run_and_is_requeued_twice_with
     log = (sweep.folder / "slurm-7-0.log").read_text()
     assert log.count("one turn") == 3 and "3 turns in a row have saved nothing new" in log
     assert turn(FAIL="1") == 9
+
+
+def test_an_array_task_outside_a_job_array_is_one_sentence(tmp_path) -> None:
+    found = call(tmp_path, "slurm/array_task", "run", "true")
+    assert found.code == BAD_CONFIG and "SLURM_ARRAY_JOB_ID is not set" in found.err
+    assert call(tmp_path, "slurm/array_task", "--help").code == FINISHED
 
 
 @pytest.mark.parametrize(
