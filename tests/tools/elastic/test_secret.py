@@ -1,4 +1,4 @@
-"""The rendezvous of agents: who can reach it, and that nothing without the run's signature is unpickled."""
+"""The agents' rendezvous: its reachability, and no unpickling of data without the run's signature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be converted is named in one sentence, with exit code 2, and leaves nothing behind."""
+"""Conversion refuses bad input in one sentence, exits with code 2 and leaves no files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refusal(
     direction: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int = 2
 ) -> str:
-    """The error of convert.py, one line; checks the exit code and that nothing is left behind."""
+    """Return the one-line error of convert.py. Check the exit code and that no files are left."""
     before = sorted(path.name for path in tmp_path.iterdir())
     assert main([direction, "--input", str(source), "--output", str(tmp_path / "out")]) == code
     assert sorted(path.name for path in tmp_path.iterdir()) == before

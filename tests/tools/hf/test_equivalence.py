@@ -1,4 +1,4 @@
-"""forge computes what transformers computes, with the same weights, in both directions."""
+"""forge and transformers compute the same with the same weights, imported and exported."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def test_an_imported_model_has_the_same_logits_loss_and_gradients(
 
 
 def assert_close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    """Within `tolerance` of the largest element, or absolutely where that is below one."""
+    """Compare within `tolerance`: relative to the largest element, or absolute if that element is below one."""
     difference = (actual - expected).abs().max().item()
     assert difference <= tolerance * max(1.0, expected.abs().max().item()), (
         f"{what}: differs by {difference:.3e}"
@@ -55,8 +55,8 @@ def assert_close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolera
 
 # Export takes the first class that computes the same.
 EXPORTED_AS = {"mistral_full": "LlamaForCausalLM", "glm4_moe_no_shared": "Dots1ForCausalLM"}
-# Not known of the tokens that begin and end a document here; forge has no more tokens to predict; these say the same in
-# another way.
+# Free to differ: the begin and end tokens are unknown here, forge has no further tokens to predict, and the keys of the
+# second line are other spellings of the same values.
 FREE = {"bos_token_id", "eos_token_id", "pad_token_id", "num_nextn_predict_layers"}
 FREE |= {"max_window_layers", "head_dim", "rope_parameters", "_name_or_path"}
 

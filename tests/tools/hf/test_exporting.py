@@ -1,4 +1,4 @@
-"""Models born in forge, on any layout: which class of transformers they become, and that it computes the same."""
+"""Export of models built in forge, on any layout: the class of transformers, and equal outputs."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _named(model: Transformer) -> dict[str, tuple[Shard, torch.Tensor]]:
 
 @torch.no_grad()
 def _save_alone(text: str, folder: Path) -> torch.Tensor:
-    """A checkpoint with random weights, from this process, and what they compute."""
+    """Save a checkpoint with random weights from this process; return the model's output."""
     model = _model(text)
     fill(model)
     with single_process_group():
@@ -146,7 +146,7 @@ def _save_alone(text: str, folder: Path) -> torch.Tensor:
 
 @torch.no_grad()
 def _alone(text: str, folder: Path) -> torch.Tensor:
-    """What the model of a checkpoint computes in this process."""
+    """Load a checkpoint in this process; return the model's output."""
     model = _model(text)
     with single_process_group():
         checkpoints = Checkpoints(folder / "checkpoints", mode="sync")
@@ -155,7 +155,7 @@ def _alone(text: str, folder: Path) -> torch.Tensor:
 
 
 def _save_on_rank(rank: int, world: int, text: str, folder: str) -> None:
-    """A step of training under a layout, so that weights and routers have moved, and its checkpoint."""
+    """Train one step under a layout, which moves weights and routers, and save the checkpoint."""
     from forge.data.build import build_dataset
     from forge.data.loader import Loader
     from forge.parallel.build import build_parallel_model

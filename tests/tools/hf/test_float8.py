@@ -13,7 +13,7 @@ from forge.runtime.errors import UserError
 from forge.tools.hf import import_weights
 from tests.support.hf_models import their_model
 
-ROWS, COLUMNS = 12, 20  # so that no weight is whole blocks
+ROWS, COLUMNS = 12, 20  # no weight divides into whole blocks
 FLOAT8 = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -23,7 +23,7 @@ FLOAT8 = {
 
 
 def published(folder: Path, **changes: object) -> dict[str, torch.Tensor]:
-    """Make `folder` a model whose products inside of blocks are in float8; return what their numbers stand for."""
+    """Make `folder` a model whose matrix products inside blocks are in float8; return the dequantised weights."""
     from safetensors.torch import load_file, save_file
 
     their_model("deepseek_v3").bfloat16().save_pretrained(folder)

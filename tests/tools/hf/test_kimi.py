@@ -1,4 +1,4 @@
-"""Kimi K3's folders: the published names and shapes, both ways, and what is refused."""
+"""Kimi K3's folders: the published names and shapes, in import and export, and refusals."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from forge.tools.hf.table import BY_NAME
 from forge.tools.hf.tensors import weights_of
 from tests.support.harness import start_ranks
 
-# Every expert layer has one tensor of 8 MiB and one of half of that; 100 MiB together.
+# Every expert layer has one tensor of 8 MiB and one of 4 MiB; 100 MiB together.
 MODEL = {
     "dim": 256,
     "n_layers": 8,
@@ -28,7 +28,7 @@ MODEL = {
     "moe": {"n_experts": 16, "expert_dim": 256, "balance": "none"},
 }
 LARGEST = 16 * 2 * 256 * 256 * 4
-# Forge's tensor, DCP's copy of it and the one before it, and what the allocator keeps.
+# forge's tensor, DCP's copy of it, the previous tensor, and memory cached by the allocator.
 BOUND = 4 * LARGEST
 
 

@@ -1,4 +1,4 @@
-"""Modules of multi-token prediction of DeepSeek-V3 and GLM-4.5: transformers reads and computes what is exported."""
+"""Multi-token prediction modules of DeepSeek-V3 and GLM-4.5: transformers loads the export and computes the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEPTH = 2
 
 
 def with_modules(case: str, folder: Path) -> Path:
-    """A folder as it is published: the tensors of `case`, and of modules behind its layers, with random values."""
+    """Write a folder as published: random tensors of `case`, and of modules after its layers."""
     import transformers
     from safetensors.torch import save_file
     from transformers.modeling_layers import MtpModel

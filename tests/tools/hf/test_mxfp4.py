@@ -18,7 +18,7 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
 def published(folder: Path) -> dict[str, torch.Tensor]:
-    """Make `folder` a model whose experts are random bytes; return what transformers makes of each of them."""
+    """Make `folder` a model whose experts are random bytes; return each expert as transformers decodes it."""
     from safetensors.torch import load_file, save_file
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

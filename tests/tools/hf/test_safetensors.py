@@ -1,4 +1,4 @@
-"""Files that forge writes are what the library of the format reads, and the other way round."""
+"""The safetensors library reads forge's files, and forge reads the library's."""
 
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_no_damage_to_a_header_is_anything_but_refused(data: st.DataObject, tmp_path_factory) -> None:
-    """Whatever bytes change, either the sentence of a UserError comes out, or tensors that lie within the file."""
+    """Any changed bytes give either a UserError or tensors that lie within the file."""
     folder = tmp_path_factory.mktemp("damaged")
     write(folder, {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3).bfloat16()}, 10_000)
     file = folder / "model.safetensors"

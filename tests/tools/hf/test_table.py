@@ -16,7 +16,7 @@ from forge.tools.hf.tensors import weights_of
 from tests.support.hf_models import CASES
 from tests.support.small_models import on_meta
 
-# What follows from other keys is worked out after the defaults are known.
+# Derived keys: computed from others once the defaults are known.
 FOLLOWS = {"layer_types", "head_dim"}
 # transformers has no class of Kimi K3: tests/tools/hf/test_kimi.py.
 IN_TRANSFORMERS = [architecture for architecture in ARCHITECTURES if not architecture.prefix]
@@ -58,7 +58,7 @@ def test_every_architecture_is_among_the_cases() -> None:
     assert {name for name, _ in CASES.values()} == {architecture.name for architecture in IN_TRANSFORMERS}
 
 
-# What the folders of the published models say in their config.json, and their numbers of parameters.
+# config.json of the published models, and their parameter counts.
 LLAMA: dict[str, Any] = {"vocab_size": 128256, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}
 QWEN: dict[str, Any] = {"vocab_size": 151936, "rope_theta": 1000000, "rms_norm_eps": 1e-6, "head_dim": 128}
 GPT_OSS: dict[str, Any] = {
@@ -197,7 +197,7 @@ PUBLISHED: dict[str, tuple[str, int, dict[str, Any]]] = {
         "Qwen3NextForCausalLM",
         79_674_391_296,
         QWEN
-        # Its other numbers are transformers' defaults, which the first test compares.
+        # The other numbers are transformers' defaults, compared by the first test.
         | dict(BY_NAME["Qwen3NextForCausalLM"].defaults)
         | {
             "rope_theta": 10000000,
@@ -230,7 +230,7 @@ PUBLISHED: dict[str, tuple[str, int, dict[str, Any]]] = {
             "sliding_window": None,
         },
     ),
-    # With the bias on the choice of experts, which is no parameter, 671,026,419,200.
+    # 671,026,419,200 with the bias on the choice of experts, which is a buffer.
     "deepseek-v3": (
         "DeepseekV3ForCausalLM",
         671_026_404_352,

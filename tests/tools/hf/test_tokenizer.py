@@ -13,7 +13,7 @@ from forge.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenize
 from forge.runtime.errors import UserError
 from forge.tools.hf.tokenizer import export_files, import_files
 
-# This file itself, so that there is a text on every machine; without what AutoTokenizer would take for a special token.
+# This file itself: a text that exists on every machine, without strings that AutoTokenizer reads as special tokens.
 SOURCE = Path(__file__).read_text("utf-8").replace("/s>", "")
 EXACT = {"remove_extra_whitespaces": False, "normalization_rule_name": "identity", "byte_fallback": True}
 KINDS = {

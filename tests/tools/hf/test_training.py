@@ -40,7 +40,7 @@ CASES = {
 
 
 def first_loss(model, config_text: str) -> float:
-    """Mean cross-entropy that `model`, of transformers, has on the first batch of a run."""
+    """Return the mean cross-entropy of the transformers model `model` on the first batch of a run."""
     config = parse_toml_text(config_text)
     device = torch.device("cpu")
     size = config.train.global_batch_size
@@ -98,7 +98,7 @@ def test_a_run_begins_with_the_weights_of_another_run(tmp_path: Path) -> None:
     second = Run(tmp_path / "second", *OPTIONS, f"--checkpoint.init={origin}", *plain)
     assert second() == 0, second.output()
     assert second.metrics()[0]["step"] == 1
-    # The same first batch, with weights that have seen it.
+    # The same first batch, with weights already trained on it.
     assert second.losses()[0] < first.losses()[0]
     # With fresh moments AdamW's first step is the learning rate, whatever the gradient; with the old ones it is not.
     after = our_model(second.path / "checkpoints/step-00000001").head.weight
@@ -165,7 +165,7 @@ def test_a_run_exported_writes_the_same_tokens(model: str, tmp_path: Path, capsy
     new = loaded(out).generate(tokens, max_new_tokens=20, do_sample=False)[0, tokens.shape[1] :]
     assert len(set(new.tolist())) > 3
     assert new.tolist()[: len(written["tokens"])] == written["tokens"]
-    # And back again: the checkpoint that comes of it is the one that went out.
+    # And back again: the imported checkpoint equals the exported one.
     assert convert(["from-hf", "--input", str(out), "--output", str(tmp_path / "back")]) == 0
     before = our_model(run.path / "checkpoints/step-00000030").state_dict()
     after = our_model(tmp_path / "back").state_dict()

@@ -1,4 +1,4 @@
-"""A model that remembers writes what the same model writes when it reads everything again."""
+"""Generation with a cache equals generation that recomputes the whole prefix."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_an_error_clears_the_cache_and_restores_the_model(monkeypatch: pytest.Mo
 
 
 def test_uninitialised_memory_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Places that no token was put to are seen with weight 0, and 0 times NaN is NaN."""
+    """Empty cache slots get attention weight 0, but 0 times NaN is NaN."""
     empty = Tensor.new_empty
     monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
     model = model_of("dense")

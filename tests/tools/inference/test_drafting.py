@@ -1,4 +1,4 @@
-"""A text written with drafts is the text written without, in fewer forwards where the drafts hold."""
+"""Drafting does not change the text, and saves forwards when drafts are accepted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_scores_are_those_without_drafts_wherever_the_text_goes(name: str) -> No
     for step in range(20):
         exact = recomputed(lambda tokens: model(tokens), model.seq_len)([text])
         torch.testing.assert_close(drafted([text]), exact, rtol=0, atol=1e-9)
-        # Mostly the likeliest token, so that drafts may hold; sometimes another one, or fewer.
+        # Mostly the likeliest token, for accepted drafts; sometimes another token, or fewer tokens.
         token = int(exact.argmax()) if step % 3 else (7 * step) % VOCAB
         text = [*text, token] if step % 7 != 6 else text[:-3]
 
@@ -72,7 +72,7 @@ def test_a_text_beyond_the_models_length_is_read_again() -> None:
 
 @pytest.mark.parametrize(("name", "forwards"), [("three modules", 7), ("linear layers", 9)])
 def test_drafts_that_hold_save_forwards(name: str, forwards: int) -> None:
-    """Modules that pass on the embedding of the token ahead, before a head that repeats it, draft what the model writes."""
+    """Modules pass on the embedding of the token ahead and the head repeats it, so every draft is accepted."""
     model = model_of(name)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""What evaluate.py reports, against the definition."""
+"""evaluate.py's report, against the definition."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def dataset(folder: Path, tokenizer: Tokenizer) -> TokenDataset:
 
 
 def windows_of(data: TokenDataset, sequences: int | None) -> Sequence[int]:
-    """Those of the trainer's evaluation; all and the rest where no number is given."""
+    """Return the windows of the trainer's evaluation; for None, all windows, the last short one included."""
     if sequences is None:
         return range(math.ceil((data.tokens - 1) / SEQ_LEN))
     return held_out_windows((data.tokens - 1) // SEQ_LEN, sequences)
@@ -69,7 +69,7 @@ def labels_of(data: TokenDataset, windows: Sequence[int]) -> list[int]:
 def expected_loss(
     data: TokenDataset, model: Any, windows: Sequence[int], masked: bool = False
 ) -> tuple[float, int]:
-    """Token by token: each from what is before it in its window."""
+    """Compute the loss token by token, each from the tokens before it in its window."""
     tokens = torch.from_numpy(data.read(0, data.tokens).astype(np.int64))
     owners = torch.from_numpy(data.document_ids(0, data.tokens))
     total, count = 0.0, 0

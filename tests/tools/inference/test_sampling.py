@@ -104,7 +104,7 @@ LOGITS = torch.tensor([2.0, 0.0, 1.0, 1.0, -torch.inf], dtype=torch.float64)
         (Sampling(1.0, top_p=0.6), [0, 2]),  # shares 0.54, 0.20, 0.20, 0.07
         (Sampling(1.0, top_p=0.8), [0, 2, 3]),
         (Sampling(1.0, top_p=1e-9), [0]),
-        (Sampling(1.0, top_k=2, top_p=0.7), [0]),  # of the two that are left, the first has 0.73
+        (Sampling(1.0, top_k=2, top_p=0.7), [0]),  # of the remaining two, the first has 0.73
     ],
 )
 def test_draws_follow_the_softmax_of_what_is_left(sampling: Sampling, left: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The adapter to lm-eval: what it reports of a request, against the model's own logits; and a real task on local files."""
+"""The adapter to lm-eval: its results against the model's own logits, and a real task on local files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def requests(*arguments: Any) -> list[Any]:
 
 @torch.no_grad()
 def by_hand(model: Any, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """Token by token, each from at most the last SEQ_LEN tokens of all that are scored."""
+    """Score token by token, each from at most the SEQ_LEN tokens before it."""
     text = (context + continuation)[-SEQ_LEN - 1 :]
     total, greedy = 0.0, True
     for place in range(len(text) - len(continuation), len(text)):
@@ -175,7 +175,7 @@ def write_tasks(folder: Path) -> None:
 
 
 def scores(folder: Path, *options: str) -> dict[str, dict[str, float]]:
-    """What scripts/evaluate.py says of the run in FOLDER."""
+    """Return the output of scripts/evaluate.py for the run in FOLDER."""
     result = call(folder, "evaluate", *AT, "--tasks", ",".join(TASKS), "--json", *options)
     assert result.code == FINISHED, result.err
     (line,) = [line for line in result.out.splitlines() if line.startswith("{")]

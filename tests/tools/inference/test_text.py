@@ -1,4 +1,4 @@
-"""The text that a TextStream emits while tokens come is the text of all of them in the end."""
+"""The pieces that TextStream emits add up to the text of all tokens."""
 
 from __future__ import annotations
 

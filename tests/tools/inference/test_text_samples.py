@@ -1,4 +1,4 @@
-"""The warning where a text sample cannot begin comes once, at the start."""
+"""A text sample without a begin token warns once, at the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An imported model writes and scores what transformers writes and scores with the same weights."""
+"""An imported model generates the same text and scores as transformers with the same weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan says what a run over gloo does: bytes of state and every collective are equal."""
+"""A plan equals a run over gloo in bytes of state and in every collective."""
 
 from random import Random
 
@@ -85,7 +85,7 @@ def test_state_and_collectives_are_those_of_a_run(name: str) -> None:
 
 @SLOW
 def test_rows_that_go_to_nodes_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Choices in turn, 0 and 1, then 2 and 3: a token's two experts are on one of the two nodes.
+    # Round-robin choices, 0 and 1, then 2 and 3: a token's two experts are on one of the two nodes.
     monkeypatch.setattr(fake, "visited_nodes", lambda moe, nodes: 1.0)
     check(experts("ep = 4\nep_node_size = 2"), 4)
 
@@ -103,7 +103,7 @@ def test_the_number_of_nodes_that_a_token_visits_is_that_of_random_choices(
     router.bias.zero_()
     chosen = router.choose(torch.rand(1, 4096, 64, generator=torch.Generator().manual_seed(0)))
     visits = first_visits(chosen.flatten(0, 1) // (64 // nodes), nodes) < nodes
-    # Where a group lies on several nodes, the formula takes a group's choices for independent of how groups are chosen.
+    # For a group on several nodes, the formula assumes that choices within groups are independent of the choice of groups.
     rel = 0.06 if nodes > groups > 1 else 0.01
     assert visited_nodes(moe, nodes) == pytest.approx(visits.sum(1).float().mean().item(), rel=rel)
 

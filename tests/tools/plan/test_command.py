@@ -1,4 +1,4 @@
-"""`train.py --plan`: exit codes, the smallest world, and what cannot be planned."""
+"""`train.py --plan`: exit codes, the smallest world size, and models that cannot be planned."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""A plan says which products are in float8 on the hardware, and lists every layer that is not."""
+"""A plan names the matrix products in float8 on the hardware, and lists every layer that stays out."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_weights_gathered_in_codes_need_less_memory_and_half_the_bytes_or_less()
         planned(keys.replace("[precision]", f"[precision]\nfloat8_all_gather = {gather}"), 2)
         for gather in ("true", "false")
     )
-    # Scales add a byte to 32; embedding and head stay in bfloat16, and what is not gathered is as without codes.
+    # Scales add one byte to 32. Embedding and head stay in bfloat16. Codes change nothing but the all-gathers.
     assert 0.5 < gathered(codes) / gathered(values) < 0.6
     assert codes.state == values.state and codes.flops == values.flops
     place = "forward", "layer 0"

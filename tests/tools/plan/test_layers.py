@@ -1,4 +1,4 @@
-"""What a few layers, ranks and microbatches show is what all of them need."""
+"""A trace of a few layers, ranks and microbatches extrapolates to all of them."""
 
 from collections import Counter
 from unittest.mock import patch
@@ -117,7 +117,7 @@ def test_a_few_layers_show_what_all_need(text: str, world: int) -> None:
     config = parse_toml_text(text)
     for one, other in zip(few, whole, strict=True):
         assert one.state == other.state
-        if one.buckets:  # they have different sizes, of which the plan knows the mean
+        if one.buckets:  # buckets differ in size; the plan knows their mean
             assert totals(one, sizes=False) == totals(other, sizes=False)
             assert totals(one) == pytest.approx(totals(other), rel=0.01)
         else:
@@ -125,7 +125,7 @@ def test_a_few_layers_show_what_all_need(text: str, world: int) -> None:
         assert (one.checkpoint, one.buckets) == (other.checkpoint, other.buckets)
         assert one.host == pytest.approx(
             other.host, rel=0.01
-        )  # which of several ranks saves what follows from its name
+        )  # a tensor's name decides which of its ranks saves it
         assert one.flops == pytest.approx(other.flops)
         assert one.layers == other.layers and one.rank == other.rank
         assert one.peak.size == pytest.approx(other.peak.size, rel=0.01)

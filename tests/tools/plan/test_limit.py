@@ -1,4 +1,4 @@
-"""Under a limit on memory a step succeeds where the plan says that it fits, and fails where it says that it does not."""
+"""Under a memory limit a step succeeds if the plan says that it fits, and fails otherwise."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SLOW = pytest.mark.slow
 
 
 class Limited(TorchDispatchMode):
-    """Raises MemoryError if tensors that live take more than `limit` bytes. Stands in the place of a `Trace`."""
+    """Raise MemoryError if live tensors take more than `limit` bytes. Replaces a `Trace`."""
 
     def __init__(self, limit: float):
         super().__init__()
@@ -77,7 +77,7 @@ def _has_memory(value: object) -> bool:
 
 
 def succeeds(text: str, world: int, limit: float) -> bool:
-    """Whether the first rank of a group that sends nothing makes two steps with real tensors under the limit."""
+    """Return whether rank 0 of a fake group makes two steps with real tensors under the limit."""
     config = plannable(parse_toml_text(text))[0]
     degrees = check_world(config, world)
     with (

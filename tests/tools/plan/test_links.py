@@ -1,4 +1,4 @@
-"""Collectives by hand arithmetic: which bytes pass which link."""
+"""Bytes of collectives on each link, by hand arithmetic."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_a_ring_moves_its_bytes_over_the_slowest_link() -> None:
     assert seconds("all_gather", [3]) == 0
     assert seconds("all_gather", [0, 1]) == pytest.approx(1e-6 + 0.5 / 100)
     assert seconds("all_reduce", [0, 1, 2, 3]) == pytest.approx(1e-6 + 2 * 0.75 / 100)
-    # One GPU of each node has one NIC; two of each node have two, over which the ring's bytes are spread.
+    # One GPU per node uses one NIC; two GPUs per node spread the ring's bytes over two NICs.
     assert seconds("all_gather", [0, 4]) == pytest.approx(1e-5 + 0.5 / 10)
     assert seconds("reduce_scatter", [0, 1, 4, 5]) == pytest.approx(1e-5 + 0.75 / 20)
     # The node with fewest ranks is the narrowest place of the ring.

@@ -15,7 +15,7 @@ from tests.support.planning import FULL, SELECTIVE, plan_text
 
 
 def kept(norm: Any, weight: torch.dtype) -> int:
-    """Bytes that a norm of `[6, 8]` in bfloat16 keeps for its backward."""
+    """Return the bytes saved for backward by a norm of `[6, 8]` in bfloat16."""
     sizes: list[int] = []
 
     def pack(values: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Every part that a model may have is known to what counts, starts, decays, rounds and plans parameters.
+"""Counting, initialisation, weight decay, rounding and planning know every part of a model.
 
-For models drawn at random from all parts, with expectations that follow from names, shapes and keys alone.
+Random models from all parts; expectations come from names, shapes and keys alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The search: the fastest layouts that fit come first, and each is what a plan with its overrides says."""
+"""The search lists the fastest layouts that fit first; a plan with a row's overrides gives that row."""
 
 import json
 import re
@@ -159,7 +159,7 @@ def test_least_state_is_never_more_than_a_plan_says(parallel: str, world: int, m
     text = plan_text(parallel, model=model)
     config = parse_toml_text(text.replace("n_kv_heads = 2\n", "") if model else text)
     degrees = check_world(config, world)
-    # Of a pipeline's ranks the one that has most.
+    # The pipeline rank with the highest peak.
     planned = max(
         sum(plan_stage(config, degrees, rank, BARE).state[kind] for kind in STATE)
         for rank in range(degrees.pp)

@@ -1,4 +1,4 @@
-"""What the first line of a shipped config says of its hardware is what its plan says."""
+"""The hardware named in the first line of a shipped config agrees with its plan."""
 
 import re
 
@@ -14,7 +14,7 @@ FIRST = re.compile(r"# For (\d+) process(?:es)?: .*GPUs with (\d+) GB\.(?: By co
 
 
 def claims() -> list[tuple[str, int, str]]:
-    """(config, number of processes, card) of every claim."""
+    """Return (config, number of processes, GPU) of every claim."""
     found = []
     for path in sorted(CONFIGS.glob("*.toml")):
         if match := FIRST.match(path.read_text("utf-8")):

@@ -67,10 +67,10 @@ def test_traced_operations_are_those_that_the_model_counts(text: str, world: int
     for number in range(world):
         with fake_ranks(number, world):
             rank = FakeRank(config, check_world(config, world), card=card)
-            rank.step(1)  # in the first step DTensor also computes what shapes come out
+            rank.step(1)  # in the first step DTensor also computes output shapes
             rank.step(1)
         for (moment, work), times in rank.trace.work.items():
-            # A kernel's backward computes the scores again, which are not counted; otherwise it has twice as many products.
+            # The uncounted recompute of the scores in backward aside, backward has twice the products of forward.
             counts = {"forward": 3, "backward": 0}[moment.phase] if work.kind == "attention" else 1
             traced += counts * times * work.flops
     counted = flops_per_token(build_meta_model(config), config.train.seq_len) * config.train.seq_len

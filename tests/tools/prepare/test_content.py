@@ -1,4 +1,4 @@
-"""Files are read by what they hold, and those that are not read are counted."""
+"""Preparation recognises files by content and counts the files it skips."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""What inspect_data shows is what the loader hands to training."""
+"""inspect_data shows the batches that the loader hands to training."""
 
 import json
 from collections import Counter
@@ -47,7 +47,7 @@ def test_every_rank_reads_what_is_shown(ranks):
 
 
 def test_what_a_run_passes_over_is_not_shown():
-    """A batch from before, across and behind the range."""
+    """Batches before, across and after the range."""
     order = dataset().order
     passing = dataset().following(order.passing_over([PassedOver(10, 21, order.between(10, 21))]))
     loader = Loader(passing, global_batch_size=8, rank=0, ranks=1)

@@ -37,7 +37,7 @@ def test_every_token_of_every_document_is_in_one_sequence_but_what_is_reported(
         assert kind == "best_fit" or len(pieces) == 1
         for start, count in pieces:
             seen.update(range(start, start + count))
-            # A document begins with its sequence or in it, and only one that is longer than that is cut.
+            # A document begins at or after its sequence's start; only a document longer than a sequence is cut.
             before = max(begin for begin in begins if begin <= start)
             assert (start - before) % (S + 1) == 0
         tokens, owners = packed.read(window_number, documents=True)
@@ -95,7 +95,7 @@ def test_batches_of_packed_documents_predict_within_documents_and_pad_the_rest(t
     batch = next(loader)
     loader.close()
     rows = {tuple(row[row != IGNORE].tolist()) for row in batch.labels}
-    # 60; 40 and 20; 10. The first token of a document is no label.
+    # 60; 40 and 20; 10. The first token of a document is never a label.
     assert rows == {tuple(range(71, 130)), (*range(31, 70), *range(11, 30)), tuple(range(1, 10))}
     for row in range(3):
         documents = batch.documents[row]

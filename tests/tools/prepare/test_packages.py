@@ -32,7 +32,7 @@ exit 100
 
 
 def text(number: int) -> bytes:
-    """Words of letters alone, so that a tokenizer finds pieces in them."""
+    """Return words of letters alone, in which a tokenizer finds pieces."""
     return text_of(number).translate(str.maketrans("0123456789", "abcdefghij")).encode()
 
 
@@ -42,7 +42,7 @@ def texts(first: int, count: int, ending: str) -> dict[str, bytes]:
 
 @pytest.fixture
 def index(tmp_path, monkeypatch) -> Path:
-    """The folder with what pip and apt-get serve. File 0 of alpha is also in beta, in other folders."""
+    """Return a folder with packages as pip and apt-get serve them. File 0 of alpha is also in beta, in other folders."""
     folder = tmp_path / "index"
     folder.mkdir()
     wheel(folder, "alpha", texts(0, 60, ".py"))

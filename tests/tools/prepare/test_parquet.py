@@ -1,4 +1,4 @@
-"""Parquet through prepare_data. The refusal without pyarrow is tested everywhere, the rest where it is installed."""
+"""Parquet through prepare_data. Without pyarrow, only the refusal is tested."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Preparation by several processes that share nothing but a folder, and from a store."""
+"""Preparation by several processes that share only a folder, and from a store."""
 
 import gzip
 import json

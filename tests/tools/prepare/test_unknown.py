@@ -1,4 +1,4 @@
-"""Text that a tokenizer cannot express, and documents that it cannot separate, are reported."""
+"""Reports of text outside a tokenizer's vocabulary, and of documents it cannot separate."""
 
 import io
 import json
