@@ -24,7 +24,7 @@ def test_every_fault_point_is_documented_where_it_is_defined_and_for_operators()
     used = set()
     for file in (REPOSITORY / "forge").rglob("*.py"):
         used |= set(re.findall(r'fault_point\("([\w.-]+)"', file.read_text("utf-8")))
-    assert used == set(re.findall(r"^    ([a-z][\w.-]*) +on ", fault.__doc__ or "", re.M))
+    assert used == set(re.findall(r"^    ([a-z][\w.-]*) +(?:every rank|rank 0), ", fault.__doc__ or "", re.M))
     assert used == set(
         re.findall(r"^\| `([\w.-]+)` \| (?:every rank|rank 0) \|", PAGE.read_text("utf-8"), re.M)
     )

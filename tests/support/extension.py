@@ -37,7 +37,7 @@ def apply_page(page: Path, target: Path) -> list[Path]:
     ]
     text = page.read_text("utf-8")
     for name, content in re.findall(
-        r"[Ss]ave (?:this|it) as \*\*(\S+)\*\*.*?```python\n(.*?)```", text, re.S
+        r"[Ss]ave\s+(?:this|it)\s+as\s+\*\*(\S+)\*\*.*?```python\n(.*?)```", text, re.S
     ):
         (target / name).write_text(content)
         changed.append(target / name)

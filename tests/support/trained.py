@@ -24,13 +24,16 @@ class Result:
     err: str
 
 
-def call(folder: Path, script: str, *arguments: object) -> Result:
-    """Run `python scripts/SCRIPT.py ARGUMENTS` in `folder`; only the interpreter's start is saved."""
+def call(folder: Path, script: str, *arguments: object, environment: dict[str, str] | None = None) -> Result:
+    """Run `python scripts/SCRIPT.py ARGUMENTS` in `folder`; only the interpreter's start is saved.
+
+    `environment` is added to the one that this process had when it first started ranks: pass what a test sets.
+    """
     out, err = folder / "out.txt", folder / "err.txt"
     words = [str(ROOT / "scripts" / f"{script}.py"), *map(str, arguments)]
     out.unlink(missing_ok=True)
     err.unlink(missing_ok=True)
-    (code,) = start_ranks(run_script, 1, words, folder, {}, out, err).join()
+    (code,) = start_ranks(run_script, 1, words, folder, environment or {}, out, err).join()
     return Result(code, out.read_text(), err.read_text())
 
 

@@ -16,7 +16,7 @@ from forge.tools.prepare.packages import Manifest, fetch, make_corpus, read_mani
 from scripts.make_corpus import MANIFEST
 from tests.support.archives import deb, wheel
 from tests.support.prepared import text_of
-from tests.support.trained import ROOT, call
+from tests.support.trained import ROOT, Result, call
 
 pytestmark = [
     pytest.mark.processes,
@@ -192,17 +192,20 @@ def write(path: Path, asked: Manifest) -> Path:
 
 
 def test_the_script_ends_with_0_only_if_the_hash_is_the_manifests(index, tmp_path) -> None:
-    options = ["--output", "out", "--cache", "cache", "--workers", "1", "--manifest"]
-    first = call(tmp_path, "make_corpus", *options, str(write(tmp_path / "none.toml", manifest(index))))
+    def build(name: str, *options: str, wanted: str = "") -> Result:
+        path = write(tmp_path / name, manifest(index, wanted))
+        places = ("--manifest", path, "--output", "out", "--cache", "cache", "--workers", "1")
+        served = {name: os.environ[name] for name in ("PATH", "PIP_NO_INDEX", "PIP_FIND_LINKS")}
+        return call(tmp_path, "make_corpus", *places, *options, environment=served)
+
+    first = build("none.toml")
     assert first.code == FINISHED and "the manifest has no hash" in first.out, first.err
     found = re.search(r"^([0-9a-f]{64})  out", first.out, re.M)[1]
-    same = call(tmp_path, "make_corpus", *options, str(write(tmp_path / "same.toml", manifest(index, found))))
+    same = build("same.toml", wanted=found)
     assert same.code == FINISHED and "as in the manifest" in same.out
-    other = call(
-        tmp_path, "make_corpus", *options, str(write(tmp_path / "other.toml", manifest(index, "0" * 64)))
-    )
+    other = build("other.toml", wanted="0" * 64)
     assert other.code == FAILED and found in other.err and "0" * 64 in other.err
-    size = call(tmp_path, "make_corpus", *options, str(tmp_path / "none.toml"), "--size", "tiny")
+    size = build("none.toml", "--size", "tiny")
     assert size.code == BAD_CONFIG and "must be one of whole, small" in size.err
 
 
