@@ -15,8 +15,10 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -46,18 +48,38 @@ Transfer: TypeAlias = tuple[Part, int, int]
 """(part, source rank, destination rank)"""
 
 
+class Holders:
+    """The ranks that hold a matrix.
+
+    of_box: for each box of the matrix its ranks, in the same order on all ranks. numels: the elements that each rank holds.
+    """
+
+    def __init__(self, of_box: dict[Box, list[int]]):
+        self.of_box = of_box
+        numels: Counter[int] = Counter()
+        for box, ranks in of_box.items():
+            numels.update(dict.fromkeys(ranks, box.numel))
+        self.numels = dict(numels)
+
+    @cached_property
+    def preferred(self) -> np.ndarray:
+        """The ranks, int64 `[ranks]`: those with most elements first, then in order."""
+        return np.array(sorted(self.numels, key=lambda rank: (-self.numels[rank], rank)))
+
+    def have_all(self, rank: int) -> bool:
+        """Return whether `rank` holds the whole matrix."""
+        return self.numels.get(rank, 0) == sum(box.numel for box in self.of_box)
+
+
 @dataclass(frozen=True)
 class Run:
-    """Consecutive matrices of shard `number` with the same holders and one owner.
-
-    holders: for each box of a matrix, the ranks that hold it; in the same order on all ranks.
-    """
+    """Consecutive matrices of shard `number` with the same holders and one owner."""
 
     number: int
     first: int
     count: int
     shape: tuple[int, ...]
-    holders: dict[Box, list[int]]
+    holders: Holders
     owner: int = -1
 
     @property
@@ -72,13 +94,13 @@ class Run:
         return self.count * short * short * (2 * long + short)
 
     def to_owner(self) -> Iterator[Transfer]:
-        for box, holders in self.holders.items():
+        for box, holders in self.holders.of_box.items():
             # Prefer the owner's own copy. Otherwise vary the choice, so that it is not always the first rank.
             source = self.owner if self.owner in holders else holders[self.owner % len(holders)]
             yield Part(self.number, self.first, self.count, box), source, self.owner
 
     def to_holders(self) -> Iterator[Transfer]:
-        for box, holders in self.holders.items():
+        for box, holders in self.holders.of_box.items():
             for holder in holders:
                 yield Part(self.number, self.first, self.count, box), self.owner, holder
 
@@ -210,10 +232,14 @@ class _Round:
             matrices = slice(start, start + part.count)
             return _Place(index, matrices, slice(row, row + rows), slice(column, column + columns))
 
-        to_owners = [transfer for run in runs for transfer in run.to_owner()]
-        to_holders = [transfer for run in runs for transfer in run.to_holders()]
-        self._to_owners = _Exchange(to_owners, place_in_held, place_in_whole, group)
-        self._to_holders = _Exchange(to_holders, place_in_whole, place_in_held, group)
+        # Of thousands of ranks, one takes part in few transfers. Whether there is a collective, all know.
+        mine = [run for run in runs if me in run.holders.numels]
+        to_owners = (transfer for run in mine for transfer in run.to_owner())
+        to_holders = (transfer for run in mine for transfer in run.to_holders())
+        gathers = any(not run.holders.have_all(run.owner) for run in runs)
+        scatters = any(len(run.holders.numels) > 1 for run in runs)
+        self._to_owners = _Exchange(to_owners, place_in_held, place_in_whole, group, gathers)
+        self._to_holders = _Exchange(to_holders, place_in_whole, place_in_held, group, scatters)
 
     def gather(self, held: list[Tensor], empty: Tensor) -> tuple[list[Tensor], Callable[[], None]]:
         """Return whole matrices, one tensor per batch, and a function that completes the transfer."""
@@ -226,9 +252,10 @@ class _Round:
 
 
 class _Exchange:
-    """One all-to-all. transfers: between all ranks, in the same order on each of them.
+    """One all-to-all. transfers: this rank's, and any others, in the same order on all ranks.
 
-    source, target: location of a part in the tensors to read from, and in those to write to.
+    source, target: location of a part in the tensors to read from, and in those to write to. travels: whether any rank
+    sends to another one, the same on all ranks.
     """
 
     def __init__(
@@ -237,13 +264,13 @@ class _Exchange:
         source: Callable[[Part], _Place],
         target: Callable[[Part], _Place],
         group: dist.ProcessGroup | None,
+        travels: bool,
     ):
+        self._travels = travels
         self._group, me, ranks = group, *((0, 1) if group is None else (group.rank(), group.size()))
         to: list[list[Part]] = [[] for _ in range(ranks)]
         by: list[list[Part]] = [[] for _ in range(ranks)]
-        self._sends_any = False  # any rank sends, so all know whether there is a collective
         for part, sender, receiver in transfers:
-            self._sends_any |= sender != receiver
             if sender == me:
                 to[receiver].append(part)
             if receiver == me:
@@ -262,7 +289,7 @@ class _Exchange:
         if self._kept:
             read, write = ([pair[side] for pair in self._kept] for side in (0, 1))
             torch._foreach_copy_([p.of(targets) for p in write], [p.of(sources) for p in read])
-        if not self._sends_any:
+        if not self._travels:
             return _nothing
         sent = (place.of(sources).reshape(-1).to(empty.dtype) for place in self._sends)
         outgoing = torch.cat([empty, *sent])
@@ -335,7 +362,7 @@ def _find_runs(shards: Sequence[Shard], heads: Sequence[int], group: dist.Proces
                 held[index].setdefault(part.box, []).extend(ranks)
         for (first, end), holders in zip(itertools.pairwise(edges), held, strict=False):
             in_order = {box: sorted(ranks) for box, ranks in holders.items()}
-            run = Run(number, first, end - first, shape, in_order)
+            run = Run(number, first, end - first, shape, Holders(in_order))
             assert sum(box.numel for box in in_order) == run.numel, (
                 f"{shard.name}: copies are cut in different places"
             )
@@ -347,19 +374,18 @@ def _choose_owners(runs: Sequence[Run]) -> list[Run]:
     """Divide runs, and give each, most work first, to the least loaded rank among its holders."""
     divided = []
     for run in runs:
-        ways = min(run.count, len({rank for holders in run.holders.values() for rank in holders}))
+        ways = min(run.count, len(run.holders.numels))
         edges = [run.count * way // ways for way in range(ways + 1)]
         divided += [
             replace(run, first=run.first + start, count=stop - start)
             for start, stop in itertools.pairwise(edges)
         ]
-    given: Counter[int] = Counter()
+    ranks = 1 + max((rank for run in runs for rank in run.holders.numels), default=0)
+    given = np.zeros(ranks, dtype=np.int64)  # work by rank
     owners = {}
     for run in sorted(divided, key=lambda run: -run.work):
-        held: Counter[int] = Counter()
-        for box, holders in run.holders.items():
-            held.update(dict.fromkeys(holders, box.numel))
-        owner = min(held, key=lambda rank: (given[rank], -held[rank], rank))
+        candidates = run.holders.preferred
+        owner = int(candidates[given[candidates].argmin()])  # the first of the least loaded
         given[owner] += run.work
         owners[run.number, run.first] = owner
     return [replace(run, owner=owners[run.number, run.first]) for run in divided]

@@ -172,12 +172,12 @@ def heads_by_own_rows() -> None:
 
     init = Muon.__init__
 
-    def deciding(self: Any, shards: list[Shard], config: Any, group: Any = None) -> None:
+    def deciding(self: Any, shards: list[Shard], config: Any, *others: Any) -> None:
         def known(shard: Shard) -> Shard:
             whole = all(box.sizes == tuple(shard.global_shape) for box in shard.boxes)
             return shard if whole else replace(shard, heads=1)
 
-        init(self, [known(shard) for shard in shards], config, group)
+        init(self, [known(shard) for shard in shards], config, *others)
 
     Muon.__init__ = deciding
 
