@@ -9,7 +9,7 @@ from forge.config.load import CONFIGS
 from forge.tools.plan.hardware import find_hardware
 from forge.tools.plan.plan import make_plan
 
-CARDS = {"80": "h100", "141": "h200"}
+CARDS = {"80": "h100", "141": "h200", "192": "b200"}
 FIRST = re.compile(r"# For (\d+) process(?:es)?: .*GPUs with (\d+) GB\.(?: By count it fits on (\d+)\.)?")
 
 
