@@ -139,6 +139,7 @@ def write_task(config: Config, folder: Path) -> Task:
         lr=optimizer.lr,
         warmup=warmup_steps(schedule, steps),
         decay=steps - decay_start(schedule, steps),
+        min_lr_ratio=schedule.min_lr_ratio,
         betas=optimizer.betas,
         eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,

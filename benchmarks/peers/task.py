@@ -17,9 +17,9 @@ from torch import Tensor
 class Task:
     """Training, in the same words for every package.
 
-    tokens, labels: int64 `[steps, batch, seq]`; a label is the next token. rates: learning rate of each step. It rises for
-    `warmup` steps, stays at `lr`, and falls as half a cosine in the last `decay` steps, in the last one to 0. max_norm: of
-    gradients. dtype: of parameters, activations, gradients and moments.
+    tokens, labels: int64 `[steps, batch, seq]`; a label is the next token. rates: the learning rate of each step. It rises for
+    `warmup` steps, stays at `lr`, and falls as half a cosine in the last `decay` steps, in the last one to `min_lr_ratio *
+    lr`. max_norm: the gradient norm above which gradients are scaled down. dtype: of parameters.
     """
 
     folder: Path
@@ -29,6 +29,7 @@ class Task:
     lr: float
     warmup: int
     decay: int
+    min_lr_ratio: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float

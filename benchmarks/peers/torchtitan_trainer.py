@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node N benchmarks/peers/torchtitan_trainer.py FOLDER
 
-torchtitan asks for a GPU. Numbered comments mark the five places where this file puts something else into its place. None changes
+torchtitan asks for a GPU. Numbered comments mark the seven places where this file puts something else into its place. None changes
 its arithmetic but the last, which lets experts compute in float32.
 """
 
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch._utils
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.peers.task import Curve, Task
 
@@ -33,7 +34,8 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import TrainingConfig
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed import utils
 from torchtitan.models import llama3, qwen3
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -157,6 +159,7 @@ def train(task: Task, world: int) -> Curve:
             total_steps=steps - 1,
             decay_ratio=task.decay / (steps - 1),
             decay_type="cosine",
+            min_lr_factor=task.min_lr_ratio,
         ),
         training=TrainingConfig(
             local_batch_size=batch // world,
@@ -166,6 +169,8 @@ def train(task: Task, world: int) -> Curve:
             mixed_precision_param="float32",
             disable_cuda_graphs=True,
         ),
+        # Its other back ends need a newer fully_shard than PyTorch 2.13's.
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         metrics=metrics.MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
         checkpoint=CheckpointManager.Config(
             enable=True, initial_load_path=str(task.weights.absolute()), initial_load_in_hf=True
@@ -173,9 +178,15 @@ def train(task: Task, world: int) -> Curve:
         activation_checkpoint=None,
     )
     metrics.build_device_memory_monitor = NoMemory
-    # 5. The experts' precision: their inputs and weights are cast to bfloat16 whatever the configuration.
+    # 5. Shorter timeouts after the first step: the number of the GPU is an argument of the barrier before.
+    utils.set_pg_timeouts = lambda **_: None
+    # 6. The experts' precision: their inputs and weights are cast to bfloat16 whatever the configuration.
     torch.Tensor.bfloat16 = lambda tensor: tensor
     trainer, curve = config.build(), Curve()
+    # 7. Gradients are summed by NCCL's scaled sum with factor 1, which gloo does not have.
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
 
     def log(step: int, loss: float, largest: float, norm: float, extra_metrics: dict[str, float]) -> None:
         curve.append(loss, norm, extra_metrics["lr/AdamW"])
