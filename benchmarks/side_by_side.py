@@ -1,19 +1,20 @@
-"""forge, torchtitan and transformers train the same model from the same weights on the same tokens: their curves, and differences.
+"""The curves of forge, torchtitan and transformers, which train the same model from the same weights on the same tokens.
 
     make side-by-side                                                        installs the peers, and runs all
-    python benchmarks/side_by_side.py --only transformers --models dense     a part
+    python benchmarks/side_by_side.py --only transformers --models Llama     a part
 
-For each model, a Llama and a Qwen3 mixture of experts, in float32 on one process and on two: train.py trains on real text;
-torchtitan's trainer and a plain loop around transformers' model train from forge's initial weights, exported, on the
-batches of forge's loader. Each package has its own model, loss, clipping, optimizer, data-parallel sharding (FSDP2), and
-torchtitan its own schedule. Prints the largest differences over all steps, writes them and the curves to benchmarks/results/, and draws
-them. Other --section.key=value options override the config. Nothing is timed.
+Two models, a Llama and a Qwen3 mixture of experts, train on one process and on two, in float32 or --float64. train.py trains
+on real text. torchtitan's trainer, and a plain loop around transformers' model, train from forge's exported initial
+weights on the batches of forge's loader. Each package has its own model, loss, clipping, AdamW and sharding (FSDP2);
+torchtitan also its own schedule. Prints the differences, writes them and the curves to benchmarks/results/, and draws them.
+Other --section.key=value options override the config. Nothing is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,8 @@ from scripts.images import stacked
 from scripts.options import exit_code_of, positive
 
 ROOT = Path(__file__).resolve().parent.parent
-PEERS = {"torchtitan": "torchtitan_trainer.py", "transformers": "transformers_loop.py"}
+# Package -> module of benchmarks/peers.
+PEERS = {"torchtitan": "torchtitan_trainer", "transformers": "transformers_loop"}
 # torchtitan and a plain loop decay all parameters. Without micro_batch_size each rank computes its rows at once.
 SHARED = (
     "--model.dim=128",
@@ -51,7 +53,7 @@ SHARED = (
     "--model.n_heads=4",
     "--model.n_kv_heads=2",
     "--model.ffn_dim=352",
-    "--train.seq_len=256",
+    "--train.seq_len=128",
     "--train.global_batch_size=8",
     "--optimizer.no_decay=[]",
     "--schedule.name=wsd",
@@ -74,6 +76,11 @@ MODELS: dict[str, tuple[str, ...]] = {
     ),
 }
 TINY = ("--model.dim=32", "--model.n_layers=2", "--model.ffn_dim=64", "--train.seq_len=32")
+# The line of an exception, or of forge, in the output of torchrun.
+ERROR = re.compile(r"(\[rank\d+\]: )?([\w.]+Error|forge): ")
+# torchtitan's experts are torch._grouped_mm, which has no float64.
+NO_FLOAT64 = ("Qwen3-MoE", "torchtitan")
+FLOAT64 = ("--precision.storage=float64", "--precision.compute=float64", "--precision.reduce=float64")
 Curves = dict[str, Curve]
 
 
@@ -92,14 +99,23 @@ def compare(given: argparse.Namespace, overrides: list[str]) -> None:
         "processes": given.worlds,
         "overrides": overrides,
     }
+    about["settings"]["precision"] = "float64" if given.float64 else "float32"
     curves: dict[str, Curves] = {}
     for model in given.models:
-        options = [*options_of(model, given.steps), *(TINY if given.tiny else ()), *overrides]
+        options = [
+            *options_of(model, given.steps),
+            *(TINY if given.tiny else ()),
+            *(FLOAT64 if given.float64 else ()),
+            *overrides,
+        ]
         with tempfile.TemporaryDirectory() as folder:
             task = write_task(load_config(["--config", given.config, *options]), Path(folder))
             curves[model] = {}
             for world in given.worlds:
                 for name in ("forge", *given.only):
+                    if given.float64 and (model, name) == NO_FLOAT64:
+                        print(f"{model}: {name} is left out: no grouped product in float64", file=sys.stderr)
+                        continue
                     print(f"{model}: {name} on {world}", file=sys.stderr)
                     curve = (
                         train(task, given.config, options, world)
@@ -107,9 +123,9 @@ def compare(given: argparse.Namespace, overrides: list[str]) -> None:
                         else ask(name, task, world)
                     )
                     curves[model][f"{name}, {world}"] = curve
-    results = {model: {name: vars(curve) for name, curve in found.items()} for model, found in curves.items()}
-    publish("side_by_side", given.output, about, results, table(curves), timed=False)
-    _draw(curves, given.output / f"{about['date']}-side_by_side.svg")
+    title = f"side_by_side{'-float64' if given.float64 else ''}"
+    publish(title, given.output, about, {"losses": _losses(curves)}, table(curves), timed=False)
+    _draw(curves, given.output / f"{about['date']}-cpu-{title}.svg")
 
 
 def options_of(model: str, steps: int) -> list[str]:
@@ -140,7 +156,7 @@ def write_task(config: Config, folder: Path) -> Task:
         warmup=warmup_steps(schedule, steps),
         decay=steps - decay_start(schedule, steps),
         min_lr_ratio=schedule.min_lr_ratio,
-        betas=optimizer.betas,
+        betas=list(optimizer.betas),
         eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,
         max_norm=config.train.grad_clip_norm,
@@ -177,20 +193,22 @@ def train(task: Task, config: str, options: list[str], world: int) -> Curve:
 
 def ask(peer: str, task: Task, world: int) -> Curve:
     """Return the curve of a peer on `world` processes."""
-    _run(peer, world, ROOT / "benchmarks" / "peers" / PEERS[peer], task.folder)
-    return Curve.load(task.folder / "curve.json")
+    _run(peer, world, "-m", "benchmarks.peers", PEERS[peer], task.folder.absolute(), cwd=ROOT)
+    return Curve.load(task.folder)
 
 
-def _run(name: str, world: int, *command: str | Path) -> None:
+def _run(name: str, world: int, *command: str | Path, cwd: Path | None = None) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    done = subprocess.run([sys.executable, *torchrun, *map(str, command)], capture_output=True, text=True)
+    whole = [sys.executable, *torchrun, *map(str, command)]
+    done = subprocess.run(whole, capture_output=True, text=True, cwd=cwd)
     if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
-        raise UserError(f"{name} on {world} processes ended with {done.returncode}:\n{last}", FAILED)
+        said = (done.stdout + done.stderr).splitlines()
+        reason = next(filter(ERROR.match, said), "\n".join(said[-5:]))
+        raise UserError(f"{name} on {world} processes ended with {done.returncode}: {reason}", FAILED)
 
 
 def table(curves: dict[str, Curves]) -> str:
-    """Return the differences of each pair of packages on as many processes, and of each package on one process and on more."""
+    """Return the differences of two packages on as many processes, and of one package on one process and on more."""
     rows = []
     for model, found in curves.items():
         for one, other in combinations(found, 2):
@@ -210,6 +228,13 @@ def _differences(one: Curve, other: Curve) -> list[str]:
     largest = max(losses)
     shown = [f"{losses[0]:.1e}", f"{largest:.1e}", str(losses.index(largest) + 1)]
     return [*shown, *(f"{value:.1e}" for value in (fmean(losses), losses[-1], max(norms), max(rates)))]
+
+
+def _losses(curves: dict[str, Curves]) -> dict[str, dict[str, list[float]]]:
+    return {
+        model: {name: [float(f"{loss:.10g}") for loss in curve.losses] for name, curve in found.items()}
+        for model, found in curves.items()
+    }
 
 
 def _draw(curves: dict[str, Curves], file: Path) -> None:
@@ -254,6 +279,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--worlds", type=positive, nargs="+", default=[1, 2], metavar="N", help="processes of a run (1 2)")
     add("--models", nargs="+", default=list(MODELS), choices=MODELS, metavar="NAME", help="models (all)")
     add("--only", nargs="+", default=list(PEERS), choices=PEERS, metavar="NAME", help="peers of forge (all)")
+    add("--float64", action="store_true", help="compute in float64 instead of float32")
     return made
 
 

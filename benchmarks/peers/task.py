@@ -1,6 +1,7 @@
 """A training task as files, and the curve of one contender.
 
-`hf/` has the initial weights and config.json in Hugging Face's format, `batches.safetensors` the tokens, `task.json` the rest.
+`hf/` has the initial weights and config.json in Hugging Face's format, `batches.safetensors` the tokens, `task.json` the
+rest, and `curve.json` the result of a peer.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from torch import Tensor
 class Task:
     """Training, in the same words for every package.
 
-    tokens, labels: int64 `[steps, batch, seq]`; a label is the next token. rates: the learning rate of each step. It rises for
-    `warmup` steps, stays at `lr`, and falls as half a cosine in the last `decay` steps, in the last one to `min_lr_ratio *
-    lr`. max_norm: the gradient norm above which gradients are scaled down. dtype: of parameters.
+    tokens, labels: int64 `[steps, batch, seq]`; a label is the next token.
+    rates: the learning rate of each step. It rises for `warmup` steps, stays at `lr`, and falls as half a cosine in the last
+    `decay` steps, in the last one to `min_lr_ratio * lr`.
+    max_norm: the gradient norm above which gradients are scaled down.
+    dtype: of parameters.
     """
 
     folder: Path
@@ -30,7 +33,7 @@ class Task:
     warmup: int
     decay: int
     min_lr_ratio: float
-    betas: tuple[float, float]
+    betas: list[float]
     eps: float
     weight_decay: float
     max_norm: float
@@ -40,6 +43,10 @@ class Task:
     def weights(self) -> Path:
         """The folder with the initial weights."""
         return self.folder / "hf"
+
+    def rows_of(self, rank: int, world: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens and labels of one of `world` ranks: int64 `[steps, batch / world, seq]`."""
+        return self.tokens.chunk(world, dim=1)[rank], self.labels.chunk(world, dim=1)[rank]
 
     def save(self) -> None:
         """Write everything but the weights into the folder."""
@@ -69,10 +76,10 @@ class Curve:
         self.norms.append(norm)
         self.rates.append(rate)
 
-    def save(self, file: Path) -> None:
-        file.write_text(json.dumps(asdict(self)))
+    def save(self, folder: Path) -> None:
+        (folder / "curve.json").write_text(json.dumps(asdict(self)))
 
     @staticmethod
-    def load(file: Path) -> Curve:
+    def load(folder: Path) -> Curve:
         """Return the curve that `save` wrote."""
-        return Curve(**json.loads(file.read_text()))
+        return Curve(**json.loads((folder / "curve.json").read_text()))

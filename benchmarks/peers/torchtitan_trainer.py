@@ -1,22 +1,17 @@
 """torchtitan's trainer, with its model, data-parallel sharding, loss, clipping, optimizer and schedule, on a CPU.
 
-torchrun --nproc-per-node N benchmarks/peers/torchtitan_trainer.py FOLDER
-
-torchtitan asks for a GPU. Numbered comments mark the seven places where this file puts something else into its place. None changes
-its arithmetic but the last, which lets experts compute in float32.
+torchtitan asks for a GPU. Numbered comments mark the seven places where this file puts something else. None changes its
+arithmetic but the sixth, which lets experts compute in the configured precision.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch._utils
@@ -62,10 +57,9 @@ class Batches(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         folder: str
 
-    def __init__(self, config: Config, *, dp_rank: int, local_batch_size: int, **_: Any):
-        task = Task.load(Path(config.folder))
-        rows = slice(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
-        self._batches = list(zip(task.tokens[:, rows], task.labels[:, rows], strict=True))
+    def __init__(self, config: Config, *, dp_rank: int, dp_world_size: int, **_: Any):
+        tokens, labels = Task.load(Path(config.folder)).rows_of(dp_rank, dp_world_size)
+        self._batches = list(zip(tokens, labels, strict=True))
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         return iter(({"input": tokens}, labels) for tokens, labels in self._batches)
@@ -139,20 +133,18 @@ def specify(weights: Path, seq_len: int) -> ModelSpec:
     return spec
 
 
-def train(task: Task, world: int) -> Curve:
-    """Make all steps by `Trainer.train`; return the curve."""
+def train(task: Task, rank: int, world: int) -> Curve:
+    """Make all steps by `Trainer.train`, which joins the ranks; return the curve, which only rank 0 has."""
     steps, batch, seq_len = task.tokens.shape
     spec: Any = specify(task.weights, seq_len)
     cross_entropy = CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
     config = Trainer.Config(
         model_spec=spec,
-        dump_folder=str(task.folder / "torchtitan"),
+        dump_folder=str(task.folder / f"torchtitan-{world}"),
         tokenizer=NoTokenizer.Config(),
         dataloader=Batches.Config(folder=str(task.folder)),
         loss=ChunkedLossWrapper.Config(loss_fn=cross_entropy),
-        optimizer=default_adamw(
-            task.lr, betas=tuple(task.betas), eps=task.eps, weight_decay=task.weight_decay
-        ),
+        optimizer=default_adamw(task.lr, betas=task.betas, eps=task.eps, weight_decay=task.weight_decay),
         # Its decay begins a step later than forge's in as many steps, so that the last rate is not 0.
         lr_scheduler=LRSchedulersContainer.Config(
             warmup_steps=task.warmup,
@@ -195,11 +187,3 @@ def train(task: Task, world: int) -> Curve:
     trainer.train()
     trainer.close()
     return curve
-
-
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    trained = train(Task.load(folder), int(os.environ["WORLD_SIZE"]))
-    if torch.distributed.get_rank() == 0:
-        trained.save(folder / "curve.json")
-    torch.distributed.destroy_process_group()

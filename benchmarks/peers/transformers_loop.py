@@ -1,15 +1,6 @@
-"""A model of transformers in a plain loop, with its own loss; on several processes under fully_shard.
-
-torchrun --nproc-per-node N benchmarks/peers/transformers_loop.py FOLDER
-"""
+"""A model of transformers in a plain loop, with its own loss; on several processes under fully_shard."""
 
 from __future__ import annotations
-
-import os
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -21,20 +12,20 @@ from transformers import AutoModelForCausalLM
 from benchmarks.peers.task import Curve, Task
 
 
-def train(task: Task, rank: int = 0, world: int = 1) -> Curve:
-    """Make all steps; return the curve. Collective if `world` exceeds 1."""
+def train(task: Task, rank: int, world: int) -> Curve:
+    """Make all steps; return the curve. Joins `world` ranks if there are several."""
     model = AutoModelForCausalLM.from_pretrained(task.weights, dtype=getattr(torch, task.dtype))
     model.train()
     if world > 1:
+        dist.init_process_group("gloo")
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
     optimizer = torch.optim.AdamW(
-        model.parameters(), betas=tuple(task.betas), eps=task.eps, weight_decay=task.weight_decay, fused=True
+        model.parameters(), betas=task.betas, eps=task.eps, weight_decay=task.weight_decay, fused=True
     )
-    curve, rows = Curve(), task.tokens.shape[1] // world
-    mine = slice(rank * rows, (rank + 1) * rows)
-    for tokens, labels, rate in zip(task.tokens[:, mine], task.labels[:, mine], task.rates, strict=True):
+    curve = Curve()
+    for tokens, labels, rate in zip(*task.rows_of(rank, world), task.rates, strict=True):
         # shift_labels: the labels are next tokens already. All ranks have as many, so the mean of their means is the mean.
         loss = model(input_ids=tokens, labels=labels, shift_labels=labels).loss
         loss.backward()
@@ -48,13 +39,3 @@ def train(task: Task, rank: int = 0, world: int = 1) -> Curve:
             dist.all_reduce(mean)
         curve.append(mean.item(), (norm.full_tensor() if isinstance(norm, DTensor) else norm).item(), rate)
     return curve
-
-
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    dist.init_process_group("gloo")
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    trained = train(Task.load(folder), rank, world)
-    if rank == 0:
-        trained.save(folder / "curve.json")
-    dist.destroy_process_group()
