@@ -91,8 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def compare(given: argparse.Namespace, overrides: list[str]) -> None:
     """Train all, print and write the table, draw the curves."""
+    versions = {peer: _version(peer) for peer in given.only}
     about = environment(torch.device("cpu"))
-    about["versions"] |= {peer: _version(peer) for peer in given.only}
+    about["versions"] |= versions
     about["settings"] = {
         "device": "cpu",
         "steps": given.steps,
