@@ -8,6 +8,7 @@
 # make simgpu      every feature, engine and axis on a simulated GPU, under the CUDA build of PyTorch (UPDATE=1: write counts)
 # make simgpu-all  and pairs of features, and the shipped configs compiled for Hopper and Blackwell
 # make corpus SIZE=small    the pinned corpus of docs/reference.md from PyPI and Debian, compared with its hash (without SIZE: all of it)
+# make side-by-side    torchtitan and transformers, in an environment of their own, train the same model as forge: the differences
 # make checks      format, lint, types
 # make docs        build the documentation site into build/docs; a broken link is an error
 # Pip's own variables hold here: PIP_INDEX_URL and PIP_EXTRA_INDEX_URL say where packages come from.
@@ -51,7 +52,10 @@ SIMULATED = $(SIMGPU)/bin/python -m tests.simulated_gpu.device.build $(DEVICE) &
     LD_PRELOAD=$(DEVICE)/libsimgpu.so LD_LIBRARY_PATH=$(DEVICE) TRITON_LIBCUDA_PATH=$(DEVICE) SIMGPU_DEVICES=4 \
     PYTORCH_ALLOC_CONF=backend:native UPDATE=$(UPDATE) $(SIMGPU)/bin/python -m pytest
 
-.PHONY: train data test quick test-all faults chaos refactoring simgpu simgpu-all corpus checks format docs clean
+# torchtitan and its dependencies, among them older ones than forge's (docs/reference.md).
+PEERS := .peers
+
+.PHONY: train data test quick test-all faults chaos refactoring simgpu simgpu-all corpus side-by-side checks format docs clean
 
 train: data
 	@$(BIN)/python train.py --config debug.toml $(RECIPE)
@@ -114,6 +118,15 @@ simgpu: $(SIMGPU)/.ready
 simgpu-all: $(SIMGPU)/.ready
 	$(SIMULATED) tests/simulated_gpu
 
+$(PEERS)/.ready: pyproject.toml benchmarks/constraints-peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --constraint benchmarks/constraints-peers.txt \
+	    --editable '.[report]' torchtitan transformers triton
+	@touch $@
+
+side-by-side: data $(PEERS)/.ready
+	$(PEERS)/bin/python benchmarks/side_by_side.py
+
 checks: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -128,4 +141,4 @@ docs: $(READY)
 	@echo "Open build/docs/index.html"
 
 clean:
-	rm -rf .venv $(SIMGPU) build data runs
+	rm -rf .venv $(SIMGPU) $(PEERS) build data runs
