@@ -234,9 +234,9 @@ def _run(command: str, folder: Path, scratch: Path) -> tuple[int, str]:
 
 
 def _alone(words: list[str]) -> str:
-    """The run of a job on one process, without the layout of the job."""
+    """The run of a job on one process and for a few steps."""
     given = words[words.index("scripts/slurm/train.sbatch") + 1 :]
-    kept = [word for word in given if not word.startswith("--parallel.")]
+    kept = [word for word in given if not word.startswith(("--parallel.", "--train.steps"))]
     return shlex.join(["python", "train.py", *kept, "--parallel.dp_replicate=1"])
 
 

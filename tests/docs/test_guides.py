@@ -95,8 +95,8 @@ def test_figures_of_the_cluster_are_planned(replicas: int) -> None:
         f"{15 * checkpoint / 1024:.1f} TiB | 15 of {checkpoint:.1f} GiB",
         f"{8 * local:.0f} GiB | {local:.2f} GiB for each of 8 ranks",
         f"{300_000 * found['tokens_per_step'] * 4 / 1e12:.1f} TB",
-        f"{4 * time['tokens_per_second'] / 1e6:.0f} MB/s",
-        f"about {time['tokens_per_second'] / 4096:.0f} reads per second",
+        f"up to {16 * 4 * time['tokens_per_second'] / 1e6:.0f} MB/s",
+        f"about {time['tokens_per_second'] / 4096:.0f} samples per second",
         f"| 1,000 | {1_000 * time['step_s'] / 60:.0f} |",
         f"| 50 | {50 * time['step_s'] / 60:.1f} |",
     )
