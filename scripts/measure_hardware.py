@@ -33,6 +33,7 @@ import torch.nn.functional as F
 
 from forge.observe.hardware import GIB
 from forge.runtime.compat import cores
+from forge.tools.plan.node import clock_of, median_s
 from scripts.options import Options, exit_code_of, positive
 
 Rates = list[list[float]]
@@ -139,7 +140,7 @@ def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clo
             torch.matmul(grad, weight)
             torch.matmul(grad.T, x)
 
-        operations, seconds = 16.0 * size**3, _seconds(train, clock) / 3
+        operations, seconds = 16.0 * size**3, median_s(train, clock) / 3
         found.append([operations, operations / seconds / 1e12])
         if seconds > LONG:
             break
@@ -169,7 +170,7 @@ def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Cl
             F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(v.detach())
 
         operations = 7 * 2.0 * 8 * 64 * seq * (seq + 1) / 2
-        seconds = _seconds(both, clock)
+        seconds = median_s(both, clock)
         # Forward and backward are two operators; each has about half.
         found.append([operations / 2, operations / seconds / 1e12])
         if seconds > LONG:
@@ -188,7 +189,7 @@ def _elementwise(device: torch.device, clock: Clock, largest: int) -> Rates:
             a, b, product = next(turns)
             torch.mul(a, b, out=product)
 
-        found.append([float(size), size / _seconds(multiply, clock) / 1e9])
+        found.append([float(size), size / median_s(multiply, clock) / 1e9])
         size *= 4
     return found
 
@@ -203,19 +204,7 @@ def _operator_us(device: torch.device, clock: Clock, number: int = 100) -> float
             y = y * 1.0
         y.sum().backward()
 
-    return _seconds(chain, clock) / (2 * number) * 1e6
-
-
-def _seconds(action: Callable[[], object], clock: Clock, least: float = 0.05) -> float:
-    """Return the median time of one call."""
-    action()
-    action()
-    found: list[float] = []
-    while sum(found) < least or len(found) < 5:
-        start = clock()
-        action()
-        found.append(clock() - start)
-    return statistics.median(found)
+    return median_s(chain, clock) / (2 * number) * 1e6
 
 
 def _clock(device: torch.device, processes: int) -> Clock:
@@ -224,13 +213,8 @@ def _clock(device: torch.device, processes: int) -> Clock:
     Processor time excludes other work on the machine. Only wall time shows how several processes slow each other down.
     """
     if device.type == "cuda":
-        return _time_on_card
+        return clock_of(device)
     return time.process_time if processes == torch.get_num_threads() == 1 else time.perf_counter
-
-
-def _time_on_card() -> float:
-    torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _link(card: bool, size: int) -> dict[str, float]:

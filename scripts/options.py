@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -58,6 +59,24 @@ def exit_code_of(work: Callable[[], object], interrupted: str = "") -> int:
             print(f"\n{interrupted}", file=sys.stderr)
         return STOPPED
     return FINISHED
+
+
+def exit_code_of_ranks(work: Callable[[Any], object], interrupted: str = "") -> int:
+    """Call `work` with this process's World and return the exit code. Only rank 0 prints an error."""
+    from forge.runtime.world import read_world
+
+    def as_rank() -> None:
+        world = read_world()
+        try:
+            work(world)
+        except UserError as error:
+            if world.rank == 0:
+                raise
+            # The launcher kills the others when one ends: rank 0 must have printed by then.
+            time.sleep(2)
+            raise SystemExit(error.exit_code) from None
+
+    return exit_code_of(as_rank, interrupted)
 
 
 def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) -> Callable[[str], Number]:

@@ -28,7 +28,7 @@ from forge.observe.json_lines import encode
 from forge.observe.progress import format_duration
 from forge.run.hooks import load_hooks
 from forge.runtime.errors import FAILED, FINISHED, UserError
-from forge.runtime.world import read_world
+from forge.runtime.world import World
 from forge.tools.verify.compare import TOLERANCE
 from forge.tools.verify.in_place import verify_in_place, write_digests
 from forge.tools.verify.layouts import Case, parse_layouts, require_any
@@ -38,7 +38,7 @@ from forge.tools.verify.record import Settings
 from forge.tools.verify.report import as_json, heading, last_line, outcome_line, precision_table, summary
 from forge.tools.verify.run import Outcome, Report, Verifier, verify, verify_against
 from forge.tools.verify.shrink import shrink, steps_through
-from scripts.options import Options, count, exit_code_of, number, positive
+from scripts.options import Options, count, exit_code_of, exit_code_of_ranks, number, positive
 
 bound = number(float, lambda value: value >= 0, "at least 0")
 minutes = number(float, lambda value: value > 0, "more than 0")
@@ -140,12 +140,8 @@ def _settings(given: argparse.Namespace, config: Config) -> Settings:
 def _in_place(given: argparse.Namespace, overrides: list[str]) -> int:
     """Verify the config's own layout on the processes of a launcher; return this process's exit code. Rank 0 prints."""
     outcomes: list[Outcome] = []
-    rank = 0
 
-    def work() -> None:
-        nonlocal rank
-        world = read_world()
-        rank = world.rank
+    def work(world: World) -> None:
         if given.layouts is not None or given.against is not None or given.precision:
             raise UserError("--in-place: cannot be combined with --layouts, --against or --precision")
         config = load_config(["--config", given.config, *overrides])
@@ -155,25 +151,15 @@ def _in_place(given: argparse.Namespace, overrides: list[str]) -> int:
         outcomes.append(outcome)
         worst = None if outcome.status == "equal" else outcome
         report, notes = Report([outcome], worst=worst, smallest=worst), shrink(config)[1]
-        if rank == 0 and given.json:
+        if world.rank == 0 and given.json:
             print(encode(as_json(given.config, small, notes, report)).decode(), end="", flush=True)
-        elif rank == 0:
+        elif world.rank == 0:
             print(
                 f"{heading(given.config, small, notes)}\n  {outcome_line(outcome)}\n{summary(report)}",
                 flush=True,
             )
 
-    def only_first() -> None:
-        try:
-            work()
-        except UserError as error:
-            if rank == 0:
-                raise
-            # The launcher kills the others when one ends: rank 0 must have printed by then.
-            time.sleep(2)
-            raise SystemExit(error.exit_code) from None
-
-    code = exit_code_of(only_first, "interrupted")
+    code = exit_code_of_ranks(work, "interrupted")
     return FAILED if code == FINISHED and outcomes[0].status != "equal" else code
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from forge.config import load_config
 from forge.config.keys import keys, read_toml, sections, to_literal
+from forge.config.load import CONFIGS
 from tests.support.harness import start_ranks
 from tests.support.pages import PAGES, REPOSITORY, blocks, commands, links, quoted
 from tests.support.runs import reserve_port
@@ -202,10 +203,13 @@ def _run(command: str, folder: Path, scratch: Path) -> tuple[int, str]:
     world = 1
     if words[0] == "torchrun":
         world = min(2, int(words[words.index("--nproc-per-node") + 1]))
-        words = ["python", *words[words.index("train.py") :]]
+        script = next(place for place, word in enumerate(words) if word.endswith(".py"))
+        words = ["python", *words[script:]]
     if words[0] == "python" and words[1].startswith(("train.py", "scripts/")):
         port, meeting = reserve_port() if world > 1 else (None, {})
-        ranks = start_ranks(run_script, world, [*words[1:], *_small(words)], folder, meeting, terminal)
+        ranks = start_ranks(
+            run_script, world, [*words[1:], *_small(words, folder)], folder, meeting, terminal
+        )
         ranks.port = port
         codes = ranks.join()
         return max(codes, key=abs), terminal.read_text()
@@ -224,10 +228,21 @@ def _run(command: str, folder: Path, scratch: Path) -> tuple[int, str]:
         text=True,
         timeout=240,
     )
+    if done.returncode == 0 and words[0] == "sbatch" and "scripts/slurm/train.sbatch" in words:
+        return _run(_alone(words), folder, scratch)
     return done.returncode, done.stdout + done.stderr
 
 
-def _small(words: list[str]) -> list[str]:
+def _alone(words: list[str]) -> str:
+    """The run of a job on one process and for a few steps."""
+    given = words[words.index("scripts/slurm/train.sbatch") + 1 :]
+    kept = [word for word in given if not word.startswith(("--parallel.", "--train.steps"))]
+    return shlex.join(["python", "train.py", *kept, "--parallel.dp_replicate=1"])
+
+
+def _small(words: list[str], folder: Path) -> list[str]:
+    if words[1] == "scripts/prepare_data.py" and "--holdout" in words:  # so that some documents are held out
+        return ["--holdout", "0.2"]
     if words[1] != "train.py" or "--help" in words:
         return []
     given = {word.removeprefix("--").partition("=")[0] for word in words}
@@ -239,12 +254,16 @@ def _small(words: list[str]) -> list[str]:
         options["train.tokens"] = "0"
     if "--plan" in words:  # for as many processes as the page says
         options.pop("train.global_batch_size")
-    if (
-        config not in ("debug.toml", "runs/debug/config.toml")
-        and not {"data.sources", "data.tokenizer"} & given
-    ):
+    if not {"data.sources", "data.tokenizer"} & given and not _has_data(folder, config):
         options |= {"data.sources": '[{path = "synthetic"}]', "data.validation": "[]"}
     return [f"--{key}={value}" for key, value in options.items() if key not in given]
+
+
+def _has_data(folder: Path, config: str) -> bool:
+    """Whether the commands before have made the data of a configuration."""
+    path = folder / config if (folder / config).exists() else CONFIGS / Path(config).with_suffix(".toml")
+    sources = read_toml(path.read_text("utf-8")).get("data", {}).get("sources", [])
+    return all((folder / source["path"]).exists() for source in sources)
 
 
 def _cluster(scratch: Path) -> dict[str, str]:

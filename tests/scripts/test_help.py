@@ -17,7 +17,9 @@ def source(name: str, function: str = "") -> str:
     return re.search(rf"^def {function}\(.*?(?=^\S|\Z)", text, re.M | re.S)[0] if function else text
 
 
-@pytest.mark.parametrize("name", ["evaluate", "generate", "inspect_data", "prepare_data", "train_tokenizer"])
+@pytest.mark.parametrize(
+    "name", ["check_node", "evaluate", "generate", "inspect_data", "prepare_data", "train_tokenizer"]
+)
 def test_help_names_every_option(tmp_path, name: str) -> None:
     code = source(name)
     code += "".join(source(file, function) for function, file in SHARED.items() if f"{function}(" in code)
