@@ -46,8 +46,8 @@ from scripts.options import exit_code_of, positive
 ROOT = Path(__file__).resolve().parent.parent
 # Package -> module of benchmarks/peers.
 PEERS = {"torchtitan": "torchtitan_trainer", "transformers": "transformers_loop"}
-# torchtitan and a plain loop decay all parameters. At 3e-3, the rate of debug.toml, gradients spike and rounding grows to
-# 0.05 nats, also between one process and two of the same package.
+# torchtitan and a plain loop decay all parameters. At 3e-3, the rate of debug.toml, rounding grows to 0.05 nats, also
+# between one process and two of the same package.
 SHARED = (
     "--model.dim=64",
     "--model.n_layers=4",
