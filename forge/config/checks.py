@@ -236,10 +236,12 @@ def _precision(config: Config) -> Iterator[Problem]:
 
 def _optimizer(config: Config) -> Iterator[Problem]:
     optimizer, default = config.optimizer, MuonConfig()
-    adamw = f"needs optimizer.name = adamw, but it is {optimizer.name}"
+    but = f"but it is {optimizer.name}"
     if optimizer.moment_dtype == "int8" and optimizer.name in ("lion", "muon"):
+        adamw = f"needs optimizer.name = adamw, {but}"
         yield problem("optimizer.moment_dtype", adamw, "use bfloat16", "optimizer.name")
-    if config.compile.optimizer and optimizer.name != "adamw":
+    if config.compile.optimizer and optimizer.name not in ("adamw", "muon"):
+        adamw = f"needs optimizer.name = adamw or muon, {but}"
         yield problem("compile.optimizer", adamw, "use false", "optimizer.name")
     if config.compile.optimizer and optimizer.moment_dtype == "int8":
         int8 = "does not go with optimizer.moment_dtype = int8"

@@ -215,6 +215,6 @@ class Compile(Section):
     """Compile the head and the loss."""
     optimizer: bool = False
     """Compile AdamW's update to one pass over the memory, which also clips and writes the copy that the model computes
-    with. Not for moments in int8."""
+    with; with muon, the update of the parameters that AdamW updates. Not for moments in int8."""
     backend: Annotated[Text, COMPILES] = "inductor"
     """Compiler backend. inductor generates kernels; aot_eager only traces, which finds the same errors within a second."""

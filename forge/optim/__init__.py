@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import forge.optim.adamw
-import forge.optim.lion
-import forge.optim.muon  # noqa: F401 (all register themselves)
+import forge.optim.lion  # noqa: F401 (both register themselves)
 from forge.config.layout import Compile
 from forge.config.schema import OptimizerConfig
 from forge.optim.compiled import CompiledAdamW
 from forge.optim.ema import WithAverage
+from forge.optim.muon import Muon
 from forge.optim.optimizer import Optimizer, optimizer_class, with_scales
 from forge.optim.schedule import decay_start, learning_rate, planned_rate
 from forge.shard import Shard
@@ -31,13 +32,16 @@ def build_optimizer(
     """Make the optimizer `config.name`, with an average of the weights if `config.ema` is above 0.
 
     group: ranks that together hold every element of the parameters, each with the same list of shards; None in one process.
-    Optimizers that need whole matrices exchange them over it. compiled: how to compile the update (AdamW only). copies:
-    narrower copies of parameters, which the compiled update also writes.
+    Optimizers that need whole matrices exchange them over it. compiled: how to compile AdamW's update, which Muon also uses
+    for its vectors and embeddings. copies: narrower copies of parameters, which the compiled update also writes.
     """
     shards = with_scales(shards, config)
     if compiled is None:
         optimizer = optimizer_class(config.name)(shards, config, group)
     else:
-        assert config.name == "adamw", "refused by the configuration"
-        optimizer = CompiledAdamW(shards, config, group, compiled, copies or {})
+        assert config.name in ("adamw", "muon"), "refused by the configuration"
+        adamw = partial(CompiledAdamW, compiled=compiled, copies=copies or {})
+        optimizer = (
+            Muon(shards, config, group, adamw) if config.name == "muon" else adamw(shards, config, group)
+        )
     return WithAverage(optimizer, shards, config.ema) if config.ema else optimizer

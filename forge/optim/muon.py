@@ -9,7 +9,7 @@ Scalable for LLM Training", 2025 (arXiv:2502.16982), second_moment = neuron of L
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -42,11 +42,19 @@ class Muon:
     Momentum is a mean of gradients laid out like the parameter. A matrix's owner holds the second moments of its rows.
     """
 
-    def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):
+    def __init__(
+        self,
+        shards: list[Shard],
+        config: OptimizerConfig,
+        group: ProcessGroup | None = None,
+        adamw: Callable[..., AdamW] = AdamW,
+    ):
+        """Make the state. adamw: makes the optimizer of the other parameters from their shards, `config` and `group`."""
         self._config, self._keys = config, config.muon
         self._shards = [shard for shard in shards if _is_muons(shard)]
         self._all, self._logits = shards, dict[str, tuple[Tensor, Tensor]]()
-        self._rest = AdamW([shard for shard in shards if not _is_muons(shard)], config, group)
+        self._rest = adamw([shard for shard in shards if not _is_muons(shard)], config, group)
+        self.copies: Mapping[Tensor, Tensor] = getattr(self._rest, "copies", {})
         self._moments = make_moments(self._shards, ("momentum",), config, group)
         self._updates = torch.zeros((), dtype=torch.int64, device=shards[0].data.device)
         self._dtype = _iteration_dtype(self._shards)

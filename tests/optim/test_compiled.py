@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from forge.config import load_config, parse_toml_text
 from forge.config.layout import Compile
 from forge.config.schema import OptimizerConfig
+from forge.optim import build_optimizer
 from forge.optim.adamw import AdamW
 from forge.optim.compiled import CompiledAdamW, update_elements
 from forge.optim.optimizer import with_scales
@@ -165,6 +168,31 @@ def test_the_copy_that_the_model_computes_with_is_written() -> None:
         assert torch.equal(optimizer.copies[shard.parameter], shard.data.bfloat16())
 
 
+def test_muon_compiles_the_update_of_all_that_is_no_matrix() -> None:
+    found = []
+    for chosen in (None, Compile(optimizer=True, backend="eager")):
+        shards = [
+            replace(s, kind="expert") if ".experts." in s.name else s
+            for s in make(torch.float64, "float32")[0]
+        ]
+        copies = {s.parameter: torch.zeros_like(s.data, dtype=torch.bfloat16) for s in shards}
+        config = config_of("float32").model_copy(update={"name": "muon", "ema": 0.9})
+        optimizer = build_optimizer(shards, config, compiled=chosen, copies=copies)
+        for step in range(3):
+            give(shards, step)
+            optimizer.step(0.1, SKIP if step == 1 else GO)
+        assert optimizer.state()["updates"] == 2
+        found.append(
+            {s.name: s.data for s in shards} | {f"{s.name} {n}": x for n, s, x in optimizer.tensors()}
+        )
+    written = {s.name for s in shards if s.parameter in optimizer.copies}
+    assert written == {"norm.weight", "layers.0.scale"}
+    assert all(torch.equal(copies[s.parameter], s.data.bfloat16()) for s in shards if s.name in written)
+    assert found[0].keys() == found[1].keys()
+    for name, values in found[0].items():
+        torch.testing.assert_close(found[1][name], values, rtol=1e-13, atol=1e-13, msg=name)
+
+
 def test_a_part_is_updated_as_in_the_whole() -> None:
     name, shape = "layers.0.attention.wq.weight", SHAPES["layers.0.attention.wq.weight"]
     shards, optimizer = make(torch.float32, "bfloat16", "plain")
@@ -189,7 +217,10 @@ def test_a_part_is_updated_as_in_the_whole() -> None:
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("--optimizer.name=lion", r"compile.optimizer .*needs optimizer.name = adamw"),
+        (
+            "--optimizer.name=lion",
+            r"compile.optimizer .*needs optimizer.name = adamw or muon, but it is lion",
+        ),
         (
             "--optimizer.moment_dtype=int8",
             r"compile.optimizer .*does not go with optimizer.moment_dtype = int8",
