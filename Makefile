@@ -2,7 +2,7 @@
 # make test        set up and run the test suite (`make test-all`: the slow tests too)
 # make test ROOM=parallel    the tests of one room, and of what holds it as a whole
 # make quick       the short tests that start no processes, in under a minute
-# make faults      run every fault of the table in docs/reference/recovery.md, and print it with a result per row
+# make faults      run every fault of the table in docs/reference/faults.md, and print it with a result per row
 # make chaos       random faults over four nodes on this machine for half an hour (MINUTES=, SEED=)
 # make refactoring REVISION=main    train with that commit and with this tree, and compare every number bit for bit
 # make simgpu      every feature, engine and axis on a simulated GPU, under the CUDA build of PyTorch (UPDATE=1: write counts)

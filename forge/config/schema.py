@@ -105,7 +105,7 @@ class OptimizerConfig(Section):
     mean."""
     parametrization: Literal["standard", "mup", "completep"] = "standard"
     """Dependence of initial weights and learning rates on the sizes of the model. mup: on its width, so that the best
-    learning rate does not change; completep: also on its depth. See docs/reference/optimizers.md."""
+    learning rate does not change; completep: also on its depth. See docs/guides/learning-rates.md."""
     muon: MuonConfig = MuonConfig()
     mup: MupConfig = MupConfig()
 
@@ -239,7 +239,7 @@ class Metrics(Section):
     """Mixture of experts: steps between images of the load per layer and expert in TensorBoard, with their counts in
     metrics.jsonl. 0: never."""
     monitor_interval: Count = 0
-    """Steps between reports from inside the model: see docs/reference/metrics.md. 0: never."""
+    """Steps between reports from inside the model: see docs/guides/monitors.md. 0: never."""
     monitors: Annotated[ListOf[Monitor], MinLen(1), unused_if("metrics.monitor_interval", 0)] = MONITORS
     """Monitored quantities, for each layer or matrix: activations (with dead and saturated units), gradients, weights,
     updates, attention (logits and entropy), experts (entropy of scores and load)."""

@@ -1,4 +1,4 @@
-"""The table of docs/reference/recovery.md, the tests with its rows in their names, and its fault points."""
+"""The table of docs/reference/faults.md, the tests with its rows in their names, and its fault points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every warning and error of forge has a cause, every cause is used, and docs/reference/recovery.md has the tables of all."""
+"""Every warning and error of forge has a cause, every cause is used, and docs/reference/faults.md has the tables of all."""
 
 from __future__ import annotations
 
