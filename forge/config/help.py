@@ -40,7 +40,7 @@ DOCS_HEAD = """\
 
 <!-- Made by `python -m forge.config > docs/reference/configuration.md` from the schema in forge/config. -->
 
-A run is described by one TOML file and by overrides on the command line:
+After this page you can look up any key. A run is described by one TOML file and by overrides on the command line:
 
 ```
 python train.py --config debug.toml --train.steps=800 --optimizer.lr 1e-3
