@@ -2,12 +2,12 @@
 # make test        set up and run the test suite (`make test-all`: the slow tests too)
 # make test ROOM=parallel    the tests of one room, and of what holds it as a whole
 # make quick       the short tests that start no processes, in under a minute
-# make faults      run every fault of the table in docs/recovery.md, and print it with a result per row
+# make faults      run every fault of the table in docs/reference/faults.md, and print it with a result per row
 # make chaos       random faults over four nodes on this machine for half an hour (MINUTES=, SEED=)
 # make refactoring REVISION=main    train with that commit and with this tree, and compare every number bit for bit
 # make simgpu      every feature, engine and axis on a simulated GPU, under the CUDA build of PyTorch (UPDATE=1: write counts)
 # make simgpu-all  and pairs of features, and the shipped configs compiled for Hopper and Blackwell
-# make corpus SIZE=small    the pinned corpus of docs/reference.md from PyPI and Debian, compared with its hash (without SIZE: all of it)
+# make corpus SIZE=small    the pinned corpus of docs/guides/corpus.md from PyPI and Debian, compared with its hash (without SIZE: all of it)
 # make side-by-side    torchtitan and transformers, in an environment of their own, train the same model as forge: the differences
 # make checks      format, lint, types
 # make docs        build the documentation site into build/docs; a broken link is an error
@@ -39,7 +39,7 @@ PARALLEL := --numprocesses 2 --dist loadfile
 # Folders whose tests all start processes are not even read.
 QUICKLY := --numprocesses 2 --dist worksteal --ignore tests/equivalence --ignore tests/end_to_end --ignore tests/gpu
 
-# What learns most from this text in as much time (docs/optimizers.md): Muon, small batches, a rate that falls to 0.
+# What learns most from this text in as much time (docs/reference/optimizers.md): Muon, small batches, a rate that falls to 0.
 RECIPE := --optimizer.name=muon --optimizer.lr=2e-2 --optimizer.weight_decay=0 \
     --optimizer.muon.lr=8e-3 --optimizer.muon.momentum=0.9 --optimizer.muon.second_moment=neuron \
     --schedule.name=linear --schedule.warmup_steps=5 --schedule.min_lr_ratio=0 \
@@ -52,7 +52,7 @@ SIMULATED = $(SIMGPU)/bin/python -m tests.simulated_gpu.device.build $(DEVICE) &
     LD_PRELOAD=$(DEVICE)/libsimgpu.so LD_LIBRARY_PATH=$(DEVICE) TRITON_LIBCUDA_PATH=$(DEVICE) SIMGPU_DEVICES=4 \
     PYTORCH_ALLOC_CONF=backend:native UPDATE=$(UPDATE) $(SIMGPU)/bin/python -m pytest
 
-# torchtitan and its dependencies, among them older ones than forge's (docs/reference.md).
+# torchtitan and its dependencies, among them older ones than forge's (docs/guides/corpus.md).
 PEERS := .peers
 
 .PHONY: train data test quick test-all faults chaos refactoring simgpu simgpu-all corpus side-by-side checks format docs clean

@@ -5,7 +5,7 @@
     python scripts/elastic.py meeting --port 29400
     python scripts/elastic.py agent --nodes 2:3 --processes 8 --meeting HOST:29400 -- --config 7b.toml [...]
 
-The meeting runs on any permanent machine whose ports only the nodes can reach. It needs no GPU. See docs/elastic.md.
+The meeting runs on any permanent machine whose ports only the nodes can reach. It needs no GPU. See docs/guides/elastic.md.
 """
 
 from __future__ import annotations

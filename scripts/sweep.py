@@ -32,7 +32,7 @@ from scripts.options import Options, exit_code_of
 def main(arguments: list[str] | None = None) -> int:
     parser = Options(description=__doc__)
     add = parser.add_argument
-    add("sweep", type=Path, help="the file of the sweep; docs/recipes.md describes it")
+    add("sweep", type=Path, help="the file of the sweep; docs/guides/recipes.md describes it")
     add(
         "--slurm",
         action="store_true",

@@ -6,7 +6,7 @@
 
 Shrinks the configuration and runs a few steps in float64 in one process and on several local processes under every axis,
 every pair of axes and random layouts. Compares all results and names the first difference.
-With --module it verifies another library's parallelism of a plain PyTorch module (docs/verify-libraries.md).
+With --module it verifies another library's parallelism of a plain PyTorch module (docs/guides/verify-libraries.md).
 
 Exit codes: 0 everything is equal, 1 something differs or fails, 2 bad input or no layout compared.
 """

@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Diagnose what a test of docs/recovery.md's table has left, once it has passed."""
+    """Diagnose what a test of docs/reference/faults.md's table has left, once it has passed."""
     result = yield
     folder = pyfuncitem.funcargs.get("tmp_path")
     if isinstance(folder, Path):

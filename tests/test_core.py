@@ -1,4 +1,4 @@
-"""The reading list of docs/architecture.md is complete: every file that builds the model or runs in a step is in it."""
+"""The reading list of docs/internals/architecture.md names every file that builds the model or runs in a step."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ def test_the_reading_list_holds_every_file_that_runs(world: int, list_name: str,
     if world > 1:
         listed |= sizes.reading_list("several processes")
     reports = sizes.reading_list("reports")
-    assert not set(traced["trains"]) - listed, "add them to docs/architecture.md, or make the path shorter"
-    assert not set(traced["reports"]) - listed - reports, "add them to the reports of docs/architecture.md"
+    assert not set(traced["trains"]) - listed, (
+        "add them to docs/internals/architecture.md, or make the path shorter"
+    )
+    assert not set(traced["reports"]) - listed - reports, (
+        "add them to the reports of docs/internals/architecture.md"
+    )
     assert not sizes.reading_list(list_name) - set(traced["trains"]), "they do not run: remove them"

@@ -176,7 +176,7 @@ def test_a_file_can_be_read_in_one_sitting() -> None:
 
 
 def test_the_architecture_page_names_functions_in_the_files_that_hold_them() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "internals" / "architecture.md").read_text()
     rows = re.findall(r"^\| `([\w.]+)` \| `(forge/[\w/]+\.py)` \|", page, re.M)
     assert len(rows) > 20
     for name, file in rows:

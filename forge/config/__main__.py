@@ -1,4 +1,4 @@
-"""Prints the reference of all keys: `python -m forge.config > docs/configuration.md`."""
+"""Prints the reference of all keys: `python -m forge.config > docs/reference/configuration.md`."""
 
 from forge.config.help import docs_text
 

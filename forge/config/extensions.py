@@ -71,7 +71,7 @@ def schema_for(tree: dict[str, Any], import_classes: bool) -> tuple[type[Config]
 @cache
 def _schema_with_optimizer(path: str) -> type[Config]:
     """Return `Config` with the table of the optimizer at `path`. Raises ValueError if the class is not an optimizer."""
-    cls, help_page = load_class(path), "docs/extending/optimizer.md says what an optimizer needs"
+    cls, help_page = load_class(path), "docs/internals/extending/optimizer.md says what an optimizer needs"
     missing = [f"{name}()" for name in OPTIMIZER_METHODS if not callable(getattr(cls, name, None))]
     if missing:
         raise ValueError(f"{cls.__name__} has no method {', '.join(missing)}; {help_page}")

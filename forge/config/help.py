@@ -1,4 +1,4 @@
-"""Help from the schema: `--help`, and the reference (`python -m forge.config > docs/configuration.md`)."""
+"""Help from the schema: `--help`, and the reference (`python -m forge.config > docs/reference/configuration.md`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ options:
   --print-config           print the complete configuration as TOML and exit
   --plan [--world-size N] [--hardware NAME] [--json]
                            print what the run needs on N processes (default: the fewest that it can
-                           run on), and whether a card (h100, ...) has it: docs/planning.md
+                           run on), and whether a card (h100, ...) has it: docs/guides/planning.md
   --plan --search --world-size N --hardware NAME
                            print layouts that fit, the fastest first, with their overrides
   -h, --help               print this text
@@ -38,9 +38,9 @@ any other: failed."""
 DOCS_HEAD = """\
 # Configuration
 
-<!-- Made by `python -m forge.config > docs/configuration.md` from the schema in forge/config. -->
+<!-- Made by `python -m forge.config > docs/reference/configuration.md` from the schema in forge/config. -->
 
-A run is described by one TOML file and by overrides on the command line:
+After this page you can look up any key. A run is described by one TOML file and by overrides on the command line:
 
 ```
 python train.py --config debug.toml --train.steps=800 --optimizer.lr 1e-3
@@ -63,7 +63,7 @@ def help_text() -> str:
 
 
 def docs_text() -> str:
-    """Return docs/configuration.md: one table for each section."""
+    """Return docs/reference/configuration.md: one table for each section."""
     blocks = [DOCS_HEAD]
     for name, section in sections().items():
         head = ["| key | type | default | meaning |", "|---|---|---|---|"]

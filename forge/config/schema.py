@@ -75,7 +75,7 @@ class OptimizerConfig(Section):
     """The optimizer."""
 
     name: Literal["adamw", "lion", "muon"] | ImportPath = "adamw"
-    """Update rule, or your own class, which has its own table of keys; see docs/extending/optimizer.md."""
+    """Update rule, or your own class, which has its own table of keys; see docs/internals/extending/optimizer.md."""
     lr: PositiveNumber = 3e-4
     """Peak learning rate."""
     weight_decay: NonNegativeNumber = 0.1
@@ -96,7 +96,7 @@ class OptimizerConfig(Section):
     """Glob patterns of parameter names without weight decay."""
     groups: ListOf[GroupConfig] = ()
     """Parameters with a learning rate or weight decay of their own, by glob patterns of their names: a list of tables with
-    the keys names, lr_scale and weight_decay. See docs/optimizers.md."""
+    the keys names, lr_scale and weight_decay. See docs/reference/optimizers.md."""
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Format of both moments. With float32, precision.storage if that is wider. bfloat16 and int8 are rounded
     stochastically, with the same noise on any layout. int8, for adamw, has a scale for every 64 elements."""
@@ -105,7 +105,7 @@ class OptimizerConfig(Section):
     mean."""
     parametrization: Literal["standard", "mup", "completep"] = "standard"
     """Dependence of initial weights and learning rates on the sizes of the model. mup: on its width, so that the best
-    learning rate does not change; completep: also on its depth. See docs/optimizers.md."""
+    learning rate does not change; completep: also on its depth. See docs/guides/learning-rates.md."""
     muon: MuonConfig = MuonConfig()
     mup: MupConfig = MupConfig()
 
@@ -161,7 +161,7 @@ class Train(Section):
     """Steps between Python garbage collections, which all ranks run at the same time. 0: Python decides."""
     hooks: ListOf[ImportPath] = ()
     """Import paths of your own hooks: subclasses of forge.hook.Hook, called before and after each phase of a step. See
-    docs/extending/hook.md."""
+    docs/internals/extending/hook.md."""
 
 
 class Checkpoint(Section):
@@ -239,7 +239,7 @@ class Metrics(Section):
     """Mixture of experts: steps between images of the load per layer and expert in TensorBoard, with their counts in
     metrics.jsonl. 0: never."""
     monitor_interval: Count = 0
-    """Steps between reports from inside the model: see docs/metrics.md. 0: never."""
+    """Steps between reports from inside the model: see docs/guides/monitors.md. 0: never."""
     monitors: Annotated[ListOf[Monitor], MinLen(1), unused_if("metrics.monitor_interval", 0)] = MONITORS
     """Monitored quantities, for each layer or matrix: activations (with dead and saturated units), gradients, weights,
     updates, attention (logits and entropy), experts (entropy of scores and load)."""

@@ -1,8 +1,8 @@
 """The base class of all sections, and the types of their keys.
 
 Types are strict: an integer is accepted as a number, but a boolean is not an integer and a string is not a number. The
-docstring under a key is its only documentation: `--help` and docs/configuration.md are generated from it. `Unused` in the
-type of a key says when the key has no effect.
+docstring under a key is its only documentation: `--help` and docs/reference/configuration.md are generated from it.
+`Unused` in the type of a key says when the key has no effect.
 """
 
 from __future__ import annotations

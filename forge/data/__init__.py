@@ -1,6 +1,6 @@
 """Token shards -> ordered samples -> batches. (forge/tools/prepare makes token shards from text.)
 
-    format.py      opens a dataset folder (docs/data_format.md)
+    format.py      opens a dataset folder (docs/reference/data-format.md)
     raw.py, synthetic.py    token files of other programs, and a stream without a file
     sources.py     opens any of them by path
     array.py, cache.py      arrays in local and remote files, and a disk cache of remote blocks

@@ -1,4 +1,4 @@
-"""Open a dataset folder, here or in a store: tokens and document starts (docs/data_format.md)."""
+"""Open a dataset folder, here or in a store: tokens and document starts (docs/reference/data-format.md)."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def _is_muons(shard: Shard) -> bool:
     shape = " x ".join(map(str, shard.global_shape))
     raise UserError(
         f'optimizer.name = "muon": {shard.name} of {shape} is not a matrix, and Muon updates matrices only; use adamw, or an '
-        "optimizer of your own (docs/extending/optimizer.md)"
+        "optimizer of your own (docs/internals/extending/optimizer.md)"
     )
 
 

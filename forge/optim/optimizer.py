@@ -1,6 +1,6 @@
 """The `Optimizer` protocol, the registry of optimizers, and helpers for any of them.
 
-docs/extending/optimizer.md is the recipe for your own optimizer.
+docs/internals/extending/optimizer.md is the recipe for your own optimizer.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class StopBeforeTimeLimit(Hook):
 
 
 def _load(path: str) -> type[Hook]:
-    needed = "needed: a subclass of forge.hook.Hook, see docs/extending/hook.md"
+    needed = "needed: a subclass of forge.hook.Hook, see docs/internals/extending/hook.md"
     try:
         found = load_class(path)
     except ValueError as error:

@@ -1,9 +1,9 @@
 """Causes: every fault that ends or disturbs a run, with its severity, its meaning and the remedy.
 
-Exceptions, log records, events.jsonl and status.json carry the id of a cause. Diagnoses and the tables of docs/recovery.md
-are rendered from here, so no program parses forge's messages.
+Exceptions, log records, events.jsonl and status.json carry the id of a cause. Diagnoses and the tables of
+docs/reference/faults.md are rendered from here, so no program parses forge's messages.
 
-    python -m forge.runtime.causes    # print the tables of docs/recovery.md
+    python -m forge.runtime.causes    # print the tables of docs/reference/faults.md
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Cause(StrEnum):
     NO_CHECKPOINT = (
         *("no_checkpoint", _ENDS, "the run has saved, but no checkpoint is usable; nothing was deleted"),
         "Bring the checkpoints back: a mount, a permission, a copy; or begin a new run. See "
-        "Damaged checkpoints in docs/recovery.md.",
+        "Damaged checkpoints in docs/guides/recovery.md.",
     )
     CONFIGURATION = (
         *("configuration", _ENDS, "the configuration or the command line is wrong"),
@@ -131,7 +131,8 @@ class Cause(StrEnum):
     )
     FALLBACK = (
         *("fallback", _COSTS, "a damaged checkpoint was renamed; the one before it was used"),
-        "Look at the disk: files change only if something is wrong with it. See Damaged checkpoints in docs/recovery.md.",
+        "Look at the disk: files change only if something is wrong with it. "
+        "See Damaged checkpoints in docs/guides/recovery.md.",
     )
     LOCAL_SAVE_FAILED = (
         *("local_save_failed", _COSTS, "a state was not kept on the nodes; the next one is tried"),
@@ -215,7 +216,7 @@ _TITLES = (
 
 
 def tables() -> str:
-    """Return the tables of docs/recovery.md, a section for each severity."""
+    """Return the tables of docs/reference/faults.md, a section for each severity."""
     text = ""
     for severity, title in zip(Severity, _TITLES, strict=True):
         text += f"### {title}\n\n| cause | meaning | what to do |\n|---|---|---|\n"

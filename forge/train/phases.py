@@ -28,7 +28,8 @@ class PhaseChanges(Hook):
         if changes and not hasattr(trainer.optimizer, "follow"):
             raise UserError(
                 f'optimizer.name = "{trainer.config.optimizer.name}" has no method follow(config), which phases that change '
-                "weight_decay, betas, eps or ema call; add one (docs/extending/optimizer.md), or leave these keys out"
+                "weight_decay, betas, eps or ema call; add one (docs/internals/extending/optimizer.md), "
+                "or leave these keys out"
             )
 
     _last: StepPlan | None

@@ -27,5 +27,5 @@ def test_help_shows_usage_and_exit_codes() -> None:
 
 
 def test_the_reference_matches_the_schema() -> None:
-    written = (CONFIGS.parent / "docs" / "configuration.md").read_text("utf-8")
-    assert written == docs_text(), "run: python -m forge.config > docs/configuration.md"
+    written = (CONFIGS.parent / "docs" / "reference" / "configuration.md").read_text("utf-8")
+    assert written == docs_text(), "run: python -m forge.config > docs/reference/configuration.md"

@@ -26,7 +26,7 @@ from tests.support.runs import reserve_port
 from tests.support.scripts import run_script
 
 NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
-# Keys that the recipes of docs/extending add.
+# Keys that the recipes of docs/internals/extending add.
 EXAMPLES = ("optimizer.sgd", "optimizer.soap", "model.embedding_multiplier")
 FILE_ENDINGS = ("py", "toml", "jsonl", "json", "md", "log", "sbatch", "txt", "sh")
 # Folders of the repository; what lies elsewhere is made by commands.
@@ -105,7 +105,7 @@ def test_a_wrong_key_path_or_command_would_be_found(tmp_path, clone) -> None:
         test_every_command_runs(page, clone, tmp_path)
 
 
-# The sweep of docs/recipes.md in small: fewer runs, of fewer tokens, of the same two sizes.
+# The sweep of docs/guides/recipes.md in small: fewer runs, of fewer tokens, of the same two sizes.
 SMALL_SWEEP = {
     '"train.global_batch_size" = 16': '"train.global_batch_size" = 2\n"train.seq_len" = 64\n"train.micro_batch_size" = 2\n'
     '"evaluate.sequences" = 2',
@@ -121,7 +121,7 @@ for task in $(seq 0 "$last"); do SLURM_ARRAY_JOB_ID=1 SLURM_ARRAY_TASK_ID=$task 
 
 @pytest.mark.slow
 def test_the_walk_from_a_sweep_to_a_law_runs(clone: Path, tmp_path: Path) -> None:
-    """What docs/recipes.md leaves to the reader, in its order; the job array makes the runs, the sweep finds them made."""
+    """The unrun commands of docs/guides/recipes.md, in order; the job array makes the runs, and the sweep finds them made."""
     (clone / "configs").unlink()
     shutil.copytree(REPOSITORY / "configs", clone / "configs")
     sweep = clone / "configs" / "ladder" / "sweep.toml"
@@ -134,7 +134,7 @@ def test_the_walk_from_a_sweep_to_a_law_runs(clone: Path, tmp_path: Path) -> Non
     (tmp_path / "sbatch").chmod(0o755)
     typed = [
         one
-        for block in blocks(REPOSITORY / "docs" / "recipes.md")
+        for block in blocks(REPOSITORY / "docs" / "guides" / "recipes.md")
         if block.reason
         for one in block.commands()
     ]

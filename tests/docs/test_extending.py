@@ -1,4 +1,4 @@
-"""Every recipe of docs/extending applies, trains by its own command, and computes the same under several layouts."""
+"""Every recipe of docs/internals/extending applies, trains by its command, and computes the same under several layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from tests.support.extension import apply_page, copy_repository
 from tests.support.layouts import slow_unless
 from tests.support.pages import REPOSITORY
 
-PAGES = sorted(path for path in (REPOSITORY / "docs" / "extending").glob("*.md") if path.name != "index.md")
+PAGES = sorted(
+    path for path in (REPOSITORY / "docs" / "internals" / "extending").glob("*.md") if path.name != "index.md"
+)
 
 
 # Each trains in a copy of the repository, for half a minute.

@@ -1,4 +1,4 @@
-"""The model of docs/extending/own-model.md on layouts, in a plan, in generation; and models that forge must refuse."""
+"""The model of docs/internals/extending/own-model.md on layouts, in a plan, in generation; and models that are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.pages import REPOSITORY
 from tests.support.runs import BASE, FLOAT64
 from tests.support.trained import call, objects, prepared, refusal, trained
 
-PAGE = REPOSITORY / "docs" / "extending" / "own-model.md"
+PAGE = REPOSITORY / "docs" / "internals" / "extending" / "own-model.md"
 HERE = "tests.docs.test_own_model"
 KIND = 'kind = "parallel_alibi:ParallelAlibi"\n'
 OPTION = "--model.kind=parallel_alibi:ParallelAlibi"

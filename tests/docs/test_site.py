@@ -19,7 +19,7 @@ def build(source: Path, output: Path) -> subprocess.CompletedProcess[str]:
 def test_the_site_builds_without_a_warning_and_a_broken_link_fails_it(tmp_path: Path) -> None:
     built = build(REPOSITORY / "docs", tmp_path / "site")
     assert built.returncode == 0, built.stderr
-    assert (tmp_path / "site" / "checkpoints.html").exists()
+    assert (tmp_path / "site" / "guides" / "checkpoints.html").exists()
 
     small = tmp_path / "docs"
     small.mkdir()

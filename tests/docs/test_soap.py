@@ -1,4 +1,4 @@
-"""The optimizer of docs/extending/soap.md: the same on every layout, its state saved and resharded."""
+"""The optimizer of docs/internals/extending/soap.md: the same on every layout, its state saved and resharded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.layouts import experts_text, slow_or_fast
 from tests.support.pages import REPOSITORY
 from tests.support.runs import FLOAT64, Run
 
-PAGE = REPOSITORY / "docs" / "extending" / "soap.md"
+PAGE = REPOSITORY / "docs" / "internals" / "extending" / "soap.md"
 OPTIMIZER = '\n[optimizer]\nname = "soap:SOAP"\n[optimizer.soap]\nrefresh_interval = 2\n'
 # Rotated gradients have elements of almost nothing, whose rounding a small eps amplifies over ten steps.
 OPTIONS = [

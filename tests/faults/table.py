@@ -2,7 +2,7 @@
 
     python -m tests.faults.table [--fast] [ROW ...]
 
-The table stands in docs/recovery.md. A test belongs to row K3 if its name begins with `test_k3_`, wherever it lies.
+The table stands in docs/reference/faults.md. A test belongs to row K3 if its name begins with `test_k3_`, wherever it lies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of docs/recovery.md, the tests that carry its rows in their names, and the fault points that it lists."""
+"""The table of docs/reference/faults.md, the tests with its rows in their names, and its fault points."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from forge.train.trainer import Trainer
 from tests.support.pages import REPOSITORY, blocks
 from tests.support.runs import FLOAT64, Run
 
-PAGE = REPOSITORY / "docs" / "extending" / "hook.md"
+PAGE = REPOSITORY / "docs" / "internals" / "extending" / "hook.md"
 HERE = "tests.run.test_hooks"
 
 

@@ -1,4 +1,4 @@
-"""Every warning and error of forge has a cause, every cause is used, and docs/recovery.md has the tables of all."""
+"""Every warning and error of forge has a cause, every cause is used, and docs/reference/faults.md has the tables of all."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_cause_is_used() -> None:
 
 
 def test_every_kind_of_event_is_in_the_table_of_events() -> None:
-    page = (REPOSITORY / "docs" / "metrics.md").read_text("utf-8")
+    page = (REPOSITORY / "docs" / "reference" / "metrics.md").read_text("utf-8")
     table = re.search(r"^\| event \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page, re.M)
     assert table is not None
     listed = set(re.findall(r"`(\w+)`", " ".join(row.split(" | ")[0] for row in table[1].splitlines())))

@@ -1,4 +1,4 @@
-"""The counts in golden files are of variants and configs that exist, and docs/performance.md shows them."""
+"""The counts in golden files are of variants and configs that exist, and docs/internals/performance.md shows them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ def test_the_page_shows_the_attention_of_each_shipped_config() -> None:
         f"{spilling(found[f'{name} sm_90'])} | {spilling(found[f'{name} sm_100'])} |"
         for name in CONFIGS
     ]
-    missing = [row for row in rows if row not in (ROOT / "docs" / "performance.md").read_text().splitlines()]
+    missing = [
+        row
+        for row in rows
+        if row not in (ROOT / "docs" / "internals" / "performance.md").read_text().splitlines()
+    ]
     assert not missing, "\n".join(missing)
     assert all(
         found[f"{name} sm_90"]["attention"] == found[f"{name} sm_100"]["attention"] for name in CONFIGS

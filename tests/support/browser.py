@@ -1,6 +1,6 @@
 """A page in a real browser: what it says and how it looks.
 
-`python -m tests.support.browser RUN` draws docs/report.png, and with a page, --output and --height any other picture.
+`python -m tests.support.browser RUN` draws docs/images/report.png, and with a page, --output and --height any other picture.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from scripts import report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-PICTURE = Path(__file__).parents[2] / "docs" / "report.png"
+PICTURE = Path(__file__).parents[2] / "docs" / "images" / "report.png"
 
 
 class Shown(NamedTuple):
@@ -76,7 +76,7 @@ def main() -> int:
     """Draw the head of a page, or of the page that is made of a run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path, help="a run's directory, or a page")
-    parser.add_argument("--output", type=Path, default=PICTURE, help="the picture (docs/report.png)")
+    parser.add_argument("--output", type=Path, default=PICTURE, help="the picture (docs/images/report.png)")
     parser.add_argument("--height", type=int, default=1300, help="of the picture, in pixels (%(default)s)")
     given = parser.parse_args()
     if given.source.is_file():

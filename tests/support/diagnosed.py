@@ -12,7 +12,7 @@ from forge.tools.report.diagnose import diagnose, named_first, read_incidents
 from forge.tools.report.read import read_run
 
 REPOSITORY = Path(__file__).parents[2]
-PAGE = REPOSITORY / "docs" / "recovery.md"
+PAGE = REPOSITORY / "docs" / "reference" / "faults.md"
 _ROW = re.compile(r"^\| ([KPSRNHDXE]\d+) \| (.+?) \| (.+?) \| (.+?) \|$", re.M)
 _TEST = re.compile(r"test_([kpsrnhdxe]\d+)_")
 
@@ -28,7 +28,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """The rows of the table in docs/recovery.md, in order."""
+    """The rows of the table in docs/reference/faults.md, in order."""
     found = _ROW.findall(PAGE.read_text("utf-8"))
     return [
         Row(name, fault, tuple(re.findall("`(.+?)`", causes)), expected)

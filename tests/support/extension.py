@@ -1,4 +1,4 @@
-"""A page of docs/extending as a test: apply it to a copy of the repository, train by its command, compare layouts.
+"""A page of docs/internals/extending as a test: apply it to a copy of the repository, train by its command, compare layouts.
 
 `python -m tests.support.extension PAGE`, in the copy, trains what the page shows in one process and on two ranks under
 several layouts, in float64, and runs the test function on the page, if it has one.

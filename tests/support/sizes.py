@@ -1,4 +1,4 @@
-"""Lines and lines of code of forge/, by room, and of the reading lists of docs/architecture.md.
+"""Lines and lines of code of forge/, by room, and of the reading lists of docs/internals/architecture.md.
 
     python -m tests.support.sizes            forge/ by room, then the reading lists by file
     python -m tests.support.sizes FOLDER     another folder by room
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "internals" / "architecture.md"
 LISTS = ("one process", "several processes", "reports")
 MAX_FILE_LINES = 450
 

@@ -57,7 +57,8 @@ def check_attention(model: Transformer) -> None:
         if not hasattr(attention, "attend"):
             raise UserError(
                 f"parallel.cp splits sequences, but layers.{layer}.attention ({type(attention).__name__}) has no `attend` "
-                "that reaches the other parts; call self.attend (docs/extending/own-model.md), or set parallel.cp = 1"
+                "that reaches the other parts; call self.attend (docs/internals/extending/own-model.md), "
+                "or set parallel.cp = 1"
             )
 
 

@@ -47,7 +47,7 @@ class CachedScores:
         if without := [type(one).__name__ for one in attentions if not hasattr(one, "attend")]:
             raise UserError(
                 f"{without[0]} has no `attend`, so its keys and values cannot be cached; generate with --no-cache, or call "
-                "self.attend as docs/extending/own-model.md shows"
+                "self.attend as docs/internals/extending/own-model.md shows"
             )
         self._layers: list[Any] = [
             StateCache(one.attend) if isinstance(one, LinearAttention) else _LayerCache(one.attend)

@@ -1,9 +1,9 @@
 """How long a step takes: a roofline over the traced operators, and the links of collectives.
 
 An operator takes the longer of its FLOPs at the GPU's peak and its bytes at the memory bandwidth. Keys of `Hardware` give
-the reached shares of these peaks; docs/planning.md names the published runs that they were fitted to. Collectives in the
-background are hidden behind computation as long as there is any, and slow it down. On a CPU they are not hidden, because
-the same cores move the bytes and compute.
+the reached shares of these peaks; docs/internals/plan-accuracy.md names the published runs that they were fitted to.
+Collectives in the background are hidden behind computation as long as there is any, and slow it down. On a CPU they are
+not hidden, because the same cores move the bytes and compute.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Hardware(Section):
     peak_tflops: dict[str, float] = Field(default_factory=dict)
     """Peak by dtype, if forge/observe/hardware.py does not have it."""
     efficiency: Annotated[PositiveNumber, Ge(0.01)] = 0.69
-    """Share of the peak reached by large matrix products. This and the next four were fitted: see docs/planning.md."""
+    """Share of the peak that large matrix products reach. Fitted, like the next four: docs/internals/plan-accuracy.md."""
     attention_efficiency: Annotated[PositiveNumber, Ge(0.01)] = 0.44
     """The same for attention."""
     float8_efficiency: Annotated[PositiveNumber, Ge(0.01)] = 0.53

@@ -249,7 +249,7 @@ def _shares(speed: Speed) -> dict[str, float]:
 
 
 def _estimate(plan: Plan, speed: Speed) -> str:
-    """Two lines on time. docs/planning.md gives the errors against published runs."""
+    """Two lines on time. docs/internals/plan-accuracy.md gives the errors against published runs."""
     mfu = "" if speed.mfu is None else f", MFU {speed.mfu:.0%}"
     steps = plan.config.train.steps
     return (

@@ -1,4 +1,4 @@
-"""Write a dataset folder (docs/data_format.md). `dataset.json` is written last and makes it a dataset."""
+"""Write a dataset folder (docs/reference/data-format.md). `dataset.json` is written last and makes it a dataset."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def read_sweep(path: Path) -> Sweep:
             elif one["type"] == "string_pattern_mismatch":
                 message = f"{one['input']!r}: must be one line of text without control characters"
             lines.append(f"{key}: {message}")
-        raise UserError(f"{path}: {'; '.join(lines)}; docs/recipes.md has an example") from None
+        raise UserError(f"{path}: {'; '.join(lines)}; docs/guides/recipes.md has an example") from None
     for key, values in sweep.keys.items():
         if isinstance(values, Between) and (sweep.method == "grid" or values.low >= values.high):
             needed = "a list of values" if sweep.method == "grid" else "low below high"

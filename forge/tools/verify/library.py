@@ -1,8 +1,8 @@
 """A plain PyTorch module under another library's parallelism, compared with the same module in one process.
 
-`make_model()` returns the module and `parallelize(module)` applies the parallelism; docs/verify-libraries.md states what both
-must do. Both sides make the same steps on the same tokens in float64, with gloo on this machine. Parameters, gradients and
-checkpoints are compared as whole tensors, on every rank; activations as the part that the rank has.
+`make_model()` returns the module and `parallelize(module)` applies the parallelism; docs/guides/verify-libraries.md has
+the requirements of both. Both sides make the same steps on the same tokens in float64, with gloo on this machine.
+Parameters, gradients and checkpoints are compared as whole tensors, on every rank; activations as the rank's part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plant the defects, and write what verify says of each into docs/verify.md.
+"""Plant the defects, and write what verify says of each into docs/reference/verify-defects.md.
 
 python -m tests.tools.verify.plant defects
 python -m tests.tools.verify.plant combinations
@@ -22,7 +22,7 @@ from tests.tools.verify.defects import Defect
 
 CONFIGS = defects.CONFIGS | combinations.CONFIGS
 TABLES = {"defects": defects.DEFECTS, "combinations": combinations.COMBINATIONS}
-PAGE = REPOSITORY / "docs" / "verify.md"
+PAGE = REPOSITORY / "docs" / "reference" / "verify-defects.md"
 
 
 @functools.cache

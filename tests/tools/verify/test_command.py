@@ -217,6 +217,6 @@ def test_bad_input_ends_with_2(run) -> None:
 
 
 def test_the_page_has_every_defect_that_the_tests_plant() -> None:
-    page = (REPOSITORY / "docs" / "verify.md").read_text("utf-8")
+    page = (REPOSITORY / "docs" / "reference" / "verify-defects.md").read_text("utf-8")
     missing = [defect.text for defect in DEFECTS + COMBINATIONS if f"| {defect.text} |" not in page]
     assert not missing

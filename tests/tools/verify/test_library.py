@@ -1,4 +1,4 @@
-"""Another library's parallelism of a plain module: the examples of docs/verify-libraries.md, planted defects, mistakes."""
+"""Another library's parallelism of a plain module: docs/guides/verify-libraries.md, planted defects, mistakes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scripts.verify import main
 from tests.support.extension import apply_page
 from tests.support.pages import REPOSITORY
 
-PAGE = REPOSITORY / "docs" / "verify-libraries.md"
+PAGE = REPOSITORY / "docs" / "guides" / "verify-libraries.md"
 pytestmark = pytest.mark.processes
 HERE = "tests.tools.verify.test_library"
 
