@@ -260,8 +260,10 @@ def _small(words: list[str], folder: Path) -> list[str]:
 
 
 def _has_data(folder: Path, config: str) -> bool:
-    """Whether the commands before have made the data of a configuration."""
+    """Whether the commands before have made the data of a configuration, or it does not exist: the command says so."""
     path = folder / config if (folder / config).exists() else CONFIGS / Path(config).with_suffix(".toml")
+    if not path.exists():
+        return True
     sources = read_toml(path.read_text("utf-8")).get("data", {}).get("sources", [])
     return all((folder / source["path"]).exists() for source in sources)
 
