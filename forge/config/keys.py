@@ -183,7 +183,7 @@ def allowed(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return ", or ".join([*([one_of + names] if names else []), *others])
     not_empty = any(hasattr(item, "min_length") for item in metadata)
     if origin is tuple and arguments[-1] is Ellipsis:
-        return f"list of {'at least one ' if not_empty else ''}{allowed(arguments[0])}"
+        return f"{'non-empty ' if not_empty else ''}list of {allowed(arguments[0])}"
     if origin is tuple:
         return f"list of {len(arguments)}: " + ", ".join(map(allowed, arguments))
     if origin is dict:

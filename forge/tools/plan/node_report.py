@@ -41,7 +41,7 @@ class Check:
 
     @property
     def collective(self) -> bool:
-        return self.name.partition(" ")[0] in COLLECTIVES
+        return is_collective(self.name)
 
     def is_slow(self, rate: float) -> bool:
         return self.planned is not None and rate < self.least * self.planned
@@ -50,12 +50,17 @@ class Check:
         return f"{self.name}: {rate:.4g} {self.unit}, under {self.least:g} of the planned {self.planned:.4g}"
 
 
+def is_collective(name: str) -> bool:
+    """Return whether a check's name begins with a collective, as in "all_gather in a node"."""
+    return name.partition(" ")[0] in COLLECTIVES
+
+
 def compare(
     records: Sequence[Record], hardware: Hardware | None, sizes: Sizes, *, compute: float, links: float
 ) -> list[Check]:
     """Return every check. hardware: None: no planned figures. compute, links: least fractions of the planned rates."""
     return [
-        _check(records, name, hardware, sizes, links if name.partition(" ")[0] in COLLECTIVES else compute)
+        _check(records, name, hardware, sizes, links if is_collective(name) else compute)
         for name in records[0].timed
     ]
 
@@ -89,8 +94,8 @@ def _check(
 
 def planned_s(name: str, records: Sequence[Record], sizes: Sizes, hardware: Hardware) -> float:
     """Return the planned seconds of one call of a check."""
-    kind, _, place = name.partition(" ")
-    if kind in COLLECTIVES:
+    if is_collective(name):
+        kind, _, place = name.partition(" ")
         ranks = records[0].gpus if place == IN_A_NODE else len(records)
         call = Collective(kind, sizes.message // ranks * ranks)
         return cost_of(call, list(range(ranks)), hardware).seconds

@@ -91,6 +91,7 @@ class Text:
 
 
 def read_manifest(path: Path) -> Manifest:
+    """Return the manifest in the TOML file `path`. Raise UserError if it cannot be read or names an unknown key."""
     try:
         manifest = Manifest(**tomllib.loads(path.read_text("utf-8")))
     except OSError as error:
