@@ -29,6 +29,7 @@ FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"
 # A compiler does not fuse these with others: packing and unpacking by engines, lookups, sorting, sums into a gradient.
 UNFUSED = (
     *("split_with_sizes_copy", "_foreach_copy_", "all_gather_copy_in", "chunk_cat", "add_", "zeros_like"),
+    "lower_triangle",
     *(
         "embedding",
         "embedding_dense_backward",
