@@ -145,7 +145,7 @@ def add_choices(rows: Tensor, places: Tensor) -> Tensor:
 
 
 def weigh_choices(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    """The same with weights `[tokens, top_k]`."""
+    """Add rows like `add_choices`, each times its weight; weights `[tokens, top_k]`."""
     missing = rows.shape[0] < places.numel()
     total = torch.zeros(places.shape[0], rows.shape[1], dtype=promoted(rows.dtype), device=rows.device)
     for column, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
@@ -156,7 +156,7 @@ def weigh_choices(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
 def weigh_backward(
     grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of `weigh_choices` with respect to rows and weights, for that of its result, `[tokens, dim]`."""
+    """Return the gradients of `weigh_choices` for rows and weights. grad `[tokens, dim]`: that of its result."""
     grad = grad.to(promoted(rows.dtype))
     missing = rows.shape[0] < places.numel()
     if missing or torch.compiler.is_compiling():
