@@ -1,11 +1,11 @@
-"""Token files of other programs: a bare array of ids (`RawTokens`), and Megatron-LM's indexed datasets (`MegatronTokens`).
+r"""Token files of other programs: a bare array of ids (`RawTokens`), and Megatron-LM's indexed datasets (`MegatronTokens`).
 
 Such files have no checksum and do not record their greatest id, so ids are checked at every read.
 
 In a Megatron dataset `NAME.bin` holds the ids, `NAME.idx` their dtype and the document starts. The index, little-endian
 (megatron/core/datasets/indexed_dataset.py, `_IndexReader`):
 
-    9 bytes         "MMIDIDX\\0\\0"
+    9 bytes         "MMIDIDX\0\0"
     uint64          version, 1
     uint8           code of the ids' dtype
     uint64          S, number of sequences
