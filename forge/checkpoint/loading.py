@@ -216,7 +216,10 @@ _ADMITTED = {
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """The allowed use of `getattr` in a pickle: Python 3.11.0 to 3.11.3 pickle an enum member by class and name."""
+    """Return the enum member: the allowed use of `getattr` in a pickle. Otherwise raise UnpicklingError.
+
+    Python 3.11.0 to 3.11.3 pickle an enum member by class and name.
+    """
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(f".metadata refers to an attribute {name!r}, which no checkpoint needs")
