@@ -1,4 +1,4 @@
-"""This process among all ranks: its rank from the launcher's variables, and how it joins the others."""
+"""A process among all ranks: its rank from the launcher's variables, and how it joins the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class World:
-    """This process among all. restarts_left: how many more times the launcher would restart the run.
+    """A process among all. restarts_left: how many more times the launcher would restart the run.
 
     local_size: processes on this machine (0: unknown). bound: Slurm may have given this process a GPU of its own.
     """
