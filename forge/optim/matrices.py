@@ -315,8 +315,10 @@ def _nothing() -> None: ...
 def _parts_of(
     boxes: Sequence[Box], shape: torch.Size, number: int, heads: int
 ) -> Iterator[tuple[Part, tuple[int, slice]]]:
-    """Yield the parts of matrices in `boxes` of shard `number`, whose global shape is `shape`. Each comes with the index of
-    its box and its slice of that box."""
+    """Yield the parts of matrices in `boxes` of shard `number`, whose global shape is `shape`.
+
+    Each comes with the index of its box and its slice of that box.
+    """
     for piece, box in enumerate(boxes):
         if len(shape) == 3:
             inner = Box(box.offsets[1:], box.sizes[1:])
