@@ -277,8 +277,10 @@ class Messages:
             self._sending.popleft()
 
     def receive(self, user: Action, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Start the receive of the tensor that `user` needs: for F the previous stage's activation, for B the next
-        stage's gradient."""
+        """Start the receive of the tensor that `user` needs.
+
+        For F it is the previous stage's activation, for B the next stage's gradient.
+        """
         source = user.stage - 1 if user.kind == "F" else user.stage + 1
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         work = dist.irecv(tensor, **self._with(source, "group_src"))

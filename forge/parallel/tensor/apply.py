@@ -1,5 +1,6 @@
-"""Tensor parallelism: the ranks of one mesh share every matrix product; with sequence parallelism also the other
-operators.
+"""Tensor parallelism: the ranks of one mesh share every matrix product.
+
+With sequence parallelism they share the other operators, too.
 
 Per block and direction there are two all-gathers and two reduce-scatters; without sequence parallelism two all-reduces.
 Styles of modules and their effects: forge/parallel/tensor/plan.py. Experts are left whole
@@ -142,7 +143,7 @@ class TensorLoss(FusedLoss):
 
 
 class SplitVocabulary(Vocabulary):
-    """This rank has the logits of the rows of the head from `first_row` on."""
+    """The vocabulary on a rank with the logits of the head's rows from `first_row` on."""
 
     def __init__(self, mesh: DeviceMesh, first_row: int):
         self.mesh = mesh

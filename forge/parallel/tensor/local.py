@@ -244,8 +244,10 @@ class LocalNarrow(LocalLinear):
 
 
 class SharedLatents(Latents):
-    """Gathers pieces of the sequence, in one collective, for heads that are split over ranks (`partial`) or all on
-    each."""
+    """Gathers pieces of the sequence, in one collective.
+
+    For heads that are split over ranks (`partial`) or all on each.
+    """
 
     def __init__(self, plain: Latents, place: Place):
         super().__init__()

@@ -102,7 +102,7 @@ class Buffered:
         self._reduction.begin(last=last)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """The gradients lie where backward puts them, and are sent with the gradients that no hook reports."""
+        """Place the gradients where backward puts them, to be sent with the gradients that no hook reports."""
         self._reduction.place_gradients()
 
     def start_gradient_sync(self) -> None:

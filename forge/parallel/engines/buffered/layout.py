@@ -58,8 +58,10 @@ class Bucket:
         return self.start + self.numel
 
     def kept(self, slot: Slot, part: int) -> tuple[int, int, int]:
-        """Return (start, stop, at): the rank with number `part` keeps elements [start, stop) of the flattened parameter in
-        `slot`, from element `at` of its part of the bucket on; (0, 0, 0) if it keeps none of them.
+        """Return (start, stop, at), the elements of the parameter in `slot` that the rank with number `part` keeps.
+
+        The rank keeps elements [start, stop) of the flattened parameter, from element `at` of its part of the bucket on;
+        (0, 0, 0) if it keeps none of them.
         """
         begin = self.start + part * self.part_numel
         start, stop = max(slot.start, begin), min(slot.stop, begin + self.part_numel)

@@ -56,8 +56,11 @@ class Groups:
 
 @dataclass(frozen=True)
 class Formats:
-    """Dtypes. compute: of the model's weights. storage: of the masters. gradient: of gradients accumulated over
-    microbatches. reduce: of gradients in collectives."""
+    """The dtypes of a buffer's tensors.
+
+    compute: of the model's weights. storage: of the masters. gradient: of gradients accumulated over microbatches.
+    reduce: of gradients in collectives.
+    """
 
     compute: torch.dtype
     storage: torch.dtype
@@ -108,8 +111,10 @@ def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
 
 
 def _groups_of(layout: Layout, *, expert: bool) -> Groups:
-    """ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy of the model shard, or the ranks of all
-    copies."""
+    """Return the groups of a buffer.
+
+    ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy of the model shard, or the ranks of all copies.
+    """
     parallel, meshes = layout.parallel, layout.meshes
     axis = "ep_shard" if expert else "dp_shard_cp"
     one_copy = (meshes.fsdp_experts if expert else meshes.fsdp).get_group(axis)
