@@ -163,7 +163,7 @@ class Architecture:
         return "moe.n_experts" in self.keys
 
     def default(self, key: str) -> Any:
-        """The value of `key` if config.json lacks it. KeyError if the key is required."""
+        """Return the value of `key` if config.json lacks it. Raises KeyError if the key is required."""
         return self.defaults[key] if key in self.defaults else DEFAULTS[key]
 
 
@@ -187,5 +187,5 @@ class ConfigJson:
             raise UserError(f"{self.source}: lacks {key}, which {self.architecture.name} needs") from None
 
     def error(self, key: str, why: str) -> UserError:
-        """A UserError about the value of `key`."""
+        """Return a UserError about the value of `key`."""
         return UserError(f"{self.source}: {key} = {self[key]!r}: {why}")

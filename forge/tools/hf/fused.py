@@ -20,8 +20,7 @@ from forge.config.model import ModelConfig
 
 
 class Rows(NamedTuple):
-    """A slice of rows: their tensor has `groups` equal runs of rows, and rows `start` to `stop` are taken from each
-    run."""
+    """A slice of rows: rows `start` to `stop` of each of `groups` equal runs of rows in their tensor."""
 
     groups: int
     start: int
@@ -66,8 +65,10 @@ def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, Place]:
 
 
 def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, Place]:
-    """Return the positions of one layer's tensors in Qwen3-Next, by their name below `layers.N`; without the usual
-    ones."""
+    """Return the positions of one layer's tensors in Qwen3-Next, by their name below `layers.N`.
+
+    The usual ones are left out.
+    """
     linear = model.linear_attention
     if model.kind_of(layer) != "linear" or linear is None:
         if model.attention_gate != "element":

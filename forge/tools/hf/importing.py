@@ -144,7 +144,7 @@ def _config(
     dtype: torch.dtype,
     tokenizer: bool,
 ) -> Config:
-    """The config.toml of the imported checkpoint: its model, and other keys that make it valid without reading files.
+    """Return the imported checkpoint's config.toml: its model, and keys that make it valid without reading files.
 
     It computes in `dtype`, the embedding's, like transformers; for float16, which forge does not support, in float32.
     """

@@ -119,7 +119,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: int) -> tuple[Tenso
 
 
 def _by_token(x: Tensor, width: int) -> Tensor:
-    """A tensor `[batch, heads, seq, width]` with the memory layout of the kernels' output: token by token."""
+    """Return a tensor `[batch, heads, seq, width]` with the memory layout of the kernels' output: token by token."""
     batch, heads, seq, _ = x.shape
     return x.new_empty((batch, seq, heads, width)).transpose(1, 2)
 

@@ -243,7 +243,7 @@ def _explained() -> Iterator[None]:
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line outside of PyTorch and of the planner."""
+    """Return the innermost line outside of PyTorch and of the planner."""
     folders = {Path(torch.__file__).parent, Path(__file__).parent}
     frames = [
         frame

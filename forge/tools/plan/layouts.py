@@ -50,8 +50,11 @@ EXPERT_CALLS = {"none": 4, "selective": 4, "full": 6}
 
 @dataclass(frozen=True)
 class Layout:
-    """A legal layout. seconds: a rough estimate of a step. state: least bytes on a rank; activations: roughly.
-    sizes: degrees and micro batch. shapes: sizes, recomputation and engine. signature: shapes and the pipeline's schedule."""
+    """A legal layout.
+
+    seconds: a rough estimate of a step. state: least bytes on a rank; activations: roughly.
+    sizes: degrees and micro batch. shapes: sizes, recomputation and engine. signature: shapes and the pipeline's schedule.
+    """
 
     changes: Changes
     config: Config
@@ -165,7 +168,7 @@ def _degrees(config: Config, world: int) -> Degrees | None:
 
 
 def _legal(layout: Layout, config: Config, world: int) -> Layout | None:
-    """The layout, reduced to keys that differ from `config`; None if a run would refuse it."""
+    """Return the layout, reduced to keys that differ from `config`; None if a run would refuse it."""
     changes = {key: value for key, value in layout.changes.items() if value != value_of(config, key)}
     changed = with_changes(config, changes)
     try:

@@ -1,5 +1,6 @@
-"""Measure each process's device and links, on one node or many, with one process per GPU. Each result is compared with its
-definition. `forge/tools/plan/node_report.py` compares the rates with the plan's.
+"""Measure each process's device and links, on one node or many, with one process per GPU.
+
+Each result is compared with its definition. `forge/tools/plan/node_report.py` compares the rates with the plan's.
 """
 
 from __future__ import annotations
@@ -126,7 +127,10 @@ def _time_on_card() -> float:
 
 
 def _product(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Timed:
-    """A product of square matrices; compared by one random vector (Freivalds, 1977), which every element of it changes."""
+    """Time a product of square matrices.
+
+    It is compared by one random vector (Freivalds, 1977), which every element of it changes.
+    """
     random = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(sizes.n, sizes.n, device=device, dtype=dtype, generator=random) for _ in range(2))
     c = torch.empty_like(a)
@@ -159,7 +163,7 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Timed:
 
 
 def _memory(device: torch.device, _dtype: torch.dtype, sizes: Sizes) -> Timed:
-    """A copy within the memory."""
+    """Time a copy within the memory."""
     source = torch.arange(sizes.copied // 4, device=device, dtype=torch.int32)
     copy = torch.empty_like(source)
     seconds = median_s(lambda: copy.copy_(source), clock_of(device), sizes.least_s)

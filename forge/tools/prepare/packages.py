@@ -91,6 +91,7 @@ class Text:
 
 
 def read_manifest(path: Path) -> Manifest:
+    """Return the manifest in the TOML file `path`. Raises UserError if the file is missing or is not a manifest."""
     try:
         manifest = Manifest(**tomllib.loads(path.read_text("utf-8")))
     except OSError as error:

@@ -17,8 +17,11 @@ from forge.tools.sweep.results import metric_of
 
 @dataclass(frozen=True)
 class Measured:
-    """parameters: those that a token uses, with or without embeddings. tokens: trained on. batch: tokens per step. loss: at
-    the end."""
+    """A finished run.
+
+    parameters: those that a token uses, with or without embeddings. tokens: trained on. batch: tokens per step.
+    loss: at the end.
+    """
 
     path: Path
     parameters: float
@@ -29,8 +32,10 @@ class Measured:
 
 
 def measure(path: Path, metric: str, trust: bool = False, embeddings: bool = True) -> Measured:
-    """Read a finished run. trust: import the class that its model.kind may name. embeddings: whether the parameters of the
-    embedding and of the output head count.
+    """Read a finished run.
+
+    trust: import the class that its model.kind may name. embeddings: whether the parameters of the embedding and of the
+    output head count.
 
     Raises UserError if the run is not finished, has no such metric or needs trust.
     """

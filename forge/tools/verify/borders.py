@@ -73,8 +73,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor at a border: `values` of the module `name`, from local row `row` on; `output` or else input. The name ends
-    with the number of the call if it is not the first of its microbatch."""
+    """A tensor at a border: `values` of the module `name`, from local row `row` on; `output` or else input.
+
+    The name ends with the number of the call if it is not the first of its microbatch.
+    """
 
     name: str
     output: bool

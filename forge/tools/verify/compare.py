@@ -54,11 +54,14 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """differences: one per tensor, those above the tolerance. largest: by kind, of all tensors, equal ones included.
+    """The result of comparing all tensors.
+
+    differences: one per tensor, those above the tolerance. largest: by kind, of all tensors, equal ones included.
     compared: the number of tensors. counted: how many elements of each tensor are held, copies not counted. index_sums: of
     their flat indices, so that an element twice does not stand for one that is missing. unplaced: what
     cannot be compared: modules whose shapes do not say which part of the global tensor a rank has, curves of hooks that
-    differ from one run to the next."""
+    differ from one run to the next.
+    """
 
     differences: list[Difference] = field(default_factory=list)
     largest: dict[str, float] = field(default_factory=dict)
@@ -170,7 +173,7 @@ def _held(whole: dict[Key, Tensor], step: RankStep, result: Comparison) -> dict[
 
 
 def difference_of(equal: Difference, expected: Tensor, pieces: Sequence[Piece], scale: float) -> Difference:
-    """The largest difference of one tensor over its pieces, the first of equally large ones; `equal` if there is none."""
+    """Return the largest difference of one tensor over its pieces, the first among equals; `equal`: there is none."""
     worst = equal
     for piece in pieces:
         mine = part_of(expected, piece.place)

@@ -143,7 +143,7 @@ class UserHooks:
     def launched(
         self, step: int, lr: float, sums: Tensor, norm: Tensor, routers: Mapping[str, Tensor]
     ) -> None:
-        """A step has been made. sums: the values of a `Sums`; routers: rows of the router report by `layers.N`."""
+        """Keep the result of a step. sums: the values of a `Sums`; routers: rows of the router report by `layers.N`."""
         if not self._each:
             return
         progress = self._trainer.progress
@@ -173,7 +173,7 @@ class UserHooks:
             self.call("after_result", result)
 
     def end(self) -> None:
-        """The run ends."""
+        """Report the last step and call `after_run`."""
         self.process_last_result()
         self.call("after_run")
 
@@ -207,7 +207,7 @@ class UserHooks:
 
 
 def _of_module(one_process: Any, model: nn.Module, shards: list[Shard]) -> ParallelModel:
-    """A ParallelModel of one process around the plain module `model`, for reading and evaluation only."""
+    """Return a ParallelModel of one process around the plain module `model`, for reading and evaluation only."""
     found: Any = copy.copy(one_process)
     found.parts, found.shards, found._engines = [model], shards, ()
     buffers = dict(model.named_buffers())

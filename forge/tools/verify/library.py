@@ -54,7 +54,7 @@ Optimizers: TypeAlias = list[torch.optim.Optimizer]
 
 @dataclass
 class Parallelized:
-    """This rank's part of a module after `parallelize`.
+    """The local part of a module after `parallelize`.
 
     model: the module, or the stages of a pipeline on this rank, whose modules keep the names of the whole model.
     data_rank, data_ranks: this rank's part of the batch's sequences.
@@ -224,8 +224,10 @@ def _together(rank: int, _world: int, request: Request, file: Path, folder: str)
 
 
 class _Run:
-    """The steps of one module on this rank. shapes: the whole parameters by name; limit: of the gradient norm, None: half of
-    that of the first step."""
+    """The steps of one module on this rank.
+
+    shapes: the whole parameters by name; limit: of the gradient norm, None: half of that of the first step.
+    """
 
     def __init__(self, done: Parallelized, make: Any, shapes: dict[str, nn.Parameter], limit: float | None):
         self.done, self.limit = done, limit

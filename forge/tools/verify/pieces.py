@@ -22,7 +22,7 @@ Key: TypeAlias = tuple[str, str]
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's `values` at `place` of a global tensor. counted: true on one rank among replicas."""
+    """The local `values` at `place` of a global tensor. counted: true on one rank among replicas."""
 
     values: Tensor
     place: Place

@@ -153,7 +153,7 @@ def _largest_logits(
 def _checkpoint(
     model: Transformer, shards: list[Shard], optimizer: Optimizer
 ) -> dict[str, tuple[Shard, Tensor]]:
-    """The result of forge.train.state.all_tensors for a layout."""
+    """Return the result of forge.train.state.all_tensors for a layout."""
     tensors = {f"model.{shard.name}": (shard, shard.data) for shard in shards}
     for layer, router in model.routers.items():
         for leaf in ("bias", "previous_counts"):

@@ -281,8 +281,10 @@ def every_batch(
 
 
 def leave_out(batch: Batch, first: int) -> None:
-    """Leave tokens out of the loss, keyed by the global number of a row, of which row 0 has `first`: another number in each
-    sequence, and in each part of one."""
+    """Leave tokens out of the loss, keyed by the global number of a row, of which row 0 has `first`.
+
+    Another number is left out in each sequence, and in each part of one.
+    """
     rows, seq = batch.labels.shape
     for row in range(rows):
         number = first + row
