@@ -31,6 +31,7 @@ above_zero = number(float, lambda value: value > 0, "above 0")
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Fit the laws, print them and return the exit code."""
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="run directories, or folders of them")

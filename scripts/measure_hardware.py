@@ -128,7 +128,10 @@ def _compute(threads: int, ready: Any) -> None:
 
 
 def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> Rates:
-    """The three products of a linear layer in training, of shapes as in a model: output, gradients of input and weight."""
+    """Time the three products of a linear layer in training, of shapes as in a model.
+
+    They are the output, and the gradients of input and weight.
+    """
     found = []
     size = 16
     while 2 * size <= largest:

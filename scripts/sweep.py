@@ -30,6 +30,7 @@ from scripts.options import Options, exit_code_of
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Make and rank the runs, or print their job array, and return the exit code."""
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("sweep", type=Path, help="the file of the sweep; docs/guides/recipes.md describes it")

@@ -45,6 +45,7 @@ minutes = number(float, lambda value: value > 0, "more than 0")
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Compare layouts and return the exit code: FAILED if any differs."""
     parser = _parser()
     given, overrides = parser.parse_known_args(arguments)
     if given.module is not None or given.parallelize is not None:

@@ -24,6 +24,7 @@ from scripts.slurm.job import History, Limits, Record, _number, _write, decide
 
 
 def main(argv: list[str]) -> int:
+    """Run the task, requeue it after a stop, and return the run's exit code."""
     parser = Options(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
