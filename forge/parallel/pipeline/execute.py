@@ -116,8 +116,8 @@ class PipelinedModel(ParallelModel):
         dist.broadcast(scores, group=self.pp, group_src=self.plan.ends[1])
         return scores
 
-    def _execute(self, program: Sequence[Action], microbatches: list[Batch], divisor: Tensor) -> _Run:
-        run = _Run(self, microbatches, divisor)
+    def _execute(self, program: Sequence[Action], microbatches: list[Batch], divisor: Tensor) -> _ProgramRun:
+        run = _ProgramRun(self, microbatches, divisor)
         for action in program:
             run.do(action)
         run.messages.close()
@@ -145,7 +145,7 @@ class PipelinedModel(ParallelModel):
         return part.model(x, *replace(inputs, positions=positions).arguments[1:])
 
 
-class _Run:
+class _ProgramRun:
     """One execution of a program on this rank; its state is kept by (stage, microbatch).
 
     losses: sums of the losses computed on this rank, float64 `[3]`. outputs: forwards not yet used by a backward.

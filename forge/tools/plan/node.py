@@ -61,7 +61,7 @@ class Timed:
 
 
 @dataclass
-class Record:
+class RankChecks:
     """One rank: its node, its device by CUDA and nvidia-smi, and its checks by name."""
 
     rank: int
@@ -75,7 +75,7 @@ class Record:
     timed: dict[str, Timed] = field(default_factory=dict)
 
 
-def measure_rank(world: World, sizes: Sizes) -> Record:
+def measure_rank(world: World, sizes: Sizes) -> RankChecks:
     """Run all checks on this rank. Collective. Raises RanksFailed on every rank if a check raises on one."""
     device = world.device
     record = describe(world)
@@ -93,9 +93,9 @@ def measure_rank(world: World, sizes: Sizes) -> Record:
     return record
 
 
-def describe(world: World) -> Record:
+def describe(world: World) -> RankChecks:
     """Return this rank's record without checks."""
-    record = Record(world.rank, socket.gethostname(), world.local_size or 1)
+    record = RankChecks(world.rank, socket.gethostname(), world.local_size or 1)
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
         record.name, record.memory_gib = properties.name, properties.total_memory / GIB
