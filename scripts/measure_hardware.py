@@ -36,7 +36,7 @@ from forge.runtime.compat import cores
 from forge.tools.plan.node import clock_of, median_s
 from scripts.options import Options, exit_code_of, positive
 
-Rates = list[list[float]]
+MeasuredRates = list[list[float]]
 Clock = Callable[[], float]
 Turns = Iterator[list[torch.Tensor]]
 # Seconds of a call after which larger ones are not measured: a CPU that computes slowly in bfloat16 would take minutes.
@@ -127,7 +127,7 @@ def _compute(threads: int, ready: Any) -> None:
         torch.add(a @ b, b)
 
 
-def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> Rates:
+def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> MeasuredRates:
     """Time the three products of a linear layer in training, of shapes as in a model.
 
     They are the output, and the gradients of input and weight.
@@ -160,7 +160,7 @@ def _in_turns(shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.
     )
 
 
-def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> Rates:
+def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> MeasuredRates:
     """Causal attention of 8 heads of 64, forward and backward: 2 and 5 products of half the scores."""
     found = []
     seq = 32
@@ -182,7 +182,7 @@ def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Cl
     return found
 
 
-def _elementwise(device: torch.device, clock: Clock, largest: int) -> Rates:
+def _elementwise(device: torch.device, clock: Clock, largest: int) -> MeasuredRates:
     found = []
     size = 1 << 14
     while size <= largest:
