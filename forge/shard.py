@@ -34,9 +34,12 @@ class Box:
 
 @dataclass(frozen=True)
 class Rates:
-    """Factors for one parameter. Set by forge/parallel/parametrization.py: lr, orthogonal: factors of the learning rate for
-    elementwise and for orthogonalised updates (weight decay is divided by them); eps: factor of the epsilon added to the
-    square root. Set by optimizer.groups: scale: factor of the learning rate, for update and weight decay."""
+    """Factors for one parameter.
+
+    Set by forge/parallel/parametrization.py: lr, orthogonal: factors of the learning rate for elementwise and for
+    orthogonalised updates (weight decay is divided by them); eps: factor of the epsilon added to the square root.
+    Set by optimizer.groups: scale: factor of the learning rate, for update and weight decay.
+    """
 
     lr: float = 1.0
     orthogonal: float = 1.0
@@ -46,7 +49,7 @@ class Rates:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """This rank's part of the parameter `name`: constant metadata, and the tensor.
+    """The local part of the parameter `name`: constant metadata, and the tensor.
 
     parameter: the leaf that training updates: a DTensor under fsdp2, a flat slice under a contiguous-buffer engine.
     boxes: the local elements, one box after another, each in row-major order; empty if the rank holds none.

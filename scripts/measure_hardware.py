@@ -36,7 +36,7 @@ from forge.runtime.compat import cores
 from forge.tools.plan.node import clock_of, median_s
 from scripts.options import Options, exit_code_of, positive
 
-Rates = list[list[float]]
+MeasuredRates = list[list[float]]
 Clock = Callable[[], float]
 Turns = Iterator[list[torch.Tensor]]
 # Seconds of a call after which larger ones are not measured: a CPU that computes slowly in bfloat16 would take minutes.
@@ -127,8 +127,11 @@ def _compute(threads: int, ready: Any) -> None:
         torch.add(a @ b, b)
 
 
-def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> Rates:
-    """The three products of a linear layer in training, of shapes as in a model: output, gradients of input and weight."""
+def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> MeasuredRates:
+    """Time the three products of a linear layer in training, of shapes as in a model.
+
+    They are the output, and the gradients of input and weight.
+    """
     found = []
     size = 16
     while 2 * size <= largest:
@@ -157,7 +160,7 @@ def _in_turns(shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.
     )
 
 
-def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> Rates:
+def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> MeasuredRates:
     """Causal attention of 8 heads of 64, forward and backward: 2 and 5 products of half the scores."""
     found = []
     seq = 32
@@ -179,7 +182,7 @@ def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Cl
     return found
 
 
-def _elementwise(device: torch.device, clock: Clock, largest: int) -> Rates:
+def _elementwise(device: torch.device, clock: Clock, largest: int) -> MeasuredRates:
     found = []
     size = 1 << 14
     while size <= largest:
@@ -221,7 +224,7 @@ def _link(card: bool, size: int) -> dict[str, float]:
     """Latency and bandwidth of an all-reduce of two ranks: of a ring in one direction."""
     if card and torch.cuda.device_count() < 2:
         print(
-            "one card: the link between cards is not measured; write it into [node] and [cluster]",
+            "one GPU: the link between GPUs is not measured; write it into [node] and [cluster]",
             file=sys.stderr,
         )
         return {"gb_per_s": 50.0, "latency_us": 20.0}

@@ -21,6 +21,7 @@ from scripts.options import Options, add_input_options, exit_code_of, number, po
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Prepare the dataset and return the exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
     if (given.packing is None) != (given.seq_len is None):
@@ -106,7 +107,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _slurm_part() -> tuple[int, int] | None:
-    """The place in a job array, or else in the step."""
+    """Return (K, N): place K of this process among the N of a job array and its steps; None if it is alone."""
     variables = {
         name: os.environ.get(f"SLURM_{name}", "")
         for name in (

@@ -216,7 +216,10 @@ _ADMITTED = {
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """The allowed use of `getattr` in a pickle: Python 3.11.0 to 3.11.3 pickle an enum member by class and name."""
+    """Return the enum member: the allowed use of `getattr` in a pickle. Otherwise raise UnpicklingError.
+
+    Python 3.11.0 to 3.11.3 pickle an enum member by class and name.
+    """
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(f".metadata refers to an attribute {name!r}, which no checkpoint needs")
@@ -236,7 +239,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Comparison:
+class IndexComparison:
     """One rank's wanted tensors, compared with the index. Small, because it is sent to every rank."""
 
     missing: list[str]
@@ -244,7 +247,7 @@ class Comparison:
     asked: int  # bit i: this rank wants the i-th name of the index
 
 
-def compare(index: Metadata, wanted: NamedTensors) -> Comparison:
+def compare(index: Metadata, wanted: NamedTensors) -> IndexComparison:
     """Compare this rank's wanted tensors with the `index` of a checkpoint."""
     saved = index.state_dict_metadata
     missing, shapes = [], []
@@ -256,11 +259,11 @@ def compare(index: Metadata, wanted: NamedTensors) -> Comparison:
             shapes.append(f"{name} is {_shape(has.size)} there and {_shape(shard.global_shape)} here")
     asked = sum((name in wanted) << i for i, name in enumerate(saved))
     # One more than is shown, to report further ones.
-    return Comparison(missing[: _SHOWN + 1], shapes[: _SHOWN + 1], asked)
+    return IndexComparison(missing[: _SHOWN + 1], shapes[: _SHOWN + 1], asked)
 
 
 def refuse_misfits(
-    path: Path, index: Metadata, comparisons: list[Comparison], unused: Collection[str]
+    path: Path, index: Metadata, comparisons: list[IndexComparison], unused: Collection[str]
 ) -> None:
     """Raise UserError (exit 2), the same on every rank, if the `comparisons` of all ranks show a misfit."""
     names = list(index.state_dict_metadata)

@@ -49,7 +49,6 @@ def find_damage(
     Raises UserError (exit 77) for another format. Raises RanksFailed if files cannot be read for an unrelated reason, e.g. an
     unmounted file system.
     """
-
     files, problem = on_first_rank("reading the manifest", lambda: _read_files(folder), group)
     if problem is not None:
         return problem

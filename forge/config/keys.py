@@ -90,8 +90,8 @@ def keys(schema: type[Config] = Config) -> dict[str, Key]:
 
 
 def title(section: type[Section]) -> str:
-    """Return the first paragraph of a section's docstring."""
-    return " ".join((section.__doc__ or "").strip().partition("\n\n")[0].split())
+    """Return a section's docstring in one line."""
+    return " ".join((section.__doc__ or "").split())
 
 
 def value_at(tree: Any, path: Iterable[Any]) -> Any:

@@ -11,8 +11,10 @@ from forge.config.section import Count, ListOf, NonNegativeNumber, Section, Text
 
 
 class MuonConfig(Section):
-    """muon: matrices inside blocks are updated by Muon; all else (embedding, head, norms, biases, routers, convolutions) by
-    adamw with the keys of [optimizer]."""
+    """muon: matrices inside blocks are updated by Muon.
+
+    All else (embedding, head, norms, biases, routers, convolutions) is updated by adamw with the keys of [optimizer].
+    """
 
     lr: NonNegativeNumber = Field(default=0.0, json_schema_extra={"default": "optimizer.lr"})
     """Peak learning rate of the matrices, with the same schedule. 0: optimizer.lr."""

@@ -21,8 +21,11 @@ RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The values of a step. lr: the peak learning rate, by schedule.lr_rule. windows: of train.seq_len, that it reads.
-    weights: of the sources with a weight above 0 in some phase; None: the weights of [data]."""
+    """The values of a step.
+
+    lr: the peak learning rate, by schedule.lr_rule. windows: of train.seq_len, that it reads.
+    weights: of the sources with a weight above 0 in some phase; None: the weights of [data].
+    """
 
     global_batch_size: int
     micro_batch_size: int

@@ -27,7 +27,7 @@ NO_TOKENIZER = "none"
 
 
 @dataclass(frozen=True)
-class Data:
+class RunData:
     """The data of a run, and the fingerprints by which a resumed run recognises them."""
 
     dataset: PackedDataset
@@ -37,12 +37,12 @@ class Data:
 
 
 @caused_by(Cause.DATA)
-def open_data(config: Config) -> Data:
+def open_data(config: Config) -> RunData:
     """Open and check all data. Collective: an error on any rank is raised on every rank."""
     dataset = on_every_rank("opening the data", lambda: build_dataset(config))
     validation = on_every_rank("opening the held-out data", lambda: build_validation(config))
     tokenizer = on_every_rank("opening the tokenizer", lambda: build_tokenizer(config))
-    return Data(dataset, validation, tokenizer, input_fingerprints(dataset, tokenizer))
+    return RunData(dataset, validation, tokenizer, input_fingerprints(dataset, tokenizer))
 
 
 def build_dataset(config: Config) -> PackedDataset:

@@ -27,8 +27,10 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Segment:
-    """From global sample `start` on, `weights` apply, in blocks of `block`. drawn: samples drawn before, per source. Both
-    have an entry for each source of the history so far, in the order of first use."""
+    """From global sample `start` on, `weights` apply, in blocks of `block`. drawn: samples drawn before, per source.
+
+    Both have an entry for each source of the history so far, in the order of first use.
+    """
 
     start: int
     block: int

@@ -21,7 +21,7 @@ def key_of(*parts: int | str) -> int:
 
 
 def scramble(value: int) -> int:
-    """The splitmix64 finaliser: a bijection of 64-bit integers in which every input bit moves every output bit."""
+    """Apply the splitmix64 finaliser: a bijection of 64-bit integers in which every input bit moves every output bit."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
     return value ^ (value >> 31)

@@ -55,8 +55,10 @@ def part_of(window: Row, part: int, seq_len: int) -> Row:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The samples of a step: `windows` whole samples of `dataset`, in the step's order, from global sample `sample` on, cut
-    into `batch` rows of `seq_len` tokens."""
+    """The samples of a step: `windows` whole samples of `dataset`, from global sample `sample` on.
+
+    They are in the step's order, cut into `batch` rows of `seq_len` tokens.
+    """
 
     dataset: PackedDataset
     sample: int

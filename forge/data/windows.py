@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from forge.data.format import TokenDataset
-from forge.data.packing import Plan, open_plan
+from forge.data.packing import PackingPlan, open_plan
 from forge.data.sources import Source, count_windows
 from forge.runtime.errors import UserError
 
@@ -54,7 +54,7 @@ class StreamWindows:
 class PackedWindows:
     """Sequences of a plan: whole documents, or parts of longer ones, one after the other (forge/data/packing.py)."""
 
-    def __init__(self, source: Source, plan: Plan):
+    def __init__(self, source: Source, plan: PackingPlan):
         self.source, self._plan = source, plan
         self.count = plan.sequences
         self.fingerprint = f"{source.fingerprint}-{plan.name}-{plan.digest[:16]}"

@@ -143,7 +143,7 @@ class GroupedAttention(Attention):
 
 
 class HeadIndices(nn.Module):
-    """This process's heads, by their numbers in the whole layer; for constants of each head, e.g. slopes.
+    """The heads of a process, by their numbers in the whole layer; for constants of each head, e.g. slopes.
 
     Tensor parallelism divides `heads` if the module's name is colwise in the plan.
     """

@@ -1,5 +1,6 @@
-"""The gated delta rule: a matrix that every token decays, corrects and reads (Yang et al. 2024, "Gated Delta Networks",
-arXiv:2412.06464), token by token or in chunks.
+"""The gated delta rule: a matrix that every token decays, corrects and reads, token by token or in chunks.
+
+Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464:
 
     S_t = exp(g_t) S_{t-1};  S_t += beta_t k_t (v_t - S_t^T k_t)^T;  o_t = S_t^T q_t
 
@@ -71,8 +72,9 @@ def divide(
 
 
 def decayed_products(several: Sequence[Tensor], columns: Tensor, total: Tensor, seen: Tensor) -> list[Tensor]:
-    """Return for each `rows` of `several` `[..., size, size]`: sum_d rows_id columns_jd exp(total_id - total_jd) where `seen`
-    allows i to read j, else 0.
+    """Return the decayed products of each `rows` of `several` with `columns`: `[..., size, size]`.
+
+    Element i, j is sum_d rows_id columns_jd exp(total_id - total_jd) where `seen` allows i to read j, else 0.
 
     rows, columns `[..., size, key_dim]`; total `[..., size, decays]`, which never grows along the tokens; seen bool,
     false for all j > i. No exponent is above 0, so no exponential overflows.

@@ -28,14 +28,16 @@ class Embedding(nn.Module):
         return 0.0
 
     def output(self, hidden: Tensor, labels: Tensor | None, loss: nn.Module) -> Tensor:
-        """Same as `Head.forward`. No module hooks run, so under FSDP the weight must belong to the root's unit."""
+        """Return the same as `Head.forward`. No module hooks run, so under FSDP the weight must be in the root's unit."""
         # Without hooks nothing else casts to the dtype that the weight computes in.
         return loss(hidden.to(self.weight.dtype), self.weight, labels)
 
 
 class Head(nn.Module):
-    """The output matrix. Computes the loss inside its forward, because parallel engines have gathered the weight
-    there."""
+    """The output matrix.
+
+    Computes the loss inside its forward, because parallel engines have gathered the weight there.
+    """
 
     # Losses and logits are never rounded to the compute dtype.
     exact_output = True

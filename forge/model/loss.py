@@ -133,8 +133,10 @@ class Vocabulary:
         return target, None
 
     def combine(self, lse: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
-        """logsumexp and the target's logit (0 if the target is not in this shard), both `[chunk, 1]` -> both for all
-        columns."""
+        """Return the logsumexp and the target's logit for all columns, from those of this shard, all `[chunk, 1]`.
+
+        The target's logit is 0 if the target is not in this shard.
+        """
         return lse, target_logit
 
 

@@ -85,7 +85,7 @@ def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tens
     pairs = len(frequencies)
 
     def index_of(rotations: float) -> float:
-        """The (real-valued) pair that rotates this often over the original context."""
+        """Return the (real-valued) pair that rotates this often over the original context."""
         return pairs * log(scaling.original_max_position / (rotations * 2 * pi)) / log(theta)
 
     low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)

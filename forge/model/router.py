@@ -81,10 +81,9 @@ class Router(nn.Module):
     def route(
         self, x: Tensor, labels: Tensor | None, noise: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return experts and weights like `forward`, and the additions to each sum. Changes no state, so it can be
-        compiled.
+        """Return experts and weights like `forward`, and the additions to each sum.
 
-        noise `[batch, seq, n_experts]` is added to the logits.
+        Changes no state, so it can be compiled. noise `[batch, seq, n_experts]` is added to the logits.
         """
         config = self.config
         logits = self.logits(x)  # [batch, seq, n_experts]
@@ -226,13 +225,13 @@ def update_routers(
 
 
 def _relative(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """counts `[..., n_experts]` -> load relative to an even load: n_experts * count / sum; ones if the sum is 0."""
+    """Return the load relative to an even load: n_experts * count / sum; ones if the sum is 0."""
     total = counts.sum(-1, keepdim=True)
     return torch.where(total > 0, counts.shape[-1] * counts.to(dtype) / total.clamp(min=1), 1.0)
 
 
 def _first_indices(scores: Tensor, k: int) -> Tensor:
-    """Indices of the k highest along the last dim, best first, ties by lower index, which topk does not guarantee."""
+    """Return the indices of the k highest along the last dim, best first. Unlike topk, ties go to the lower index."""
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :k]
 
 

@@ -209,8 +209,10 @@ class Monitors:
         return self._index[rows]
 
     def _watch(self, layer: int, block: Any) -> None:
-        """Hook a block. Inside it tensors are only kept and measured after it returns: activation checkpointing would record
-        any computation inside."""
+        """Watch a block: keep its tensors, and measure them after it returns.
+
+        Activation checkpointing would record any computation inside the block.
+        """
         seen = self._seen[layer] = []
         if "attention" in self._chosen and not self._compiled and hasattr(block.attention, "attend"):
             latent = hasattr(block.attention.attend, "attend_latent")

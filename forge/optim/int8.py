@@ -120,8 +120,11 @@ def cut_blocks(shape: torch.Size, boxes: Iterable[Box]) -> NDArray[np.int64]:
 
 
 def _divide(shape: torch.Size, box: Box) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """Divide a box at block boundaries. Yield columns [start, stop) of the global tensor and, for cut blocks, the block's
-    number in each row: `[rows]`, otherwise `[0]`."""
+    """Divide a box at block boundaries.
+
+    Yield columns [start, stop) of the global tensor and, for cut blocks, the block's number in each row: `[rows]`,
+    otherwise `[0]`.
+    """
     *counts, columns = shape or (1,)
     *tops, left = box.offsets or (0,)
     *heights, width = box.sizes or (1,)

@@ -31,7 +31,7 @@ ROUND_NUMEL = {"cuda": 1 << 24, "cpu": 1 << 19}
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixPart:
     """The rows and columns `box` of `count` matrices of shard `number`, from its matrix `first` on."""
 
     number: int
@@ -44,7 +44,7 @@ class Part:
         return self.count * self.box.numel
 
 
-Transfer: TypeAlias = tuple[Part, int, int]
+PartTransfer: TypeAlias = tuple[MatrixPart, int, int]
 """(part, source rank, destination rank)"""
 
 
@@ -72,7 +72,7 @@ class Holders:
 
 
 @dataclass(frozen=True)
-class Run:
+class MatrixRun:
     """Consecutive matrices of shard `number` with the same holders and one owner."""
 
     number: int
@@ -93,31 +93,31 @@ class Run:
         short, long = sorted(self.shape)
         return self.count * short * short * (2 * long + short)
 
-    def to_owner(self) -> Iterator[Transfer]:
+    def to_owner(self) -> Iterator[PartTransfer]:
         for box, holders in self.holders.of_box.items():
             # Prefer the owner's own copy. Otherwise vary the choice, so that it is not always the first rank.
             source = self.owner if self.owner in holders else holders[self.owner % len(holders)]
-            yield Part(self.number, self.first, self.count, box), source, self.owner
+            yield MatrixPart(self.number, self.first, self.count, box), source, self.owner
 
-    def to_holders(self) -> Iterator[Transfer]:
+    def to_holders(self) -> Iterator[PartTransfer]:
         for box, holders in self.holders.of_box.items():
             for holder in holders:
-                yield Part(self.number, self.first, self.count, box), self.owner, holder
+                yield MatrixPart(self.number, self.first, self.count, box), self.owner, holder
 
 
 @dataclass(frozen=True)
-class Batch:
+class MatrixBatch:
     """Matrices of one shape, computed together on one rank: those of `runs`, one run after another."""
 
     shape: tuple[int, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[MatrixRun, ...]
 
     @property
     def count(self) -> int:
         return sum(run.count for run in self.runs)
 
 
-Function: TypeAlias = Callable[[Tensor, Batch], Tensor]
+Function: TypeAlias = Callable[[Tensor, MatrixBatch], Tensor]
 
 
 class WholeMatrices:
@@ -147,7 +147,7 @@ class WholeMatrices:
         self._rounds = [_Round(some, held, group) for some in _divide_into_rounds(runs, round_numel)]
 
     @property
-    def batches(self) -> list[Batch]:
+    def batches(self) -> list[MatrixBatch]:
         """Return all matrices that this rank owns, in the order in which the function gets them."""
         return [batch for one in self._rounds for batch in one.batches]
 
@@ -185,12 +185,12 @@ class WholeMatrices:
                 views.append(pieces[piece][place].view(part.count, *part.box.sizes))
         return views
 
-    def _own_parts(self, number: int) -> Iterator[tuple[Part, tuple[int, slice]]]:
+    def _own_parts(self, number: int) -> Iterator[tuple[MatrixPart, tuple[int, slice]]]:
         shard = self._shards[number]
         return _parts_of(shard.boxes, shard.global_shape, number, self._heads[number])
 
 
-class _Place(NamedTuple):
+class _PartLocation(NamedTuple):
     """The location of a part in a list of tensors `[n, rows, columns]`."""
 
     tensor: int
@@ -205,11 +205,15 @@ class _Place(NamedTuple):
 class _Round:
     """The matrices of `runs`: sent from the holders of parts to their owners, and back."""
 
-    def __init__(self, runs: Sequence[Run], held: Sequence[Part], group: dist.ProcessGroup | None):
+    def __init__(
+        self, runs: Sequence[MatrixRun], held: Sequence[MatrixPart], group: dist.ProcessGroup | None
+    ):
         me = 0 if group is None else group.rank()
         own = [run for run in runs if run.owner == me]
         shapes = dict.fromkeys(run.shape for run in own)
-        self.batches = [Batch(shape, tuple(run for run in own if run.shape == shape)) for shape in shapes]
+        self.batches = [
+            MatrixBatch(shape, tuple(run for run in own if run.shape == shape)) for shape in shapes
+        ]
         in_whole: dict[tuple[int, int], tuple[int, int]] = {}
         for index, batch in enumerate(self.batches):
             starts = itertools.accumulate((run.count for run in batch.runs), initial=0)
@@ -221,16 +225,16 @@ class _Round:
         for index, part in enumerate(held):
             in_held.setdefault((part.number, part.box), []).append((part.first, index))
 
-        def place_in_held(part: Part) -> _Place:
+        def place_in_held(part: MatrixPart) -> _PartLocation:
             first, index = max(pair for pair in in_held[part.number, part.box] if pair[0] <= part.first)
             start = part.first - first
-            return _Place(index, slice(start, start + part.count), slice(None), slice(None))
+            return _PartLocation(index, slice(start, start + part.count), slice(None), slice(None))
 
-        def place_in_whole(part: Part) -> _Place:
+        def place_in_whole(part: MatrixPart) -> _PartLocation:
             index, start = in_whole[part.number, part.first]
             (row, column), (rows, columns) = part.box.offsets, part.box.sizes
             matrices = slice(start, start + part.count)
-            return _Place(index, matrices, slice(row, row + rows), slice(column, column + columns))
+            return _PartLocation(index, matrices, slice(row, row + rows), slice(column, column + columns))
 
         # Of thousands of ranks, one takes part in few transfers. Whether there is a collective, all know.
         mine = [run for run in runs if me in run.holders.numels]
@@ -260,16 +264,16 @@ class _Exchange:
 
     def __init__(
         self,
-        transfers: Iterable[Transfer],
-        source: Callable[[Part], _Place],
-        target: Callable[[Part], _Place],
+        transfers: Iterable[PartTransfer],
+        source: Callable[[MatrixPart], _PartLocation],
+        target: Callable[[MatrixPart], _PartLocation],
         group: dist.ProcessGroup | None,
         travels: bool,
     ):
         self._travels = travels
         self._group, me, ranks = group, *((0, 1) if group is None else (group.rank(), group.size()))
-        to: list[list[Part]] = [[] for _ in range(ranks)]
-        by: list[list[Part]] = [[] for _ in range(ranks)]
+        to: list[list[MatrixPart]] = [[] for _ in range(ranks)]
+        by: list[list[MatrixPart]] = [[] for _ in range(ranks)]
         for part, sender, receiver in transfers:
             if sender == me:
                 to[receiver].append(part)
@@ -314,13 +318,15 @@ def _nothing() -> None: ...
 
 def _parts_of(
     boxes: Sequence[Box], shape: torch.Size, number: int, heads: int
-) -> Iterator[tuple[Part, tuple[int, slice]]]:
-    """Yield the parts of matrices in `boxes` of shard `number`, whose global shape is `shape`. Each comes with the index of
-    its box and its slice of that box."""
+) -> Iterator[tuple[MatrixPart, tuple[int, slice]]]:
+    """Yield the parts of matrices in `boxes` of shard `number`, whose global shape is `shape`.
+
+    Each comes with the index of its box and its slice of that box.
+    """
     for piece, box in enumerate(boxes):
         if len(shape) == 3:
             inner = Box(box.offsets[1:], box.sizes[1:])
-            yield Part(number, box.offsets[0], box.sizes[0], inner), (piece, slice(None))
+            yield MatrixPart(number, box.offsets[0], box.sizes[0], inner), (piece, slice(None))
             continue
         height = shape[0] // heads
         (begin, column), (size, columns) = box.offsets, box.sizes
@@ -332,10 +338,12 @@ def _parts_of(
             first = start // height
             count = max(1, (stop - start) // height)
             inner = Box((start - first * height, column), ((stop - start) // count, columns))
-            yield Part(number, first, count, inner), (piece, slice(start - begin, stop - begin))
+            yield MatrixPart(number, first, count, inner), (piece, slice(start - begin, stop - begin))
 
 
-def _find_runs(shards: Sequence[Shard], heads: Sequence[int], group: dist.ProcessGroup | None) -> list[Run]:
+def _find_runs(
+    shards: Sequence[Shard], heads: Sequence[int], group: dist.ProcessGroup | None
+) -> list[MatrixRun]:
     """Return the matrices of `shards` in order, with their holders and without owners. Collective."""
     everyones = gather_shard_boxes(shards, group)
     runs = []
@@ -362,7 +370,7 @@ def _find_runs(shards: Sequence[Shard], heads: Sequence[int], group: dist.Proces
                 held[index].setdefault(part.box, []).extend(ranks)
         for (first, end), holders in zip(itertools.pairwise(edges), held, strict=False):
             in_order = {box: sorted(ranks) for box, ranks in holders.items()}
-            run = Run(number, first, end - first, shape, Holders(in_order))
+            run = MatrixRun(number, first, end - first, shape, Holders(in_order))
             assert sum(box.numel for box in in_order) == run.numel, (
                 f"{shard.name}: copies are cut in different places"
             )
@@ -370,7 +378,7 @@ def _find_runs(shards: Sequence[Shard], heads: Sequence[int], group: dist.Proces
     return runs
 
 
-def _choose_owners(runs: Sequence[Run]) -> list[Run]:
+def _choose_owners(runs: Sequence[MatrixRun]) -> list[MatrixRun]:
     """Divide runs, and give each, most work first, to the least loaded rank among its holders."""
     divided = []
     for run in runs:
@@ -391,9 +399,9 @@ def _choose_owners(runs: Sequence[Run]) -> list[Run]:
     return [replace(run, owner=owners[run.number, run.first]) for run in divided]
 
 
-def _divide_into_rounds(runs: Sequence[Run], round_numel: int) -> list[list[Run]]:
+def _divide_into_rounds(runs: Sequence[MatrixRun], round_numel: int) -> list[list[MatrixRun]]:
     """Divide into rounds; in each an owner has at most `round_numel` elements, or one matrix."""
-    rounds: list[list[Run]] = []
+    rounds: list[list[MatrixRun]] = []
     current: Counter[int] = Counter()  # owner -> its latest round
     filled: Counter[int] = Counter()  # owner -> elements in that round
     for run in runs:

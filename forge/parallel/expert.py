@@ -62,7 +62,7 @@ def _dispatcher(meshes: Meshes, n_experts: int) -> Dispatcher:
 
 
 class LocalExperts(Experts):
-    """This rank's experts, of weights that are split over ep."""
+    """The experts of a rank, of weights that are split over ep."""
 
     def __init__(self, plain: Experts, mesh: DeviceMesh):
         n_experts, dim, hidden_dim = plain.w2.shape

@@ -58,7 +58,7 @@ def fill_random(
 
 
 def _draw(start: int, stop: int, numel: int, seed: int, name: str, device: torch.device) -> Tensor:
-    """Standard normal elements [start, stop) of the flattened global tensor `name`; float32 `[stop - start]`."""
+    """Return standard normal elements [start, stop) of the flattened global tensor `name`; float32 `[stop - start]`."""
     out = torch.empty(stop - start, dtype=torch.float32, device=device)
     generator = torch.Generator(device)
     for block in range(start // BLOCK, (stop - 1) // BLOCK + 1):

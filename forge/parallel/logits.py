@@ -1,5 +1,6 @@
-"""The largest attention logit of each head in a step, over all ranks: the quantity that QK-clip bounds
-(forge/optim/muon.py).
+"""The largest attention logit of each head in a step, over all ranks.
+
+QK-clip (forge/optim/muon.py) bounds this quantity.
 
 Each attention function is wrapped: in a forward with a gradient it takes the maximum over this rank's queries, and one
 all-reduce per step takes it over ranks. A maximum does not depend on microbatches, on the split of heads, sequences and

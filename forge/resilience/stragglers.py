@@ -73,7 +73,7 @@ class Stragglers(Hook):
         self._spans["optimizer"].append((self._optimizer_began, self._now()))
 
     def after_step(self, step: int) -> None:
-        """Collective every `straggler_interval` steps, without a wait: other ranks' times are read one step later."""
+        """Gather the times every `straggler_interval` steps. Collective without a wait: they are read one step later."""
         self._timing_forward = False
         if self._gathering is not None:
             self._compare(*self._gathering)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from forge.batch import Batch
 from forge.config import Config, Degrees, Phases, StepPlan
-from forge.data.build import Data
+from forge.data.build import RunData
 from forge.data.loader import Loader
 from forge.hook import Hook, Hooks, StepInfo
 from forge.model import flops_per_token
@@ -43,7 +43,7 @@ class Trainer:
         self,
         config: Config,
         degrees: Degrees,
-        data: Data,
+        data: RunData,
         reporter: Reporter,
         signals: StopSignals,
     ):

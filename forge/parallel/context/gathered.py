@@ -19,7 +19,7 @@ from forge.runtime import compat
 
 
 class AllGatherAttention:
-    """This rank's queries against the keys and values of the whole sequence, by `inner`."""
+    """Attention of a rank's queries to the keys and values of the whole sequence, by `inner`."""
 
     def __init__(self, split: SequenceSplit, inner: SdpaAttention = sdpa_attention):
         self.split, self._inner = split, inner

@@ -34,7 +34,7 @@ class Pair(NamedTuple):
 
 
 class RingAttention:
-    """This rank's queries against every rank's keys and values in turn, its own first.
+    """Attention of a rank's queries to every rank's keys and values in turn, its own first.
 
     kernel: computes each block; None: flex_attention if it has kernels, otherwise the written-out formula.
     """
@@ -46,7 +46,7 @@ class RingAttention:
         return self._kernel or (FlexKernel() if has_flex(x) else PlainKernel())
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        """The table becomes the pairs of chunks to compute after 0, 1, ... exchanges: `list[list[Pair]]`."""
+        """Set the table to the pairs of chunks to compute after 0, 1, ... exchanges: `list[list[Pair]]`."""
         split, ranks = self.split, self.split.ranks
         steps = [self._pairs(mask, x, split.chunks((split.rank - step) % ranks)) for step in range(ranks)]
         return mask.with_table(steps)

@@ -61,8 +61,10 @@ class PassedStates:
         return outputs(chunks, states, q.shape[1]).reshape(v.shape)
 
     def _before(self, x: Tensor, tokens: int) -> Tensor:
-        """Return the `tokens` tokens before each chunk, zeros before the first: x `[batch, seq / cp, channels]` ->
-        `[2 batch, tokens, channels]`."""
+        """Return the `tokens` tokens before each chunk, zeros before the first.
+
+        x `[batch, seq / cp, channels]` -> `[2 batch, tokens, channels]`.
+        """
         ends = x.unflatten(1, (2, -1))[:, :, max(0, x.shape[1] // 2 - tokens) :]
         # A chunk may be shorter than the window: then it is sent whole, and several chunks are read.
         each = ends.shape[2]
@@ -87,7 +89,7 @@ class PassedStates:
 
 
 def _halves(x: Tensor) -> Tensor:
-    """The two chunks of each sequence as sequences of their own: `[batch, seq / cp, ...]` -> `[2 batch, seq / 2 cp, ...]`."""
+    """Split the two chunks of each sequence: `[batch, seq / cp, ...]` -> `[2 batch, seq / 2 cp, ...]`."""
     return x.reshape(2 * x.shape[0], x.shape[1] // 2, *x.shape[2:])
 
 

@@ -55,7 +55,7 @@ class BlockwiseKernels(Emulated):
         return self._multiply(_tokens(grad, self.form), of_x, square=False)[:, : x.shape[-1]]
 
     def _multiply(self, a: Tensor, of_b: Quantised, *, square: bool) -> Tensor:
-        """a `[m, k]`, b `[n, k]` in whole blocks -> `[m, n]`. square: b is a weight with 128 x 128 blocks."""
+        """Return a @ b.mT `[m, n]` of a `[m, k]`, b `[n, k]` in whole blocks. square: b is a weight with 128 x 128 blocks."""
         rows = a.shape[0]
         codes, scales = _quantised(a, self.form)
         if not self.native:
@@ -112,7 +112,7 @@ class MXKernels:
         return y[:, : weight.shape[-1]]
 
     def _multiply(self, a: Tensor, of_b: Quantised) -> Tensor:
-        """a `[m, k]`, b `[n, k]` in whole blocks -> `[m, n]`."""
+        """Return a @ b.mT `[m, n]` of a `[m, k]`, b `[n, k]` in whole blocks."""
         of_a = _quantised(a, self.form)
         y = torch._scaled_mm(
             of_a.codes,

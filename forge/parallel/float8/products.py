@@ -50,8 +50,10 @@ class Products(Protocol):
 
 
 class Emulated:
-    """Products of dequantised values in promote(float32, dtype). A dequantised MX value is exact in it, a blockwise one is
-    rounded to float32 once; both are exact in float64."""
+    """Products of dequantised values in promote(float32, dtype).
+
+    A dequantised MX value is exact in it, a blockwise one is rounded to float32 once; both are exact in float64.
+    """
 
     def __init__(self, form: Format):
         self.form = form

@@ -175,8 +175,7 @@ def split_by_cost(costs: Costs, stages: int) -> list[int]:
     def best(
         price: Callable[[int], float], total_of: Callable[[float, float], float]
     ) -> tuple[float, list[int]]:
-        """Return the least total price of the stages, and the ends of the stages: dynamic programming from the last
-        one."""
+        """Return the least total price of the stages, and their ends: dynamic programming from the last stage."""
 
         @cache
         def rest(index: int, begin: int) -> tuple[float, list[int]]:

@@ -35,8 +35,10 @@ def gather_for_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def share(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Identity in forward, all-reduce of the gradient in backward. For a replicated `x` that enters work split over the
-    ranks."""
+    """Return `x` in forward, all-reduce its gradient in backward.
+
+    For a replicated `x` that enters work split over the ranks.
+    """
     return _Paired.apply(x, mesh, _unchanged, sum_over)
 
 

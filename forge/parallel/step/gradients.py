@@ -103,7 +103,7 @@ def clip_gradients(shards: list[Shard], norm: Tensor, max_norm: float, optimizer
 
 
 def _present(shards: list[Shard]) -> dict[torch.dtype, list[Tensor]]:
-    """The gradients on this rank by dtype, because kernels over lists take one dtype. On the CPU if parameters are."""
+    """Return the gradients on this rank by dtype, because kernels over lists take one dtype. On the CPU if parameters are."""
     grads: dict[torch.dtype, list[Tensor]] = {}
     for shard in shards:
         if shard.boxes and (grad := shard.grad) is not None:

@@ -1,5 +1,6 @@
-"""Tensor parallelism: the ranks of one mesh share every matrix product; with sequence parallelism also the other
-operators.
+"""Tensor parallelism: the ranks of one mesh share every matrix product.
+
+With sequence parallelism they share the other operators, too.
 
 Per block and direction there are two all-gathers and two reduce-scatters; without sequence parallelism two all-reduces.
 Styles of modules and their effects: forge/parallel/tensor/plan.py. Experts are left whole
@@ -36,8 +37,8 @@ from forge.model.loss import Vocabulary, chunk_loss
 from forge.parallel.layout import Layout
 from forge.parallel.modules import replace_module
 from forge.parallel.step.collectives import SEQUENCE, gather_for_all, gather_for_parts, share
-from forge.parallel.tensor.local import Place, first_row
-from forge.parallel.tensor.plan import PARTS, Plan, input_of, plan_for, styles_of
+from forge.parallel.tensor.local import ModulePlace, first_row
+from forge.parallel.tensor.plan import PARTS, TensorPlan, input_of, plan_for, styles_of
 from forge.runtime import compat
 from forge.runtime.errors import UserError
 from forge.shard import Shard
@@ -65,7 +66,9 @@ def apply_tensor(model: Transformer, layout: Layout) -> None:
         elif styles := styles_of(module):
             partial = _sees_a_part(model, name, plan, parallel.sequence_parallel)
             output = stream if name.endswith(INTO_STREAM) else Replicate()
-            split = styles[style](module, Place(mesh, stream, input_of(model, name, stream), output, partial))
+            split = styles[style](
+                module, ModulePlace(mesh, stream, input_of(model, name, stream), output, partial)
+            )
             if split is not module:
                 replace_module(model, name, split)
     model.loss = _loss(model, plan, layout)
@@ -81,7 +84,7 @@ def partial_shards(model: nn.Module, shards: Sequence[Shard]) -> list[Shard]:
     return [shard for shard in shards if shard.name in names]
 
 
-def _sees_a_part(model: nn.Module, name: str, plan: Plan, pieces: bool) -> bool:
+def _sees_a_part(model: nn.Module, name: str, plan: TensorPlan, pieces: bool) -> bool:
     """Whether the module `name` works on, or for, only some of the tokens or heads."""
     parent, _, leaf = name.rpartition(".")
     if leaf == "latent_norm":
@@ -96,7 +99,7 @@ def _sees_a_part(model: nn.Module, name: str, plan: Plan, pieces: bool) -> bool:
     return pieces
 
 
-def _loss(model: Transformer, plan: Plan, layout: Layout) -> TensorLoss:
+def _loss(model: Transformer, plan: TensorPlan, layout: Layout) -> TensorLoss:
     assert isinstance(model.loss, FusedLoss)
     mesh, style = layout.meshes.tp, plan.get("embedding" if model.config.tie_embeddings else "head")
     split = layout.parallel.loss_parallel and style is not None and style != "colwise_rep"
@@ -111,7 +114,7 @@ def _loss(model: Transformer, plan: Plan, layout: Layout) -> TensorLoss:
 def _overlap_collectives(mesh: DeviceMesh) -> None:
     """Let the compiler split matrix products and interleave them with their collectives (PyTorch's asynchronous TP)."""
     if mesh.device_type != "cuda":
-        raise UserError("parallel.async_tp = true needs CUDA cards that reach each other's memory; use false")
+        raise UserError("parallel.async_tp = true needs CUDA GPUs that reach each other's memory; use false")
     torch._inductor.config._micro_pipeline_tp = True
     compat.share_memory(mesh.get_group())
 
@@ -142,7 +145,7 @@ class TensorLoss(FusedLoss):
 
 
 class SplitVocabulary(Vocabulary):
-    """This rank has the logits of the rows of the head from `first_row` on."""
+    """The vocabulary on a rank with the logits of the head's rows from `first_row` on."""
 
     def __init__(self, mesh: DeviceMesh, first_row: int):
         self.mesh = mesh

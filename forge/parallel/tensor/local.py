@@ -28,7 +28,7 @@ from forge.parallel.step.collectives import (
 
 
 @dataclass(frozen=True)
-class Place:
+class ModulePlace:
     """The position of a module in the model.
 
     stream: the layout of the residual stream, in pieces of the sequence or whole on every rank. input: the layout of a
@@ -49,7 +49,7 @@ class LocalNorm(RMSNorm):
     partial_gradients: ranks see different tokens or heads, so the weight's gradient is a sum over them.
     """
 
-    def __init__(self, plain: RMSNorm, place: Place):
+    def __init__(self, plain: RMSNorm, place: ModulePlace):
         with torch.device("meta"):
             super().__init__(plain.weight.numel(), plain.eps)
         self.normalize, self.initial = plain.normalize, plain.initial
@@ -72,7 +72,7 @@ class WholeProjectionNorm(LocalNorm):
 class LocalProjectionNorm(ProjectionNorm):
     """A norm over all heads, with some of the heads and their part of the weight on this rank."""
 
-    def __init__(self, plain: ProjectionNorm, place: Place):
+    def __init__(self, plain: ProjectionNorm, place: ModulePlace):
         with torch.device("meta"):
             super().__init__(plain.weight.numel(), plain.eps)
         self.initial, self.mesh = plain.initial, place.mesh
@@ -88,7 +88,7 @@ class LocalProjectionNorm(ProjectionNorm):
         return (exact * torch.rsqrt(square / self.weight.numel() + self.eps) * weight).to(x.dtype).view_as(x)
 
 
-def local_projection_norm(plain: ProjectionNorm, place: Place) -> nn.Module:
+def local_projection_norm(plain: ProjectionNorm, place: ModulePlace) -> nn.Module:
     """Split the norm if its projection is split."""
     return LocalProjectionNorm(plain, place) if place.partial else WholeProjectionNorm(plain, place)
 
@@ -98,7 +98,7 @@ class LocalRouter(Router):
 
     partial_gradients = True
 
-    def __init__(self, plain: Router, place: Place):
+    def __init__(self, plain: Router, place: ModulePlace):
         with torch.device("meta"):
             super().__init__(plain.weight.shape[1], plain.config, plain.layer)
         for name, weight in plain.named_parameters():
@@ -113,7 +113,7 @@ class LocalRouter(Router):
 class LocalMix(DepthMix):
     """A mix over depth of this rank's part of the tokens; its query is whole on every rank."""
 
-    def __init__(self, plain: DepthMix, place: Place):
+    def __init__(self, plain: DepthMix, place: ModulePlace):
         with torch.device("meta"):
             super().__init__(plain.query.numel(), plain.eps)
         self.query = distributed(plain.query, place.mesh, Replicate())
@@ -126,7 +126,7 @@ class LocalMix(DepthMix):
 class LocalJoin(Join):
     """A projection of this rank's part of the tokens; its weight is whole on every rank."""
 
-    def __init__(self, plain: Join, place: Place):
+    def __init__(self, plain: Join, place: ModulePlace):
         with torch.device("meta"):
             super().__init__(plain.weight.shape[0])
         self.weight = distributed(plain.weight, place.mesh, Replicate())
@@ -140,7 +140,7 @@ class LocalJoin(Join):
 class LocalSharedGate(SharedGate):
     """The gate of shared experts, on this rank's piece of the sequence or on all of it; its weight is whole on every rank."""
 
-    def __init__(self, plain: SharedGate, place: Place):
+    def __init__(self, plain: SharedGate, place: ModulePlace):
         with torch.device("meta"):
             super().__init__(plain.weight.shape[1])
         self.weight = distributed(plain.weight, place.mesh, Replicate())
@@ -154,7 +154,7 @@ class LocalSharedGate(SharedGate):
 class LocalConvolution(ShortConvolution):
     """The convolution of this rank's channels, or of all on every rank."""
 
-    def __init__(self, plain: ShortConvolution, place: Place, *, split: bool):
+    def __init__(self, plain: ShortConvolution, place: ModulePlace, *, split: bool):
         with torch.device("meta"):
             super().__init__(plain.q.shape[0], plain.v.shape[0], plain.q.shape[1])
         _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
@@ -167,7 +167,7 @@ class LocalConvolution(ShortConvolution):
 class LocalDecay(Decay):
     """The decays of this rank's heads, or of all on every rank."""
 
-    def __init__(self, plain: Decay, place: Place, *, split: bool):
+    def __init__(self, plain: Decay, place: ModulePlace, *, split: bool):
         with torch.device("meta"):
             super().__init__(plain.a_log.numel(), plain.channels, plain.bound)
         _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
@@ -183,7 +183,7 @@ class LocalEmbedding(Embedding):
     first_row: the first of them; None: all rows are on every rank.
     """
 
-    def __init__(self, plain: Embedding, place: Place, *, split: bool):
+    def __init__(self, plain: Embedding, place: ModulePlace, *, split: bool):
         with torch.device("meta"):
             vocab_size, dim = plain.weight.shape
             super().__init__(vocab_size, dim, plain.scale)
@@ -210,7 +210,7 @@ class LocalLinear(nn.Linear):
     partial_gradients: ranks see different tokens, so the gradients of a whole weight are sums over them.
     """
 
-    def __init__(self, plain: nn.Linear, place: Place, *, split: bool, partial: bool):
+    def __init__(self, plain: nn.Linear, place: ModulePlace, *, split: bool, partial: bool):
         with torch.device("meta"):
             super().__init__(plain.in_features, plain.out_features, plain.bias is not None)
         for name, parameter in list(plain.named_parameters()):
@@ -232,7 +232,7 @@ class LocalNarrow(LocalLinear):
     If ranks have different heads (`partial`), the gradients of weight and input are sums over ranks.
     """
 
-    def __init__(self, plain: nn.Linear, place: Place):
+    def __init__(self, plain: nn.Linear, place: ModulePlace):
         super().__init__(plain, place, split=False, partial=place.partial)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -244,10 +244,12 @@ class LocalNarrow(LocalLinear):
 
 
 class SharedLatents(Latents):
-    """Gathers pieces of the sequence, in one collective, for heads that are split over ranks (`partial`) or all on
-    each."""
+    """Gathers pieces of the sequence, in one collective.
 
-    def __init__(self, plain: Latents, place: Place):
+    For heads that are split over ranks (`partial`) or all on each.
+    """
+
+    def __init__(self, plain: Latents, place: ModulePlace):
         super().__init__()
         self.mesh, self.partial, self.pieces = place.mesh, place.partial, not place.stream.is_replicate()
 
@@ -265,7 +267,7 @@ class SharedLatents(Latents):
 class LocalSinks(Sinks):
     """The logits of this rank's heads."""
 
-    def __init__(self, plain: Sinks, place: Place, *, split: bool):
+    def __init__(self, plain: Sinks, place: ModulePlace, *, split: bool):
         with torch.device("meta"):
             super().__init__(plain.weight.numel())
         self.weight = distributed(plain.weight, place.mesh, Split(0) if split else Replicate())
@@ -275,7 +277,7 @@ class LocalSinks(Sinks):
         return local_tensor(self.weight)
 
 
-def split_indices(indices: HeadIndices, place: Place) -> HeadIndices:
+def split_indices(indices: HeadIndices, place: ModulePlace) -> HeadIndices:
     """Leave `indices` this rank's heads, in place."""
     share = len(indices.heads) // place.mesh.size()
     indices.heads = indices.heads[share * place.mesh.get_local_rank() :][:share]

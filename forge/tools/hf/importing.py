@@ -24,7 +24,7 @@ from forge.runtime.files import read_json
 from forge.shard import Shard
 from forge.tools.hf.architectures import ENDS
 from forge.tools.hf.float8 import Scaled, with_scales
-from forge.tools.hf.folder import Conversion, Progress, new_folder, no_progress
+from forge.tools.hf.folder import Conversion, ReportProgress, new_folder, no_progress
 from forge.tools.hf.kimi import unnested
 from forge.tools.hf.model_config import read_model
 from forge.tools.hf.mxfp4 import Blocks, with_blocks
@@ -36,7 +36,7 @@ from forge.tools.hf.tokenizer import import_files
 _SHOWN = 5
 
 
-def import_weights(source: Path, output: Path, *, progress: Progress = no_progress) -> Conversion:
+def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_progress) -> Conversion:
     """Make `output` a checkpoint of step 0 with the weights, in their dtype, and the tokenizer of the folder `source`.
 
     It has no optimizer state: use it for checkpoint.init, generation and evaluation. Memory: one tensor of forge (a
@@ -144,7 +144,7 @@ def _config(
     dtype: torch.dtype,
     tokenizer: bool,
 ) -> Config:
-    """The config.toml of the imported checkpoint: its model, and other keys that make it valid without reading files.
+    """Return the imported checkpoint's config.toml: its model, and keys that make it valid without reading files.
 
     It computes in `dtype`, the embedding's, like transformers; for float16, which forge does not support, in float32.
     """

@@ -152,5 +152,5 @@ def _write_file(file: Path, part: list[Planned], incoming: Iterator[Tensor]) -> 
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    """A writable view of the memory of `tensor`, contiguous and on the CPU."""
+    """Return a writable view of the memory of `tensor`, contiguous and on the CPU."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()

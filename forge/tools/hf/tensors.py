@@ -167,7 +167,7 @@ def their_tensors(weights: list[Weight], read: Callable[[Weight], Tensor]) -> It
 def _parameter(
     model: ModelConfig, architecture: Architecture, name: str, shape: tuple[int, ...], prefix: str, inner: str
 ) -> Iterator[Weight]:
-    """The parameter `name` of module `inner` of a layer, and extra tensors of transformers beside it."""
+    """Yield the parameter `name` of module `inner` of a layer, and extra tensors of transformers beside it."""
     leaf = name.rpartition(".")[2]
     theirs = f"{prefix}.{(LAYER | dict(architecture.layer))[inner]}"
     heads, first = _rotated(model).get(inner, (0, 0)) if architecture.interleaved_rope else (0, 0)
@@ -212,7 +212,7 @@ def _zeros(theirs: str, *shape: int) -> Weight:
 def _router_state(
     model: ModelConfig, architecture: Architecture, name: str, tensor: Tensor, prefix: str
 ) -> Weight:
-    """The bias on the choice of experts, if they have one; only forge has the counts of the last step."""
+    """Return the bias on the choice of experts, if they have one; only forge has the counts of the last step."""
     shape = tuple(tensor.shape)
     if not name.endswith(".bias") or architecture.router_bias is None:
         return Weight(name, shape, (), shape, is_state=True, dtype=tensor.dtype)

@@ -228,7 +228,7 @@ def _tokenizer_json(
 
 
 def _begin_with(token: str, number: int) -> Json:
-    """A post-processor that adds `token` before a text, and before each of a pair."""
+    """Return a post-processor that adds `token` before a text, and before each of a pair."""
     begin = {"SpecialToken": {"id": token, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {

@@ -114,9 +114,9 @@ class _LayerCache:
     def attend_latent(
         self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
     ) -> Tensor:
-        """See `LatentAttention`. The latents are kept, and one query per text attends to them directly (absorbed
-        projections).
+        """Attend like `LatentAttention`, and keep the latents.
 
+        One query per text attends to the latents directly (absorbed projections).
         In a block format they are expanded into keys and values instead.
         """
         latent, key = (kept.squeeze(1) for kept in self._kept(latent.unsqueeze(1), key.unsqueeze(1)))

@@ -105,8 +105,10 @@ class DraftedScores:
 
 
 class _TextCache:
-    """The attention function of one layer for the tokens from `begin` to `end` of a text; it has read the earlier
-    tokens."""
+    """The attention function of one layer for the tokens from `begin` to `end` of a text.
+
+    It has read the earlier tokens.
+    """
 
     def __init__(self, inner: AttentionFunction):
         self._inner = inner

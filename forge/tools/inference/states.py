@@ -1,5 +1,4 @@
-"""Caches of a linear-attention layer: for each text, the recurrent state and the tokens still in the convolution's
-window."""
+"""Caches of a linear-attention layer: per text, the recurrent state and the tokens in the convolution's window."""
 
 from __future__ import annotations
 

@@ -67,8 +67,10 @@ def evaluate_tasks(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return task or group -> metric -> value, under lm-eval's own names; nothing except on the first rank of a
-    machine."""
+    """Return task or group -> metric -> value, under lm-eval's own names.
+
+    The result is empty except on the first rank of a machine.
+    """
     found = simple_evaluate(
         scorer,
         tasks=list(tasks),

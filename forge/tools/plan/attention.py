@@ -22,7 +22,7 @@ from forge.parallel.context.ring import FlexKernel, RingAttention
 from forge.parallel.context.ulysses import UlyssesAttention
 
 
-def on_card(attend: Any) -> Any:
+def on_gpu(attend: Any) -> Any:
     """Return an attention function with the memory and FLOPs of `attend` on a GPU."""
     if isinstance(attend, SdpaAttention):
         return PlannedAttention()
@@ -119,7 +119,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: int) -> tuple[Tenso
 
 
 def _by_token(x: Tensor, width: int) -> Tensor:
-    """A tensor `[batch, heads, seq, width]` with the memory layout of the kernels' output: token by token."""
+    """Return a tensor `[batch, heads, seq, width]` with the memory layout of the kernels' output: token by token."""
     batch, heads, seq, _ = x.shape
     return x.new_empty((batch, seq, heads, width)).transpose(1, 2)
 

@@ -38,8 +38,10 @@ PACES = (Pace(0.87, 0.75), Pace(1.0, 1.0), Pace(1.15, 1.4))
 
 @dataclass
 class Spent:
-    """Seconds of computation, of exposed collectives and of overlapped ones; and for both kinds, the seconds that their bytes
-    occupy the NVLink and the NIC that they share."""
+    """Seconds of computation, of exposed collectives and of overlapped ones.
+
+    node, network: seconds that the bytes of both kinds of collectives occupy the NVLink and the NIC that they share.
+    """
 
     compute: float = 0.0
     waiting: float = 0.0
@@ -67,8 +69,10 @@ class StepTime:
 def time_of(
     trace: Trace, config: Config, hardware: Hardware, ranks_of: dict[str, list[int]], pace: Pace = PACES[1]
 ) -> StepTime:
-    """Return the time of the traced step. config: gives compilation and float8, which are not traced. ranks_of: ranks of each
-    process group, by its name."""
+    """Return the time of the traced step.
+
+    config: gives compilation and float8, which are not traced. ranks_of: ranks of each process group, by its name.
+    """
     spent: dict[tuple[str, int], Spent] = defaultdict(Spent)
     float8 = products_in_float8(config, hardware)
     for (moment, work), number in trace.work.items():

@@ -37,7 +37,7 @@ from forge.parallel.step.gradients import report_gradients
 from forge.runtime import compat
 from forge.runtime.errors import UserError
 from forge.shard import local
-from forge.tools.plan.attention import on_card
+from forge.tools.plan.attention import on_gpu
 from forge.tools.plan.float8 import use_plain_products
 from forge.tools.plan.links import visited_nodes
 from forge.tools.plan.norm import use_fused_norms
@@ -88,7 +88,7 @@ class FakeRank:
         self.meshes = make_meshes(degrees, CPU.type)
         with _explained():
             # Real meta tensors first: parallelism is applied to them, and only later allocations are fake.
-            attention = on_card if card else None
+            attention = on_gpu if card else None
             self.model = build_parallel_model(
                 config, self.meshes, CPU, values=_leave, attention=attention, memory=self._watched
             )
@@ -243,7 +243,7 @@ def _explained() -> Iterator[None]:
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line outside of PyTorch and of the planner."""
+    """Return the innermost line outside of PyTorch and of the planner."""
     folders = {Path(torch.__file__).parent, Path(__file__).parent}
     frames = [
         frame

@@ -18,8 +18,10 @@ Times: TypeAlias = tuple[StepTime, ...] | None
 
 @dataclass(frozen=True)
 class Growth:
-    """The difference between `large` and `small`. The whole model adds it `steps` times; to peaks `of_peaks` times, and to
-    activations kept for backward `of_kept` times."""
+    """The difference between `large` and `small`.
+
+    The whole model adds it `steps` times; to peaks `of_peaks` times, and to activations kept for backward `of_kept` times.
+    """
 
     small: StagePlan
     large: StagePlan
@@ -101,7 +103,7 @@ def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, 
 
 
 def _named(place: tuple[str, str], moment: Moment, names: list[str]) -> Moment:
-    """The moment, with the layer's name in the whole model."""
+    """Return the moment, with the layer's name in the whole model."""
     match = re.fullmatch(r"layer (-?\d+)", place[1])
     return replace(moment, part=names[int(match[1])]) if match else moment
 
@@ -182,7 +184,7 @@ def with_update(one: StagePlan, update: StagePlan) -> StagePlan:
 def _of_other_sizes(
     traced: StagePlan, fixed: Mapping[Any, int]
 ) -> dict[tuple[str, str, bool], tuple[int, int]]:
-    """Calls and bytes by axis and kind, without those in `fixed`."""
+    """Return calls and bytes by axis and kind, without those in `fixed`."""
     found: dict[tuple[str, str, bool], tuple[int, int]] = defaultdict(lambda: (0, 0))
     for key, number in traced.collectives.items():
         if key not in fixed:

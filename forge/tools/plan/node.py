@@ -1,5 +1,6 @@
-"""Measure each process's device and links, on one node or many, with one process per GPU. Each result is compared with its
-definition. `forge/tools/plan/node_report.py` compares the rates with the plan's.
+"""Measure each process's device and links, on one node or many, with one process per GPU.
+
+Each result is compared with its definition. `forge/tools/plan/node_report.py` compares the rates with the plan's.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Timed:
 
 
 @dataclass
-class Record:
+class RankChecks:
     """One rank: its node, its device by CUDA and nvidia-smi, and its checks by name."""
 
     rank: int
@@ -74,7 +75,7 @@ class Record:
     timed: dict[str, Timed] = field(default_factory=dict)
 
 
-def measure_rank(world: World, sizes: Sizes) -> Record:
+def measure_rank(world: World, sizes: Sizes) -> RankChecks:
     """Run all checks on this rank. Collective. Raises RanksFailed on every rank if a check raises on one."""
     device = world.device
     record = describe(world)
@@ -92,9 +93,9 @@ def measure_rank(world: World, sizes: Sizes) -> Record:
     return record
 
 
-def describe(world: World) -> Record:
+def describe(world: World) -> RankChecks:
     """Return this rank's record without checks."""
-    record = Record(world.rank, socket.gethostname(), world.local_size or 1)
+    record = RankChecks(world.rank, socket.gethostname(), world.local_size or 1)
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
         record.name, record.memory_gib = properties.name, properties.total_memory / GIB
@@ -126,7 +127,10 @@ def _time_on_card() -> float:
 
 
 def _product(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Timed:
-    """A product of square matrices; compared by one random vector (Freivalds, 1977), which every element of it changes."""
+    """Time a product of square matrices.
+
+    It is compared by one random vector (Freivalds, 1977), which every element of it changes.
+    """
     random = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(sizes.n, sizes.n, device=device, dtype=dtype, generator=random) for _ in range(2))
     c = torch.empty_like(a)
@@ -159,7 +163,7 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Timed:
 
 
 def _memory(device: torch.device, _dtype: torch.dtype, sizes: Sizes) -> Timed:
-    """A copy within the memory."""
+    """Time a copy within the memory."""
     source = torch.arange(sizes.copied // 4, device=device, dtype=torch.int32)
     copy = torch.empty_like(source)
     seconds = median_s(lambda: copy.copy_(source), clock_of(device), sizes.least_s)

@@ -12,7 +12,7 @@ from forge.tools.plan.collectives import Collective
 from forge.tools.plan.estimate import PACES, seconds_of
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.links import cost_of
-from forge.tools.plan.node import COLLECTIVES, IN_A_NODE, Record, Sizes, attention_flops
+from forge.tools.plan.node import COLLECTIVES, IN_A_NODE, RankChecks, Sizes, attention_flops
 from forge.tools.plan.work import Work
 
 # Fractions of the planned rates at the slow end of the plan's range.
@@ -56,7 +56,7 @@ def is_collective(name: str) -> bool:
 
 
 def compare(
-    records: Sequence[Record], hardware: Hardware | None, sizes: Sizes, *, compute: float, links: float
+    records: Sequence[RankChecks], hardware: Hardware | None, sizes: Sizes, *, compute: float, links: float
 ) -> list[Check]:
     """Return every check. hardware: None: no planned figures. compute, links: least fractions of the planned rates."""
     return [
@@ -66,7 +66,7 @@ def compare(
 
 
 def _check(
-    records: Sequence[Record], name: str, hardware: Hardware | None, sizes: Sizes, least: float
+    records: Sequence[RankChecks], name: str, hardware: Hardware | None, sizes: Sizes, least: float
 ) -> Check:
     timed = [record.timed[name] for record in records]
     unit, scale = ("TFLOP/s", 1e12) if name in ("matrix product", "attention") else ("GB/s", 1e9)
@@ -92,7 +92,7 @@ def _check(
     )
 
 
-def planned_s(name: str, records: Sequence[Record], sizes: Sizes, hardware: Hardware) -> float:
+def planned_s(name: str, records: Sequence[RankChecks], sizes: Sizes, hardware: Hardware) -> float:
     """Return the planned seconds of one call of a check."""
     if is_collective(name):
         kind, _, place = name.partition(" ")
@@ -110,7 +110,7 @@ def planned_s(name: str, records: Sequence[Record], sizes: Sizes, hardware: Hard
 
 
 def problems_of(
-    records: Sequence[Record], checks: Sequence[Check], hardware: Hardware | None, gpus: int
+    records: Sequence[RankChecks], checks: Sequence[Check], hardware: Hardware | None, gpus: int
 ) -> list[str]:
     """Return a sentence for each device, result and rate that fails. gpus: number expected on each node; 0: any."""
     found = [
@@ -131,12 +131,12 @@ def problems_of(
     return found + [check.describe(check.slowest) for check in slow]
 
 
-def record_ratio(record: Record, check: Check, records: Sequence[Record]) -> float:
+def record_ratio(record: RankChecks, check: Check, records: Sequence[RankChecks]) -> float:
     """Return how many times as fast as the slowest rank this rank was."""
     return max(one.timed[check.name].seconds for one in records) / record.timed[check.name].seconds
 
 
-def _device_problems(record: Record, hardware: Hardware | None) -> list[str]:
+def _device_problems(record: RankChecks, hardware: Hardware | None) -> list[str]:
     found = []
     if hardware is not None and hardware.card and record.name != hardware.card:
         found.append(f"the GPU is {record.name}, not {hardware.card}")
@@ -147,7 +147,7 @@ def _device_problems(record: Record, hardware: Hardware | None) -> list[str]:
     return found
 
 
-def table(records: Sequence[Record], checks: Sequence[Check]) -> str:
+def table(records: Sequence[RankChecks], checks: Sequence[Check]) -> str:
     """Return the devices, equal ones on one line, and a line per check."""
     devices = Counter(
         f"{record.name}, {record.memory_gib:.1f} GiB, driver {record.driver or 'unknown'}, "
@@ -167,7 +167,9 @@ def table(records: Sequence[Record], checks: Sequence[Check]) -> str:
     return "\n".join(lines)
 
 
-def as_json(records: Sequence[Record], checks: Sequence[Check], problems: Sequence[str]) -> dict[str, Any]:
+def as_json(
+    records: Sequence[RankChecks], checks: Sequence[Check], problems: Sequence[str]
+) -> dict[str, Any]:
     """Return the object that --json prints."""
     devices = [{key: value for key, value in asdict(one).items() if key != "timed"} for one in records]
     rates = [asdict(check) for check in checks]

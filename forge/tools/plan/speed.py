@@ -20,9 +20,12 @@ from forge.tools.plan.links import message_seconds
 
 @dataclass(frozen=True)
 class Speed:
-    """An estimate. Seconds of one step, with lower and upper bound; and for the slowest rank its computation, its exposed
-    collectives, and its idle time in a pipeline. mfu: None if the peak is unknown. timeline: actions of each pipeline rank,
-    in seconds."""
+    """An estimate of a step's speed.
+
+    Seconds of one step, with lower and upper bound; and for the slowest rank its computation, its exposed collectives,
+    and its idle time in a pipeline. mfu: None if the peak is unknown. timeline: actions of each pipeline rank, in
+    seconds.
+    """
 
     step_s: float
     step_s_low: float

@@ -31,7 +31,7 @@ OVER_STAGES = ("all", "pp", "pp x data")
 STATE = ("parameters", "masters", "gradients", "optimizer", "buckets")
 
 
-Place: TypeAlias = tuple[str, str]
+StagePlace: TypeAlias = tuple[str, str]
 """Phase of a step, and the submodule: a layer is "layer 0" counted from the first, or "layer -1" from the last."""
 
 
@@ -51,9 +51,9 @@ class StagePlan:
     rank: int
     layers: str
     state: dict[str, int]
-    peaks: dict[Place, Peak]
+    peaks: dict[StagePlace, Peak]
     kept: int
-    flops: dict[Place, float]
+    flops: dict[StagePlace, float]
     times: tuple[StepTime, ...] | None
     collectives: Counter[tuple[str, str, int, bool]]
     reserved: int = 0
@@ -146,7 +146,7 @@ def layer_names(model: ParallelModel) -> list[str]:
     return [f"layers.{name}" for part in model.parts for name in part.layers]
 
 
-def _by_place(trace: Trace, model: ParallelModel) -> dict[Place, Peak]:
+def _by_place(trace: Trace, model: ParallelModel) -> dict[StagePlace, Peak]:
     names = layer_names(model)
     return {(phase, _place(part, names)): peak for (phase, part), peak in trace.peaks.items()}
 
@@ -210,9 +210,9 @@ def _group(name: str) -> dist.ProcessGroup:
     return next(group for group in dist.distributed_c10d._world.pg_map if group.group_name == name)
 
 
-def _flops(trace: Trace) -> dict[Place, float]:
+def _flops(trace: Trace) -> dict[StagePlace, float]:
     """FLOPs of matrix products and attention by phase and submodule: of one microbatch from the middle, and of the update."""
-    flops: dict[Place, float] = defaultdict(float)
+    flops: dict[StagePlace, float] = defaultdict(float)
     middle = max(moment.microbatch for moment, _ in trace.work) // 2
     for (moment, work), number in trace.work.items():
         if moment.phase not in ("forward", "backward"):

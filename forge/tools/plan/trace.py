@@ -228,7 +228,7 @@ class Trace(TorchDispatchMode):
 
 
 def _grouped_product(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The operator on fake tensors. PyTorch 2.13 allows it in bfloat16 only, although its kernels allow float32.
+    """Run the operator on fake tensors. PyTorch 2.13 allows it in bfloat16 only, although its kernels allow float32.
 
     The operator refuses tensors without memory (PlainProducts), so a copy replaces them, which no trace counts.
     """

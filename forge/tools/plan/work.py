@@ -47,9 +47,12 @@ SPARSE = ("gather", "scatter_", "all_gather_copy_in")
 
 @dataclass(frozen=True)
 class Work:
-    """One operator. `size`: bytes read and written. memory: an operator that a compiler fuses with its neighbours; copy: one
-    that it does not. linear: a product of a linear layer, which float8 may convert; experts: an output or an input gradient
-    of routed experts, which the block formats may convert."""
+    """One operator.
+
+    `size`: bytes read and written. memory: an operator that a compiler fuses with its neighbours; copy: one that it does
+    not. linear: a product of a linear layer, which float8 may convert; experts: an output or an input gradient of routed
+    experts, which the block formats may convert.
+    """
 
     kind: Literal["product", "attention", "memory", "copy"]
     dtype: str

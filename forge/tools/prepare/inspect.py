@@ -168,8 +168,10 @@ def _begin(
 
 
 def _token_at(pieces: list[tuple[int, int]], place: int) -> int:
-    """Return the token at `place` in a sample of these pieces, by its number in the source; past the end, the last
-    one."""
+    """Return the token at `place` in a sample of these pieces, by its number in the source.
+
+    Past the end of the sample it is the last one.
+    """
     for first, count in pieces:
         if place < count:
             return first + place

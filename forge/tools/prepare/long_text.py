@@ -1,5 +1,6 @@
-"""Long texts in parts: cut only where tokenizing the parts gives the ids of the whole, so memory does not grow with a
-text.
+"""Long texts in parts, so memory does not grow with a text.
+
+Texts are cut only where tokenizing the parts gives the ids of the whole.
 
 A text file is one document. Workers tokenize parts of a large one. They agree on the cuts, although each reads only
 the text around its own.
@@ -22,8 +23,10 @@ _BLOCK = 1 << 20
 
 
 class TextPart(NamedTuple):
-    """Bytes begin ... end - 1 of a text file that is one document of `split`; each end moves on to the next possible
-    cut."""
+    """Bytes begin ... end - 1 of a text file that is one document of `split`.
+
+    Each end moves on to the next possible cut.
+    """
 
     file: File
     begin: int

@@ -76,8 +76,10 @@ class Tally(BaseModel):
         self.add(Tally(documents=1, bad=1, examples=[document], lost=lost))
 
     def require_readable(self, allowed: float, remedy: str) -> None:
-        """Print the first bad documents. Raises UserError if more than the fraction `allowed` is bad, or any file is
-        lost."""
+        """Print the first bad documents.
+
+        Raises UserError if more than the fraction `allowed` is bad, or any file is lost.
+        """
         if not self.bad:
             return
         print(f"{self.bad} of {self.documents} documents are bad and left out:", file=sys.stderr)
@@ -312,12 +314,12 @@ def write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def part_path(parts: Path, number: int) -> Path:
-    """The document starts and the tally of a chunk, written last."""
+    """Return the file for the document starts and the tally of a chunk, written last."""
     return parts / f"part-{number:05d}.npz"
 
 
 def tokens_path(parts: Path, number: int, split: str) -> Path:
-    """The token ids that a chunk adds to a split."""
+    """Return the file for the token ids that a chunk adds to a split."""
     return parts / f"part-{number:05d}-{split}.bin"
 
 

@@ -60,8 +60,10 @@ class Quality:
         }
 
     def reason(self, text: str, metadata: Mapping[str, Any], text_key: str) -> str | None:
-        """Return the reason to leave out a document, independent of other documents; None: keep it. Raises
-        FilterFailed."""
+        """Return the reason to leave out a document, independent of other documents; None: keep it.
+
+        Raises FilterFailed.
+        """
         if self.filter:
             keep = load_filter(self.filter)
             try:

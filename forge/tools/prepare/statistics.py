@@ -100,7 +100,7 @@ def _plans(folder: Path) -> list[tuple[str, str]]:
 
 
 def _metadata(folder: Path) -> list[str]:
-    """The most frequent values of each key with texts or numbers."""
+    """Return a page's lines on the most frequent values of each key with texts or numbers."""
     path = folder / METADATA
     counts: dict[str, Counter[str]] = {}
     if path.exists():

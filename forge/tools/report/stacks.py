@@ -18,8 +18,10 @@ _FILE = re.compile(r"(?:stacks|collectives)-rank-(\d+)")
 
 @dataclass(frozen=True)
 class Standing:
-    """What the main thread of a rank was doing: `where` in forge or in the user's code, and the collective it waits in, if
-    any."""
+    """The place of a rank's main thread: `where` in forge or in the user's code.
+
+    collective: the one it waits in, if any.
+    """
 
     reason: str
     where: str

@@ -1,4 +1,4 @@
-"""`Measured`: a run as a point of a law."""
+"""`MeasuredRun`: a run as a point of a law."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from forge.tools.sweep.results import metric_of
 
 
 @dataclass(frozen=True)
-class Measured:
-    """parameters: those that a token uses, with or without embeddings. tokens: trained on. batch: tokens per step. loss: at
-    the end."""
+class MeasuredRun:
+    """A finished run.
+
+    parameters: those that a token uses, with or without embeddings. tokens: trained on. batch: tokens per step.
+    loss: at the end.
+    """
 
     path: Path
     parameters: float
@@ -28,9 +31,11 @@ class Measured:
     loss: float
 
 
-def measure(path: Path, metric: str, trust: bool = False, embeddings: bool = True) -> Measured:
-    """Read a finished run. trust: import the class that its model.kind may name. embeddings: whether the parameters of the
-    embedding and of the output head count.
+def measure(path: Path, metric: str, trust: bool = False, embeddings: bool = True) -> MeasuredRun:
+    """Read a finished run.
+
+    trust: import the class that its model.kind may name. embeddings: whether the parameters of the embedding and of the
+    output head count.
 
     Raises UserError if the run is not finished, has no such metric or needs trust.
     """
@@ -46,7 +51,7 @@ def measure(path: Path, metric: str, trust: bool = False, embeddings: bool = Tru
     if loss is None:
         raise UserError(f"{path}: has no {metric} in its metrics.jsonl")
     tokens = max(line.get("tokens", 0) for line in lines)
-    return Measured(
+    return MeasuredRun(
         path,
         _parameters(config, embeddings),
         float(tokens),
@@ -82,9 +87,9 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     return found
 
 
-def best_of_each(runs: Iterable[Measured]) -> list[Measured]:
+def best_of_each(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
     """Return the run with the least loss for each pair of parameters and tokens: a law is of well-chosen runs."""
-    best: dict[tuple[float, float], Measured] = {}
+    best: dict[tuple[float, float], MeasuredRun] = {}
     for run in runs:
         key = run.parameters, run.tokens
         if key not in best or run.loss < best[key].loss:

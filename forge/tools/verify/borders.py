@@ -22,14 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from forge.parallel.context import SequenceSplit
 from forge.parallel.mesh import Meshes
-from forge.tools.verify.pieces import Place
+from forge.tools.verify.pieces import TensorPlace
 
 # Modules with tensors sorted by expert (the order depends on the layout), and containers.
 HIDDEN = (".experts",)
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """A rank's part of the global batch.
 
     first_row: the first global sample of this rank; positions: its tokens of each sequence; tp, tp_rank: into how many
@@ -42,14 +42,14 @@ class Part:
     tp_rank: int = 0
 
     @classmethod
-    def of(cls, meshes: Meshes, batch: int, seq: int) -> Part:
+    def of(cls, meshes: Meshes, batch: int, seq: int) -> BatchPart:
         """Return this rank's part of a global batch of `batch` sequences of `seq` tokens."""
         split = SequenceSplit(meshes.cp)
         positions = split.indices(seq, torch.device("cpu")).tolist()
         first = meshes.data_rank * (batch // meshes.data_ranks)
         return cls(first, tuple(positions), meshes.tp.size(), meshes.tp.get_local_rank())
 
-    def place(self, row: int, local: torch.Size, whole: torch.Size) -> Place | None:
+    def place(self, row: int, local: torch.Size, whole: torch.Size) -> TensorPlace | None:
         """Return the place of a local tensor `[batch, seq, ...]` in the global one; None if shapes do not determine it.
 
         row: the first of its sequences, counted on this rank.
@@ -73,8 +73,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor at a border: `values` of the module `name`, from local row `row` on; `output` or else input. The name ends
-    with the number of the call if it is not the first of its microbatch."""
+    """A tensor at a border: `values` of the module `name`, from local row `row` on; `output` or else input.
+
+    The name ends with the number of the call if it is not the first of its microbatch.
+    """
 
     name: str
     output: bool

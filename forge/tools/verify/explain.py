@@ -11,8 +11,11 @@ from forge.tools.verify.compare import Comparison, Difference
 
 @dataclass(frozen=True)
 class Finding:
-    """Where a difference arose. `culprit`: a module or parameter by name, or a phase of the step; `why`: what is known of
-    it; `difference`: the numbers; `others`: more names with the same difference and no better claim."""
+    """The origin of a difference.
+
+    `culprit`: a module or parameter by name, or a phase of the step; `why`: what is known of it; `difference`: the
+    numbers; `others`: more names with the same difference and no better claim.
+    """
 
     culprit: str
     why: str

@@ -34,7 +34,7 @@ from forge.run.hooks import load_hooks
 from forge.runtime.distributed import on_first_rank
 from forge.runtime.world import World
 from forge.shard import Shard
-from forge.tools.verify.pieces import Key, Piece, pieces_of, whole
+from forge.tools.verify.pieces import TensorKey, TensorPiece, pieces_of, whole
 from forge.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ WITH_GRADIENTS = ("after_gradients", "before_optimizer", "after_optimizer")
 
 
 @dataclass(frozen=True)
-class _Place(World):
+class _OwnDeviceWorld(World):
     """A process on `own_device`, not necessarily the launcher's choice."""
 
     own_device: torch.device = CPU
@@ -59,7 +59,7 @@ class UserHooks:
     def __init__(self) -> None:
         self._kinds: list[tuple[str, type[Hook]]] = []
         self._each: list[tuple[Hook, Hooks]] = []
-        self._seen: dict[Key, list[Piece]] = {}
+        self._seen: dict[TensorKey, list[TensorPiece]] = {}
         self._result: StepResult | None = None
         self._now = ""  # the running hook and its method
         self._shards: list[Shard] = []
@@ -90,7 +90,7 @@ class UserHooks:
         hooks._folder = on_first_rank("making a folder", make_folder)
         directory = RunDirectory(Path(hooks._folder))
         on_first_rank("making a run directory", directory.acquire)
-        world = _Place(rank, size, rank, "torchrun", local_size=size, own_device=device)
+        world = _OwnDeviceWorld(rank, size, rank, "torchrun", local_size=size, own_device=device)
         degrees, data = check_world(config, size), open_data(config)
         reporter = Reporter(directory, world)
         trainer: Any = Trainer(config, degrees, data, reporter, StopSignals())
@@ -143,7 +143,7 @@ class UserHooks:
     def launched(
         self, step: int, lr: float, sums: Tensor, norm: Tensor, routers: Mapping[str, Tensor]
     ) -> None:
-        """A step has been made. sums: the values of a `Sums`; routers: rows of the router report by `layers.N`."""
+        """Keep the result of a step. sums: the values of a `Sums`; routers: rows of the router report by `layers.N`."""
         if not self._each:
             return
         progress = self._trainer.progress
@@ -173,11 +173,11 @@ class UserHooks:
             self.call("after_result", result)
 
     def end(self) -> None:
-        """The run ends."""
+        """Report the last step and call `after_run`."""
         self.process_last_result()
         self.call("after_run")
 
-    def take(self) -> dict[Key, list[Piece]]:
+    def take(self) -> dict[TensorKey, list[TensorPiece]]:
         """Return the recording since the last call: kinds `hooked` and `curve`."""
         seen, self._seen = self._seen, {}
         return seen
@@ -189,7 +189,7 @@ class UserHooks:
             if dist.get_rank() == 0:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _state(self, when: str, event: str) -> dict[Key, list[Piece]]:
+    def _state(self, when: str, event: str) -> dict[TensorKey, list[TensorPiece]]:
         found = {"parameter": [(shard, shard.data) for shard in self._shards]}
         if event in WITH_GRADIENTS:
             found["gradient"] = [(shard, gradient(shard)) for shard in self._shards]
@@ -207,7 +207,7 @@ class UserHooks:
 
 
 def _of_module(one_process: Any, model: nn.Module, shards: list[Shard]) -> ParallelModel:
-    """A ParallelModel of one process around the plain module `model`, for reading and evaluation only."""
+    """Return a ParallelModel of one process around the plain module `model`, for reading and evaluation only."""
     found: Any = copy.copy(one_process)
     found.parts, found.shards, found._engines = [model], shards, ()
     buffers = dict(model.named_buffers())

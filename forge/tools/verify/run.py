@@ -33,8 +33,11 @@ Status = Literal["equal", "different", "failed"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one layout. largest: relative difference by kind of tensor; rounded: the same of a run in the formats of
-    the configuration, where that was asked for. compared: the number of tensors. other: whose checkpoint was loaded."""
+    """The result of one layout.
+
+    largest: relative difference by kind of tensor; rounded: the same of a run in the formats of the configuration, where
+    that was asked for. compared: the number of tensors. other: whose checkpoint was loaded.
+    """
 
     case: Case
     status: Status
@@ -55,8 +58,11 @@ class Outcome:
 
 @dataclass
 class Report:
-    """All results. refused: layouts that the configuration's checks do not allow, with the reason. not_reached: systematic
-    layouts for which there was no time. smallest: the smallest layout that still shows the worst difference."""
+    """All results.
+
+    refused: layouts that the configuration's checks do not allow, with the reason. not_reached: systematic layouts for
+    which there was no time. smallest: the smallest layout that still shows the worst difference.
+    """
 
     outcomes: list[Outcome] = field(default_factory=list)
     refused: list[tuple[Case, str]] = field(default_factory=list)

@@ -47,7 +47,7 @@ class Buffered:
         """Allocate the buffers, let the model's parameters be views of them, and register the hooks."""
         model, parallel = self._model, self._layout.parallel
         if parallel.symmetric_memory and device.type != "cuda":
-            raise UserError("parallel.symmetric_memory = true needs CUDA cards; use false")
+            raise UserError("parallel.symmetric_memory = true needs CUDA GPUs; use false")
 
         # Views of buffers replace the parameters on the meta device.
         originals = dict(model.named_parameters())
@@ -102,7 +102,7 @@ class Buffered:
         self._reduction.begin(last=last)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """The gradients lie where backward puts them, and are sent with the gradients that no hook reports."""
+        """Place the gradients where backward puts them, to be sent with the gradients that no hook reports."""
         self._reduction.place_gradients()
 
     def start_gradient_sync(self) -> None:
