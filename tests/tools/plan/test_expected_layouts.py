@@ -1,4 +1,4 @@
-"""The search puts a layout of the family that published runs use first. The sources of the runs are in benchmarks/published.toml."""
+"""The fastest layout of a search is of the family that published runs use. benchmarks/published.toml has their sources."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ ROWS = [
     ("llama3-70b", 64, 128, Family(tp=ONE_NODE, cp=(1, 2))),
     # MPT: FSDP alone. torchtitan, on 256: tp 8.
     ("llama3-70b", 512, 1024, Family(tp=ONE_NODE, cp=(1, 2))),
-    # 16 million tokens, as Llama 3 405B: fewer sequences than GPUs, so tensor parallelism in a node, with or without a pipeline.
+    # Fewer sequences than GPUs (16 million tokens, as for Llama 3 405B): tensor parallelism in a node, perhaps a pipeline.
     ("llama3-70b", 4096, 2048, Family(tp=(2, 4, 8), cp=(1, 2), pp=(1, 2, 4, 8, 16))),
     # DeepSeek: ep 64, pp 16, no tensor parallelism. Automodel: ep 64, pp 4 and 8.
     ("deepseek-v3", 1024, 15360, Family(tp=(1, 2), pp=(1, 2, 4, 8, 16), ep=(16, 32, 64))),
