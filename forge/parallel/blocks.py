@@ -49,6 +49,7 @@ from forge.config.layout import ActivationCheckpoint, Compile
 from forge.model import MoE, Transformer
 from forge.model.dispatch import Kernels
 from forge.model.host import HostReads
+from forge.model.residual import Mixed
 from forge.parallel.layout import Layout
 from forge.parallel.modules import has_all_names
 from forge.parallel.precision import maximal_subtrees, plan_units
@@ -152,10 +153,19 @@ class BlockPolicy:
 
     def _compile(self, block: Any) -> None:
         assert self._compiler is not None
-        if not isinstance(block.feed_forward, MoE):
-            block.forward = hiding_gradients(block, self._compiler(block.forward))
+        mixture = isinstance(block.feed_forward, MoE)
+        if isinstance(block, Mixed) and not self._selective:
+            # A mix has a graph for each number of saved streams. Compiled apart from it, all layers share the large graphs.
+            # A selective checkpoint is inside of the compiled function, and so are its mixes.
+            of_block = ["attention_branch"] if mixture else ["attention_branch", "ffn_branch"]
+            parts = [(block, name) for name in of_block]
+            parts += [(mix, "forward") for mix in (block.attention_mix, block.ffn_mix) if mix is not None]
+        else:
+            parts = [(block, "attend" if mixture else "forward")]
+        for module, name in parts:
+            setattr(module, name, hiding_gradients(module, self._compiler(getattr(module, name))))
+        if not mixture:
             return
-        block.attend = hiding_gradients(block, self._compiler(block.attend))
         compiler = self._compiler_within_a_checkpoint
         shared: Any = block.feed_forward.shared
         if shared is not None:

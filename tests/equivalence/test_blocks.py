@@ -70,6 +70,23 @@ def test_compile_with_activation_checkpointing(mode: str) -> None:
     check(2, COMPILE + recompute(mode), micro=2)
 
 
+RESIDUALS = 'residual = "attention"\nresidual_block_size = 1\n'
+MIXTURE = "[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\nn_dense_layers = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("mixture", "mode"),
+    [
+        pytest.param(mixture, mode, marks=() if mixture and mode == "full" else SLOW)
+        for mixture in ("", MIXTURE)
+        for mode in ("", "full", "selective", "attention")
+    ],
+)
+def test_compile_with_attention_residuals(mixture: str, mode: str) -> None:
+    text = tiny_config(model=RESIDUALS + mixture, micro=2)
+    assert_equal(layout(text + COMPILE + (recompute(mode) if mode else ""), 2), reference(text))
+
+
 @pytest.mark.skipif(
     torch.__version__.startswith("2.12."), reason="refused: this compiler cannot weigh meshes"
 )

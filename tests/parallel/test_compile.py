@@ -65,6 +65,18 @@ def test_all_blocks_share_one_graph_that_later_steps_use_again(mode: str) -> Non
     assert not counters["graph_break"]
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_only_mixes_over_depth_have_a_graph_for_each_number_of_saved_streams(mode: str) -> None:
+    recomputation = f'[activation_checkpoint]\nmode = "{mode}"'
+    keys = 'residual = "attention"\nresidual_block_size = 2'
+    model = build(SECTION.format(backend="aot_eager") + recomputation, layers=12, keys=keys)
+    for seed in range(2):
+        step(model, seed)
+        # Attention, feed-forward, a chunk of the loss, and mixes of one to six saved streams.
+        assert counters["stats"]["unique_graphs"] == 3 + 6
+    assert not counters["graph_break"]
+
+
 @pytest.mark.slow
 def test_layers_of_two_kinds_train_are_evaluated_and_write_samples() -> None:
     windows = "sliding_window = 24\nsliding_window_pattern = 2"
