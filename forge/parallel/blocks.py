@@ -158,7 +158,7 @@ class BlockPolicy:
             # A mix has a graph for each number of saved streams. Compiled apart from it, all layers share the large graphs.
             # A selective checkpoint is inside of the compiled function, and so are its mixes.
             of_block = ["attention_branch"] if mixture else ["attention_branch", "ffn_branch"]
-            parts = [(block, name) for name in of_block]
+            parts: list[tuple[nn.Module, str]] = [(block, name) for name in of_block]
             parts += [(mix, "forward") for mix in (block.attention_mix, block.ffn_mix) if mix is not None]
         else:
             parts = [(block, "attend" if mixture else "forward")]

@@ -14,7 +14,7 @@ from forge.model.attention import Shared
 from forge.model.linear_attention import LINEAR
 
 DIM, HEADS, SIZE, SEQ = 24, 2, 8, 70
-# Theirs computes norm, gates and decays in float32 for any dtype. Against float64 its error was 2.4e-5 on one CPU and less than
+# Theirs computes norm, gates and decays in float32 for any dtype. Against float64 its error was 2.4e-5 on one CPU and below
 # 1e-5 on others; forge's was 1e-6.
 TOLERANCE, OWN_TOLERANCE = 5e-5, 5e-6
 
