@@ -167,7 +167,7 @@ class Hooks:
         return found
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Give each hook its part of the result of `state`. Log hooks that start without state, and unused states."""
+        """Restore each hook from its part of the result of `state`. Log hooks that start without state, and unused states."""
         names = dict(self._with_state())
         for name, hook in names.items():
             if name in saved:
@@ -182,7 +182,9 @@ class Hooks:
             )
 
     def _with_state(self) -> Iterator[tuple[str, Hook]]:
-        """Yield the config's hooks with state under their paths. A second hook of one path is `PATH (2)`."""
+        """Yield (path, hook) for each hook from the config that has state. The second hook of one path is named `PATH
+        (2)`.
+        """
         seen: Counter[str] = Counter()
         for hook in self._hooks:
             if hook.name and type(hook).state_dict is not Hook.state_dict:

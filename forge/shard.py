@@ -35,8 +35,9 @@ class Box:
 @dataclass(frozen=True)
 class Rates:
     """Factors for one parameter. Set by forge/parallel/parametrization.py: lr, orthogonal: factors of the learning rate for
-    elementwise and for orthogonalised updates (weight decay is divided by them); eps: factor of the epsilon added to the
-    square root. Set by optimizer.groups: scale: factor of the learning rate, for update and weight decay."""
+    elementwise and for orthogonalised updates (weight decay is divided by them); eps: factor of the optimizer's epsilon.
+    Set by optimizer.groups: scale: factor of the learning rate, for update and weight decay.
+    """
 
     lr: float = 1.0
     orthogonal: float = 1.0
@@ -52,8 +53,8 @@ class Shard:
     boxes: the local elements, one box after another, each in row-major order; empty if the rank holds none.
     replicas: group of ranks with copies of the same elements; None: only this rank holds them.
     heads: number of attention heads in the rows, one head after another; 1 if the rows do not belong to heads.
-    rates: factors of its updates.
-    boxes_on: returns the boxes of a rank, given its global number, if they can be computed; None: only that rank knows.
+    rates: factors of the parameter's updates.
+    boxes_on: function from a global rank to its boxes, if they can be computed; None: only that rank knows them.
     """
 
     name: str

@@ -67,7 +67,9 @@ def write_checkpoint(
     rank = dist.get_rank(group)
 
     def begin() -> int | None:
-        """On rank 0 make the partial folder; None: the step has a complete checkpoint. Return the bytes to write, at most."""
+        """Make the partial folder on rank 0. Return an upper bound of the bytes to write; None if the step has a complete
+        checkpoint.
+        """
         if isinstance(contents, Exception):
             raise contents
         if rank == 0:
@@ -129,7 +131,7 @@ def fill_folder(
 
 
 def make_room(root: Path, needed: int, keep_last: int, keep_every: int) -> None:
-    """Prune old checkpoints early if the new one does not fit. Raise OSError if that is not enough.
+    """Remove old checkpoints before the save if the new one does not fit. Raise OSError if that frees too little.
 
     The newest complete checkpoint always stays.
     """
@@ -145,9 +147,9 @@ def make_room(root: Path, needed: int, keep_last: int, keep_every: int) -> None:
 
 
 def require_room(root: Path, needed: int) -> None:
-    """Raise OSError if the checkpoint does not fit. Otherwise it would fill the disk, which metrics and other runs need.
+    """Raise OSError if the checkpoint does not fit on the disk. A full disk would also stop metrics and other runs.
 
-    Quotas show only during writing.
+    Quotas cannot be checked in advance: they show only during writing.
     """
     free = shutil.disk_usage(root).free
     if free < needed:
@@ -158,7 +160,7 @@ def require_room(root: Path, needed: int) -> None:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer with a fault point, and without the absolute path that it would put into the checkpoint."""
+    """DCP's writer with a fault point for tests. It keeps the absolute path out of the checkpoint."""
 
     def __init__(self, folder: Path, step: int, file_per_tensor: bool):
         # With a copy-ahead other than 0 it opens CUDA streams in this thread, although all tensors are on the CPU.

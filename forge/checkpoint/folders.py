@@ -98,7 +98,7 @@ def sweep(root: Path) -> None:
 
 
 def prune(root: Path, keep_last: int, keep_every: int, step: int = -1) -> None:
-    """Remove all but the newest `keep_last` (0: keep all) and those whose step is a multiple of `keep_every`.
+    """Remove checkpoints, except the newest `keep_last` (0: keep all) and those whose step is a multiple of `keep_every`.
 
     step: the last saved one, for fault injection. Raises OSError if a manifest cannot be removed.
     """

@@ -19,7 +19,7 @@ _CHUNK = 1 << 28
 
 @dataclass(frozen=True)
 class Nodes:
-    """The ranks of each node, ascending; nodes in the order of their first ranks. `rank` is this process's."""
+    """The ranks of each node, ascending. Nodes are in the order of their first ranks. rank: this process's rank."""
 
     ranks: tuple[tuple[int, ...], ...]
     rank: int
@@ -48,7 +48,7 @@ class Nodes:
         return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
 
     def share(self, names: Sequence[str]) -> list[str]:
-        """Return this rank's share of work on files held by its whole node."""
+        """Divide `names` among the ranks of this node; return this rank's share."""
         ranks = self.ranks[self.own]
         return list(names[ranks.index(self.rank) :: len(ranks)])
 

@@ -1,8 +1,8 @@
 """This rank's part of a checkpoint's tensors, presented to DCP as boxes of global tensors.
 
-DCP asks an object in a state dict for three things, by the methods of its `_Checkpointable` protocol: the items to write, the
-chunks to read, and the memory of one chunk. `ShardTensor` answers for boxes. So a checkpoint can move between a DTensor's
-rows, a contiguous buffer's flat slices and whole tensors.
+DCP calls three methods of an object in a state dict (the protocol `_Checkpointable`). They return the items to write, the
+chunks to read, and the memory of one chunk. `ShardTensor` returns boxes. So a checkpoint can move between a DTensor's rows,
+a contiguous buffer's flat slices and whole tensors.
 """
 
 from __future__ import annotations

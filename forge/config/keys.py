@@ -25,7 +25,7 @@ LINE_WIDTH = 100
 
 @dataclass(frozen=True)
 class Key:
-    """One key. `default` is TOML, or words if it follows from other keys (`in_words`) or there is none."""
+    """One key. default: TOML, or words if the default follows from other keys (`in_words`) or does not exist."""
 
     name: str  # dotted: "model.moe.top_k"
     section: str  # "model.moe"
@@ -72,7 +72,7 @@ def sections(schema: type[Config] = Config) -> dict[str, type[Section]]:
 
 
 def lists(schema: type[Config] = Config) -> dict[str, type[Section]]:
-    """Return the name of each list of tables at the top, such as [[phase]] -> the class of its tables."""
+    """Return name -> table class of each top-level list of tables, e.g. [[phase]]."""
     found = {name: item_class(field) for name, field in schema.model_fields.items()}
     return {name: table for name, table in found.items() if table is not None}
 
@@ -155,7 +155,7 @@ def to_toml(config: Config) -> str:
 
 
 def _lists_of(config: Config) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return the lists of tables at the top by name, without absent keys."""
+    """Return the top-level lists of tables by name; absent keys are left out."""
     tree = config.model_dump(mode="json", exclude_none=True)
     return [(name, tree[name]) for name in lists(type(config))]
 
@@ -218,7 +218,7 @@ def section_class(field: FieldInfo) -> type[Section] | None:
 
 
 def item_class(field: FieldInfo) -> type[Section] | None:
-    """Return the table that each item of a list field is, or None."""
+    """Return the table class of the items of a list field; None for other fields."""
     items = get_args(field.annotation)[:1] if get_origin(field.annotation) is tuple else ()
     return next(filter(_is_section, items), None)
 
@@ -236,7 +236,7 @@ BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def read_toml(text: str) -> dict[str, Any]:
-    """Parse a TOML document. Raises ValueError with one sentence."""
+    """Parse a TOML document. Raises ValueError with a message of one sentence."""
     try:
         return loads(text)
     except RecursionError:

@@ -57,7 +57,7 @@ class CommandLine:
 
 
 def parse_command_line(argv: list[str]) -> CommandLine:
-    """Parse `argv` (without the program's name). Raises nothing: see `CommandLine.problems`."""
+    """Parse `argv` (without the program's name). Errors are collected in `CommandLine.problems`, not raised."""
     rest, switches, raw = list(argv), set(), []
     problems: list[Problem] = []
     config: str | None = None
@@ -263,7 +263,7 @@ def _read_text(text: str, source: str) -> Values:
 
 
 def _let_length_replace(values: Values) -> None:
-    """Drop the file's length of the run, in steps or tokens, if an override gives the other one."""
+    """Drop the file's run length if an override sets the other unit: train.steps replaces train.tokens, and vice versa."""
     train = values.tree.get("train")
     for given, other in (("tokens", "steps"), ("steps", "tokens")):
         replaces = ("train", given) in values.overridden and ("train", other) not in values.overridden

@@ -147,7 +147,7 @@ class MTPConfig(Section):
 
 
 class LinearAttentionConfig(Section):
-    """The linear layers of model.layer_pattern. Absent: there are none."""
+    """The linear-attention layers of model.layer_pattern. Absent: there are none."""
 
     kind: Literal["gated_delta", "kimi_delta"] = "gated_delta"
     """gated_delta: Gated DeltaNet, one decay per head. kimi_delta: Kimi Delta Attention, one decay per key channel, with
@@ -262,7 +262,7 @@ class ModelConfig(Section):
 
     @property
     def embedding_at_both_ends(self) -> bool:
-        """Whether the part of the model with the head needs the embedding, too."""
+        """Whether the pipeline stage with the head needs the embedding, too."""
         return self.tie_embeddings or self.mtp is not None
 
     @property
@@ -278,7 +278,7 @@ class ModelConfig(Section):
 
     @property
     def pattern(self) -> tuple[LayerKind, ...]:
-        """The kinds of layers that repeat over the depth, whichever keys they follow from."""
+        """The repeating sequence of layer kinds, from whichever keys define it."""
         if self.layer_pattern:
             return self.layer_pattern
         if not self.sliding_window:
@@ -310,7 +310,9 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        """Fill in values that follow from other keys. A value that is not an integer stays 0; checks.py reports it."""
+        """Fill in values that follow from other keys. A value that would not be an integer stays 0, and checks.py reports
+        it.
+        """
         if not isinstance(values, dict):
             return values
         dim, n_heads = values.get("dim"), values.get("n_heads")

@@ -54,7 +54,9 @@ class GroupConfig(Section):
 
 
 class MupConfig(Section):
-    """mup, completep: the model that the learning rate was chosen with. With its sizes they are the same as standard."""
+    """The base model of the parametrizations mup and completep, for which the learning rate was tuned. For a model of the
+    base sizes, both equal standard.
+    """
 
     base_dim: Annotated[Count, unused_if("optimizer.parametrization", "standard")] = 0
     """Its model.dim. All sizes inside a block are taken to grow in proportion to it."""

@@ -1,4 +1,4 @@
-"""Valid keys that the chosen options do not use: no error, but named in one line when a run starts."""
+"""Find valid keys that the chosen options do not use. They are not errors: a run logs them in one line at its start."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from forge.config.section import Unused
 
 
 def unused_keys(config: Config, parameters: Iterable[str]) -> list[str]:
-    """Return `keys (reason)` for each reason why keys have no effect. parameters: names of the model's.
+    """Return a text `keys (reason)` for each reason why keys have no effect. parameters: names of the model's parameters.
 
-    A key with its default value is not named: it requests nothing.
+    A key with its default value is not listed: it requests nothing.
     """
     by_reason: dict[str, list[str]] = defaultdict(list)
     for key, field in _changed(config):

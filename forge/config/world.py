@@ -45,7 +45,7 @@ class Degrees:
         return self.dp_shard * self.cp * self.tp // self.ep
 
     def on_nodes(self, config: Config, size: int) -> Degrees:
-        """Resolve `parallel.ep_node_size` = auto for nodes with `size` ranks each; 0: unknown, or of different sizes."""
+        """Resolve `parallel.ep_node_size` = auto for nodes with `size` ranks each. size 0: unknown, or nodes differ."""
         if config.parallel.ep_node_size != "auto" or size < 1 or self.ep % size or self.world % size:
             return self
         return replace(self, ep_nodes=self.ep // size)

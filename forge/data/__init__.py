@@ -15,5 +15,5 @@
     held_out.py    batches of held-out sources
     build.py       all of it from a config
 
-All are pure functions. The state is the number of the next global sample and the short history of mixtures.
+All are pure functions. The only state is the number of the next global sample and the short history of mixtures.
 """

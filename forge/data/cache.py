@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """Return the default folder for blocks (no `data.cache_dir`): on this machine, of this user."""
+    """Return the folder for blocks if `data.cache_dir` is not set: one per user on this machine."""
     return Path(tempfile.gettempdir()) / f"forge-cache-{os.geteuid()}"
 
 
@@ -160,7 +160,9 @@ class BlockCache:
             )
 
     def _make_room(self, folder: Path, more: int) -> None:
-        """Evict blocks until the set has room for one, and `more` beyond that, in the order of `in_order_of_need`."""
+        """Evict blocks until the set has room for one more block and for `more` further ones. `in_order_of_need` chooses
+        them.
+        """
         names = [name for name in os.listdir(folder) if not name.startswith(".")]
         surplus = len(names) - self._set_blocks + 1
         if more:

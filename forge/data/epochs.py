@@ -53,7 +53,10 @@ def sources_of(dataset: PackedDataset, samples: Sequence[int]) -> Tensor:
 
 
 def log_left_out(dataset: PackedDataset, position: int, last: int) -> None:
-    """Log the global samples from which sources are left out. UserError if all reach their cap before `last`."""
+    """Log from which global sample on a source is left out because it has reached max_epochs.
+
+    Raises UserError if all sources reach max_epochs before sample `last`.
+    """
     order = dataset.order
     limits = [dataset.caps.get(name) for name in order.sources]
     for segment in order.segments:

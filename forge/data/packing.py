@@ -40,8 +40,8 @@ class PlanFile(BaseModel):
 class PlanIndex(BaseModel):
     """The description of a plan.
 
-    `cut_documents` are longer than a sequence and continue in further ones with `cut_tokens`. `lost_tokens` are in no
-    sequence.
+    `cut_documents` documents are longer than a sequence. Their remainders, `cut_tokens` tokens, continue in other
+    sequences. `lost_tokens` are in no sequence.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -62,7 +62,7 @@ class PlanIndex(BaseModel):
 
 
 def plan_name(kind: str, seq_len: int) -> str:
-    """Return the name of a plan's index without `.json`."""
+    """Return the name of a plan's index, without the ending `.json`."""
     return f"packing-{kind}-{seq_len}"
 
 

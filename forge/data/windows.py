@@ -26,13 +26,14 @@ class Windows(Protocol):
         """Return tokens `[seq_len + 1]` or fewer, and if requested each token's document, int32, ascending from 0."""
 
     def over(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the windows first ... end - 1 with tokens of each range of the stream; None: unknown."""
+        """Return, for each range of the stream, the windows first ... end - 1 that overlap it; None: unknown."""
 
 
 class StreamWindows:
-    """Window k of a source of T tokens is tokens k S ... k S + S inclusive: S inputs and, shifted by one, S labels.
+    """Window k of a source is tokens k S ... k S + S inclusive: S inputs and, shifted by one, S labels.
 
-    There are (T - 1) // S windows, so every token but the first is a label once, except for a remainder shorter than S.
+    There are (T - 1) // S windows for T tokens, so every token but the first is a label once, except for a remainder
+    shorter than S.
     """
 
     def __init__(self, source: Source, seq_len: int):
@@ -52,7 +53,9 @@ class StreamWindows:
 
 
 class PackedWindows:
-    """Sequences of a plan: whole documents, or parts of longer ones, one after the other (forge/data/packing.py)."""
+    """The sequences of a packing plan: whole documents, or parts of longer ones, one after the other
+    (forge/data/packing.py).
+    """
 
     def __init__(self, source: Source, plan: Plan):
         self.source, self._plan = source, plan

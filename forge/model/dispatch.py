@@ -13,7 +13,7 @@ from forge.model.norm import promoted
 
 
 class Dispatcher(Protocol):
-    """Sends tokens through their experts; the parameterless inner part of `MoE`, and an extension point."""
+    """Sends tokens through their experts. The parameterless inner part of `MoE`, and an extension point."""
 
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
@@ -47,7 +47,7 @@ class LocalDispatcher:
 
 
 class Plan(NamedTuple):
-    """The stable order of choices by expert; choice j of token t has number t * top_k + j.
+    """The stable order of choices by expert. Choice j of token t has number t * top_k + j.
 
     order: int64 `[tokens * top_k]`, the choice of each row. places: int64 `[tokens, top_k]`, the row of each choice.
     counts: int64 `[n_experts]`, rows of each expert; choices without an expert come last.
@@ -89,7 +89,7 @@ def count_by_expert(experts: Tensor, n_experts: int) -> Plan:
 
 
 def plan_rows(experts: Tensor, n_experts: int) -> Plan:
-    """Return the plan for experts int64 `[tokens, top_k]`, in the way that is faster: by counting if compiled."""
+    """Return the plan for experts int64 `[tokens, top_k]`: by counting if this code is compiled, otherwise by sorting."""
     return (count_by_expert if torch.compiler.is_compiling() else sort_by_expert)(experts, n_experts)
 
 
@@ -100,7 +100,8 @@ def spread_rows(x: Tensor, experts: Tensor, n_experts: int) -> tuple[Tensor, Pla
 
 
 def group_by_expert(arriving: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Group `total` rows, which are sorted by rank, then expert, by expert; arriving int64 `[ranks, local experts]`.
+    """Reorder `total` rows from (rank, expert) order to expert order; arriving int64 `[ranks, local experts]`: rows of
+    each.
 
     Return order and places, int64 `[total]`, and counts, int64 `[local experts]`, with the meanings that `Plan` has.
     """
@@ -123,7 +124,7 @@ def _inverse(permutation: Tensor) -> Tensor:
 
 
 def _at(rows: Tensor, column: Tensor, missing: bool) -> Tensor:
-    """Return `rows[column]`. missing: some places are past the last row; there it is 0."""
+    """Return `rows[column]`. missing: indices past the last row are allowed and give zeros."""
     if not missing:
         return rows.index_select(0, column)
     if rows.shape[0] == 0:
@@ -133,7 +134,7 @@ def _at(rows: Tensor, column: Tensor, missing: bool) -> Tensor:
 
 
 def add_choices(rows: Tensor, places: Tensor) -> Tensor:
-    """rows `[n, dim]` -> the sum of each token's, `[tokens, dim]`; summed in promote(float32, rows).
+    """rows `[n, dim]` -> for each token the sum of its choices' rows, `[tokens, dim]`; summed in promote(float32, rows).
 
     places int64 `[tokens, top_k]`; places >= n have no row and add nothing.
     """
@@ -156,7 +157,7 @@ def weigh_choices(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
 def weigh_backward(
     grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of `weigh_choices` with respect to rows and weights, for that of its result, `[tokens, dim]`."""
+    """Return the gradients of `weigh_choices` with respect to rows and weights. grad `[tokens, dim]`: of its result."""
     grad = grad.to(promoted(rows.dtype))
     missing = rows.shape[0] < places.numel()
     if missing or torch.compiler.is_compiling():
@@ -174,7 +175,7 @@ def weigh_backward(
 
 
 class Kernels(NamedTuple):
-    """Functions that move and add rows. An extension point of dispatchers: replaced by the compiled functions."""
+    """Functions that move and add rows, which dispatchers call. `apply_blocks` replaces them by compiled ones."""
 
     plan: Callable[..., Plan] = plan_rows
     spread: Callable[..., tuple[Tensor, Plan]] = spread_rows
@@ -199,7 +200,7 @@ def take(x: Tensor, plan: Plan, n: int, kernels: Kernels = EAGER) -> Tensor:
 
 
 def add_up(rows: Tensor, plan: Plan, kernels: Kernels = EAGER) -> Tensor:
-    """rows `[n, dim]`, the first of the plan -> the sum of each token's, `[tokens, dim]`."""
+    """rows `[n, dim]`, the first n of the plan -> for each token the sum of its choices' rows, `[tokens, dim]`."""
     return _AddUp.apply(rows, plan.order, plan.places, kernels)
 
 
@@ -214,7 +215,7 @@ def combine(rows: Tensor, weights: Tensor, plan: Plan, kernels: Kernels = EAGER)
 
 
 def permute(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """rows `[n, dim]` -> `rows[order]`; order and places int64 `[n]` undo each other."""
+    """rows `[n, dim]` -> `rows[order]`. order and places, int64 `[n]`, are inverse permutations."""
     return _Permute.apply(rows, order, places)
 
 

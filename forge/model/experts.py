@@ -57,7 +57,7 @@ class Experts(nn.Module):
         w13_bias: Tensor | None,
         w2_bias: Tensor | None,
     ) -> Tensor:
-        """`forward` with the weights of some of the experts, whose counts these are."""
+        """Compute `forward` with the given weights, of some of the experts. counts: of these experts."""
         groups = RowGroups(counts)
         projected = self.multiply(rows, w13, groups, w13_bias)
         return self.multiply(self.activate(projected), w2, groups, w2_bias)
@@ -81,7 +81,7 @@ class RowGroups:
 
     @functools.cached_property
     def sizes(self) -> list[int]:
-        """The counts on the host. The first use waits for the device, once for all products of a layer."""
+        """The counts, on the host. The first access waits for the device; all products of a layer share the result."""
         return list(host.read(self.counts))
 
 
@@ -131,9 +131,10 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 
 
 def bias_of_rows(rows: Tensor, bias: Tensor, groups: RowGroups) -> Tensor:
-    """bias `[groups, out]` -> each row's group's, `[n, out]`; zeros past the last group, whose gradients mean nothing.
+    """bias `[groups, out]` -> for each row the bias of its group, `[n, out]`; zeros past the last group.
 
-    In promote(float32, bias) until the end, because the gradient of a group's bias is a sum over its rows.
+    In promote(float32, bias) until the end, because the gradient of a group's bias is a sum over its rows. Gradients past
+    the last group are ignored.
     """
     index = torch.arange(rows.shape[0], device=rows.device)
     # The number of groups for rows past the last one.

@@ -50,10 +50,10 @@ class Uniform:
 
 
 def initial_values(model: nn.Module, config: ModelConfig) -> dict[str, float | Normal | Uniform]:
-    """Return the initial value of every parameter of `model`, a part or all of the model of `config`, by name.
+    """Return the initial value of every parameter of `model`, by name. The model may be a part of the model of `config`.
 
-    A module of a class of one's own says it itself, by a method `initial_value(name)`. Raises TypeError for a parameter of
-    an unknown type of module, so none is left uninitialised.
+    A module of the user's own class has a method `initial_value(name)`. Raises TypeError for a parameter of an unknown type
+    of module, so no parameter stays uninitialised.
     """
     return {
         f"{path}.{leaf}".removeprefix("."): _start(module, path, leaf, config)

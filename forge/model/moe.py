@@ -17,7 +17,7 @@ from forge.model.router import Router
 
 
 class Piecewise(nn.Linear):
-    """A projection of the tokens that this process routes."""
+    """A projection of this process's tokens. With tensor parallelism it reads this rank's piece of the sequence."""
 
 
 class MoE(nn.Module):
@@ -85,7 +85,7 @@ class MoE(nn.Module):
 
 
 class SharedGate(nn.Module):
-    """How much of the shared experts a token takes: the sigmoid of a projection to one number."""
+    """The weight of the shared experts for each token: the sigmoid of a projection to one number."""
 
     def __init__(self, dim: int):
         super().__init__()

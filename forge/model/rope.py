@@ -63,10 +63,11 @@ def score_factor(scaling: RopeScalingConfig | None) -> float:
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
-    """Llama 3.1 (Meta's llama-models, `apply_scaling`): keep fast rotations, divide slow ones by `factor`.
+    """Scale frequencies as Llama 3.1 does (Meta's llama-models, `apply_scaling`): keep high ones, divide low ones by
+    `factor`.
 
-    In between it blends, linearly in the number of rotations over the original context, from low_freq_factor
-    to high_freq_factor.
+    Between them it blends both, linearly in the number of rotations over the original context, from low_freq_factor to
+    high_freq_factor.
     """
     rotations = scaling.original_max_position * frequencies / (2 * pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -85,7 +86,7 @@ def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tens
     pairs = len(frequencies)
 
     def index_of(rotations: float) -> float:
-        """The (real-valued) pair that rotates this often over the original context."""
+        """Return the (real-valued) index of the pair that rotates this often over the original context."""
         return pairs * log(scaling.original_max_position / (rotations * 2 * pi)) / log(theta)
 
     low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)

@@ -226,13 +226,17 @@ def update_routers(
 
 
 def _relative(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """counts `[..., n_experts]` -> load relative to an even load: n_experts * count / sum; ones if the sum is 0."""
+    """counts `[..., n_experts]` -> load of each expert, relative to an even load: n_experts * count / sum; ones if the sum
+    is 0.
+    """
     total = counts.sum(-1, keepdim=True)
     return torch.where(total > 0, counts.shape[-1] * counts.to(dtype) / total.clamp(min=1), 1.0)
 
 
 def _first_indices(scores: Tensor, k: int) -> Tensor:
-    """Indices of the k highest along the last dim, best first, ties by lower index, which topk does not guarantee."""
+    """Return the indices of the k highest values along the last dim, best first, ties by lower index. topk does not order
+    ties.
+    """
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :k]
 
 

@@ -56,11 +56,11 @@ class Block(nn.Module):
         return x + self.ffn_branch(x, shared)
 
     def attention_branch(self, x: Tensor, shared: Shared) -> Tensor:
-        """Return the attention half's addend to the stream, for input x `[batch, seq, dim]`."""
+        """Return what the attention half adds to the stream, for input x `[batch, seq, dim]`."""
         return self.attention(self.attention_norm(x), shared)
 
     def ffn_branch(self, x: Tensor, shared: Shared) -> Tensor:
-        """Return the feed-forward half's addend to the stream, for input x `[batch, seq, dim]`."""
+        """Return what the feed-forward half adds to the stream, for input x `[batch, seq, dim]`."""
         return self.fed(self.ffn_norm(x), shared)
 
     def fed(self, x: Tensor, shared: Shared) -> Tensor:
@@ -219,7 +219,7 @@ class Transformer(nn.Module):
         positions: Tensor | None,
         documents: Tensor | None,
     ) -> Shared:
-        """Make the blocks' shared inputs once; x is their input, and attention sees `seq` tokens."""
+        """Build the inputs that all blocks share. x: the first block's input. seq: number of tokens that attention sees."""
         if seq > self.seq_len:
             raise ValueError(f"a sequence of {seq} tokens; the model was built for {self.seq_len}")
         chosen = slice(seq) if positions is None else positions
@@ -259,7 +259,9 @@ class Transformer(nn.Module):
         return matrix_flops(self, seq_len) + product * (tied + len(self.ahead))
 
     def heads(self) -> dict[str, int]:
-        """Return how many heads the rows of projections to queries, keys and values are, by the name of the parameter."""
+        """Return parameter name -> number of heads, for the query, key and value projections, whose rows are divided into
+        heads.
+        """
         attentions: dict[str, Any] = {layer: block.attention for layer, block in self.layers.items()}
         return {
             f"layers.{layer}.attention.{leaf}.weight": number
@@ -268,7 +270,9 @@ class Transformer(nn.Module):
         }
 
     def initial_values(self) -> dict[str, float | Normal | Uniform]:
-        """Return the initial value of each parameter of this part, by name; it does not depend on the part."""
+        """Return the initial value of each parameter of this part, by name. It is the same in every part with this
+        parameter.
+        """
         return initial_values(self, self.config)
 
     def reset_buffers(self, dtype: torch.dtype) -> None:
@@ -290,7 +294,7 @@ def _feed_forward(config: ModelConfig, layer: int) -> FeedForward | MoE:
 
 
 def attention_for(config: ModelConfig, layer: int) -> Attention | LinearAttention:
-    """Build the token-mixing module of the block with this global index; add new kinds of layers in this function."""
+    """Build the attention or linear attention of the block with this global index. New kinds of layers are added here."""
     if config.kind_of(layer) == "linear":
         return LinearAttention(config)
     kind = GroupedAttention if config.latent is None else LatentAttention
@@ -303,7 +307,7 @@ def window_of(config: ModelConfig, layer: int) -> int:
 
 
 def rotation_of(config: ModelConfig, layer: int) -> int | None:
-    """Return which of the tables of `forge.model.rope.rope_tables` rotates this layer; None: it has no positions."""
+    """Return the index of the table of `forge.model.rope.rope_tables` for this layer; None: it has no positions."""
     kind = config.kind_of(layer)
     if kind == "nope":
         return None

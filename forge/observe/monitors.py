@@ -51,7 +51,7 @@ class Monitors:
 
     parts, shards: this rank's. names: the parameters of the whole model. n_layers: of the whole model. units: the largest
     number of units of a feed-forward. world: (this rank, number of ranks); tp: the same within tensor parallelism.
-    compiled: blocks are compiled, so attention and units, inside their graph, are not measured.
+    compiled: blocks are compiled, so attention and feed-forward units, which are inside the graphs, are not measured.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Monitors:
         return torch.ones(len(self._maxima["activations"]))
 
     def _add_squares(self, name: str, tensors: Sequence[tuple[Shard, Tensor]]) -> None:
-        """Add the sum of squares of each shard's tensor to the row of its parameter; count each element on one rank only."""
+        """Add the sum of squares of each shard's tensor to the row of its parameter. Each element counts on one rank only."""
         kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
         for shard, tensor in tensors:
             if shard.boxes and shard.counted and shard.name in self._rows:
@@ -209,8 +209,9 @@ class Monitors:
         return self._index[rows]
 
     def _watch(self, layer: int, block: Any) -> None:
-        """Hook a block. Inside it tensors are only kept and measured after it returns: activation checkpointing would record
-        any computation inside."""
+        """Hook a block. Hooks inside it only keep tensors; these are measured after the block returns. Activation
+        checkpointing would record any computation inside.
+        """
         seen = self._seen[layer] = []
         if "attention" in self._chosen and not self._compiled and hasattr(block.attention, "attend"):
             latent = hasattr(block.attention.attend, "attend_latent")
@@ -303,7 +304,7 @@ class _WatchedAttention:
 
 
 class _WatchedLatents(_WatchedAttention):
-    """The same for an attention function on the latents of multi-head latent attention."""
+    """Like `_WatchedAttention`, for an attention function on the latents of multi-head latent attention."""
 
     def attend_latent(self, layer: Any, q: Tensor, latent: Tensor, key: Tensor, mask: Any) -> Tensor:
         with torch.no_grad():
@@ -333,7 +334,8 @@ def _keep_scores(seen: list[tuple[Any, ...]], choose: Callable[[Tensor], Tensor]
 def chosen_queries(seq: int, split: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the indices of this rank's measured queries and their positions in the sequence; both int64 `[n]`.
 
-    The positions are the last ones of QUERIES equal parts of the sequence; all positions of a shorter one.
+    The sequence is divided into QUERIES equal parts, and the last position of each is measured; all positions if the
+    sequence is shorter.
     """
     count = min(QUERIES, seq)
     wanted = torch.tensor([(part + 1) * seq // count - 1 for part in range(count)])
@@ -347,7 +349,7 @@ def _counted(shards: Sequence[Shard]) -> Iterator[Shard]:
 
 
 def _add(place: Sequence[Tensor], value: Tensor, count: int) -> None:
-    """Add to a sum and to its count. A number on the host becomes a kernel argument, so nothing is copied."""
+    """Add to a sum and to its count. A number on the host becomes a kernel argument, so no copy to the device is needed."""
     total, number = place
     total += value
     number += count

@@ -32,7 +32,9 @@ ROUND_NUMEL = {"cuda": 1 << 24, "cpu": 1 << 19}
 
 @dataclass(frozen=True)
 class Part:
-    """The rows and columns `box` of `count` matrices of shard `number`, from its matrix `first` on."""
+    """A part of a matrix stack: rows and columns `box` of `count` matrices of shard `number`, starting at its matrix
+    `first`.
+    """
 
     number: int
     first: int
@@ -51,7 +53,7 @@ Transfer: TypeAlias = tuple[Part, int, int]
 class Holders:
     """The ranks that hold a matrix.
 
-    of_box: for each box of the matrix its ranks, in the same order on all ranks. numels: the elements that each rank holds.
+    of_box: the ranks of each box of the matrix, in the same order on all ranks. numels: the elements that each rank holds.
     """
 
     def __init__(self, of_box: dict[Box, list[int]]):
@@ -63,7 +65,7 @@ class Holders:
 
     @cached_property
     def preferred(self) -> np.ndarray:
-        """The ranks, int64 `[ranks]`: those with most elements first, then in order."""
+        """The ranks, int64 `[ranks]`, sorted by their number of elements, the most first, then by rank."""
         return np.array(sorted(self.numels, key=lambda rank: (-self.numels[rank], rank)))
 
     def have_all(self, rank: int) -> bool:
@@ -89,7 +91,7 @@ class Run:
 
     @property
     def work(self) -> int:
-        """Multiplications of one orthogonalisation step: the Gram matrix, its square, and a product with it."""
+        """Multiplications of one orthogonalisation step: the Gram matrix, its square, and one product with the matrix."""
         short, long = sorted(self.shape)
         return self.count * short * short * (2 * long + short)
 
@@ -107,7 +109,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one shape, computed together on one rank: those of `runs`, one run after another."""
+    """Matrices of one shape, computed together on one rank: the matrices of `runs`, in order."""
 
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
@@ -148,12 +150,12 @@ class WholeMatrices:
 
     @property
     def batches(self) -> list[Batch]:
-        """Return all matrices that this rank owns, in the order in which the function gets them."""
+        """Return all matrices that this rank owns, in the order of the calls of the function."""
         return [batch for one in self._rounds for batch in one.batches]
 
     @torch.no_grad()
     def replace(self, tensors: Sequence[Tensor], function: Function) -> None:
-        """Replace every matrix by the function of it, in all local parts of `tensors`. Collective.
+        """Replace every matrix by `function` of it, in all local parts of `tensors`. Collective.
 
         tensors: gradients or momenta, one per shard, contiguous and laid out like its `data`. function(matrices, batch):
         from `[batch.count, rows, columns]` to the same shape; called once per batch. Does not wait for the device.
@@ -203,7 +205,7 @@ class _Place(NamedTuple):
 
 
 class _Round:
-    """The matrices of `runs`: sent from the holders of parts to their owners, and back."""
+    """The matrices of `runs`, which are sent from the holders of their parts to their owners, and back."""
 
     def __init__(self, runs: Sequence[Run], held: Sequence[Part], group: dist.ProcessGroup | None):
         me = 0 if group is None else group.rank()
@@ -252,7 +254,7 @@ class _Round:
 
 
 class _Exchange:
-    """One all-to-all. transfers: this rank's, and any others, in the same order on all ranks.
+    """One all-to-all. transfers: this rank's transfers, and possibly others, in the same order on all ranks.
 
     source, target: location of a part in the tensors to read from, and in those to write to. travels: whether any rank
     sends to another one, the same on all ranks.
@@ -285,7 +287,7 @@ class _Exchange:
         self._numels_by = [sum(part.numel for part in parts) for parts in by]
 
     def start(self, sources: list[Tensor], targets: list[Tensor], empty: Tensor) -> Callable[[], None]:
-        """Begin to send in the dtype of `empty`; return a function that completes the writes to `targets`."""
+        """Start the transfer in the dtype of `empty`. Return a function that waits and completes the writes to `targets`."""
         if self._kept:
             read, write = ([pair[side] for pair in self._kept] for side in (0, 1))
             torch._foreach_copy_([p.of(targets) for p in write], [p.of(sources) for p in read])
@@ -336,7 +338,7 @@ def _parts_of(
 
 
 def _find_runs(shards: Sequence[Shard], heads: Sequence[int], group: dist.ProcessGroup | None) -> list[Run]:
-    """Return the matrices of `shards` in order, with their holders and without owners. Collective."""
+    """Return runs of consecutive matrices of `shards` with the same holders, in order, without owners. Collective."""
     everyones = gather_shard_boxes(shards, group)
     runs = []
     for number, (shard, number_of_heads) in enumerate(zip(shards, heads, strict=True)):
@@ -371,7 +373,7 @@ def _find_runs(shards: Sequence[Shard], heads: Sequence[int], group: dist.Proces
 
 
 def _choose_owners(runs: Sequence[Run]) -> list[Run]:
-    """Divide runs, and give each, most work first, to the least loaded rank among its holders."""
+    """Divide runs. Assign each one, the most work first, to the least loaded rank among its holders."""
     divided = []
     for run in runs:
         ways = min(run.count, len(run.holders.numels))
@@ -392,7 +394,7 @@ def _choose_owners(runs: Sequence[Run]) -> list[Run]:
 
 
 def _divide_into_rounds(runs: Sequence[Run], round_numel: int) -> list[list[Run]]:
-    """Divide into rounds; in each an owner has at most `round_numel` elements, or one matrix."""
+    """Divide runs into rounds. In each round an owner has at most `round_numel` elements, or a single matrix."""
     rounds: list[list[Run]] = []
     current: Counter[int] = Counter()  # owner -> its latest round
     filled: Counter[int] = Counter()  # owner -> elements in that round

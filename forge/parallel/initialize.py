@@ -23,9 +23,9 @@ LONGEST_SPAN = 1 << 22
 
 
 def initialize(shards: list[Shard], values: dict[str, float | Normal | Uniform], seed: int) -> None:
-    """Fill every shard in place with the start value that `values` gives for its parameter's name.
+    """Fill every shard in place with the initial value that `values` has for its parameter's name.
 
-    Raises KeyError if a shard's name has no start value: nothing is ever left as memory came.
+    Raises KeyError if a shard's name has no initial value, so no memory stays uninitialised.
     """
     for shard in shards:
         start = values[shard.name]

@@ -29,8 +29,8 @@ class SpikeWindow:
     """Loss and gradient norm of the latest steps; a part of the training state.
 
     Limits derive from the median and the median absolute deviation. So a spike in the window does not hide another, and a
-    lasting new level becomes the usual one. Non-finite numbers are left out. The limits of a step use steps at least two
-    before it: every run knows these at launch, even just after a resume.
+    lasting new level becomes the usual one. Non-finite numbers are left out. The limits of step n use steps up to n - 2,
+    whose results every rank has when step n is launched, even just after a resume.
     """
 
     size: int = 128
@@ -59,7 +59,7 @@ class SpikeWindow:
         return list(self.entries)
 
     def load(self, state: Iterable[tuple[int, float, float]]) -> None:
-        """Load the result of `state`, from a window of any size."""
+        """Load the result of `state`, which may come from a window of another size."""
         self.entries = [(int(step), float(loss), float(norm)) for step, loss, norm in state][-self.size - 1 :]
 
 

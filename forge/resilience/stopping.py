@@ -55,7 +55,7 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def defer(self) -> None:
-        """From now on finish the step and save before stopping."""
+        """Stop later: after this call a request lets the run finish the step and save first."""
         self.deferred = True
 
     def __enter__(self) -> StopSignals:
@@ -161,7 +161,7 @@ class TimeLimit:
         self._phase, self._since = phase, now
 
     def near(self, save_s: float) -> bool:
-        """Return whether it is time to stop. save_s: duration of the slowest save so far; 0: none yet."""
+        """Return whether the run must stop now. save_s: duration of the slowest save so far; 0: no save yet."""
         if not self._limit_s:
             return False
         # In the worst case a save is in flight, and the final one has to wait for it.

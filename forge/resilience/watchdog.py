@@ -60,7 +60,7 @@ def step_bound(configured: float, seconds: Sequence[float]) -> float:
 
 
 def patience(config: Resilience) -> float:
-    """Return the timeout of collectives in seconds. It is longer than any phase, because the watchdog knows more.
+    """Return the timeout of collectives in seconds. It is longer than any phase, because the watchdog can report more.
 
     PyTorch's own timeout then ends hangs that the watchdog cannot see.
     """
@@ -132,7 +132,7 @@ class Watchdog:
         return self._expired.is_set()
 
     def wait_for_end(self) -> None:
-        """Block for ever if the process is being ended, so that an error caused by a peer's end does not end it first."""
+        """Block for ever if the process is being ended. Otherwise an error caused by a peer's end could end it first."""
         while self.expired:
             time.sleep(1)
 

@@ -46,7 +46,8 @@ CONTEXT = (
 
 
 def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False) -> None:
-    """Log changed keys since the checkpoint at `path`. Raises UserError for a change with which its history cannot continue.
+    """Log changed keys since the checkpoint at `path`. Raises UserError for a change under which the history cannot
+    continue.
 
     branch: the config names this checkpoint and branches from it.
     """
@@ -92,7 +93,7 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
     """Raise UserError (exit 2) if data or tokenizer differ from those of the checkpoint at `path`.
 
     before, inputs: fingerprints in the checkpoint and now. new: the run's config. With `checkpoint.allow_changed_data`,
-    changed data are accepted. Return one sentence per accepted change.
+    changed data are accepted. Returns one sentence per accepted change.
     """
     changed = [key for key in sorted(set(before) | set(inputs)) if before.get(key) != inputs.get(key)]
     if not changed:
@@ -126,10 +127,10 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
 
 
 def _as_written(key: str, there: object, now: object, old: Config, new: Config) -> list[tuple[str, str, str]]:
-    """Return changes as (key, old value, new value), in the user's own terms.
+    """Return changes as (key, old value, new value), in the form that the user wrote.
 
-    key, there, now: one of `input_fingerprints` (forge/data/build.py), which has computed weights and caps, and numbers only
-    the sources in use.
+    key, there, now: one of `input_fingerprints` (forge/data/build.py), and its values in the checkpoint and now. A
+    fingerprint has computed weights and caps, and covers only the sources in use.
     """
     source = re.fullmatch(r"data\.sources\[(\d+)\]\.(path|weight|max_epochs)", key)
     if source is None:

@@ -1,4 +1,5 @@
-"""The origin of the history in a run directory: `origin.json`, which makes an origin on the command line count only once.
+"""The origin of the history in a run directory, recorded in `origin.json`, so that an origin in the command counts only
+once.
 
 A history is one sequence of updates. A run directory holds one history: checkpoints, metrics and roll-backs. If a person,
 torchrun or Slurm repeats the command that began it, the command names the same origin and continues the history. Another
@@ -33,7 +34,7 @@ class Origin:
     """The origin of a history.
 
     resume, init: the keys of [checkpoint] as written in the command. path: absolute path of the continued checkpoint; None:
-    step 0. digest: of its manifest, to recognise the checkpoint after a move.
+    step 0. digest: of the checkpoint's manifest, to recognise the checkpoint after a move.
     """
 
     resume: str

@@ -59,7 +59,7 @@ class Tiers:
             self._open(self._number)
 
     def find_start(self, earlier: Earlier, reporter: Reporter) -> Start:
-        """Return the start of the run: the newest complete state, on the nodes or else on the shared storage.
+        """Return the start of the run: the newest complete state on the nodes or on shared storage.
 
         Raises UserError like `resume.find_start`.
         """
@@ -118,7 +118,9 @@ class Tiers:
         self.local.forget_after(start.kept)
 
     def _read_record(self) -> tuple[str, list[str]]:
-        """Return, on the first rank, the number of the directory's history ("" without one) and its states' places."""
+        """Return, on the first rank, the number of the directory's history ("" if there is none) and the places of its
+        states.
+        """
         text = self._record.read_text("utf-8") if self._record.exists() else ""
         number, *places = text.splitlines() or [""]
         return number, places
@@ -150,7 +152,9 @@ class Tiers:
 
 
 class LocalSaves(Hook):
-    """Saves a state on the nodes every `checkpoint.local_interval` steps. Comes after `Saves`. All methods are collective."""
+    """Saves a state on the nodes every `checkpoint.local_interval` steps. Called after `Saves`. All methods are
+    collective.
+    """
 
     def __init__(self, trainer: Trainer, saves: Saves, local: LocalTier):
         self._trainer, self._saves, self._local = trainer, saves, local

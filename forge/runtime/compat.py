@@ -53,9 +53,10 @@ def side_stream(device: torch.device) -> torch.cuda.Stream | None:
 def communication_memory(
     device: torch.device, groups: Sequence[dist.ProcessGroup], *, symmetric: bool
 ) -> Iterator[None]:
-    """Allocate memory in the body as NCCL symmetric memory, at the same address on every rank of `groups`.
+    """Allocate the body's memory as NCCL symmetric memory, at the same address on every rank of `groups`.
 
-    NCCL's kernels then need fewer multiprocessors. With `symmetric` this needs CUDA and is collective, else it does nothing.
+    NCCL's kernels then need fewer multiprocessors. With `symmetric`, this needs CUDA and is collective. Without, it does
+    nothing.
     """
     if not (symmetric and groups):
         yield
@@ -147,7 +148,7 @@ def fsdp_parameter_groups(model: FSDPModule) -> list[Any]:
 
 
 def end_fsdp_backward(model: FSDPModule) -> None:
-    """Run FSDP2's end-of-backward work for the root `model`, with the flags that are set on it."""
+    """Run FSDP2's end-of-backward work for the root `model`, under the flags currently set on it."""
     model._get_fsdp_state()._root_post_backward_final_callback()
 
 
@@ -174,7 +175,9 @@ class _Same(torch.autograd.Function):
 
 
 def keep_buffers_of_compiled_backward() -> None:
-    """Let a backward through compiled functions, e.g. flex_attention, run with retain_graph=True. Call before compilation."""
+    """Let a backward through compiled functions, e.g. flex_attention, run with retain_graph=True. Call before their
+    compilation.
+    """
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False

@@ -50,7 +50,7 @@ def _first_host(environment: Mapping[str, str]) -> str:
 
 
 def name_start(store: Store, rank: int, size: int, timeout: timedelta) -> str:
-    """Agree on a name of this start, unique among all starts. Call on every rank.
+    """Agree on a unique name for this start. Call on every rank.
 
     A store that outlives starts holds keys of earlier ranks, whose number may differ. So each rank writes a nonce. Rank 0
     publishes the nonces that it finds, until every rank has seen its own nonce there and has counted itself under rank 0's

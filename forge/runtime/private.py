@@ -61,7 +61,7 @@ class PrivateFolder:
         return made
 
     def remove(self, names: re.Pattern[str], *within: str, keep: str = "") -> None:
-        """Remove the directories below `path`/within... whose names match `names`, except `keep`.
+        """Remove the directories below `path`/within[0]/within[1]/... whose names match `names`, except `keep`.
 
         Links are neither followed nor removed. A directory that cannot be removed stays.
         """
@@ -89,7 +89,9 @@ def _make(folder: Path) -> None:
 
 
 def _problem(folder: Path, key: str, adopts: Callable[[Path], bool]) -> str | None:
-    """Return why the existing `folder` cannot be private, with the remedy, or None. Add the marker if allowed."""
+    """Return the reason why the existing `folder` cannot be private, with the remedy; None if it can. Add the marker if it
+    may.
+    """
     is_marked = os.path.lexists(
         folder / MARKER
     )  # before the mode: a racing process sets the mode before it adds the marker

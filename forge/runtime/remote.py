@@ -105,7 +105,7 @@ _thread = threading.local()
 
 
 def give_up_on(event: threading.Event) -> None:
-    """Make no further attempt in this thread once `event` is set."""
+    """From now on, make no further attempt in this thread once `event` is set."""
     _thread.given_up = event
 
 
@@ -152,8 +152,8 @@ def with_retries(what: str, work: Callable[[], Result]) -> Result:
 def is_transient(error: BaseException) -> bool:
     """Return whether a store's error may be transient: by its type, else its HTTP status, else its errno.
 
-    File systems translate errors, so the original errors (`raise ... from`) count as well: fsspec reports an unreachable
-    server as FileNotFoundError, and s3fs an unknown status as EIO.
+    File systems translate errors, so the original errors (`raise ... from`) are examined as well. fsspec reports an
+    unreachable server as FileNotFoundError, and s3fs an unknown status as EIO.
     """
     chain = [error]
     while (cause := chain[-1].__cause__) is not None:
@@ -222,10 +222,10 @@ def _bytes(url: str, begin: int, end: int) -> str:
 
 
 class RemoteFile:
-    """One object, read in blocks. `key` identifies its content in a cache: equal keys, equal bytes.
+    """One object, read in blocks. key: identifies its content in a cache; equal keys mean equal bytes.
 
     expected: returns the digest of each block, recorded when the dataset was written. Without it the object must keep the
-    version (ETag, or time) that it had at opening. Either way a changed object is a UserError with its URL.
+    version (ETag, or time) that it had at opening. Either way a changed object raises UserError with its URL.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class RemoteFile:
 
 
 def open_remote(url: str) -> io.BufferedReader:
-    """Open an object for reading; each block is read like in `with_retries`."""
+    """Open an object for reading. Reading a block retries like `with_retries`."""
     return io.BufferedReader(_Reader(url), _READ_BYTES)
 
 
@@ -352,7 +352,7 @@ def _size(url: str, about: dict[str, Any]) -> int:
 
 
 def version_of(url: str) -> str:
-    """Return a value that changes with the object: its ETag or time; empty if the store has neither."""
+    """Return a value that changes when the object changes: its ETag or modification time; empty if the store has neither."""
     return _version(with_retries(url, lambda: filesystem_of(url).info(url)))
 
 

@@ -31,7 +31,7 @@ class PatientStream:
         os.register_at_fork(after_in_child=self._restart)
 
     def _restart(self) -> None:
-        """Begin without a thread: a forked child does not inherit its parent's."""
+        """Reset the state in a forked child, which does not inherit its parent's thread."""
         self._changed = threading.Condition()
         self._texts: deque[str] = deque()
         self._thread: threading.Thread | None = None
@@ -86,7 +86,9 @@ stderr = PatientStream(2)
 
 
 def patient(stream: TextIO | None) -> TextIO | PatientStream:
-    """Return `stream` as one that does not wait for its reader; `stream` itself if it has no file descriptor."""
+    """Return a stream that writes to `stream` without waiting for its reader; `stream` itself if it has no file
+    descriptor.
+    """
     if stream is None:
         return stderr
     try:

@@ -33,9 +33,9 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class World:
-    """This process among all. restarts_left: how many more times the launcher would restart the run.
+    """This process among all ranks. restarts_left: how many more times the launcher would restart the run.
 
-    local_size: processes on this machine (0: unknown). bound: Slurm may have given this process a GPU of its own.
+    local_size: processes on this machine (0: unknown). bound: Slurm may have assigned one GPU to this process.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class World:
 
     @property
     def first_process(self) -> int:
-        """The id of the process on this machine that outlives restarts: torchrun's agent, else this process."""
+        """The id of a process on this machine that survives restarts of the ranks: torchrun's agent, else this process."""
         return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
     @property
@@ -235,11 +235,11 @@ def _raise_file_limit() -> None:
 
 
 def _fresh(store: dist.Store, world: World, timeout: timedelta, environment: Mapping[str, str]) -> dist.Store:
-    """Return a view of `store` without the keys of workers before a restart.
+    """Return a view of `store` without the keys written before a restart.
 
-    torchrun keeps one store over all restarts, but PyTorch assumes a new one each time: a group could connect to the address
-    of a dead worker, and hang. On one node the number of restarts distinguishes the starts. The agents of several nodes count
-    differently, because a change of nodes does not count as a restart.
+    torchrun keeps one store over all restarts, but PyTorch assumes a new one each time: a group could connect to the
+    address of a dead worker, and hang. On one node the number of restarts identifies a start. The agents of several nodes
+    count restarts differently, because a change of nodes does not count as one.
     """
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
         return dist.PrefixStore(f"start-{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

@@ -139,7 +139,9 @@ class MXKernels:
 
 
 def _weight(weight: Tensor, form: Format, dim: int) -> Quantised:
-    """Return weight `[..., out, in]` in whole blocks, `dim` last: -1 as it is, -2 transposed. Gathered codes as they are."""
+    """Return weight `[..., out, in]` in whole blocks, quantised along `dim`. With dim = -2 it is transposed, so that `dim`
+    is last. Codes gathered by FSDP2 are used unchanged.
+    """
     if not isinstance(weight, GatheredWeight):
         turned = _whole_blocks(weight if dim == -1 else weight.mT, form)
         return form.quantise(turned, form.of_weight(-1))

@@ -70,13 +70,15 @@ def gathers_in_float8(chosen: dict[str, nn.Linear], layout: Layout) -> bool:
 
 
 def _holders(rows: int, ranks: int) -> int:
-    """How many of `ranks` hold rows when they are dealt out in equal chunks, the last ones shorter or empty."""
+    """Return the number of `ranks` that hold rows, if `rows` rows are split as torch.chunk does: equal chunks, the last
+    ones shorter or empty.
+    """
     return ceil(rows / ceil(rows / ranks))
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torchao while it is imported: it warns of missing extensions that forge does not use."""
+    """Silence torchao's warnings during its import: they are about missing extensions that forge does not use."""
     os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]

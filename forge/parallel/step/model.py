@@ -85,14 +85,14 @@ class ParallelModel:
             part.loss.observer = None if observer is None else observer.count
 
     def begin_losses(self, inputs: Batch) -> None:
-        """Call before each forward: the next losses belong to `inputs`."""
+        """Call before each forward. The losses that the observer gets next belong to `inputs`."""
         if self._loss_observer is not None:
             self._loss_observer.begin(inputs)
 
     def count_tokens(self, batch: Batch) -> Tensor:
         """Return the number of valid labels in the global batch: a float64 device scalar, equal on all ranks.
 
-        The loss is divided by it before the first backward, so it is counted before the first forward.
+        Called before the first forward, because the loss is divided by this number before the first backward.
         """
         return _sum_over(_valid_tokens(self._split.part(batch.labels)), self._meshes.loss)
 
@@ -123,7 +123,8 @@ class ParallelModel:
         return None if self._routers is None else self._routers.update(skip)
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        """Recompute tensors derived from the parameters, except `copies` of `copied`, which have already been written.
+        """Recompute tensors derived from the parameters, except the `copies` named in `copied`, which are already up to
+        date.
 
         Call after each optimizer step, and after a load into a used model.
         """
@@ -165,7 +166,7 @@ class ParallelModel:
 
     @property
     def engine_name(self) -> str:
-        """Return the name of the engine that shares this rank's parameters."""
+        """Return the name of the engine that distributes this rank's parameters."""
         return self._engines[0].name
 
     def accumulation_memory_summary(self) -> str:

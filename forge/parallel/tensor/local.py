@@ -1,4 +1,6 @@
-"""The modules that tensor parallelism puts in the place of others: the same parameters and names, on local tensors."""
+"""Modules that replace others under tensor parallelism. They have the same parameters and names, and compute on local
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,9 @@ from forge.parallel.step.collectives import (
 class Place:
     """The position of a module in the model.
 
-    stream: the layout of the residual stream, in pieces of the sequence or whole on every rank. input: the layout of a
-    linear layer's input with all features, output: of its output. partial: the module works on only some of the tokens
-    or heads.
+    stream: the layout of the residual stream, in pieces of the sequence or whole on every rank. input, output: the layouts
+    of a linear layer's input with all features, and of its output. partial: the module processes only some of the tokens or
+    heads.
     """
 
     mesh: DeviceMesh
@@ -62,7 +64,7 @@ class LocalNorm(RMSNorm):
 
 
 class WholeProjectionNorm(LocalNorm):
-    """A norm over all heads, which every rank has."""
+    """A norm over all heads, where every rank has all heads."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[batch, seq, heads, head_dim]` -> the same shape."""
@@ -89,7 +91,7 @@ class LocalProjectionNorm(ProjectionNorm):
 
 
 def local_projection_norm(plain: ProjectionNorm, place: Place) -> nn.Module:
-    """Split the norm if its projection is split."""
+    """Return a split norm if its projection is split, else a whole one."""
     return LocalProjectionNorm(plain, place) if place.partial else WholeProjectionNorm(plain, place)
 
 
@@ -152,7 +154,7 @@ class LocalSharedGate(SharedGate):
 
 
 class LocalConvolution(ShortConvolution):
-    """The convolution of this rank's channels, or of all on every rank."""
+    """The convolution of this rank's channels, or of all channels if these are not split."""
 
     def __init__(self, plain: ShortConvolution, place: Place, *, split: bool):
         with torch.device("meta"):
@@ -160,12 +162,12 @@ class LocalConvolution(ShortConvolution):
         _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
 
     def weights(self) -> list[Tensor]:
-        """Return this rank's part of the weights; gradients pass."""
+        """Return this rank's part of the weights, with their gradients attached."""
         return [local_tensor(weight) for weight in self.parameters()]
 
 
 class LocalDecay(Decay):
-    """The decays of this rank's heads, or of all on every rank."""
+    """The decays of this rank's heads, or of all heads if these are not split."""
 
     def __init__(self, plain: Decay, place: Place, *, split: bool):
         with torch.device("meta"):
@@ -173,14 +175,14 @@ class LocalDecay(Decay):
         _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
 
     def weights(self) -> list[Tensor]:
-        """Return this rank's part of the weights; gradients pass."""
+        """Return this rank's part of the weights, with their gradients attached."""
         return [local_tensor(weight) for weight in self.parameters()]
 
 
 class LocalEmbedding(Embedding):
     """Looks up all tokens among this rank's rows of the vocabulary.
 
-    first_row: the first of them; None: all rows are on every rank.
+    first_row: the number of the first of these rows; None: all rows are on every rank.
     """
 
     def __init__(self, plain: Embedding, place: Place, *, split: bool):
@@ -244,8 +246,9 @@ class LocalNarrow(LocalLinear):
 
 
 class SharedLatents(Latents):
-    """Gathers pieces of the sequence, in one collective, for heads that are split over ranks (`partial`) or all on
-    each."""
+    """Gathers the latents' pieces of the sequence in one collective. partial: the heads are split over ranks; otherwise
+    every rank has all heads.
+    """
 
     def __init__(self, plain: Latents, place: Place):
         super().__init__()
@@ -302,11 +305,11 @@ def distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement)
 
 
 def first_row(vocabulary: int, mesh: DeviceMesh) -> int:
-    """Return the first of this rank's rows: all ranks but the last ones have ceil(vocabulary / tp) of them."""
+    """Return the number of this rank's first row. All ranks but the last ones have ceil(vocabulary / tp) rows."""
     return min(vocabulary, -(-vocabulary // mesh.size()) * mesh.get_local_rank())
 
 
 def local_tensor(weight: Tensor) -> Tensor:
-    """Return this rank's part of `weight`, a DTensor; gradients pass."""
+    """Return this rank's part of `weight`, a DTensor; gradients flow back to it."""
     assert isinstance(weight, DTensor)
     return weight.to_local()

@@ -119,7 +119,7 @@ PARTS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {
 
 
 def plan_for(model: nn.Module, layout: Layout) -> Plan:
-    """Return the style of every module named by the configuration, or by the model's own plan, by the module's full name.
+    """Return module name -> style, for every module that the configuration's plan, or else the model's own plan, matches.
 
     Raises UserError for a pattern that matches nothing, a style that does not fit its module, a plan that cannot be
     imported, and inconsistent projections of one submodule.
@@ -147,7 +147,9 @@ def plan_for(model: nn.Module, layout: Layout) -> Plan:
 
 
 def _is_foreign(name: str, module: nn.Module, plan: Plan) -> bool:
-    """Return whether `module` has parameters of its own and is of no kind in STYLES, and no ParallelStyle holds for it."""
+    """Return whether `module` has parameters of its own, but its kind is not in STYLES and no ParallelStyle is given for
+    it.
+    """
     path = name.split(".")
     around = (plan.get(".".join(path[:end])) for end in range(1, len(path)))
     own = next(module.parameters(recurse=False), None) is not None
@@ -156,7 +158,7 @@ def _is_foreign(name: str, module: nn.Module, plan: Plan) -> bool:
 
 
 def _patterns(model: nn.Module, layout: Layout) -> tuple[str | None, Mapping[str, Any]]:
-    """Return the key of the plan (None: the model's own plan, whose patterns may match nothing), and the plan."""
+    """Return the plan, and its configuration key. Key None: the model's own plan, whose patterns may match nothing."""
     chosen = layout.parallel.tp_plan
     if isinstance(chosen, dict):
         return "parallel.tp_plan", chosen
@@ -195,7 +197,9 @@ def _check_style(key: str | None, name: str, module: nn.Module, style: Any, layo
 
 
 def _check_part(name: str, part: nn.Module, plan: Plan, tp: int) -> None:
-    """All projections into a part give it the same share of the features, and the one back takes just that."""
+    """Check that all input projections of a submodule give it the same share of the features, and that its output
+    projection takes that share.
+    """
     names = next((names for kind, names in PARTS.items() if isinstance(part, kind)), None)
     if names is None:
         return
@@ -225,7 +229,7 @@ def _take_stream(part: nn.Module, place: Place) -> nn.Module:
 
 
 def _take_whole_input(part: nn.Module, place: Place) -> nn.Module:
-    """Gather a part's input once, as one DTensor for all projections, so that their gradients are summed only once."""
+    """Gather a submodule's input once, as one DTensor for all projections, so that their gradients are summed only once."""
     others = (None,) * (len(inspect.signature(part.forward).parameters) - 1)
     style = PrepareModuleInput(
         input_layouts=(place.stream, *others),
@@ -310,7 +314,7 @@ STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
 
 
 def styles_of(module: nn.Module) -> dict[str | None, Apply]:
-    """Return the entry of STYLES for the kind of `module`; an empty one for a module that is left as it is."""
+    """Return the entry of STYLES for the kind of `module`. It is empty if modules of this kind stay unchanged."""
     return next((styles for kind, styles in STYLES.items() if isinstance(module, kind)), {})
 
 

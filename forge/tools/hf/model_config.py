@@ -149,7 +149,7 @@ def choose_architecture(model: ModelConfig) -> Architecture:
 
 
 def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
-    """The keys of `model` that a round trip through `architecture` would change, each with both values."""
+    """Return the keys of `model` that a round trip through `architecture` would change, each with both values."""
     try:
         back = ModelConfig.model_validate(read_model(write_model(model, architecture, 1), architecture))
     except UserError:  # the only output that is refused as input: normalised weights with top_k = 1
@@ -167,7 +167,7 @@ def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
 
 
 def _effective(model: ModelConfig) -> dict[str, Any]:
-    """The keys that decide the trained model's results; values with the same effect are made equal."""
+    """Return the keys that decide the trained model's results; values with the same effect are made equal."""
     flat = {key: value for key, value in _flat(model).items() if key not in _TRAINING_ONLY}
     scaling = model.rope_scaling
     if scaling is not None:
@@ -211,7 +211,7 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
 
 
 def _flat(model: ModelConfig) -> dict[str, Any]:
-    """Dotted keys below [model] -> values; as in transformers, the weight of a single expert is never normalised."""
+    """Return dotted keys below [model] -> values. The weight of a single expert is never normalised, as in transformers."""
     tables = ("mla", "moe", "linear_attention")
     flat = {key: getattr(model, key) for key in ModelConfig.model_fields if key not in tables}
     if (linear := model.linear_attention) is not None:
@@ -249,7 +249,7 @@ def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_dense(config: ConfigJson, n_layers: int) -> tuple[int, int]:
-    """n_dense_layers and every. Raises UserError if no two numbers describe the layers with experts."""
+    """Return n_dense_layers and moe.every. Raises UserError if no values of both describe the layers with experts."""
     key = config.architecture.keys.get("moe.n_dense_layers")
     if key == "mlp_only_layers":
         without, step = config[key] or [], config["decoder_sparse_step"]
@@ -309,6 +309,6 @@ def _read_linear(config: ConfigJson, n_layers: int) -> list[str]:
 
 
 def _shortest(kinds: list[str]) -> list[str]:
-    """The shortest pattern whose repetition gives the kind of every layer."""
+    """Return the shortest pattern whose repetition gives the kind of every layer."""
     sizes = range(1, len(kinds) + 1)
     return next(kinds[:n] for n in sizes if all(kinds[i] == kinds[i % n] for i in range(len(kinds))))

@@ -20,7 +20,7 @@ _YARN_ONLY = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}
 
 
 def write_rope(model: ModelConfig, architecture: Architecture, seq_len: int) -> dict[str, Any]:
-    """Return rope_theta, rope_scaling and max_position_embeddings in a form for every version of transformers."""
+    """Return rope_theta, rope_scaling and max_position_embeddings, in a form that every version of transformers reads."""
     written = _write_scaling(model, architecture, seq_len)
     if architecture.partial_rope:
         written["partial_rotary_factor"] = model.rope_fraction
@@ -63,7 +63,8 @@ def _write_scaling(model: ModelConfig, architecture: Architecture, seq_len: int)
 
 
 def read_rope(config: ConfigJson) -> dict[str, Any]:
-    """Return rope_theta; the table rope_scaling if positions are scaled; sliding_rope_theta if it differs.
+    """Return the keys rope_theta; rope_scaling, if positions are scaled; and sliding_rope_theta, if it differs from
+    rope_theta.
 
     Raises UserError (exit 2) for a scaling that forge does not have.
     """
@@ -124,7 +125,7 @@ def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict
 
 
 def _attention_factor(scaling: dict[str, Any], factor: float) -> float | None:
-    """YaRN's attention factor as transformers resolves it; None: the paper's factor, also forge's default."""
+    """Return YaRN's attention factor as transformers resolves it; None: the paper's factor, also forge's default."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     own, over_all = scaling.get("mscale"), scaling.get("mscale_all_dim")

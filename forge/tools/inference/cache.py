@@ -32,13 +32,13 @@ _GROWTH = 128
 class CachedScores:
     """`NextScores` of `model`, a whole Transformer in this process.
 
-    If every text equals its last version, or extends it by one token, only these last tokens are computed; for
-    other texts the cache is rebuilt. As without a cache the model sees each text's last `model.seq_len` tokens, at
-    positions 0, 1, ...; a longer text is recomputed for each further token, because all its positions change.
+    If every text equals its version in the previous call, or extends it by one token, only these last tokens are computed.
+    Otherwise the cache is rebuilt. As without a cache the model sees each text's last `model.seq_len` tokens, at positions
+    0, 1, .... A longer text is recomputed for each further token, because all its positions change.
 
     Memory: 2 * kv_heads * head_dim numbers per text, token and layer; with latent attention kv_lora_rank +
-    qk_rope_head_dim; in a linear layer one state per text and head. Raises UserError for a model whose attention has no
-    `attend`.
+    qk_rope_head_dim; in a linear-attention layer one state per text and head. Raises UserError for a model whose attention
+    has no `attend`.
     """
 
     def __init__(self, model: Any):
@@ -76,7 +76,9 @@ class CachedScores:
         return logits
 
     def _read(self, tokens: Tensor, places: Places | None, last: Tensor) -> Tensor:
-        """Logits `[texts, vocab]` at index `last` `[texts]` of tokens `[texts, seq]`, whole texts if places is None."""
+        """Return logits `[texts, vocab]` at index `last` `[texts]` of tokens `[texts, seq]`. places None: the tokens are
+        whole texts.
+        """
         for layer in self._layers:
             layer.places, layer.last = places, last
         with replaced(self._model, _LastScores(last, self._model.config.logit_soft_cap), self._layers):
@@ -127,7 +129,7 @@ class _LayerCache:
         return layer.absorbed(self._inner, q, latent, key, mask)
 
     def _kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep k and v `[texts, kv_heads, seq, any size]`; return everything kept up to the last token."""
+        """Store k and v `[texts, kv_heads, seq, any size]`. Return all stored keys and values, up to the last token."""
         if self.places is None:
             self._keys, self._values = k.contiguous(), v.contiguous()
             return k, v
@@ -139,7 +141,9 @@ class _LayerCache:
 
 
 def _with_room(kept: Tensor, places: int) -> Tensor:
-    """Return `kept` `[texts, kv_heads, places, head_dim]` itself, or a copy with at least `places` places."""
+    """Return `kept` `[texts, kv_heads, places, head_dim]`, or if it is too small, a larger copy with at least `places`
+    places.
+    """
     size = kept.shape[2]
     if size >= places:
         return kept

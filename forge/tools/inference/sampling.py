@@ -17,11 +17,12 @@ NextScores = Callable[[Sequence[Sequence[int]]], Tensor]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen from its scores.
+    """The rule by which a token is chosen from its scores.
 
-    `temperature` 0 takes the likeliest token, among equals the lowest id. Otherwise a token is drawn from softmax(logits
-    / temperature), restricted first to the `top_k` likeliest tokens (0: all), then to the fewest likeliest ones with
-    total probability `top_p`. The draw for position n of a text depends only on (`seed`, n) and the scores.
+    `temperature` 0 takes the likeliest token, and among equals the lowest id. Otherwise a token is drawn from
+    softmax(logits / temperature). The draw is restricted first to the `top_k` likeliest tokens (0: all), then to the fewest
+    likeliest ones with total probability `top_p`. The draw for position n of a text depends only on (`seed`, n) and the
+    scores.
     """
 
     temperature: float = 0.0

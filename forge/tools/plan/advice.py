@@ -1,4 +1,4 @@
-"""Which keys would free enough memory: the keys that an out-of-memory message names, each planned."""
+"""Find keys that free enough memory: the keys that an out-of-memory message names, each planned."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ MOST = 5
 
 @dataclass(frozen=True)
 class Remedy:
-    """Overrides that free memory, and the worst rank's need with all of them."""
+    """Overrides that free memory, and the largest need of any rank with all of them."""
 
     overrides: list[str]
     needed: int
 
 
 def remedy_for(made: Plan) -> Remedy | None:
-    """Set one key after another on a plan that does not fit, until it does; None if no key frees anything.
+    """Set one key after another on a plan that does not fit, until it does. None if no key frees anything.
 
-    The plan with all of them may still need too much.
+    The plan with all keys may still need too much.
     """
     overrides: list[str] = []
     best = made

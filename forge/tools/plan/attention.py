@@ -2,7 +2,7 @@
 
 On a GPU attention runs in kernels, PyTorch's own or flex_attention. They keep queries, keys, values, the output and its
 logsumexp, and compute only the scores inside the mask. A CPU has no such kernels. `attend` replaces all of them by an
-operator without values that carries the number of scores. Block tables are small and left out. A plan does not know
+operator without values that is given the number of scores. Block tables are small and left out. A plan does not know
 document lengths, so a sequence counts as one document.
 """
 
@@ -36,7 +36,7 @@ def on_card(attend: Any) -> Any:
 
 
 class PlannedAttention(SdpaAttention):
-    """The table is the number of scores; None: causal."""
+    """An attention function whose mask has the number of scores as its table; None: causal."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         seq = x.shape[1]
@@ -96,7 +96,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: int | None) -> tuple[Tensor,
 
 @torch.library.custom_op("forge::planned_attention", mutates_args=())
 def planned_attention(q: Tensor, k: Tensor, v: Tensor, scores: int) -> tuple[Tensor, Tensor]:
-    """Attention with `scores` scores per head, on fake tensors."""
+    """Compute attention with `scores` scores per head, on fake tensors."""
     raise NotImplementedError("a plan has no values")
 
 
@@ -119,7 +119,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: int) -> tuple[Tenso
 
 
 def _by_token(x: Tensor, width: int) -> Tensor:
-    """A tensor `[batch, heads, seq, width]` with the memory layout of the kernels' output: token by token."""
+    """Return a tensor `[batch, heads, seq, width]` with the memory layout of the kernels' output: token by token."""
     batch, heads, seq, _ = x.shape
     return x.new_empty((batch, seq, heads, width)).transpose(1, 2)
 

@@ -38,8 +38,9 @@ PACES = (Pace(0.87, 0.75), Pace(1.0, 1.0), Pace(1.15, 1.4))
 
 @dataclass
 class Spent:
-    """Seconds of computation, of exposed collectives and of overlapped ones; and for both kinds, the seconds that their bytes
-    occupy the NVLink and the NIC that they share."""
+    """Seconds of computation, of exposed collectives and of overlapped ones. For both kinds of collectives, also the
+    seconds for which their bytes occupy the shared NVLink and NIC.
+    """
 
     compute: float = 0.0
     waiting: float = 0.0
@@ -57,7 +58,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Of one rank. forward, backward: of each traced microbatch; update: the rest of the step."""
+    """Times of one rank. forward, backward: of each traced microbatch; update: the rest of the step."""
 
     forward: dict[int, Spent] = field(default_factory=dict)
     backward: dict[int, Spent] = field(default_factory=dict)
@@ -99,7 +100,7 @@ def _place(phase: str, microbatch: int) -> tuple[str, int]:
 
 
 def _as_run(work: Work, moment: Moment, config: Config, float8: Collection[str]) -> Work:
-    """Correct `work`, which was traced without compiler and float8, for both. float8: see `products_in_float8`."""
+    """Correct `work`, traced without compiler and float8, for both. float8: see `products_in_float8`."""
     in_block = moment.part.startswith("layers.")
     in_loss = moment.part == "head"
     if work.kind == "memory" and ((in_block and config.compile.enabled) or (in_loss and config.compile.loss)):

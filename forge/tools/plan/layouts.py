@@ -1,7 +1,7 @@
 """Layouts for a search: all legal ones, ordered by a rough estimate.
 
 The estimate is arithmetic only: FLOPs and parameters of the model, bytes sent by each axis, the bubble. It decides which
-layouts are planned, and plans correct it. A search prints numbers of plans only.
+layouts are planned, and plans correct it. The numbers that a search prints are all from plans.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ EXPERT_CALLS = {"none": 4, "selective": 4, "full": 6}
 
 @dataclass(frozen=True)
 class Layout:
-    """A legal layout. seconds: a rough estimate of a step. state: least bytes on a rank; activations: roughly.
-    sizes: degrees and micro batch. shapes: sizes, recomputation and engine. signature: shapes and the pipeline's schedule."""
+    """A legal layout. seconds: a rough estimate of a step. state: a lower bound of the bytes on a rank; activations: a
+    rough estimate.
+
+    sizes: degrees and micro batch. shapes: sizes, recomputation and engine. signature: shapes and the pipeline's schedule.
+    """
 
     changes: Changes
     config: Config
@@ -90,7 +93,7 @@ class Layout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is FSDP and, apart from experts, nothing else: the layouts to try first."""
+        """Whether the layout has only FSDP and, possibly, expert parallelism. Such layouts are tried first."""
         d, parallel = self.degrees, self.config.parallel
         frees = parallel.reshard_after_forward != "never" and not parallel.defer_gradient_reduction
         return self.engine == "fsdp2" and frees and d.pp == d.cp == d.tp == d.dp_replicate == 1
@@ -98,7 +101,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Model:
-    """Of the whole model: parameters, expert parameters among them, FLOPs per token of a step."""
+    """Numbers of the whole model: parameters, the expert parameters among them, and FLOPs per token of a step."""
 
     parameters: int
     experts: int
@@ -112,10 +115,10 @@ class Model:
 
 
 def layouts(config: Config, world: int, hardware: Hardware, *, any_memory: bool = False) -> list[Layout]:
-    """Return the legal layouts on `world` ranks that may fit the hardware, fastest estimate first, at most MOST.
+    """Return the legal layouts on `world` ranks that may fit the hardware, the fastest estimate first, at most MOST.
 
     The config's own layout, if legal, and the fastest plain layouts of each recomputation mode are always included.
-    any_memory: also layouts whose state does not fit.
+    any_memory: include layouts whose state does not fit.
     """
     model = Model.of(config)
     rough: list[Layout] = []
@@ -165,7 +168,7 @@ def _degrees(config: Config, world: int) -> Degrees | None:
 
 
 def _legal(layout: Layout, config: Config, world: int) -> Layout | None:
-    """The layout, reduced to keys that differ from `config`; None if a run would refuse it."""
+    """Return the layout with only those keys that differ from `config`; None if a run would refuse it."""
     changes = {key: value for key, value in layout.changes.items() if value != value_of(config, key)}
     changed = with_changes(config, changes)
     try:
@@ -217,7 +220,9 @@ def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Cha
 
 
 def _accumulations(config: Config, engine: str, *, several: bool) -> Iterator[Changes]:
-    """Variants of FSDP2 with less traffic and more memory for steps with several microbatches; the config's own first."""
+    """Yield variants of FSDP2 with less traffic and more memory, for steps with several microbatches; the config's own
+    first.
+    """
     own = {key: value_of(config, key) for key in (RESHARD, DEFER)}
     yield own
     if engine == "fsdp2" and several:
@@ -227,20 +232,20 @@ def _accumulations(config: Config, engine: str, *, several: bool) -> Iterator[Ch
 
 
 def _even(config: Config, degrees: Degrees) -> bool:
-    """Whether stages have equal or nearly equal numbers of layers, as few-layer plans require."""
+    """Return whether stages have equal or nearly equal numbers of layers, which a plan from a few layers requires."""
     stages = degrees.pp * (1 if config.pipeline.schedule == "1F1B" else 2)
     layers, sizes = config.model.n_layers, config.pipeline.layers_per_stage
     return isinstance(sizes, int) and (not layers % stages or layers // stages >= UNEVEN)
 
 
 def traceable(layout: Layout) -> bool:
-    """Whether the plan of a deep model can trace few layers."""
+    """Return whether a deep model can be planned by tracing a few layers."""
     config, degrees = layout.config, layout.degrees
     return config.model.n_layers <= 8 or few_layers(with_experts_first(config, degrees), degrees) is not None
 
 
 def least_state(config: Config, degrees: Degrees, model: Model) -> float:
-    """Return the least bytes of parameters, gradients and optimizer state on a rank."""
+    """Return a lower bound of the bytes of parameters, gradients and optimizer state on a rank."""
     parallel, held = config.parallel, held_parameters(degrees, model)
     storage, compute = DTYPES[config.precision.storage].itemsize, DTYPES[config.precision.compute].itemsize
     shards = degrees.dp_shard * degrees.cp
@@ -257,7 +262,7 @@ def least_state(config: Config, degrees: Degrees, model: Model) -> float:
 
 
 def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
-    """Return roughly the bytes that a rank keeps for backward, without gathered parameters."""
+    """Return a rough estimate of the bytes that a rank keeps for backward, without gathered parameters."""
     train, mode = config.train, config.activation_checkpoint.mode
     n_layers = config.model.n_layers
     numbers = train.micro_batch_size * train.seq_len / (degrees.cp * degrees.tp) * config.model.dim
@@ -269,7 +274,7 @@ def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
 
 
 def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
-    """Return the bytes that FSDP2 holds at once of gathered parameters and unreduced gradients.
+    """Return the bytes of gathered parameters and unreduced gradients that FSDP2 holds at once.
 
     They belong to two layers, or to all layers that are not freed.
     """

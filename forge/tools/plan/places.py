@@ -1,4 +1,4 @@
-"""The answers of other ranks about their boxes of the parameters, computed from their positions in the mesh."""
+"""Compute the boxes of other ranks from their positions in the mesh, so that no communication is needed."""
 
 from __future__ import annotations
 

@@ -46,9 +46,12 @@ SPARSE = ("gather", "scatter_", "all_gather_copy_in")
 
 @dataclass(frozen=True)
 class Work:
-    """One operator. `size`: bytes read and written. memory: an operator that a compiler fuses with its neighbours; copy: one
-    that it does not. linear: a product of a linear layer, which float8 may convert; experts: an output or an input gradient
-    of routed experts, which the block formats may convert."""
+    """One operator. size: bytes read and written. kind `memory`: an operator that a compiler fuses with its neighbours;
+    `copy`: one that it does not fuse.
+
+    linear: a product of a linear layer, which float8 may convert. experts: an output or an input gradient of routed
+    experts, which the block formats may convert.
+    """
 
     kind: Literal["product", "attention", "memory", "copy"]
     dtype: str
@@ -85,12 +88,14 @@ def work_of(func: Any, args: Any, output: Any) -> Work | None:
 
 
 def _attention(q: Tensor, scores: float, width: int) -> float:
-    """FLOPs of heads of q `[batch, heads, seq, head_dim]` with `scores` scores of `width` multiplications each."""
+    """Return the FLOPs for heads of q `[batch, heads, seq, head_dim]`, with `scores` scores of `width` multiplications
+    each.
+    """
     return 2.0 * q.shape[0] * q.shape[1] * width * scores
 
 
 def _scores(q: Tensor, k: Tensor, *, causal: bool) -> float:
-    """Scores that PyTorch's kernel computes for one head of q and k `[batch, heads, seq, head_dim]`: all, unless causal."""
+    """Return the number of scores that PyTorch's kernel computes for one head of q and k `[batch, heads, seq, head_dim]`."""
     queries, keys = q.shape[2], k.shape[2]
     return queries * (queries + 1) / 2 if causal and queries == keys else queries * keys
 
