@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train on nodes that come and go. Start the meeting, then one agent per node, with one secret for all:
+"""Train on a changing set of nodes. Start the meeting, then one agent per node, with one secret for all:
 
     export FORGE_RENDEZVOUS_SECRET=$(openssl rand -hex 32)
     python scripts/elastic.py meeting --port 29400

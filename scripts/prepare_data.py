@@ -106,7 +106,9 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _slurm_part() -> tuple[int, int] | None:
-    """The place in a job array, or else in the step."""
+    """Return this process's part and the number of parts, from the Slurm job array, the srun step, or both. None outside of
+    Slurm.
+    """
     variables = {
         name: os.environ.get(f"SLURM_{name}", "")
         for name in (

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Make the runs of a sweep and rank them: grid, random search or successive halving over any keys.
+"""Train the runs of a sweep and rank them: grid, random search or successive halving over any keys.
 
     python scripts/sweep.py sweep.toml
     python scripts/sweep.py sweep.toml --slurm > array.sbatch
 
 Runs are ordinary run directories in OUTPUT_DIR/NAME/. After any stop the same command continues, and repeats no finished
-run. It ends with the table (table.json) and a page about the runs (report.html, which needs the extra forge[report]). The
-exit code is 1 if a trial has no result.
+run. At the end it writes the table (table.json) and a page about the runs (report.html, which needs the extra
+forge[report]). The exit code is 1 if a trial has no result.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _page(sweep: Sweep, results: list[Result], winner: str) -> None:
 
 
 def _least(points) -> tuple[list[float], list[float]]:  # type: ignore[no-untyped-def]
-    """Return each x once with the least value, ascending."""
+    """Return each x once, with its least value, in ascending order."""
     least: dict[float, float] = {}
     for x, value in points:
         least[x] = min(value, least.get(x, value))

@@ -117,7 +117,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
 
 
 def _require_outcomes(report: Report, minutes: float) -> None:
-    """Raise UserError if no layout ran: nothing is verified then."""
+    """Raise UserError if no layout ran, because nothing has been verified then."""
     if report.outcomes:
         return
     if report.not_reached:

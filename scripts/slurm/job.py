@@ -1,6 +1,7 @@
-"""One turn of a Slurm job, for train.sbatch: check the configuration, start the workers, requeue the job if that helps.
+"""One job run for train.sbatch: check the configuration, start the workers, and requeue the job if another job run may
+help.
 
-elastic.sbatch asks it whether to repeat a stopped turn.
+elastic.sbatch calls it after a stop, to decide whether to requeue.
 
 On a login node this checks a configuration for 64 processes, and trains nothing:
 
@@ -45,7 +46,7 @@ NOT_FOR_THE_STEP = (
 
 @dataclass(frozen=True)
 class Record:
-    """What a run directory shows. `status`: the text of status.json. `checkpoints`: the complete ones, with their times."""
+    """The state of a run directory. status: the text of status.json. checkpoints: the complete ones, with their times."""
 
     status: str
     checkpoints: frozenset[tuple[str, int]]
@@ -62,9 +63,9 @@ class Record:
 
 @dataclass
 class History:
-    """Numbers of consecutive turns of one job that failed, and that were stopped or killed before a new save.
+    """Numbers of consecutive job runs of one job that failed, and that were stopped or killed without a new save.
 
-    newest: for an elastic job, the newest checkpoint at the end of the previous turn.
+    newest: for an elastic job, the newest checkpoint at the end of the previous job run.
     """
 
     job: str
@@ -83,7 +84,7 @@ class History:
 
 @dataclass(frozen=True)
 class Limits:
-    """How often a job goes on by itself."""
+    """The numbers of consecutive job runs after which the job ends."""
 
     restarts: int
     failed_turns: int
@@ -93,9 +94,10 @@ class Limits:
 def decide(
     before: Record, after: Record, code: int, history: History, limits: Limits, restarts: int
 ) -> tuple[Action, str]:
-    """Return the action after the step has ended with `code`, and its reason; count the turn in `history`.
+    """Return the action after the step has ended with `code`, and its reason. Count the job run in `history`.
 
-    before, after: the run directory at the start and the end of the turn. restarts: how often this turn has restarted.
+    before, after: the run directory at the start and the end of the job run. restarts: number of restarts within this job
+    run.
     """
     status = json.loads(after.status) if after.status and after.status != before.status else {}
     state = status.get("state", "not begun")
@@ -132,7 +134,7 @@ def decide(
 
 
 def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Run one turn of the job with train.py's arguments `argv` and return the exit code of the job."""
+    """Make one job run with train.py's arguments `argv` and return the exit code of the job."""
     job, nodes = environment.get("SLURM_JOB_ID", "0"), _number(environment, "SLURM_JOB_NUM_NODES", 1)
     workers = workers_per_node(environment)
     limits = _limits(environment)
@@ -183,7 +185,7 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
 
 
 def count_stop(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Count a stopped turn of elastic.sbatch. Return 75 if another one may make progress, else 1."""
+    """Count a stopped job run of elastic.sbatch. Return 75 if another one may make progress, else 1."""
     config, job = load_config(argv), environment.get("SLURM_JOB_ID", "0")
     run = (Path(config.run.output_dir) / config.run.name).absolute()
     history, after = History.read(run / "requeues.json", job), Record.read(run)
@@ -198,14 +200,16 @@ def count_stop(argv: list[str], environment: Mapping[str, str] = os.environ) -> 
 
 
 def check(argv: list[str], world: int) -> Config:
-    """Return the configuration of train.py's arguments. Raises UserError, also if it does not fit `world` processes."""
+    """Return the configuration of train.py's arguments. Raises UserError if it is invalid or does not fit `world`
+    processes.
+    """
     config = load_config(argv)
     check_world(config, world)
     return config
 
 
 def workers_per_node(environment: Mapping[str, str]) -> int:
-    """Return PROCESSES_PER_NODE, or the number of GPUs from Slurm, or from nvidia-smi, or 1."""
+    """Return PROCESSES_PER_NODE, or else the number of GPUs from Slurm, from nvidia-smi, or 1."""
     for name in ("PROCESSES_PER_NODE", "SLURM_GPUS_ON_NODE"):
         if number := _number(environment, name, 0):
             return number
@@ -236,7 +240,7 @@ def step_environment(workers: int, environment: Mapping[str, str]) -> dict[str, 
 
 
 def time_limit(config: Config, left_s: float) -> list[str]:
-    """Return the argument to stop the run before the job's time limit, unless the configuration stops it earlier."""
+    """Return the argument that stops the run before the job's time limit, unless the configuration stops it earlier."""
     limit = max(1, round(left_s - min(MARGIN_S, left_s / 10)))
     if 0 < config.resilience.time_limit_s <= limit:
         return []
@@ -244,7 +248,7 @@ def time_limit(config: Config, left_s: float) -> list[str]:
 
 
 def time_left_s(text: str) -> int | None:
-    """Return the seconds of squeue's %L, `[days-][[hours:]minutes:]seconds`; None without a limit."""
+    """Parse squeue's %L, `[days-][[hours:]minutes:]seconds`, to seconds; None without a limit."""
     match = re.fullmatch(r"(?:(\d+)-)?((?:\d+:){0,2}\d+)", text.strip())
     if match is None:
         return None

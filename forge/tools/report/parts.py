@@ -21,7 +21,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Table:
-    """header: names of the columns. rows: cells as text, or numbers; the first cell of each names the row."""
+    """A table. header: names of the columns. rows: cells as text, or numbers; the first cell of each row names the row."""
 
     caption: str
     header: Sequence[str]
