@@ -178,7 +178,7 @@ class Hooks:
                 )
         for name in sorted(saved.keys() - names.keys()):
             log.warning(
-                "the checkpoint's state of hook %s is left out: train.hooks has none", name, extra=NOTE
+                "the checkpoint's state of hook %s is ignored: train.hooks does not list it", name, extra=NOTE
             )
 
     def _with_state(self) -> Iterator[tuple[str, Hook]]:

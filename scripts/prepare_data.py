@@ -96,7 +96,7 @@ def _part(text: str) -> tuple[int, int]:
         found = _slurm_part()
         if found is None:
             raise argparse.ArgumentTypeError(
-                "slurm: this process is in no srun of several tasks and no job array"
+                "slurm: this process is neither in an srun step of several tasks nor in a job array"
             )
         return found
     number, _, count = text.partition("/")

@@ -26,7 +26,7 @@ options:
   --print-config           print the complete configuration as TOML and exit
   --plan [--world-size N] [--hardware NAME] [--json]
                            print what the run needs on N processes (default: the fewest that it can
-                           run on), and whether a card (h100, ...) has it: docs/guides/planning.md
+                           run on), and whether a GPU (h100, ...) has it: docs/guides/planning.md
   --plan --search --world-size N --hardware NAME
                            print layouts that fit, the fastest first, with their overrides
   -h, --help               print this text

@@ -153,7 +153,7 @@ class BlockCache:
         if not self._is_full:
             self._is_full = True
             log.warning(
-                "data.cache_dir %s: %s, below data.cache_gib: blocks that do not fit are fetched whenever they are needed",
+                "data.cache_dir %s: %s, before data.cache_gib is reached: blocks that do not fit are fetched at every use",
                 self.folder,
                 error.strerror,
                 extra=Cause.NOTE.mark,

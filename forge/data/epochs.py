@@ -67,7 +67,7 @@ def log_left_out(dataset: PackedDataset, position: int, last: int) -> None:
             for name, weight in zip(order.sources, segment.weights, strict=False)
             if not weight and dataset.weights.get(name)
         ]
-        log.info("from sample %d on %s is left out: read max_epochs times", segment.start, ", ".join(out))
+        log.info("from sample %d on, not read because of max_epochs: %s", segment.start, ", ".join(out))
     end = order.capped_at(max(position, order.segments[-1].start), limits)
     if end is not None and end < last:
         raise UserError(

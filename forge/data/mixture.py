@@ -47,8 +47,8 @@ class Mixture:
         smallest = min(share for share in shares if share > 0)
         if smallest < _SMALLEST_SHARE:
             raise UserError(
-                f"data.sources: of weights {list(weights)} the smallest is less than a millionth of all; "
-                "raise it, or make it 0 to leave the source out"
+                f"data.sources: the smallest of the weights {list(weights)} is less than a millionth of their sum; "
+                "raise it, or set it to 0 to leave the source out"
             )
         self.block = max(block, ceil(1 / smallest))
         self._denominator = lcm(*(share.denominator for share in shares))

@@ -340,7 +340,7 @@ def build_model(config: ModelConfig, seq_len: int, **parts: Any) -> Any:
     model = builder(config, seq_len, **parts)
     if config.mtp is not None and not hasattr(model, "ahead"):
         raise UserError(
-            f'[model.mtp] adds modules behind the last block, and model.kind = "{kind}" has no place for them (no attribute '
+            f'[model.mtp] adds modules after the last block, and model.kind = "{kind}" has no place for them (no attribute '
             "`ahead`, as forge.model.Transformer has); leave the table out"
         )
     return model

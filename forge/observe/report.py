@@ -106,7 +106,9 @@ class Reporter:
         )
         if self._fallback:
             log.info(
-                "the layout does not fit %d processes: %s (parallel.fallbacks)", world.size, self._fallback
+                "the configured layout does not fit %d processes; using this entry of parallel.fallbacks: %s",
+                world.size,
+                self._fallback,
             )
             self.event("layout_fallback", world_size=world.size, override=self._fallback)
 

@@ -252,7 +252,7 @@ def compile_chunks(loss: Any, compiler: Callable[..., Any]) -> None:
     Raises UserError for a loss without chunks.
     """
     if not hasattr(loss, "chunk"):
-        raise UserError(f"compile.loss = true does not go with {type(loss).__name__}; use false")
+        raise UserError(f"compile.loss = true does not work with {type(loss).__name__}; use false")
     chunk = compiler(loss.chunk)
     # Parameters without their gradients, as in `hiding_gradients`: a chunk runs inside an autograd function anyway.
     loss.chunk = lambda *args: chunk(*(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
@@ -338,7 +338,7 @@ def check_modules(model: Transformer, chosen: ActivationCheckpoint) -> None:
     for name in chosen.modules:
         if name not in known:
             raise UserError(
-                f'activation_checkpoint.modules: "{name}" is no part of a block; the parts are {", ".join(known)}'
+                f'activation_checkpoint.modules: "{name}" is not a module of a block; its modules are {", ".join(known)}'
                 + did_you_mean(name, known)
             )
 

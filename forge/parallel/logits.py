@@ -60,8 +60,8 @@ class LargestLogits:
             if powers is None:
                 kind = type(attention).__name__
                 raise UserError(
-                    f"optimizer.muon.qk_clip scales the projections to queries and keys, of which the logits of {kind} in "
-                    f"layer {layer} are not products; use 0"
+                    f"optimizer.muon.qk_clip scales query and key projections, but the logits of {kind} in layer {layer} "
+                    f"are not their products; use 0"
                 )
             latent = hasattr(attention.attend, "attend_latent")
             observed = ObservedLatents if latent else ObservedAttention

@@ -153,8 +153,8 @@ def uniform_units(
     if missed:
         names = [name for module in modules for name, p in module.named_parameters() if p in missed]
         raise UserError(
-            f"{', '.join(names)} of {type(modules[0]).__name__} cannot compute in another dtype than what lies beside "
-            f"them in the same module. Put them into a module of their own, or leave them out of precision.fp32_modules."
+            f"{', '.join(names)} of {type(modules[0]).__name__} cannot compute in another dtype than the other "
+            f"parameters of their module. Put them into a separate module, or remove them from precision.fp32_modules."
         )
     units = []
     for group in joined_by_parameters([[subtree] for subtree, _ in subtrees]):

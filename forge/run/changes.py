@@ -176,8 +176,8 @@ def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> Non
         share = (new.train.steps - step) / new.train.steps
         raise UserError(
             f"checkpoint.resume = {str(path)!r}: step {step} was on the plateau, and with train.steps = {new.train.steps} "
-            f"the decay would have begun after step {start}; resume from a checkpoint up to there, raise train.steps, or set "
-            f"schedule.decay_fraction = {share:.3g}, which decays from step {step} on",
+            f"the decay would have begun after step {start}; resume from a checkpoint up to step {start}, raise train.steps, "
+            f"or set schedule.decay_fraction = {share:.3g}, which decays from step {step} on",
             cause=Cause.CHANGED_SETTINGS,
         )
 

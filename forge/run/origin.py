@@ -89,7 +89,7 @@ def read_origin(directory: RunDirectory) -> Origin | None:
         return None
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{directory.origin} cannot be read ({error}); remove it if checkpoint.resume shall count again"
+            f"{directory.origin} cannot be read ({error}); remove it to let checkpoint.resume take effect again"
         ) from None
 
 

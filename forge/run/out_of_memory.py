@@ -86,7 +86,7 @@ def _log_plans(
     patience_s: float,
 ) -> None:
     """Log the planned peak of the run, and that with each of `changes`, as far as planned within `patience_s` seconds."""
-    log.info("planning what these keys free, for %.0f s at most", patience_s)
+    log.info("planning the memory with each of these keys, for at most %.0f s", patience_s)
     configs = [(config, degrees.world)]
     configs += [(changed, _world(change, degrees)) for change, changed in changes]
     now, *then = planned_peaks(configs, device, patience_s)

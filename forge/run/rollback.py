@@ -105,8 +105,8 @@ def read_rollbacks(directory: RunDirectory) -> list[dict[str, Any]]:
         found = error
     if not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
         raise UserError(
-            f"{directory.rollbacks} cannot be read as JSON. Remove it: the newest checkpoint holds the roll-backs before its "
-            "step, and a later one is made again if its cause is met again"
+            f"{directory.rollbacks} cannot be read as JSON. Remove it: the newest checkpoint has the roll-backs up to its "
+            "step, and a later roll-back is repeated if its cause recurs"
         )
     return found
 

@@ -210,7 +210,7 @@ def read_range(files: Any, url: str, begin: int, end: int, size: int) -> bytes:
         data = files.cat_file(url, start=begin, end=end)
         if len(data) != end - begin:
             if len(data) == size:
-                raise UserError(f"{url}: its server ignores ranges of bytes, which are needed")
+                raise UserError(f"{url}: its server ignores HTTP range requests, which forge needs")
             raise Corrupt(f"received {len(data)} bytes instead of {end - begin}")
         return data
 
@@ -260,8 +260,8 @@ class RemoteFile:
         if self._expected is None or self._digest is None:
             if (now := self._look()) != self._version:
                 raise UserError(
-                    f"{self.url}: was changed while it was in use (from {self._version} to {now}); a run's data must stay "
-                    "what they were: restore it, or give the new data another path"
+                    f"{self.url}: was changed while it was in use (from {self._version} to {now}); a run's data must not "
+                    "change: restore the object, or give the new data another path"
                 )
             return data
         if not self.is_intact(block, data):
@@ -269,8 +269,8 @@ class RemoteFile:
             data = read_range(self._files, self.url, begin, end, self.size)
             if not self.is_intact(block, data):
                 raise UserError(
-                    f"{_bytes(self.url, begin, end)}: have another checksum than when the dataset was written; the object "
-                    "was changed or is damaged: copy the dataset there again"
+                    f"{_bytes(self.url, begin, end)}: have another checksum than when the dataset was written, so the object "
+                    "was changed or is damaged; copy the dataset to this store again"
                 )
         return data
 

@@ -114,7 +114,7 @@ def decide(
         if history.without_progress < limits.turns_without_progress:
             when = "after a save" if saved else "before it had saved anything new"
             return "requeue", f"was stopped {when}"
-        turns = f"{history.without_progress} turns in a row have"
+        turns = f"{history.without_progress} consecutive job runs have"
         return "end", f"was stopped, and {turns} saved nothing new: ask for more --time"
     if status.get("exit_code") in (BAD_CONFIG, NO_CHECKPOINT) or (code == FINISHED and not status):
         return "end", f"is {state}, exit code {code}"
@@ -125,10 +125,10 @@ def decide(
         # By the loss of a node, most often: srun ends before Slurm has noticed it.
         history.without_progress += code == KILLED
         if code != KILLED or history.without_progress >= limits.turns_without_progress:
-            return "end", f"is {state}, exit code {code}, and this turn has saved nothing"
-        return "requeue", f"is {state}, a worker was killed, and this turn has saved nothing"
+            return "end", f"is {state}, exit code {code}, and this job run has saved nothing"
+        return "requeue", f"is {state}, a worker was killed, and this job run has saved nothing"
     if history.failed > limits.failed_turns:
-        return "end", f"is {state}, exit code {code}, after {history.failed} turns in a row that failed"
+        return "end", f"is {state}, exit code {code}, after {history.failed} consecutive job runs that failed"
     history.without_progress = 0
     return "requeue", f"is {state}, exit code {code}, after it had saved a checkpoint"
 
@@ -146,7 +146,7 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
     turn = _number(environment, "SLURM_RESTART_COUNT", 0) + 1
     now, each = time.strftime("%Y-%m-%d %H:%M:%S"), f"{workers} worker{'s' if workers > 1 else ''}"
     _print(
-        f"{now}: job {job}, turn {turn}, {ends}: {nodes} x {each} on {environment.get('SLURM_JOB_NODELIST')}, {run}"
+        f"{now}: job {job}, job run {turn}, {ends}: {nodes} x {each} on {environment.get('SLURM_JOB_NODELIST')}, {run}"
     )
     if left is not None and left < SHORT_S:
         _print(
@@ -165,7 +165,7 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
         job_state = _output_of("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip()
         if job_state not in ("", "RUNNING"):
             # A node has died, or the job was cancelled or preempted.
-            _print(f"Slurm has ended this turn of job {job} ({job_state}), and requeues it where it does")
+            _print(f"Slurm has ended this run of job {job} ({job_state}), and decides whether to requeue it")
             return code
         action, why = decide(before, Record.read(run), code, history, limits, restarts)
         if action != "restart":

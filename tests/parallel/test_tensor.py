@@ -211,5 +211,5 @@ def test_a_plan_that_cannot_be_imported_is_refused(path: str, reason: str) -> No
 
 def test_asynchronous_collectives_need_cards() -> None:
     text = tiny_config(parallel="tp = 2\nasync_tp = true") + "[compile]\nenabled = true\n"
-    with pytest.raises(RankFailed, match=r"UserError: parallel\.async_tp = true needs CUDA cards"):
+    with pytest.raises(RankFailed, match=r"UserError: parallel\.async_tp = true needs CUDA GPUs"):
         run_ranks(boxes, 2, text)

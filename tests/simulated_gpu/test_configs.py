@@ -66,5 +66,5 @@ def test_the_plan_knows_the_peak(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "train.py", *options, "--plan"]
     plan = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER.parent)
     assert plan.returncode == 0, plan.stderr
-    planned = float(re.search(r"needs ([\d.]+) GiB on each card", plan.stdout)[1])
+    planned = float(re.search(r"needs ([\d.]+) GiB on each GPU", plan.stdout)[1])
     assert 0.98 * peak <= planned <= 1.05 * peak, f"planned {planned:.2f} GiB, needed {peak:.2f} GiB"

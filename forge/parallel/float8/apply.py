@@ -91,7 +91,7 @@ def _gather(
     if not taken and layout.precision.float8_all_gather is True and has_all_names(model):
         raise UserError(
             "precision.float8_all_gather = true needs fsdp2 over several ranks, tp = ep = 1, no compilation (with mxfp8 no "
-            f"recomputation), and a weight of which each rank has whole blocks of {form.block}; use auto or false"
+            f"recomputation), and a weight with whole blocks of {form.block} on each rank; use auto or false"
         )
     if layout.parallel.data_parallel == "fsdp2":
         log.info(
@@ -232,4 +232,4 @@ def _log_experts(model: nn.Module, chosen: dict[str, Experts], precision: Precis
             len(names),
         )
     if len(chosen) < len(names):
-        log.info("not in float8: routed experts, which multiply groups of rows in precision.compute")
+        log.info("not in float8: routed experts, whose grouped products stay in precision.compute")

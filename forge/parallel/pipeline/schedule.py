@@ -261,7 +261,7 @@ def _parse(cell: str, key: str) -> list[Action]:
         return [Action(int(found[1]), found[2], int(found[3]))]
     if cell and not re.match(r"\d+(SEND|RECV|UNSHARD|RESHARD|REDUCE)", cell):
         raise UserError(
-            f'{key}: "{cell}" is no action; actions are like 2F0: stage, one of F B I W, microbatch'
+            f'{key}: "{cell}" is not an action; actions are like 2F0: stage, one of F B I W, microbatch'
         )
     return []
 

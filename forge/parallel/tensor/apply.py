@@ -109,7 +109,7 @@ def _loss(model: Transformer, plan: Plan, layout: Layout) -> TensorLoss:
 def _overlap_collectives(mesh: DeviceMesh) -> None:
     """Let the compiler split matrix products and interleave them with their collectives (PyTorch's asynchronous TP)."""
     if mesh.device_type != "cuda":
-        raise UserError("parallel.async_tp = true needs CUDA cards that reach each other's memory; use false")
+        raise UserError("parallel.async_tp = true needs CUDA GPUs that reach each other's memory; use false")
     torch._inductor.config._micro_pipeline_tp = True
     compat.share_memory(mesh.get_group())
 

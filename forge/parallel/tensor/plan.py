@@ -212,8 +212,8 @@ def _check_part(name: str, part: nn.Module, plan: Plan, tp: int) -> None:
     if len(split) > 1 or split != {back == "rowwise"}:
         shown = ", ".join(f"{leaf}: {style or 'whole'}" for leaf, style in (*into.items(), (names[1], back)))
         raise UserError(
-            f"tensor parallelism cannot split {name} so ({shown}): either all of {', '.join(present)} are colwise "
-            f"and {names[1]} is rowwise, or none of them is"
+            f"tensor parallelism cannot split {name} as configured ({shown}): either {', '.join(present)} must all be "
+            f"colwise and {names[1]} rowwise, or all of them whole"
         )
     if isinstance(part, GroupedAttention | LatentAttention | LinearAttention) and split == {True}:
         kinds = {"wk": "key heads" if isinstance(part, LinearAttention) else "key/value heads"}

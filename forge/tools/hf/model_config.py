@@ -55,7 +55,8 @@ def read_model(
     for ours, needed in architecture.fixed.items():
         if ours in model and model[ours] != needed:
             raise config.error(
-                (KEYS | dict(architecture.keys))[ours], f"{architecture.name} has {needed!r} in part"
+                (KEYS | dict(architecture.keys))[ours],
+                f"for {architecture.name} forge supports only {needed!r}",
             )
     model |= architecture.fixed
     if architecture.is_latent:

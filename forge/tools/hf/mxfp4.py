@@ -61,8 +61,8 @@ def with_blocks(stored: Mapping[str, Stored]) -> dict[str, Stored | Blocks]:
         if not fits or blocks.dtype != "U8" or scales.dtype != "U8":
             shapes = f"{blocks.dtype} {list(blocks.shape)} and {scales.dtype} {list(scales.shape)}"
             raise UserError(
-                f"{blocks.file}: {weight} in MXFP4 is {shapes}; needed: U8 [experts, out, in / 32, 16] and, of the "
-                "scales, without the last"
+                f"{blocks.file}: {weight} in MXFP4 is {shapes}; needed: U8 [experts, out, in / 32, 16] and, for "
+                "the scales, U8 [experts, out, in / 32]"
             )
         del found[name], found[f"{weight}_scales"]
         found[weight] = Blocks(blocks, scales)

@@ -81,7 +81,7 @@ def read_rope(config: ConfigJson) -> dict[str, Any]:
         local = scaling.get("sliding_attention") or {}
         scaling = dict(scaling["full_attention"] or {})
     if local.get("rope_type", "default") != "default":
-        raise config.error(key, "forge scales the positions of full layers only")
+        raise config.error(key, "forge scales the positions of full-attention layers only")
     read = _read_scaling(config, key, scaling)
     theta = float(local.get("rope_theta") or config["rope_local_base_freq"] or read["rope_theta"])
     if theta != read["rope_theta"] or "rope_scaling" in read:
@@ -96,11 +96,11 @@ def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict
     partial = scaling.pop("partial_rotary_factor", config["partial_rotary_factor"])
     if partial != 1.0 and not config.architecture.partial_rope:
         where = f"{config.source}: partial_rotary_factor = {partial!r}"
-        raise UserError(f"{where}: forge rotates whole heads only, which is 1.0")
+        raise UserError(f"{where}: for this architecture forge supports only 1.0 (RoPE on the whole head)")
     if kind == "default" and not set(scaling) - _COMMON:
         return {"rope_theta": theta}
     if kind not in SCALINGS:
-        raise config.error(key, f"of the scalings of RoPE forge has {', '.join(SCALINGS)}")
+        raise config.error(key, f"forge supports only the RoPE scalings {', '.join(SCALINGS)}")
     unknown = set(scaling) - set(SCALINGS[kind]) - _COMMON - (_YARN_ONLY if kind == "yarn" else set())
     if unknown:
         raise config.error(key, f"forge's {kind} does not have {', '.join(sorted(unknown))}")

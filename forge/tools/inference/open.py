@@ -104,7 +104,7 @@ def _find_undamaged(path: Path, verify: bool) -> Path:
         except RanksFailed as error:
             problems.append(f"checkpoint {candidate}: {error}")
         if len(candidates) > len(problems):
-            log.warning("%s; an older one is used", problems[-1], extra=Cause.FALLBACK.mark)
+            log.warning("%s; using an older checkpoint", problems[-1], extra=Cause.FALLBACK.mark)
     raise UserError("; ".join(problems), NO_CHECKPOINT)
 
 

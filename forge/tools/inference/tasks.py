@@ -93,7 +93,7 @@ class Scorer(TemplateLM):
     def __init__(self, opened: TrainedModel, batch_size: int = 8):
         super().__init__()
         if opened.tokenizer is None:
-            raise UserError(f"{opened.path} holds no tokenizer, and tasks are text")
+            raise UserError(f"{opened.path} holds no tokenizer, which tasks need")
         self._opened, self._model, self._text = opened, opened.model, opened.tokenizer
         self._batch_size = batch_size
         try:

@@ -267,7 +267,7 @@ def _estimate(plan: Plan, speed: Speed) -> str:
 def _answer(plan: Plan) -> str:
     needed = f"{plan.worst.needed / GIB:.1f} GiB"
     if plan.hardware is None:
-        return f"needs {needed} on each card (--hardware NAME says whether that fits)"
+        return f"needs {needed} on each GPU (--hardware NAME says whether that fits)"
     has = f"{plan.hardware.memory_gib:g} GiB"
     return f"fits, {needed} of {has}" if plan.fits else f"does not fit, {needed} of {has}"
 

@@ -69,7 +69,7 @@ def _read_text(piece: Piece, _text_key: str, _keys: Sequence[str]) -> Iterator[s
 
 
 def whole_characters(text: bytes, begin: int) -> tuple[bytes, int]:
-    """Decode a text cut at byte `begin` without the partial UTF-8 characters at its start and end.
+    """Drop the partial UTF-8 character at the start of a text cut at byte `begin`, and the one at its end.
 
     Returns the text and the position of its first byte.
     """

@@ -238,7 +238,7 @@ def _share(package: Package, size: str) -> float:
 
 
 def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], folder: Path) -> Text:
-    """Write OUTPUT/text. Print the size of each package's text, and the number of files left out."""
+    """Write OUTPUT/text. Print for each package its number of files and bytes, and the number of files left out by reason."""
     files: dict[str, list[str]] = {source: [] for source in manifest.sources}
     digest = hashlib.sha256()
     for package, path in sorted(packages.items(), key=lambda item: item[0].label):

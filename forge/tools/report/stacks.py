@@ -50,7 +50,9 @@ def standing(text: str) -> Standing:
 
 
 def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
-    """Return the stragglers: ranks that are not in a collective, at another position than most."""
+    """Return the stragglers: ranks outside of any collective while others wait in one. If there are none, return ranks at
+    another position than the majority.
+    """
     if len(standings) < 2:
         return []
     outside = [rank for rank, one in standings.items() if not one.collective]

@@ -48,7 +48,7 @@ def of_width(config: Config, dim: int) -> Config:
         size = table[key] * ratio
         if size != int(size) or (table[key] and size < 1):
             raise UserError(
-                f"width {dim}: model.{key} = {table[key]} times {dim} / {config.model.dim} is {size:g}, no whole number; "
+                f"width {dim}: model.{key} = {table[key]} times {dim} / {config.model.dim} is {size:g}, not an integer; "
                 "take widths that are multiples of model.dim"
             )
         table[key] = int(size)

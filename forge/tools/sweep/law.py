@@ -106,7 +106,9 @@ def fit_law(
 
 
 def _starts(x: np.ndarray, loss: np.ndarray) -> list[list[float]]:
-    """Return starting points on a grid. At the middle of the runs, each shares the least loss between E and the two terms."""
+    """Return starting points on a grid. At the middle of the runs, each divides the least loss in another way between E and
+    the two terms.
+    """
     least, middle = float(loss.min()), x.mean(0)
     starts = []
     for share, a, b in product((0.1, 0.4, 0.7, 0.95), (0.15, 0.35, 0.6), (0.15, 0.35, 0.6)):

@@ -100,7 +100,7 @@ def _make(
             process.wait()
         raise
     if failed:
-        raise UserError(f"{failed[0]}; the same command goes on from here", exit_code=STOPPED)
+        raise UserError(f"{failed[0]}; the same command continues from here", exit_code=STOPPED)
 
 
 def _start(sweep: Sweep, trial: Trial, seed: int, train: Sequence[str]) -> subprocess.Popen[bytes]:

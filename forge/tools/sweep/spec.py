@@ -146,7 +146,7 @@ def first_trials(sweep: Sweep) -> list[Trial]:
         if _tokens_of_all(sweep, [rung[:number] for rung in tokens]) <= sweep.budget_tokens:
             return trials[:number]
     least = _tokens_of_all(sweep, [rung[:1] for rung in tokens])
-    raise UserError(f"budget_tokens = {sweep.budget_tokens}: is less than one trial takes, {least}")
+    raise UserError(f"budget_tokens = {sweep.budget_tokens}: is less than the {least} tokens of one trial")
 
 
 def next_trials(sweep: Sweep, trials: list[Trial], results: dict[int, float]) -> list[Trial]:

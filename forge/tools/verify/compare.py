@@ -31,8 +31,8 @@ COMPLETE = ("initial", "gradient", "parameter", "optimizer", "router", "hooked",
 class Difference:
     """The largest difference of one tensor, on one rank.
 
-    step: 0 for the initial parameters. index: in the global tensor. size: relative, as in this file's docstring. If no rank
-    has a part of the tensor, rank is -1 and `found` is NaN. digest: the numbers are digests of the whole tensor. part: the
+    step: 0 for the initial parameters. index: in the global tensor. size: relative, as in this file's docstring. If some
+    element is on no rank, rank is -1 and `found` is NaN. digest: the numbers are digests of the whole tensor. part: the
     rank's part of the global tensor; () if it has all of it, or if the part is unknown.
     """
 

@@ -68,7 +68,7 @@ class Expected:
             return cls(found["text"], found["order"], found["steps"])
         except Exception as error:
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise UserError(f"--digests {file}: is no file of digests ({problem})") from None
+            raise UserError(f"--digests {file}: is not a file of digests ({problem})") from None
 
 
 def digest(values: Tensor, place: Place) -> Digest:

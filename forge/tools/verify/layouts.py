@@ -83,9 +83,7 @@ class Case:
         return to_toml(self.config(config))
 
     def smaller(self) -> Iterator[Case]:
-        """Yield this layout without one of its options, then with one degree reduced: to 1 if it is prime, else to a
-        divisor.
-        """
+        """Yield this layout without one of its options, then with one degree reduced to 1, and with it reduced to 2."""
         degrees, options = dict(self.degrees), dict(self.options)
         for key in options:
             yield Case.of(degrees, {other: value for other, value in options.items() if other != key})
@@ -174,7 +172,7 @@ def require_any(config: Config, world: int) -> None:
         if reason is None:
             return
         refused = refused or f"{case.name}: {reason}"
-    raise UserError(f"--world-sizes: no layout of {world} processes goes with this configuration; {refused}")
+    raise UserError(f"--world-sizes: no layout of {world} processes fits this configuration; {refused}")
 
 
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:

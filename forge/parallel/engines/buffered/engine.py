@@ -47,7 +47,7 @@ class Buffered:
         """Allocate the buffers, make the model's parameters views of them, and register the hooks."""
         model, parallel = self._model, self._layout.parallel
         if parallel.symmetric_memory and device.type != "cuda":
-            raise UserError("parallel.symmetric_memory = true needs CUDA cards; use false")
+            raise UserError("parallel.symmetric_memory = true needs CUDA GPUs; use false")
 
         # Views of buffers replace the parameters on the meta device.
         originals = dict(model.named_parameters())

@@ -316,6 +316,6 @@ class GradientCheck:
     def _error(name: str, what: str) -> UserError:
         return UserError(
             f"the gradient of {name} {what}, on rank {dist.get_rank()}, before it was summed over ranks. Look at that rank's "
-            f"data and card, lower optimizer.lr, or set parallel.check_gradients = none",
+            f"data and GPU, lower optimizer.lr, or set parallel.check_gradients = none",
             exit_code=FAILED,
         )
