@@ -34,9 +34,11 @@ class Box:
 
 @dataclass(frozen=True)
 class Rates:
-    """Factors for one parameter. Set by forge/parallel/parametrization.py: lr, orthogonal: factors of the learning rate for
-    elementwise and for orthogonalised updates (weight decay is divided by them); eps: factor of the optimizer's epsilon.
-    Set by optimizer.groups: scale: factor of the learning rate, for update and weight decay.
+    """Factors for one parameter.
+
+    lr, orthogonal: factors of the learning rate for elementwise and for orthogonalised updates; weight decay is divided by
+    them. eps: factor of the optimizer's epsilon. forge/parallel/parametrization.py sets these three. scale: factor of the
+    learning rate, for update and weight decay, set by optimizer.groups.
     """
 
     lr: float = 1.0
@@ -69,7 +71,7 @@ class Shard:
 
     @classmethod
     def whole(cls, name: str, parameter: Tensor, **more: Any) -> Shard:
-        """Return a shard with all of `parameter` on this rank. more: further fields."""
+        """Return a shard with all of `parameter` on this rank. more: further fields of `Shard`."""
         box = Box((0,) * parameter.ndim, tuple(parameter.shape))
         return cls(name, parameter.shape, (box,), parameter, **more)
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Check GPUs, links and two kernels against the figures of train.py --plan, with one process per GPU.
 
-torchrun --nproc-per-node 8 scripts/check_node.py srun --nodes=64 --ntasks-per-node=8 --gpus-per-node=8 python
-scripts/check_node.py
+torchrun --nproc-per-node 8 scripts/check_node.py
+srun --nodes=64 --ntasks-per-node=8 --gpus-per-node=8 python scripts/check_node.py
 
 Checks name, memory and uncorrected ECC errors of each GPU; a matrix product, causal attention and a copy in memory; and
 all-reduce, all-gather, reduce-scatter and all-to-all in each node and over all nodes. Each result is compared with its

@@ -11,7 +11,7 @@ from forge.runtime.errors import BAD_CONFIG, FINISHED, UserError
 
 
 def stacked(drawings: Sequence[str]) -> str:
-    """Return one SVG document with the given SVG drawings, each with a viewBox, below each other."""
+    """Return one SVG document in which the given SVG drawings, each with a viewBox, are stacked vertically."""
     width, below, parts = 0.0, 0.0, []
     for drawing in drawings:
         match = re.search(r' viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Measure this machine for train.py --plan, in about a minute, and write a file for --hardware.
 
-python scripts/measure_hardware.py --output here.toml python train.py --config debug.toml --plan --world-size 2 --hardware
-here.toml
+python scripts/measure_hardware.py --output here.toml
+python train.py --config debug.toml --plan --world-size 2 --hardware here.toml
 
 Measures matrix products and attention by size, an elementwise operator by bytes, the overhead of an operator, and an
 all-reduce of two ranks. It uses a GPU if there is one (the all-reduce over NCCL needs two), otherwise the CPU and gloo.

@@ -106,7 +106,7 @@ def add_trust_option(add: Callable[..., object]) -> None:
 
 
 def add_input_options(add: Callable[..., object]) -> None:
-    """Add the options for the input text: the parameters of `find_corpus` and `read_documents`."""
+    """Add the options for the input text, which are the parameters of `find_corpus` and `read_documents`."""
     add("--input", nargs="+", required=True, metavar="PATH", help="files, or directories to search")
     add(
         "--text-key", default="text", metavar="KEY", help="key of the text in JSONL and Parquet (%(default)s)"

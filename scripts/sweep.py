@@ -66,7 +66,7 @@ def _run(given: argparse.Namespace) -> None:
 
 
 class Live:
-    """The table, redrawn on a terminal; otherwise a line for each finished trial."""
+    """Shows the table of the sweep. On a terminal it is redrawn; otherwise a line is printed for each finished trial."""
 
     def __init__(self, sweep: Sweep):
         self._sweep, self._terminal = sweep, sys.stdout.isatty()

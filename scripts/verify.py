@@ -219,7 +219,7 @@ def _against(
 
 
 class Progress:
-    """Prints a line for each layout; on a terminal, also the running one below them."""
+    """Prints a line for each layout. On a terminal it also shows the running layout below these lines."""
 
     def __init__(self, *, quiet: bool):
         self._quiet, self._shown = quiet, sys.stderr.isatty()

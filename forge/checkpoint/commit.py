@@ -1,6 +1,6 @@
 """The commit protocol: a checkpoint appears complete or not at all, even if a process dies at any point.
 
-    make a partial folder and check the room on the disk (if it lacks, old checkpoints are removed early)
+    make a partial folder and check the room on the disk (if there is too little, remove old checkpoints early)
     -> every rank writes and syncs its tensors (DCP), then hashes its files
     -> rank 0 writes the other files and, last, the manifest, and syncs the folder
     -> rename to the final name, sync the parent folder
@@ -39,7 +39,9 @@ RANK_BYTES = 1024
 
 @dataclass(frozen=True)
 class Contents:
-    """The checkpoint of `step`: this rank's tensors by name; files by relative path and `layout`, which rank 0 writes."""
+    """The contents of the checkpoint of `step`. Each rank gives its own tensors, by name. Rank 0 writes `files`, by
+    relative path, and `layout`.
+    """
 
     step: int
     layout: dict[str, Any]
@@ -58,10 +60,10 @@ def write_checkpoint(
     keep_every: int,
     group: dist.ProcessGroup | None = None,
 ) -> bool:
-    """Write one checkpoint. Return False if the step already has a complete one, which stays. Collective over `group`.
+    """Write one checkpoint. Return False if the step already has a complete one, which is kept. Collective over `group`.
 
-    A rank may pass an exception in place of `contents`. Then, and after a failure on any rank, RanksFailed is raised on every
-    rank, and nothing is left on the disk.
+    A rank may pass an exception in place of `contents`. Then, and after a failure on any rank, every rank raises
+    RanksFailed, and nothing is left on the disk.
     """
     partial, final = root / f".partial-{folders.step_name(step)}", root / folders.step_name(step)
     rank = dist.get_rank(group)
@@ -122,7 +124,7 @@ def fill_folder(
     rank = dist.get_rank(group)
 
     def own_files() -> dict[str, dict[str, Any]]:
-        """Read back and hash the files that DCP wrote on this rank, on rank 0 also DCP's index."""
+        """Read back and hash the files that DCP wrote on this rank, including DCP's index on rank 0."""
         names = [path.name for path in partial.glob(f"__{rank}_*.distcp")] + [".metadata"] * (rank == 0)
         return {name: entry(partial / name) for name in names}
 
@@ -200,7 +202,7 @@ def save_tensors(partial: Path, contents: Contents, group: dist.ProcessGroup | N
 
 
 def _complete(partial: Path, final: Path, contents: Contents, parts: list[dict[str, dict[str, Any]]]) -> None:
-    """On rank 0: add the other files and the manifest, and give the folder its final name."""
+    """Add the other files and the manifest, and give the folder its final name. Call on rank 0."""
     files = {name: described for part in parts for name, described in part.items()}
     for name, content in contents.files.items():
         path = partial / name

@@ -122,7 +122,7 @@ class TensorReader(dcp.FileSystemReader):
         }
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor `name` in its own dtype. Besides it, only one saved piece at a time is in memory."""
+        """Return the tensor `name` in its own dtype. At most one saved piece is in memory besides the tensor itself."""
         shape, dtype = self.tensors()[name]
         values = torch.empty(shape, dtype=dtype)
         _read(self, {name: (Shard.whole(name, values), values)})

@@ -36,7 +36,9 @@ _INDEX = ".metadata"
 
 
 class LocalTier:
-    """The states in `folder` of each node; `peers` other nodes keep copies. Methods are collective over all ranks."""
+    """The states in `folder` on every node. `peers` other nodes keep copies of each file. Methods are collective over all
+    ranks.
+    """
 
     def __init__(self, folder: Path, peers: int):
         self.folder, self._peers = folder, peers
@@ -185,7 +187,7 @@ class LocalTier:
     def _check(
         self, step: int, files: Mapping[str, dict[str, Any]], tensors: list[str]
     ) -> tuple[list[str], list[str]]:
-        """Hash this rank's share of its node's tensor files; return the good ones, and a problem for each damaged one.
+        """Hash this rank's share of its node's tensor files. Return the good files, and a problem for each damaged one.
 
         Damaged files are removed, so that a copy can replace them.
         """
@@ -202,7 +204,9 @@ class LocalTier:
 
 
 def _problem(path: Path, expected: dict[str, Any]) -> str | None:
-    """Return the problem with a file of a local state, or None. An unreadable file is damaged: a peer has a copy."""
+    """Return the problem with a file of a local state, or None. An unreadable file counts as damaged, because a peer has a
+    copy.
+    """
     try:
         return None if entry(path) == expected else "has a wrong checksum"
     except OSError as error:
@@ -226,7 +230,7 @@ def write_parts(
 ) -> None:
     """Write each node's part of one checkpoint with the protocol of commit.py. Collective over `group`.
 
-    Raises RanksFailed on every rank if anything failed on any rank; no part is left then.
+    If anything fails on any rank, every rank raises RanksFailed, and no part is left.
     """
     part, final = root / f".partial-{folders.step_name(step)}", root / folders.step_name(step)
     own = nodes.own

@@ -1,7 +1,7 @@
 """manifest.json: every file of a complete checkpoint with its size and SHA-256, and the one check for damage.
 
-A folder is a complete checkpoint exactly when it has a manifest, which is written last. The manifest contains its own digest
-and has only one valid spelling, so a flipped bit in any of its bytes is found, too.
+A folder is a complete checkpoint exactly when it has a manifest, which is written last. The manifest contains its own
+digest and has only one valid byte sequence, so a flipped bit in the manifest is found, too.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _read_files(folder: Path) -> tuple[dict[str, Any], str | None]:
 def _find_changed(
     folder: Path, files: dict[str, dict[str, Any]], report: Callable[[int, int], None]
 ) -> list[str]:
-    """Hash these files; return one sentence for each file with other content than saved."""
+    """Hash these files; return one sentence for each file whose content has changed since the save."""
     problems, done, total = [], 0, sum(expected["size"] for expected in files.values())
     for name, expected in files.items():
         try:

@@ -63,7 +63,9 @@ class Mirror:
         self._thread.start()
 
     def copy(self, step: int) -> None:
-        """Copy the complete checkpoint of `step`, unless a newer one is ready before the copy can begin."""
+        """Copy the complete checkpoint of `step` in the background. It is not copied if a newer one is ready before the
+        copy begins.
+        """
         self._newest, self._count = step, self._count + 1
         # Links, because the checkpoint may be removed before its copy; numbered, because a step may be saved again.
         links = self._root / f".mirrored-{folders.step_name(step)}.{self._count}"

@@ -26,7 +26,7 @@ class Nodes:
 
     @classmethod
     def of(cls, folder: Path, group: dist.ProcessGroup) -> Nodes:
-        """Group ranks by machine and by the absolute path of `folder` there. Collective over `group`, of all ranks."""
+        """Group ranks whose machine and absolute path of `folder` are equal. Collective over `group`, which has all ranks."""
         place = (socket.gethostname(), os.path.realpath(folder))
         places = gather_from_ranks("comparing local folders", lambda: place, group)
         ranks: dict[tuple[str, str], list[int]] = {}
@@ -53,7 +53,7 @@ class Nodes:
         return list(names[ranks.index(self.rank) :: len(ranks)])
 
     def peers(self, node: int, copies: int) -> list[int]:
-        """Return the nodes that keep copies of the files of `node`: up to `copies` nodes after it."""
+        """Return the nodes that keep copies of the files of `node`: the next `copies` nodes, if there are as many."""
         count = len(self.ranks)
         return [(node + step) % count for step in range(1, min(copies, count - 1) + 1)]
 
@@ -94,5 +94,5 @@ def exchange(folder: Path, transfers: Sequence[Transfer], rank: int, group: dist
 
 
 def _map(path: Path, size: int, writes: bool) -> Tensor:
-    """Map the file at `path` as a tensor of bytes; with `writes`, create the file, and writes to the tensor go to it."""
+    """Map the file at `path` as a tensor of bytes. writes: create the file; writes to the tensor go to the file."""
     return torch.from_file(str(path), shared=writes, size=size, dtype=torch.uint8)

@@ -80,6 +80,8 @@ class ShardTensor(torch.Tensor):
 
 
 def writes(name: str, shard: Shard) -> bool:
-    """Return whether this rank writes its part of the tensor `name`. One replica does; names vary the choice."""
+    """Return whether this rank writes its part of the tensor `name`. One replica of each part does. The name determines
+    which one.
+    """
     copies = shard.replicas
     return copies is None or crc32(name.encode()) % copies.size() == copies.rank()

@@ -22,7 +22,7 @@ EVEN = "must be even, because RoPE rotates pairs"
 
 
 def check(config: Config) -> list[Problem]:
-    """Return every problem of a config whose keys are valid one by one."""
+    """Return every problem of a config. Each of its keys must be valid by itself."""
     first = (_heads, _layers, _tensor, _tensor_plan, _rope_scaling, _moe)
     then = (_engine, check_stages, _precision, check_float8, _optimizer, _others, check_phases)
     found = with_values((one for some in (*first, *then) for one in some(config)), config)

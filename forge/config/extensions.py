@@ -48,10 +48,10 @@ class _Unchecked(Section):
 
 
 def schema_for(tree: dict[str, Any], import_classes: bool) -> tuple[type[Config], str | None]:
-    """Return the schema of the configuration `tree`, and the error in the optimizer class that it names, if any.
+    """Return the schema of the configuration `tree`, and the error in its optimizer class, if any.
 
-    An optimizer named by import path adds its table of keys to [optimizer]. If its class is invalid, or `import_classes`
-    is false, the table is accepted unchecked.
+    An optimizer named by import path adds its table of keys to [optimizer]. If its class is invalid, or `import_classes` is
+    false, the table is accepted unchecked.
     """
     table = tree.get("optimizer")
     name = table.get("name") if isinstance(table, dict) else None

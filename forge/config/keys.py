@@ -105,7 +105,7 @@ def value_at(tree: Any, path: Iterable[Any]) -> Any:
 
 
 def tables(config: Config) -> dict[str, dict[str, Any]]:
-    """Return dotted section name -> its keys with values as TOML holds them, in schema order, without absent sections."""
+    """Return dotted section name -> its keys with TOML values, in schema order, without absent sections."""
     tree, found = config.model_dump(mode="json"), dict(sections(type(config)))
     for name in lists(type(config)):
         del found[name]
@@ -118,7 +118,8 @@ def tables(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Return (key, old value, new value) for every key that differs, in schema order; None in an absent section.
+    """Return (key, old value, new value) for every key that differs, in schema order. The value of a key in an absent
+    section is None.
 
     Secrets of URLs are redacted, and do not count as a difference.
     """
@@ -138,9 +139,9 @@ def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
 
 
 def to_toml(config: Config) -> str:
-    """Return `config` as TOML with every key, in schema order, except absent keys and sections (None).
+    """Return `config` as TOML with every key, in schema order. Absent keys and sections (None) are left out.
 
-    Secrets of URLs are redacted: the text is written into run directories and checkpoints.
+    Secrets of URLs are redacted, because the text is written into run directories and checkpoints.
     """
     blocks = []
     for section, table in tables(config).items():

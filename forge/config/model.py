@@ -293,8 +293,9 @@ class ModelConfig(Section):
         return 0 if self.mtp is None else self.mtp.depth
 
     def streams_into(self, layer: int) -> int:
-        """Return the number of tensors that enter the layer with this global index: the stream, and earlier saved
-        ones."""
+        """Return the number of tensors that enter the layer with this global index: the stream, and the earlier saved
+        streams.
+        """
         saved = -(-layer // self.residual_block_size) if self.residual == "attention" else 0
         return 1 + saved
 

@@ -104,12 +104,12 @@ class Phases:
         self._constant = [None if span.ramped else self._plan(span.last) for span in self._spans]
 
     def at(self, tokens: int) -> StepPlan:
-        """Return the plan of the step before which `tokens` positions were trained on."""
+        """Return the plan of the next step after `tokens` positions have been trained on."""
         number = bisect_right(self._starts, tokens) - 1
         return self._constant[number] or self._plan(self._ramped(self._spans[number], tokens))
 
     def tokens_after(self, steps: int, tokens: int = 0) -> int:
-        """Return the tokens trained on after `steps` further steps."""
+        """Return the total of trained tokens after `steps` further steps."""
         while steps > 0:
             plan, border = self.at(tokens), self._next_change(tokens)
             some = steps if border is None else min(steps, -(-(border - tokens) // plan.tokens))
@@ -126,8 +126,9 @@ class Phases:
         return steps
 
     def sizes(self) -> Iterator[tuple[int, tuple[int, int, int]]]:
-        """Yield (number of the phase, from 1; batch, microbatch and length of its steps). A ramp yields its first, last and
-        increment batch, of which all its batches are sums.
+        """Yield (number of the phase, from 1; (batch size, microbatch size, sequence length) of its steps).
+
+        For a ramp it yields the first batch size, the last one, and the increment: all its batch sizes are sums of these.
         """
         for number, span in enumerate(self._spans, 1):
             batches = {span.last["global_batch_size"]}

@@ -34,7 +34,7 @@ def unused_keys(config: Config, parameters: Iterable[str]) -> list[str]:
 
 
 def _changed(config: Config) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the keys of present sections that have another value than their default."""
+    """Yield the keys of present sections whose value differs from their default."""
     for section, table in sections(type(config)).items():
         value: Any = config
         for part in section.split("."):

@@ -28,7 +28,7 @@ NO_TOKENIZER = "none"
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run, and the fingerprints by which a resumed run recognises them."""
+    """The data of a run, and the fingerprints with which a resumed run compares them."""
 
     dataset: PackedDataset
     validation: dict[str, Source]
@@ -46,7 +46,9 @@ def open_data(config: Config) -> Data:
 
 
 def build_dataset(config: Config) -> PackedDataset:
-    """Open the training samples. UserError if a source is missing, damaged, too short or of another tokenizer."""
+    """Open the training samples. UserError if a source is missing, damaged or too short, or was made with another
+    tokenizer.
+    """
     used = [config.data.sources[number] for number in used_sources(config)]
     sources = _open(config, used, "train")
     leaves_out = config.data.at_cap == "leave_out"

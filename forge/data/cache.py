@@ -78,7 +78,9 @@ class BlockCache:
             ) from None
 
     def _take(self, layout: bytes, gib: float) -> None:
-        """Lock the folder for this layout. Another layout is replaced if nobody uses it; otherwise raises UserError."""
+        """Lock the folder for this layout. If it has another layout, empty it, provided that no process uses it; otherwise
+        raise UserError.
+        """
         path = self.folder / "layout.json"
         with suppress(BlockingIOError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,7 +176,7 @@ class BlockCache:
                 os.unlink(folder / name)
 
     def in_order_of_need(self, folder: Path, names: list[str]) -> list[str]:
-        """Return the blocks of a set, ordered by next use, the latest at the end."""
+        """Return the blocks of a set in the order of their next use. The block with the latest next use is last."""
         need = np.full(len(names), np.inf)
         of_file: dict[str, list[int]] = {}
         for place, name in enumerate(names):
@@ -196,7 +198,9 @@ def _partial(path: Path) -> Path:
 
 @contextmanager
 def _claim(path: Path) -> Iterator[int | None]:
-    """Hold the right to fetch a block. Yield the file to write, or None if another thread or process has fetched it."""
+    """Claim the right to fetch a block. Yield the file to write. Yield None if another thread or process has fetched the
+    block.
+    """
     partial = _partial(path)
     while True:
         file = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
@@ -231,7 +235,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is_unmarked_cache(folder: Path) -> bool:
-    """Return whether an earlier forge, without markers, made this folder: it holds a layout and only cache files."""
+    """Return whether a version of forge without markers made this folder: it holds a layout and only cache files."""
     names = [name for name in os.listdir(folder) if name != MARKER]
     try:
         known = set(json.loads((folder / "layout.json").read_bytes())) == {

@@ -65,7 +65,7 @@ class PackedDataset:
         return dataset
 
     def continuing(self, order: Order, position: int, weights: Sequence[float] | None = None) -> Order:
-        """Return an order that is the history's up to global sample `position` and then continues with these sources and
+        """Return an order that follows the history up to global sample `position`, and then reads these sources with these
         weights.
 
         weights: one per source; None: the sources' own.

@@ -251,8 +251,8 @@ class TokenDataset:
         totals = sum(s.tokens for s in index.shards), sum(s.documents for s in index.shards)
         if totals != (index.tokens, index.documents):
             raise UserError(
-                f"{where}: its totals (tokens, documents) {(index.tokens, index.documents)} are not its "
-                f"shards' {totals}"
+                f"{where}: its totals (tokens, documents) are {(index.tokens, index.documents)}, but those of its "
+                f"shards add up to {totals}"
             )
         if index.documents < 1:
             raise UserError(f"{self.path}: holds no document; prepare it again from input that has text")

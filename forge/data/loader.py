@@ -27,9 +27,9 @@ from forge.runtime.errors import caused_by
 class Loader:
     """Endless iterator over the batches of data rank `rank` of `ranks`, from global sample `start_sample`.
 
-    A step takes the next `global_batch_size` samples or, with `plan_at`, the sizes of its plan (see `steps_from`). Rank r
-    has the r-th contiguous part of the rows, so a step's samples do not depend on `ranks`. Samples outside the dataset's
-    order are skipped. A thread prefetches `prefetch` batches. Its exceptions are raised by the following `next`.
+    A step takes the next `global_batch_size` samples. With `plan_at`, it takes the samples of its plan (see `steps_from`).
+    Rank r has the r-th contiguous part of the rows, so a step's samples do not depend on `ranks`. Samples outside the
+    dataset's order are skipped. A thread prefetches `prefetch` batches. Its exceptions are raised by the following `next`.
     """
 
     def __init__(

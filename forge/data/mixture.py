@@ -1,12 +1,12 @@
 """The source of global sample i: a pure function of (weights, seed, block, i).
 
-A sample of a source is a turn of that source. Samples come in blocks of B. With cumulative normalised weights C_0 = 0, ...,
-C_S = 1, source s has had
+A turn of a source is one global sample that is taken from it. Samples come in blocks of B. With cumulative normalised
+weights C_0 = 0, ..., C_S = 1, source s has had
 
     turns_s(b) = floor(b B C_{s+1}) - floor(b B C_s)
 
-turns when block b starts. That is within one of its share, and the counts of all sources add up to b B. Within a block the
-turns are shuffled by key. forge/data/order.py selects the source's sample for each turn.
+turns when block b starts. The number differs from the source's exact share by less than one, and the numbers of all sources
+add up to b B. Within a block the turns are shuffled by key. forge/data/order.py selects the source's sample for each turn.
 
 Weights are exact fractions and samples exact integers, so nothing drifts at 10^13 samples.
 """
@@ -59,7 +59,7 @@ class Mixture:
         )  # the loader reads within one block, or at the end of one
 
     def turn(self, sample: int) -> tuple[int, int]:
-        """Return the source of global sample `sample`, counted from 0, and the number of its earlier turns."""
+        """Return the source of global sample `sample`, counted from 0, and the number of earlier samples of that source."""
         block, position = divmod(sample, self.block)
         sources, ranks = self._order(block)
         source = int(sources[position])

@@ -192,7 +192,7 @@ class Order:
         return high
 
     def passing_over(self, ranges: Iterable[PassedOver]) -> Order:
-        """Return this order with exactly these ranges skipped."""
+        """Return this order with exactly these ranges skipped, instead of its own."""
         return Order(self.seed, self.sources, self.segments, ranges)
 
     def between(self, first: int, end: int, later: Order | None = None) -> dict[str, list[int]]:

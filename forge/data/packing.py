@@ -1,7 +1,7 @@
 """Packing plans: the documents, or parts of documents, of each sequence (made by forge/tools/prepare/pack.py).
 
     packing-best_fit-2048.json              a `PlanIndex`
-    packing-best_fit-2048-sequences.bin     uint64 [sequences + 1]: the first piece of each; then their number
+    packing-best_fit-2048-sequences.bin     uint64 [sequences + 1]: each sequence's first piece; then the number of pieces
     packing-best_fit-2048-pieces.bin        (uint64, uint32) [pieces]: first token in the stream, number of tokens
 
 A sequence is read with three small reads, so nothing is held in memory.

@@ -208,7 +208,7 @@ class MegatronTokens(MappedIds):
         return int(self._pointers[sequence]) // self.dtype.itemsize
 
     def _check_sequences(self) -> None:
-        """Check that sequences follow each other without a gap, as Megatron writes them, and fill the .bin."""
+        """Check that sequences follow each other without a gap, as Megatron writes them, and that they fill the .bin."""
         total = 0
         for begin in range(0, len(self._lengths), _BLOCK):
             lengths = self._lengths[begin : begin + _BLOCK].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Read-ahead: threads read samples of remote sources in the global order; a stall reports the reads it waited for."""
+"""Read-ahead: threads read samples of remote sources in the global order. A stall is reported with its cause."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def in_order(
 def read_samples(
     dataset: PackedDataset, samples: Iterable[tuple[PackedDataset, int]], ahead: int, closed: threading.Event
 ) -> Generator[tuple[np.ndarray, np.ndarray | None]]:
-    """Yield each (dataset, sample) pair's sample, in order. Up to `ahead` samples of remote sources are read at once.
+    """Yield the sample of each pair (dataset, sample number), in order. Up to `ahead` samples of remote sources are read at
+    once.
 
     All datasets have the sources of `dataset`, but may have other orders and masks. closed: ends a wait, see `in_order`.
     """
@@ -110,7 +111,9 @@ def is_remote(source: Source) -> bool:
 def _next_use(
     dataset: PackedDataset, name: str, position: list[int], first: np.ndarray, end: np.ndarray
 ) -> np.ndarray:
-    """Return the approximate number of samples until tokens first ... end - 1 of a source are read again."""
+    """Return, for each range of tokens first ... end - 1 of a source, the approximate number of samples until it is read
+    again.
+    """
     order, windows = dataset.order, dataset.samples[name]
     number = order.sources.index(name)
     ranges = windows.over(first, end)

@@ -32,7 +32,7 @@ class StepRows:
     seq_len: int
 
     def reads(self) -> Iterator[tuple[PackedDataset, int]]:
-        """Yield each sample once, in order, with its dataset."""
+        """Yield each sample number of the step once, in order, with its dataset."""
         return ((self.dataset, sample) for sample, _ in groupby(self.samples))
 
     def cut(self, windows: Iterator[Row]) -> Iterator[Row]:

@@ -40,9 +40,9 @@ _PATTERNS = (
 
 
 class Tokenizer(Protocol):
-    """`vocab_size` ids. bos_id, eos_id: None if it has none. fingerprint: identifies its content.
+    """A tokenizer with `vocab_size` ids. bos_id, eos_id: None if it has none. fingerprint: identifies its content.
 
-    unk_id: the id of text outside the vocabulary; None if there is no such text.
+    unk_id: the id of text outside the vocabulary; None if the vocabulary covers every text.
     """
 
     vocab_size: int

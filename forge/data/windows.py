@@ -23,7 +23,9 @@ class Windows(Protocol):
         """Return the ranges of the stream in a sample, in order: first token and number of tokens."""
 
     def read(self, window: int, documents: bool) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return tokens `[seq_len + 1]` or fewer, and if requested each token's document, int32, ascending from 0."""
+        """Return tokens `[seq_len + 1]` or fewer. If requested, also return each token's document, int32, ascending
+        from 0.
+        """
 
     def over(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """Return, for each range of the stream, the windows first ... end - 1 that overlap it; None: unknown."""
@@ -93,7 +95,9 @@ def windows_of(source: Source, seq_len: int, packing: str) -> Windows:
 def read_window(
     source: Source, window: int, seq_len: int, documents: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return tokens `[seq_len + 1]` of a window, fewer at the end of the source, and if requested their documents, int32."""
+    """Return tokens `[seq_len + 1]` of a window, or fewer at the end of the source. If requested, also return their
+    documents, int32.
+    """
     start = window * seq_len
     count = min(seq_len + 1, source.tokens - start)
     return source.read(start, count), source.document_ids(start, count) if documents else None

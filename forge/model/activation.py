@@ -1,4 +1,4 @@
-"""The functions between the projections of a feed-forward, dense or of experts."""
+"""The functions between the projections of a feed-forward, for dense layers and experts."""
 
 from __future__ import annotations
 

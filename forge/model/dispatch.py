@@ -27,7 +27,7 @@ class Dispatcher(Protocol):
 
 
 class LocalDispatcher:
-    """All experts are in this process. `drops`: some choices may have no expert."""
+    """A dispatcher for experts that are all in this process. drops: some choices may have no expert."""
 
     def __init__(self, n_experts: int, drops: bool):
         self.n_experts, self.drops = n_experts, drops
@@ -70,7 +70,7 @@ def sort_by_expert(experts: Tensor, n_experts: int) -> Plan:
 def count_by_expert(experts: Tensor, n_experts: int) -> Plan:
     """Return the plan of `sort_by_expert` by counting: a few passes if compiled, slow if not.
 
-    No token chooses an expert twice, except n_experts.
+    Requires that no token chooses an expert twice; n_experts may be repeated.
     """
     indices = torch.arange(n_experts + 1, device=experts.device).unsqueeze(1)
     columns = experts.unbind(1)

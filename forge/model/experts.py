@@ -89,7 +89,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor
     """rows `[n, in]` in `groups`, weight `[groups, out, in]`, bias `[groups, out]` -> `[n, out]`.
 
     One grouped product, without a host sync. Its gradient must not be an expanded tensor. Without a kernel (see
-    `has_kernel`), a loop over the groups; the host reads their sizes.
+    `has_kernel`), it loops over the groups, and the host reads their sizes.
     """
     if bias is not None:
         return grouped_linear(rows, weight, groups) + bias_of_rows(rows, bias, groups)
@@ -116,10 +116,10 @@ def grouped_outer(left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
 
 
 def has_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Whether PyTorch computes the grouped product without a host sync.
+    """Return whether PyTorch computes the grouped product without a host sync.
 
-    It takes rows of a multiple of 16 bytes. On CUDA its kernel is for bfloat16 on Hopper (9.x) and Blackwell (10.x): other
-    products wait for the device, each of them and each of their gradients.
+    The size of a row must be a multiple of 16 bytes. On CUDA there is a kernel only for bfloat16 on Hopper (9.x) and
+    Blackwell (10.x). Other products, and each of their gradients, wait for the device.
     """
     aligned = all(side * rows.element_size() % 16 == 0 for side in weight.shape[1:])
     if rows.is_cuda:

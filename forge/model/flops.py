@@ -9,7 +9,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Number of parameters; `active`: used by one token, including the whole embedding."""
+    """The number of parameters of a model. active: the number used by one token, including the whole embedding."""
 
     total: int
     active: int
@@ -51,6 +51,8 @@ def matrix_flops(module: nn.Module, seq_len: int) -> float:
 
 
 def mean_keys(seq_len: int, window: int) -> float:
-    """Return the mean over a sequence of min(i + 1, window), the keys that token i sees; window 0: no limit."""
+    """Return the mean number of keys that a token sees: the mean of min(i + 1, window) over a sequence. window 0: no
+    limit.
+    """
     reach = min(window or seq_len, seq_len)
     return (reach * (reach + 1) / 2 + (seq_len - reach) * reach) / seq_len

@@ -29,7 +29,7 @@ class Normal:
     std: float
 
     def of(self, drawn: Tensor) -> Tensor:
-        """Turn draws from the standard normal distribution, which are overwritten, into draws from this one."""
+        """Turn draws from the standard normal distribution into draws from this one, in place."""
         return drawn.mul_(self.std)
 
 

@@ -40,13 +40,15 @@ class Recurrence(Protocol):
     """The parameterless inner part of `LinearAttention`: all that looks across tokens."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        """Return the mask with its table, once per forward: the age of every token (see `ages`); None: one document.
+        """Return the mask with its table: the age of every token (see `ages`); None: one document. Called once per forward.
 
-        x `[batch, seq, dim]` gives dtype, device, sizes.
+        x `[batch, seq, dim]` gives dtype, device and sizes.
         """
 
     def convolve(self, x: Tensor, weight: Tensor, mask: AttentionMask) -> Tensor:
-        """x `[batch, seq, channels]`, weight `[channels, size]`, the last element for the token itself -> shaped like x."""
+        """x `[batch, seq, channels]`, weight `[channels, size]`, whose last element multiplies the token itself -> shaped
+        like x.
+        """
 
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int

@@ -158,8 +158,8 @@ def chunk_loss(
     wants_grad: bool,
     vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the loss of one chunk: hidden `[chunk, dim]`, weight `[vocab, dim]`, target int64 and valid bool `[chunk,
-    1]`.
+    """Compute the loss of one chunk: hidden `[chunk, dim]`, weight `[vocab, dim]`, target int64 and valid bool
+    `[chunk, 1]`.
 
     Returns `[cross_entropy, z_loss]` of its tokens, `[2, chunk, 1]` in promote(float32, compute), and the gradient of their
     objective with respect to the logits before the cap, `[chunk, vocab]` in hidden's dtype (None unless wanted). In rows

@@ -138,7 +138,7 @@ def _whole(index: Tensor) -> Tensor:
 
 
 def _ranges(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Lowest and highest value in each run of BLOCK tokens of `[batch, tokens]`: two `[batch, tiles]`."""
+    """Return the lowest and the highest value in each run of BLOCK tokens of `[batch, tokens]`: two `[batch, tiles]`."""
     batch, tokens = values.shape
     # Padded with the last token's value, which changes neither end of the range.
     padded = torch.cat([values, values[:, -1:].expand(batch, -tokens % BLOCK)], dim=1).view(batch, -1, BLOCK)

@@ -28,7 +28,9 @@ class Up(nn.Linear):
 
 
 class Latents(nn.Module):
-    """The latent and the key part that all heads share, on their way to the heads: an extension point."""
+    """Passes on the latent and the key part that all heads share. An extension point: tensor parallelism replaces this
+    module.
+    """
 
     def forward(self, latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """latent `[batch, seq, rank]`, key `[batch, seq, rope_dim]` -> the same."""
@@ -101,9 +103,9 @@ class LatentAttention(Attention):
     ) -> Tensor:
         """Attend to the latents themselves, as one key/value head. Efficient for few queries and many keys.
 
-        q `[batch, heads, seq, qk_dim]`, latent `[batch, keys, rank]`, key `[batch, keys, rope_dim]` -> `[batch, heads, seq,
-        v_dim]`. The matrix from latents to keys is multiplied into the queries, the matrix from latents to values into the
-        result (DeepSeek-V2, section 2.1.2).
+        q `[batch, heads, seq, qk_dim]`, latent `[batch, keys, rank]`, key `[batch, keys, rope_dim]` ->
+        `[batch, heads, seq, v_dim]`. The matrix from latents to keys is multiplied into the queries, the matrix from
+        latents to values into the result (DeepSeek-V2, section 2.1.2).
         """
         weight = self.wkv_b.weight.to(q.dtype).unflatten(0, (-1, self.nope_dim + self.v_dim))
         up_k, up_v = weight.split([self.nope_dim, self.v_dim], dim=1)  # [heads, nope_dim or v_dim, rank]

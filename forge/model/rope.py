@@ -18,7 +18,7 @@ from forge.model.norm import promoted
 def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of every position's angles: two float64 CPU tensors `[tables, seq_len, rope_dim / 2]`.
 
-    A second table is for sliding layers, if `config.sliding_rope_theta` gives them their own base, without scaling.
+    If `config.sliding_rope_theta` is set, sliding-window layers have a second table, with this base and without scaling.
     YaRN's attention factor is multiplied into both tensors, so attention scores grow by its square.
     """
     bases = [(config.rope_theta, config.rope_scaling)]

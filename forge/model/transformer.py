@@ -163,21 +163,20 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         ahead: Tensor | None = None,
     ) -> Tensor:
-        """One pass over `[batch, seq]`; every tensor argument has the batch first.
+        """Run the model on `[batch, seq]` tokens; every tensor argument has the batch first.
 
-        x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` if another part embeds. With attention
-        residuals
+        x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` if another part embeds. With attention residuals
             hidden states are `[1 + saved, batch, seq, dim]`: the stream, then the saved streams.
         labels: int64 `[batch, seq]`, IGNORE for positions without a target. In a mixture of experts, parts without
             a head need them too: ignored tokens do not count in load balancing.
         positions: int64 `[batch, seq]`, below `seq_len`, used by RoPE only; None: 0, 1, ...
         documents: int `[batch, seq]`; a token attends only to its own document; None: one document.
-        ahead: int64 `[batch, seq, depth, 2]`, from `forge.model.mtp.look_ahead`; multi-token prediction needs it if x has
-            no tokens, or not the whole sequence's.
+        ahead: int64 `[batch, seq, depth, 2]`, from `forge.model.mtp.look_ahead`. Multi-token prediction needs it if x is not
+            tokens, or not a whole sequence.
 
-        Returns hidden states, shaped like the input's, if another part has the head; else with labels the three
-        sums of `FusedLoss`, without labels logits `[batch, seq, vocab]` in promote(float32, compute).
-        Raises ValueError if the sequence is longer than the model was built for.
+        Without a head, returns hidden states, shaped like the input's. With a head and labels, returns the three sums of
+        `FusedLoss`. With a head but no labels, returns logits `[batch, seq, vocab]` in promote(float32, compute). Raises
+        ValueError if the sequence is longer than the model was built for.
         """
         saved: list[Tensor] = []
         if self.mixes and not self.embeds:

@@ -13,7 +13,7 @@ maximum over the rows is taken afterwards. Nothing waits for the device.
     experts      mean entropy of a router's scores, and of the load: 1 is even, 0 is one expert for all
     gradients    L2 norm of the gradient of each parameter, before clipping
     weights      L2 norm of each parameter, after the update
-    updates      L2 norm of the change of each parameter, relative to its own
+    updates      L2 norm of the change of each parameter, relative to the norm of the parameter
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class Monitors:
             getattr(self, f"_measure_{kind}")(layer, *tensors)
 
     def _measure_gate(self, layer: int, gate: Tensor, units: int) -> None:
-        """gate `[batch, seq, n]`: all `units`, or the units of this tensor-parallel rank."""
+        """Count open units. gate `[batch, seq, n]`: of all `units`, or of this tensor-parallel rank's."""
         opened = (local(gate) > 0).flatten(0, -2)
         tokens, own = opened.shape
         rank, ranks = self._tp
@@ -265,7 +265,9 @@ class Monitors:
         _add(self._of_layer["experts"][layer], entropy, len(scores))
 
     def _measure_attention(self, layer: int, q: Tensor, k: Tensor, mask: Any, split: Any) -> None:
-        """q `[batch, heads, seq, head_dim]`, k `[batch, kv_heads, seq, head_dim]`, of this rank's part of the sequence."""
+        """Measure logits and entropy. q `[batch, heads, seq, head_dim]`, k `[batch, kv_heads, seq, head_dim]`, of this
+        rank's part.
+        """
         if split is not None:
             k = split.in_order(compat.all_gather(k.contiguous().unsqueeze(0), split.group))
         where, positions = chosen_queries(k.shape[2], split, q.device)

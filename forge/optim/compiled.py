@@ -117,8 +117,9 @@ def update_elements(
 ) -> None:
     """Update elements `[rows, columns]` in place, like torch.optim.adamw with fused=True, in the dtype of `numbers`.
 
-    rounded: receives the new values in its dtype. noise: () or, for each moment, the factors from
-    `StochasticRounding.factors`, with SKIP_BIT of the first set to change nothing. numbers: `CompiledAdamW._numbers`.
+    rounded: a tensor that receives the new values in its own dtype; None: there is none. noise: for each moment, the
+    factors from `StochasticRounding.factors`; () without rounding. If SKIP_BIT is set in the first factor, nothing changes.
+    numbers: from `CompiledAdamW._numbers`.
     """
     keep, share, decay_rate, square_share, eps, step_size, root, factor, skip = numbers.unbind()
     wide, skipped = numbers.dtype, (noise[0] >> SKIP_BIT if noise else skip) > 0

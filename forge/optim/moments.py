@@ -52,7 +52,7 @@ class Moments:
         """Complete the writes of an update. Collective."""
 
     def share_loaded(self) -> None:
-        """Complete the state after a checkpoint has been loaded into `tensors`. Collective."""
+        """Send scales loaded from a checkpoint to all ranks that need them. Call after a load into `tensors`. Collective."""
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """Yield the state as `Optimizer.tensors` does."""

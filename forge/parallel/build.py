@@ -123,7 +123,9 @@ class Builder:
         return APPLY[step](self.model, self.layout) if needed(self.layout) else None
 
     def apply_all(self) -> DataParallel:
-        """Make the model this rank's part of it, without memory yet; return the engine that shares it. Collective."""
+        """Apply all steps. Afterwards the model is this rank's part, without memory. Return the data-parallel engine.
+        Collective.
+        """
         results = [self.apply(step) for step in APPLY]
         return results[-1]
 

@@ -39,7 +39,9 @@ def initialize(shards: list[Shard], values: dict[str, float | Normal | Uniform],
 def fill_random(
     out: Tensor, box: Box, global_shape: torch.Size, start: Normal | Uniform, seed: int, name: str
 ) -> None:
-    """Write the elements of `box` of the global tensor `name`, drawn from `start`, into `out` (shaped like the box)."""
+    """Draw the elements of `box` of the global tensor `name` from the distribution `start` into `out`, which has the box's
+    shape.
+    """
     if box.numel == 0:
         return
     strides = [prod(global_shape[d + 1 :]) for d in range(len(global_shape))]
@@ -58,7 +60,7 @@ def fill_random(
 
 
 def _draw(start: int, stop: int, numel: int, seed: int, name: str, device: torch.device) -> Tensor:
-    """Standard normal elements [start, stop) of the flattened global tensor `name`; float32 `[stop - start]`."""
+    """Return standard normal elements [start, stop) of the flattened global tensor `name`; float32 `[stop - start]`."""
     out = torch.empty(stop - start, dtype=torch.float32, device=device)
     generator = torch.Generator(device)
     for block in range(start // BLOCK, (stop - 1) // BLOCK + 1):

@@ -21,7 +21,7 @@ from forge.shard import Box
 
 @dataclass(frozen=True)
 class Layout:
-    """How one model is spread over ranks. Every `apply_*` takes a model and a Layout.
+    """The distribution of one model over ranks. Every `apply_*` takes a model and a Layout.
 
     tensor_plan: the function named by `parallel.tp_plan`, called with a model; it may import the user's code.
     check_replicas: whether ranks with the same values compare them during the run.

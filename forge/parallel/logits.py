@@ -83,10 +83,11 @@ class LargestLogits:
 
 
 def _powers(attention: Any, shared_keys: bool) -> dict[str, list[float]] | None:
-    """Return the powers of the rows of a head, by projection (see `LargestLogits`); None for an unknown kind of attention.
+    """Return projection -> powers of the rows of a head (see `LargestLogits`). None for an unknown kind of attention.
 
-    Queries and keys have power 1/2 each. Keys shared by several query heads stay unchanged (power 0), and the queries have
-    power 1, as in arXiv:2507.20534. Shared are grouped keys and, in latent attention, the key part with positions.
+    Rows of queries and keys have power 1/2. If several query heads share a key, the key has power 0, so it stays unchanged,
+    and the query has power 1, as in arXiv:2507.20534. Shared keys are grouped keys and, in latent attention, the key part
+    with positions.
     """
     if isinstance(attention, LatentAttention):
         nope, rope, v = attention.nope_dim, attention.rope_dim, attention.v_dim

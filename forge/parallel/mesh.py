@@ -29,13 +29,14 @@ _IN_LAYERS = frozenset(("tp", "ep", "ep_node", "ep_local", "cp"))
 class Meshes:
     """Meshes and groups of this rank.
 
-    fsdp: the mesh for fully_shard, (dp_shard x cp), preceded by dp_replicate if there are replicas. fsdp_experts: the
-    same for experts, (ep_shard) or (dp_replicate, ep_shard). tp, ep: the 1-D meshes of tensor and expert parallelism.
-    ep_local: the ranks of ep on this rank's node; ep_node: the ranks with its position in each node. cp: ranks that share
-    a sequence; sequence: cp ranks and the ranks added by tensor parallelism (cp x tp). loss: ranks whose losses and token
-    counts add up to the global batch (dp x cp). stage: all ranks with parts of the same layers (dp x cp x tp). pp: the
-    ranks of one pipeline. pipeline: pp ranks and the ranks whose losses add up (pp x dp x cp). copies: for the mesh axes
-    over which a parameter is replicated, the ranks with the same elements.
+    fsdp: the mesh for fully_shard, (dp_shard x cp), preceded by dp_replicate if there are replicas. fsdp_experts: the same
+    for experts, (ep_shard) or (dp_replicate, ep_shard). tp, ep: the 1-D meshes of tensor and expert parallelism.
+    ep_local: the ranks of ep on this rank's node. ep_node: the ranks of ep at this rank's position in each node.
+    cp: ranks that share a sequence. sequence: cp ranks and the ranks added by tensor parallelism (cp x tp).
+    loss: ranks whose losses and token counts add up to the global batch (dp x cp).
+    stage: all ranks with parts of the same layers (dp x cp x tp). pp: the ranks of one pipeline. pipeline: pp ranks and the
+    ranks whose losses add up (pp x dp x cp).
+    copies: the mesh axes over which a parameter is replicated -> the group of the ranks with the same elements.
     """
 
     degrees: Degrees

@@ -62,7 +62,9 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
 
 
 def carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Copy the forward hooks and pre-hooks of `old` to `new`, in order, and whether each takes keyword arguments."""
+    """Give `new` all forward hooks and pre-hooks of `old`, in order, including the information which hooks take keyword
+    arguments.
+    """
     for name in HOOKS:
         # The dictionaries themselves, so that a hook's handle can still remove it.
         setattr(new, name, getattr(old, name))

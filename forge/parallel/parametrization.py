@@ -140,7 +140,7 @@ def _multiplier(name: str, config: Config, width: float, depth: float) -> float:
 
 
 def _head_growth(config: Config) -> float:
-    """Return the ratio of the size of a query head to that in the base model."""
+    """Return the size of a query head divided by that in the base model."""
     base, latent = config.optimizer.mup.base_head_dim, config.model.latent
     size = config.model.head_dim if latent is None else latent.qk_nope_head_dim + latent.qk_rope_head_dim
     return size / base if base else 1.0

@@ -1,4 +1,4 @@
-"""Spikes of loss and gradient norm, detected by medians over a window, which outliers do not move."""
+"""Spikes of loss and gradient norm, detected by medians over a window, because outliers do not change a median."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Limits:
-    """A step above one of these is a spike."""
+    """The largest loss and gradient norm of a step that is not a spike."""
 
     loss: float = math.inf
     grad_norm: float = math.inf

@@ -90,7 +90,10 @@ class StopSignals:
         self.reason = self.reason or signal.Signals(number).name
 
     def _count_requests(self, listening: int) -> None:
-        """Print the effect of each request, and end the process if it asks for that. Return when the pipe is closed."""
+        """Print the effect of each request, and end the process after the third one, or after the first before `defer`.
+
+        Returns when the pipe is closed.
+        """
         requests, last = 0, -math.inf
         speak = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
         while numbers := os.read(listening, 64):

@@ -31,7 +31,7 @@ LEAST_S = 0.01
 
 
 class Stragglers(Hook):
-    """Compares all ranks every `straggler_interval` steps, and names those that lengthen a step by `straggler_factor`.
+    """Compares all ranks every `straggler_interval` steps, and logs those that lengthen a step by `straggler_factor`.
 
     The forward of the last block of `parts` shows this rank's compute speed. Ranks of one tensor- or context-parallel group
     wait for each other in it, so they are slow together. `report_event(kind, **fields)` writes an event.

@@ -168,7 +168,7 @@ def _lines(changes: list[tuple[str, object, object]]) -> str:
 
 
 def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> None:
-    """Raise UserError if a branch from the plateau would have begun to decay before its own first step."""
+    """Raise UserError for a branch from the plateau whose decay would begin before its first step."""
     if new.schedule.name != "wsd" or new.schedule.unit == "tokens":
         return
     start, before = decay_start(new.schedule, new.train.steps), decay_start(old.schedule, old.train.steps)
@@ -183,7 +183,7 @@ def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> Non
 
 
 def _warn_of_jump(path: Path, step: int, old: Config, new: Config) -> None:
-    """Warn if the learning rate had begun to decay and now rises again, e.g. because of more steps."""
+    """Warn if the learning rate has already begun to decay and now rises again, e.g. because train.steps was raised."""
     if step >= new.train.steps:
         return  # no further step
     start = decay_start(old.schedule, old.train.steps)

@@ -1,4 +1,4 @@
-"""The trainer's view of the run's history: the state at the start, and the states of roll-backs."""
+"""The history of a run, for its trainer: load the state at the start, and the states of roll-backs."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
 
 
 def origin_of(config: Config) -> Origin:
-    """Return the origin of a new history of `config`. Its step is known once the checkpoint is read."""
+    """Return the origin of a new history of `config`. The step is filled in once the checkpoint is read."""
     resume, init = config.checkpoint.resume, config.checkpoint.init
     if resume in ("auto", "none"):
         return Origin(resume, init)
@@ -101,7 +101,7 @@ def write_origin(directory: RunDirectory, origin: Origin | None) -> None:
 
 
 def new_history_because(config: Config, directory: RunDirectory, finished: bool) -> str | None:
-    """Return why `config` begins a new history in `directory`; None if it continues the present one.
+    """Return the reason why `config` begins a new history in `directory`; None if it continues the present one.
 
     finished: the last start ended with all steps done. Without checkpoints, the history is repeated from its origin.
     """
@@ -138,7 +138,7 @@ def log_that_origins_count_once(config: Config, path: Path) -> None:
 
 
 def _changed_settings(config: Config, directory: RunDirectory) -> str:
-    """Return the sections that differ from the last start, as text; empty if none differs."""
+    """Return the sections that differ from those of the last start, as text; empty if none differs."""
     try:
         before = read_toml(directory.config.read_text("utf-8"))
     except (OSError, ValueError):

@@ -87,9 +87,11 @@ def communication_backend(device: torch.device) -> str:
 
 
 def split_group(world: dist.ProcessGroup, sets: list[list[int]], backend: str | None) -> dist.ProcessGroup:
-    """Split `world`, whose NCCL communicator exists, into the groups of `sets` at once; return this rank's. Collective.
+    """Split `world`, whose NCCL communicator exists, into the groups of `sets`, all at once. Return this rank's group.
+    Collective.
 
-    backend: part of `world`'s backend for the groups, e.g. "cuda:nccl"; None: the whole backend, as always in 2.11.
+    backend: the part of `world`'s backend that the groups get, e.g. "cuda:nccl". None: the whole backend, which PyTorch
+    2.11 always uses.
     """
     options: dict[str, Any] = {}
     if backend is not None and "backend" in inspect.signature(dist.split_group).parameters:
@@ -196,9 +198,10 @@ def share_memory(group: dist.ProcessGroup) -> None:
 
 
 def weigh_meshes_as_nothing() -> bool:
-    """Let the compiler's memory budget count the device meshes of tensor parallelism as zero bytes.
+    """Let the compiler's memory budget count the device meshes of tensor parallelism as zero bytes. Return whether that is
+    possible.
 
-    From 2.12 on, meshes are among the values saved for backward. 2.13 has a setting; returns False under 2.12.
+    From 2.12 on, meshes are among the values saved for backward. 2.13 has a setting for it, 2.12 has none.
     """
     key = "unsafe_treat_script_objects_as_zero_size"
     if hasattr(torch._functorch.config, key):
@@ -210,7 +213,7 @@ def weigh_meshes_as_nothing() -> bool:
 def raise_timeouts(seconds: float) -> None:
     """Raise the collective timeout of every existing process group to at least `seconds`.
 
-    New groups get PyTorch's default (10 minutes on NCCL), not the timeout of the first group.
+    Needed because new groups get PyTorch's default (10 minutes on NCCL), not the timeout of the first group.
     """
     wanted = timedelta(seconds=seconds)
     # 2.14 has a public name for this function.
@@ -223,7 +226,7 @@ def raise_timeouts(seconds: float) -> None:
 
 
 def flight_record() -> bytes | None:
-    """Return PyTorch's record of this process's latest collectives, a pickle for `torchfrtrace`, or None."""
+    """Return PyTorch's record of this process's latest collectives, a pickle for `torchfrtrace`; None if there is none."""
     import torch._C._distributed_c10d as c10d
 
     # NCCL and gloo keep separate records. On a CUDA machine NCCL's collectives hang, not gloo's.
@@ -242,7 +245,9 @@ def versions() -> dict[str, str]:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's mesh cache. It would reuse an equal mesh of an earlier process group with other groups."""
+    """Clear DTensor's cache of meshes. A new process group could otherwise get an equal mesh with the groups of an earlier
+    one.
+    """
     from torch.distributed.tensor import debug
 
     clear = getattr(debug, "_clear_sharding_prop_cache", None)

@@ -54,7 +54,8 @@ def read_json(text: str | bytes) -> Any:
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
     """Lock an open file with flock. Return False if its file system has no locks.
 
-    Raises BlockingIOError if another process holds the lock, unless `wait`, and OSError if the file cannot be locked.
+    If another process holds the lock, wait for it with `wait`, and otherwise raise BlockingIOError. Raises OSError if the
+    file cannot be locked.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))

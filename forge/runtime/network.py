@@ -25,9 +25,10 @@ _SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
 
 
 def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return host and port of the rendezvous for this Slurm step: MASTER_ADDR and MASTER_PORT if they are set.
+    """Return host and port of the rendezvous for this Slurm step.
 
-    Otherwise the step's first node, and a port that depends on the job and the step.
+    They are MASTER_ADDR and MASTER_PORT if set, otherwise the step's first node and a port derived from the job and the
+    step.
     """
     host = environment.get("MASTER_ADDR") or _first_host(environment)
     if port := environment.get("MASTER_PORT"):

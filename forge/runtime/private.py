@@ -23,10 +23,10 @@ _TEXT = b"forge keeps temporary data here and removes it. Do not put other files
 
 
 class PrivateFolder:
-    """The private folder `path`, made if it does not exist. Safe for processes that race.
+    """The private folder `path`, made if it does not exist. Several processes may make it at the same time.
 
-    An empty folder of this user becomes private. So does a folder without a marker if `adopts` recognises it as made by an
-    earlier forge. key: the configuration key of the folder, for messages.
+    An empty folder of this user becomes private. So does a folder without a marker, if `adopts` recognises it as made by a
+    version of forge without markers. key: the configuration key of the folder, for messages.
 
     Raises UserError for a folder that is a link, belongs to another user, is open to other users, or holds other files.
     """
@@ -51,7 +51,9 @@ class PrivateFolder:
             return None
 
     def make(self, *names: str) -> Path:
-        """Make the directory `path`/names[0]/names[1]/... and return it. Raises OSError if one is a link or a file."""
+        """Make the directory `path`/names[0]/names[1]/... and return it. Raises OSError if one of these is a link or a
+        file.
+        """
         made = self.path
         for name in names:
             made /= name
@@ -89,8 +91,8 @@ def _make(folder: Path) -> None:
 
 
 def _problem(folder: Path, key: str, adopts: Callable[[Path], bool]) -> str | None:
-    """Return the reason why the existing `folder` cannot be private, with the remedy; None if it can. Add the marker if it
-    may.
+    """Return the reason why the existing `folder` cannot be private, with the remedy; None if it can. If it has no marker
+    but may become private, add the marker.
     """
     is_marked = os.path.lexists(
         folder / MARKER

@@ -110,15 +110,16 @@ def give_up_on(event: threading.Event) -> None:
 
 
 def waiting_for() -> str:
-    """Return the waits of this process's threads as text, the longest first; empty without a wait."""
+    """Return the current waits of this process's threads for a store, as text, the longest first; empty if there are none."""
     waits = list(_waits.values())
     return "; ".join(waits[:3]) + (f"; and {len(waits) - 3} more" if len(waits) > 3 else "")
 
 
 def with_retries(what: str, work: Callable[[], Result]) -> Result:
-    """Call `work`; repeat it after a transient error, with growing random pauses. what: the URL and the operation.
+    """Call `work`. After a transient error, repeat it, with growing random pauses. what: the URL and the operation.
 
-    Raises UserError at once for any other error, after RETRY_S seconds for a transient one, and when `give_up_on` says so.
+    Raises UserError at once for any other error, after RETRY_S seconds of transient errors, and once the event of
+    `give_up_on` is set.
     """
     what = redact(what)
     given_up: threading.Event = getattr(_thread, "given_up", None) or threading.Event()
@@ -150,7 +151,7 @@ def with_retries(what: str, work: Callable[[], Result]) -> Result:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a store's error may be transient: by its type, else its HTTP status, else its errno.
+    """Return whether a store's error may be transient. Its type decides, or else its HTTP status, or else its errno.
 
     File systems translate errors, so the original errors (`raise ... from`) are examined as well. fsspec reports an
     unreachable server as FileNotFoundError, and s3fs an unknown status as EIO.

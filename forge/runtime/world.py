@@ -58,13 +58,16 @@ class World:
 
     @property
     def restarted(self) -> bool:
-        """True if torchrun, or Slurm by a requeue, has started this command before."""
+        """True if torchrun has restarted the ranks, or Slurm has requeued the job, so that this command has been started
+        before.
+        """
         counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
         return any(os.environ.get(name, "0") != "0" for name in counts)
 
 
 def read_world(environment: Mapping[str, str] = os.environ) -> World:
-    """Read the launcher's environment: torchrun's variables, else those of an srun step, else a single process.
+    """Read the rank and the number of ranks from the launcher's environment: torchrun's, or else an srun step's. Without a
+    launcher, the process is the only one.
 
     Raises UserError for a missing or non-numeric variable, and for a rank that is not below the number of ranks.
     """
@@ -162,7 +165,7 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
 
 
 def _meet(world: World, timeout: timedelta) -> dist.Store:
-    """Connect to the store at MASTER_ADDR and MASTER_PORT, which rank 0 opens unless torchrun has."""
+    """Connect to the store at MASTER_ADDR and MASTER_PORT. Rank 0 opens the store, unless torchrun has opened it."""
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     opens = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     silence = threading.Timer(
@@ -187,7 +190,9 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
 
 
 def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
-    """Return on rank 0 once all processes have connected; report their number while that takes long."""
+    """Return once all processes have connected. Only rank 0 waits. It reports the number of connected processes if that
+    takes long.
+    """
     arrived = store.add("arrived", 1)
     began = time.monotonic()
     speak_s = SILENT_S

@@ -147,7 +147,7 @@ class AnomalyPolicy:
         return Diagnosis(Cause.DETERMINISTIC if bad else Cause.TRANSIENT, loss, norm, where)
 
     def _not_finite(self) -> list[str]:
-        """Return ranks and tensors with non-finite local gradients, a few per rank."""
+        """Return the ranks and tensors with non-finite local gradients, at most a few tensors per rank."""
         own = []
         for shard in self._model.shards:
             if shard.grad is not None and not torch.isfinite(shard.grad).all():

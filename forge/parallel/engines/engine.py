@@ -52,7 +52,9 @@ class DataParallel(Protocol):
         """Complete the reductions. Afterwards the gradients of `shards` are sums over data ranks."""
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        """Call after `shards`, and `copies` of `copied`, have been written: the model then uses the new values."""
+        """Call after `shards`, and those `copies` that are named in `copied`, have been written. The model then uses the
+        new values.
+        """
 
     def zero_gradients(self) -> None:
         """Discard the gradients."""
@@ -86,13 +88,14 @@ def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
 
 
 def _alone(layout: Layout) -> bool:
-    """Whether this rank shares neither parameters nor experts with ranks that read other data."""
+    """Return whether no rank that reads other data has parameters or experts of this rank."""
     meshes = layout.meshes
     return meshes.fsdp.size() == 1 and (layout.model.moe is None or meshes.fsdp_experts.size() == 1)
 
 
 def _buffers_take_no_more_memory(layout: Layout) -> bool:
-    """Whether fsdp2's gradients would be as wide as the buffers', and no key makes fsdp2 hold less in one process.
+    """Return whether contiguous buffers take no more memory than fsdp2: their gradients are as wide as fsdp2's, and no key
+    makes fsdp2 hold less in one process.
 
     fsdp2 accumulates gradients in `storage`, and holds them in `reduce` between microbatches.
     """

@@ -46,7 +46,8 @@ from forge.shard import Shard, local
 
 
 class FullySharded:
-    """FSDP2 on `model` (on the meta device), sharded in place over `meshes.fsdp`, its experts over `meshes.fsdp_experts`.
+    """FSDP2 on `model` (on the meta device), sharded in place: dense parameters over `meshes.fsdp`, experts over
+    `meshes.fsdp_experts`.
 
     A `DataParallel` (forge/parallel/engines/engine.py). Raises UserError if precision.fp32_modules cannot be followed.
     """
@@ -195,25 +196,24 @@ def _degree(mesh: DeviceMesh) -> int:
 
 
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
-    """Return the dimension along which an expert parameter is sharded: experts or, with fewer experts than ranks, inside
-    each expert, if the cut is even.
+    """Return the dimension along which an expert parameter is sharded. That is the dimension of experts, or, with fewer
+    experts than ranks, the next one if the ranks divide it.
     """
     n_experts = local(parameter).shape[0]
     return Split(1 if n_experts < ranks and parameter.shape[1] % ranks == 0 else 0)
 
 
 def _defers(layout: Layout) -> bool:
-    """Whether gradients are reduced in the last microbatch only; always True in a pipeline."""
+    """Return whether gradients are reduced in the last microbatch only; always True in a pipeline."""
     return layout.parallel.defer_gradient_reduction or layout.parallel.pp > 1
 
 
 def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: bool) -> bool | int:
-    """Return whether gathered parameters are freed after forward, or over how many ranks they stay sharded. degree: ranks
-    that shard the parameters.
+    """Return whether gathered parameters are freed after forward; a number: they stay sharded over this many ranks.
 
     `auto` frees them if another rank holds part of them, except for the first units of backward (`last`). It never frees in
     a pipeline, which would gather them again for every microbatch. FSDP2 cannot keep parameters sharded over fewer ranks if
-    they are split over ep, so with a number experts are freed.
+    they are split over ep, so with a number experts are freed. degree: ranks that shard the parameters.
     """
     choice = layout.parallel.reshard_after_forward
     if isinstance(choice, int) and experts:
@@ -225,7 +225,7 @@ def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: 
 
 
 def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: int) -> None:
-    """Gather the parameters of the next `number` groups while one computes, in forward and in backward.
+    """Let FSDP2 gather the parameters of the next `number` units while one computes, in forward and in backward.
 
     0 uses PyTorch's default: no prefetch in forward beyond the overlap of its streams, one unit in backward.
     """

@@ -45,7 +45,7 @@ MULTIPLE = 16
 def apply_float8(model: nn.Module, layout: Layout) -> None:
     """Let the linear layers of `model`, and with a block format its routed experts, compute in float8, in place.
 
-    Layers in `float8_exclude`, or of a size that does not fit, stay in precision.compute; the log names them.
+    Layers in `float8_exclude`, and layers whose size does not fit, stay in precision.compute; the log names them.
 
     Raises UserError if the hardware has no kernel and float8_emulate is false, if tensor parallelism cuts a block, if no
     layer is left to convert, or if a pattern in `float8_exclude` matches no module.

@@ -30,7 +30,9 @@ from forge.parallel.float8.torchao import quiet
 
 
 class BlockwiseKernels(Emulated):
-    """Linear layers by kernels; experts, which have none, are emulated. native: the GPU has cuBLASLt's kernel."""
+    """The products of `blockwise`. Linear layers use kernels. Experts are emulated, because there is no kernel for them.
+    native: the GPU has cuBLASLt's kernel.
+    """
 
     def __init__(self, form: Format, *, native: bool):
         super().__init__(form)
@@ -170,7 +172,9 @@ def _whole_blocks(x: Tensor, form: Format) -> Tensor:
 
 
 def _padded(x: Tensor, columns: int, rows: int) -> Tensor:
-    """Pad x `[..., rows, columns]` with zeros to multiples of these numbers; contiguous."""
+    """Pad x `[..., m, k]` with zeros, so that k is a multiple of `columns` and m a multiple of `rows`. Returns a contiguous
+    tensor.
+    """
     pad = (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows)
     return F.pad(x, pad) if any(pad) else x.contiguous()
 

@@ -9,7 +9,7 @@ A linear layer y = x W^T has three products, and each sums over another dimensio
 So x, dy and (under mxfp8) W are quantised twice, along the dimension of the product. Blocks of tokens begin at the start of
 a sequence. So they do not depend on the microbatch, nor on the layout as long as every rank has whole blocks.
 
-For routed experts, output and input gradient are the same, in one grouped product over all experts. Their weight gradient
+Routed experts have the same output and input gradient, each as one grouped product over all experts. Their weight gradient
 is computed from the unquantised values: blocks along the tokens of an expert would depend on the set of arriving tokens,
 that is, on the layout and the microbatch (torchao's recipe MXFP8_RCEIL_WGRAD_WITH_HP does the same).
 

@@ -40,8 +40,9 @@ def convert_with_torchao(
 def scale_refresher(model: nn.Module) -> Callable[[], None]:
     """Return a function to call after each change of the parameters of a sharded `model`. Collective when called.
 
-    If FSDP gathers weights in float8, the function computes all scales in one all-reduce; before the first
-    call FSDP computes one per weight and forward, with the same result. Otherwise it does nothing.
+    If FSDP gathers weights in float8, the function computes all scales in one all-reduce. Before its first call FSDP
+    computes the scale of each weight in each forward, with the same result. If FSDP does not gather in float8, the function
+    does nothing.
     """
     gathers = "enable_fsdp_float8_all_gather"
     if not any(getattr(getattr(module, "config", None), gathers, False) for module in model.modules()):

@@ -104,8 +104,8 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
 def whole_backward_because(config: Config) -> str | None:
     """Return the reason why weight gradients cannot be computed separately from input gradients; None if they can.
 
-    A checkpointed block would be recomputed once for the input and once more for every weight (selective checkpointing
-    refuses to). The backward of a compiled block is one piece, which would run as a whole for each.
+    A checkpointed block would be recomputed once for the input and once more for every weight; selective checkpointing
+    refuses a second recomputation. The backward of a compiled block is one piece, which would run as a whole each time.
     """
     if config.compile.enabled:
         return "compile.enabled: blocks would be computed again for every weight"
@@ -162,7 +162,8 @@ def split_evenly(layers: int, stages: int) -> list[int]:
 def split_by_cost(costs: Costs, stages: int) -> list[int]:
     """Return the number of layers of each stage, at least one, such that the most expensive stage is as cheap as possible.
 
-    Among equal splits, choose the most even one (by the sum of squares), then the one with more layers in front.
+    Among the splits that achieve this, choose the most even one (by the sum of squares), then the one with more layers in
+    front.
     """
     n_layers = len(costs.layers)
     assert 1 <= stages <= n_layers

@@ -61,7 +61,7 @@ def idle_share(timeline: Sequence[Sequence[TimedAction]]) -> float:
 
 @dataclass(frozen=True)
 class Schedule:
-    """`order`: for each rank of the pp axis, its computations in one optimizer step. `rank_of`: the rank of each stage."""
+    """order: for each rank of the pp axis, its computations in one optimizer step. rank_of: stage -> rank."""
 
     order: tuple[tuple[Action, ...], ...]
     rank_of: tuple[int, ...]
@@ -194,16 +194,19 @@ def make_schedule(name: str, ranks: int, stages: int, microbatches: int) -> Sche
 
 
 def place(stage: int, ranks: int, *, v_shaped: bool) -> int:
-    """Return the rank of a stage: stages are dealt out in turn, or, with a V shape, down and up again."""
+    """Return the rank of a stage. Stages are assigned to ranks in turn; with a V shape, in ascending and then in descending
+    order.
+    """
     turn, rank = divmod(stage, ranks)
     return ranks - 1 - rank if v_shaped and turn % 2 else rank
 
 
 def read_schedule(path: Path, ranks: int, microbatches: int) -> Schedule:
-    """Read a schedule from a CSV file as PyTorch writes it: a line per rank, a computation like 2F0 per cell, empty if idle.
+    """Read a schedule from a CSV file in PyTorch's format: one line per rank, one computation like 2F0 per cell, empty
+    cells for idle time.
 
-    Messages and actions on shards are ignored; forge adds its own. Raises UserError if the file does not exist, or is not
-    a schedule for `ranks` and `microbatches`.
+    Messages and actions on shards are ignored; forge adds its own. Raises UserError if the file does not exist, or is not a
+    schedule for `ranks` and `microbatches`.
     """
     key = f"pipeline.schedule = {path}"
     try:

@@ -51,11 +51,11 @@ class GradientReport:
 
 
 def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool, save: bool = False) -> GradientReport:
-    """Return the norm of the gradient and the decision on the step. Collective over all ranks: one small all-reduce.
+    """Return the norm of the gradient and the decision whether to skip the step. Collective over all ranks: one small
+    all-reduce.
 
-    loss: any device scalar that is finite in a good step; if it is not on one rank, all ranks skip.
-
-    Each element of the global gradient is counted on one rank only, so the norm is the same for every layout.
+    loss: any device scalar that is finite in a good step. If it is not finite on one rank, all ranks skip the step. Each
+    element of the global gradient is counted on one rank only, so the norm is the same for every layout.
     """
     entries = torch.zeros(4, dtype=torch.float64, device=loss.device)
     # By a kernel each: an assignment would copy from the host and wait for the device.

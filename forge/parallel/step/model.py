@@ -78,7 +78,7 @@ class ParallelModel:
         self.micro_batch_size = layout.micro_batch_size
 
     def observe_losses(self, observer: LossObserver | None) -> None:
-        """Call `observer` with the loss of every token from the next forward on; None: no more."""
+        """From the next forward on, call `observer` with the loss of every token. observer None: stop calling it."""
         self._loss_observer = observer
         part: Any
         for part in self.parts:
@@ -119,7 +119,9 @@ class ParallelModel:
             self._largest_logits.complete()
 
     def update_router(self, skip: Tensor) -> RouterReport | None:
-        """Update the balancing state of all routers, unless `skip` (device scalar) is 1.0; None for a dense model."""
+        """Update the balancing state of all routers, unless `skip` (device scalar) is 1.0. Return the report; None for a
+        dense model.
+        """
         return None if self._routers is None else self._routers.update(skip)
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
@@ -174,11 +176,13 @@ class ParallelModel:
         return "; ".join(engine.accumulation_memory_summary() for engine in self._engines)
 
     def _forward_backward(self, microbatches: list[Batch], divisor: Tensor) -> Tensor:
-        """Compute the gradients of all losses / divisor; return the sums of losses computed here, float64 `[3]`."""
+        """Compute the gradients of the sum of all losses, divided by `divisor`. Return the sums of losses on this rank,
+        float64 `[3]`.
+        """
         raise NotImplementedError
 
     def _forward(self, inputs: Batch) -> Tensor | None:
-        """Return the result of the whole model's forward; None if the end of the model is on another rank."""
+        """Return the result of the whole model's forward; None if the last layer is on another rank."""
         raise NotImplementedError
 
     def _logits(self, inputs: Batch) -> Tensor:

@@ -31,7 +31,7 @@ class RouterReport:
 
 
 class Routers:
-    """The routers of this rank's `parts` of a mixture of experts."""
+    """The routers of all mixtures of experts in this rank's `parts`."""
 
     def __init__(self, parts: Sequence[Transformer], layout: Layout):
         self._own = {layer: router for part in parts for layer, router in part.routers.items()}

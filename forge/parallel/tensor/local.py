@@ -113,7 +113,7 @@ class LocalRouter(Router):
 
 
 class LocalMix(DepthMix):
-    """A mix over depth of this rank's part of the tokens; its query is whole on every rank."""
+    """The mix over depth (`DepthMix`) for this rank's part of the tokens; its query is whole on every rank."""
 
     def __init__(self, plain: DepthMix, place: Place):
         with torch.device("meta"):
@@ -126,7 +126,7 @@ class LocalMix(DepthMix):
 
 
 class LocalJoin(Join):
-    """A projection of this rank's part of the tokens; its weight is whole on every rank."""
+    """The projection of `Join` for this rank's part of the tokens; its weight is whole on every rank."""
 
     def __init__(self, plain: Join, place: Place):
         with torch.device("meta"):
@@ -135,7 +135,7 @@ class LocalJoin(Join):
         self.partial_gradients = place.partial
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        """Both `[batch, seq, dim]` or pieces of the sequence -> the same shape."""
+        """Both `[batch, seq, dim]`, or this rank's pieces of the sequence -> the same shape."""
         return F.linear(torch.cat([first, second], dim=-1), local_tensor(self.weight))
 
 
@@ -223,15 +223,16 @@ class LocalLinear(nn.Linear):
         self.multiply: Callable[..., Tensor] = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `[..., in_features]` -> this rank's features of x."""
+        """x `[..., in_features]` -> the output features on this rank."""
         bias = None if self.bias is None else local_tensor(self.bias)
         return self.multiply(x, local_tensor(self.weight), bias)
 
 
 class LocalNarrow(LocalLinear):
-    """A projection of all features, as one DTensor, to features shared by all heads; its weight is whole on every rank.
+    """The first half of a low-rank projection, to features that all heads share. Its weight is whole on every rank.
 
-    If ranks have different heads (`partial`), the gradients of weight and input are sums over ranks.
+    Its input is a DTensor that is whole on every rank. If the heads are split over ranks (`partial`), the gradients of
+    weight and input are sums over ranks.
     """
 
     def __init__(self, plain: nn.Linear, place: Place):

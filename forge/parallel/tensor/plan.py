@@ -224,7 +224,7 @@ def _check_part(name: str, part: nn.Module, plan: Plan, tp: int) -> None:
 
 
 def _take_stream(part: nn.Module, place: Place) -> nn.Module:
-    """Leave the input as it is: the projections gather what they need."""
+    """Leave the input of a submodule unchanged: its projections gather what they need."""
     return part
 
 
@@ -319,7 +319,7 @@ def styles_of(module: nn.Module) -> dict[str | None, Apply]:
 
 
 def input_of(model: nn.Module, name: str, stream: Placement) -> Placement:
-    """Return the layout of the input with all features of the linear layer `name`."""
+    """Return the layout of the input of the linear layer `name`, which has all features."""
     parent, _, leaf = name.rpartition(".")
     latent = isinstance(model.get_submodule(parent), LatentAttention) and leaf != "wo"
     return stream if latent else Replicate()

@@ -25,7 +25,7 @@ LINGER_S = 15.0
 
 
 class Meeting:
-    """The store of one run at `port` (0: a free one) of the address of `host`. `serve` returns when the run is over.
+    """The store of one run, at the address of `host` and at `port` (0: a free one). `serve` returns when the run is over.
 
     Raises UserError if this machine does not have that address, or the port is taken, or there is no secret.
     """
@@ -57,7 +57,9 @@ class Meeting:
         return self._store.get(key)
 
     def serve(self, closed: threading.Event, linger_s: float = LINGER_S) -> None:
-        """Keep the clock until an agent reports the end of the run and `linger_s` seconds have passed, or until `closed`."""
+        """Publish the clock until `closed` is set, or until `linger_s` seconds after an agent has reported the end of the
+        run.
+        """
         while not is_over(self._store):
             self._store.set(CLOCK, repr(time.time()))
             if closed.wait(TICK_S):
@@ -66,7 +68,7 @@ class Meeting:
 
 
 def is_over(store: dist.Store) -> bool:
-    """Return whether an agent has reported the end of the run; a stranger's report does not count."""
+    """Return whether an agent has reported the end of the run. A report without a valid signature does not count."""
     try:
         return store.check([OVER]) and bool(store.get(OVER))
     except UserError:
@@ -74,7 +76,7 @@ def is_over(store: dist.Store) -> bool:
 
 
 def clock_offset(store: dist.Store) -> float:
-    """Return how many seconds the clock of the meeting is ahead of this machine's, to within a tenth of a second."""
+    """Return the meeting's clock minus this machine's, in seconds, to within a tenth of a second."""
     store.set_timeout(timedelta(seconds=60))
     before = store.get(CLOCK)
     while (now := store.get(CLOCK)) == before:

@@ -164,12 +164,12 @@ class Architecture:
         return "moe.n_experts" in self.keys
 
     def default(self, key: str) -> Any:
-        """Return the value of `key` if config.json lacks it. KeyError if the key is required."""
+        """Return the value that `key` has if config.json lacks it. KeyError if the key is required."""
         return self.defaults[key] if key in self.defaults else DEFAULTS[key]
 
 
 class ConfigJson:
-    """The keys of a config.json with the defaults of its architecture, and errors that name the file."""
+    """A config.json whose missing keys have the defaults of its architecture. Errors name the file."""
 
     def __init__(self, values: dict[str, Any], architecture: Architecture, source: Path | str):
         self.architecture, self.source = architecture, source

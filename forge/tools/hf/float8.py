@@ -34,7 +34,7 @@ class Scaled(NamedTuple):
         return self.numbers.shape
 
     def read_into(self, out: Tensor) -> None:
-        """Fill `out`, a contiguous CPU tensor of bfloat16 with as many elements."""
+        """Read the weight into `out`, a contiguous bfloat16 CPU tensor with the same number of elements."""
         numbers = self.numbers.read_bytes().view(torch.float8_e4m3fn)
         scales = torch.empty(self.scales.shape, dtype=torch.float32)
         self.scales.read_into(scales)

@@ -1,7 +1,7 @@
 """[model] of forge <-> config.json of transformers.
 
-An architecture's support of a model is found by a round trip: keys of [model] that come back with another value are not
-supported.
+Whether an architecture supports a model is found by a round trip through its config.json. Keys of [model] whose value
+changes are not supported.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def read_model(
 
 
 def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) -> dict[str, Any]:
-    """Return the keys of config.json that describe `model`; `seq_len` is the longest sequence it is intended for."""
+    """Return the keys of config.json that describe `model`. seq_len: the longest sequence for which the model is intended."""
     flat = _flat(model)
     written: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     names = KEYS | dict(architecture.keys)

@@ -34,7 +34,7 @@ class Blocks(NamedTuple):
         return experts, 32 * blocks, out
 
     def read_into(self, out: Tensor) -> None:
-        """Fill `out`, a contiguous CPU tensor of bfloat16 with as many elements."""
+        """Read the weight into `out`, a contiguous bfloat16 CPU tensor with the same number of elements."""
         blocks, scales = self.blocks.read_bytes(), self.scales.read_bytes()
         numbers = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=out.dtype)
         # One expert at a time: this takes eight bytes for each number.

@@ -45,9 +45,9 @@ class Stored(NamedTuple):
 
 
 def find_tensors(folder: Path) -> dict[str, Stored]:
-    """Return every tensor of a folder with one `model.safetensors`, or with several files and their index, by name.
+    """Return name -> tensor for a folder with one `model.safetensors`, or with several files and their index.
 
-    Reads and checks all headers, no data. Raises UserError (exit 2) with the file's name.
+    Reads and checks all headers, but no data. Raises UserError (exit 2) with the file's name.
     """
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)
@@ -152,5 +152,5 @@ def _write_file(file: Path, part: list[Planned], incoming: Iterator[Tensor]) -> 
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    """A writable view of the memory of `tensor`, contiguous and on the CPU."""
+    """Return a writable view of the memory of `tensor`, which must be contiguous and on the CPU."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()

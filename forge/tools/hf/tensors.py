@@ -73,14 +73,16 @@ class Weight:
         return self._with_pairs(out, -1, 2) if self.heads else out
 
     def _with_pairs(self, rows: Tensor, *sizes: int) -> Tensor:
-        """Swap the two `sizes` of the paired rows of each head."""
+        """Swap the two dimensions `sizes` of the paired rows of each head, which changes one order of rows into the other."""
         heads = rows if rows.shape[0] == self.heads else rows.unflatten(0, (self.heads, -1))
         turned = heads[:, self.first :].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
         return torch.cat([heads[:, : self.first], turned], dim=1).reshape(rows.shape)
 
 
 def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
-    """Return every tensor of either side, layer by layer. KeyError for a tensor of forge without a known counterpart."""
+    """Return a `Weight` for every tensor of forge and of transformers, layer by layer. KeyError for a tensor of forge
+    without a known counterpart.
+    """
     with torch.device("meta"):
         written = model if architecture.predicts_ahead else model.model_copy(update={"mtp": None})
         transformer = Transformer(written, seq_len=1)

@@ -86,7 +86,7 @@ def _described(folder: Path) -> dict[str, bytes]:
 def _with_begin(files: dict[str, bytes], name: str) -> bytes:
     """Return the tokenizer.json, changed so that texts begin like forge's documents.
 
-    forge follows add_bos_token in the settings beside it; transformers follows the post-processor in the file.
+    forge follows add_bos_token in the settings file. transformers follows the post-processor in tokenizer.json.
     """
     begin = HuggingFaceTokenizer(files, name).bos_id
     if HuggingFaceTokenizer({JSON_FILE: files[JSON_FILE]}, name).bos_id == begin:

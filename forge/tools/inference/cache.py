@@ -88,7 +88,8 @@ class CachedScores:
 class _LayerCache:
     """The attention function of one layer. Stores keys and values `[texts, kv_heads, places, head_dim]`.
 
-    With `places` None, `inner` alone reads whole texts; otherwise one token of each text is read.
+    With `places` None it reads whole texts by `inner`. Otherwise it reads one token of each text and attends to the stored
+    keys.
     """
 
     def __init__(self, inner: AttentionFunction):
@@ -116,8 +117,7 @@ class _LayerCache:
     def attend_latent(
         self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
     ) -> Tensor:
-        """See `LatentAttention`. The latents are kept, and one query per text attends to them directly (absorbed
-        projections).
+        """See `LatentAttention`. Stores the latents. One query per text attends to them directly (absorbed projections).
 
         In a block format they are expanded into keys and values instead.
         """

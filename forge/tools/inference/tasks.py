@@ -123,7 +123,9 @@ class Scorer(TemplateLM):
         return ids if add_special_tokens is False else begin_text(ids, self._text)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each whole text, from disjoint windows that each begin with the token before."""
+        """Return the log-probability of each whole text. It is cut into disjoint windows, each preceded by the last token
+        before it.
+        """
         windows: list[tuple[Any, list[int], list[int]]] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
@@ -163,7 +165,9 @@ class Scorer(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the text generated after each context, up to the first of the request's `until` or the end token."""
+        """Return the text generated after each context. It ends at the end token, or at the first of the request's `until`
+        strings.
+        """
         texts = [""] * len(requests)
         kinds: dict[str, list[int]] = {}
         for number, request in enumerate(requests):

@@ -41,7 +41,7 @@ def remedy_for(made: Plan) -> Remedy | None:
 
 
 def _next(made: Plan, tried: set[str]) -> tuple[str, Plan] | None:
-    """Return the first override that frees memory, with its plan. Adds every override tried to `tried`."""
+    """Return the first override that frees memory, with its plan. Add every planned override to `tried`."""
     state = sum(made.worst.state.values())
     on_card = made.hardware is not None and bool(made.hardware.card)
     dominates = 2 * state > made.worst.peak.size

@@ -23,7 +23,7 @@ from forge.parallel.context.ulysses import UlyssesAttention
 
 
 def on_card(attend: Any) -> Any:
-    """Return an attention function with the memory and FLOPs of `attend` on a GPU."""
+    """Return an attention function for plans that has the memory and FLOPs of `attend` on a GPU."""
     if isinstance(attend, SdpaAttention):
         return PlannedAttention()
     if isinstance(attend, AllGatherAttention):
@@ -54,7 +54,9 @@ class PlannedAttention(SdpaAttention):
 
 
 class PlannedGathered(AllGatherAttention):
-    """All-gather attention with a table made from real positions."""
+    """All-gather attention for plans. Its table depends on positions, so it is made with real values instead of fake
+    tensors.
+    """
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         with _disable_current_modes():  # tables depend on positions, so these need values
@@ -62,7 +64,7 @@ class PlannedGathered(AllGatherAttention):
 
 
 class PlannedRing(RingAttention):
-    """Ring attention with a table made from real positions."""
+    """Ring attention for plans. Its table depends on positions, so it is made with real values instead of fake tensors."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         with _disable_current_modes():
@@ -77,7 +79,7 @@ def visible_scores(window: int, _documents: Any, queries: Tensor, keys: Tensor) 
 
 
 class PlannedKernel(FlexKernel):
-    """The kernel of a ring step. Its table is the number of visible scores."""
+    """The kernel of a ring step for plans. A block's table is its number of visible scores."""
 
     make_table = staticmethod(visible_scores)
 

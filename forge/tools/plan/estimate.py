@@ -1,9 +1,9 @@
-"""How long a step takes: a roofline over the traced operators, and the links of collectives.
+"""Estimate the time of a step: a roofline over the traced operators, and the links of collectives.
 
-An operator takes the longer of its FLOPs at the GPU's peak and its bytes at the memory bandwidth. Keys of `Hardware` give
-the reached shares of these peaks; docs/internals/plan-accuracy.md names the published runs that they were fitted to.
-Collectives in the background are hidden behind computation as long as there is any, and slow it down. On a CPU they are
-not hidden, because the same cores move the bytes and compute.
+An operator takes the longer of two times: its FLOPs at the GPU's peak, and its bytes at the memory bandwidth. Keys of
+`Hardware` give the reached shares of these peaks; docs/internals/plan-accuracy.md names the published runs to which they
+were fitted. Collectives in the background are hidden behind computation as long as there is any, and slow it down. On a CPU
+they are not hidden, because the same cores move the bytes and compute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FUSED = 0.44
 
 @dataclass(frozen=True)
 class Pace:
-    """Factors by which computation and collectives may take longer than planned."""
+    """Factors by which computation and collectives take longer than planned."""
 
     compute: float
     links: float
@@ -68,8 +68,9 @@ class StepTime:
 def time_of(
     trace: Trace, config: Config, hardware: Hardware, ranks_of: dict[str, list[int]], pace: Pace = PACES[1]
 ) -> StepTime:
-    """Return the time of the traced step. config: gives compilation and float8, which are not traced. ranks_of: ranks of each
-    process group, by its name."""
+    """Return the time of the traced step. config: has compilation and float8, which are not traced. ranks_of: name of a
+    process group -> its ranks.
+    """
     spent: dict[tuple[str, int], Spent] = defaultdict(Spent)
     float8 = products_in_float8(config, hardware)
     for (moment, work), number in trace.work.items():

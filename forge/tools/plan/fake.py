@@ -127,7 +127,7 @@ class FakeRank:
         return sum(len(buffer.buckets) for buffer in buffers)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Return the host memory of this rank's asynchronous save, and its tensors' bytes in a checkpoint."""
+        """Return two numbers of bytes: host memory for this rank's asynchronous save, and its tensors in a checkpoint."""
         host = whole = 0
         for name, (shard, values) in all_tensors(self.model, self.optimizer).items():
             host += local(values).nbytes if writes(name, shard) else 0
@@ -232,7 +232,7 @@ def _divided(rows: int, ranks: int) -> list[int]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise UserError if the body reads data, which fake tensors do not have."""
+    """Turn the error of a body that reads data into UserError: fake tensors have no data."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

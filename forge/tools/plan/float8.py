@@ -1,4 +1,4 @@
-"""Which products of a run the hardware computes in float8, and which layers stay in precision.compute."""
+"""Determine which products of a run the hardware computes in float8, and which layers stay in precision.compute."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
 
 
 def traced_layers(config: Config, degrees: Degrees) -> int:
-    """Return the number of layers that a plan runs forward and backward, as the cost of the plan."""
+    """Return the number of layers that must be traced for a plan, as a measure of its cost."""
     config = with_experts_first(config, degrees)
     few, steps = few_layers(config, degrees), 2
     if degrees.pp == 1:
@@ -286,7 +286,7 @@ def _growth(config: Config, few: tuple[Few, Few], small: StagePlan, large: Stage
 
 
 def two_blocks(few: Few) -> tuple[Few, Few]:
-    """Return `few` with a second block from the middle, and `few` with a second block before the last layer."""
+    """Return two versions of `few` with two blocks: the second block begins in the middle, or before the last layer."""
     return replace(few, block_size=few.layers // 2 + 1), replace(few, block_size=few.layers - 2)
 
 

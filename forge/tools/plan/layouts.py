@@ -145,7 +145,7 @@ def layouts(config: Config, world: int, hardware: Hardware, *, any_memory: bool 
 
 
 def _degrees(config: Config, world: int) -> Degrees | None:
-    """Compute a layout's degrees by division, without the checks of `check_world`; None if something does not divide."""
+    """Return a layout's degrees by arithmetic only, without the checks of `check_world`; None if a degree does not divide."""
     parallel, train = config.parallel, config.train
     shard, left = divmod(world, parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp)
     if left or not shard or (parallel.dp_shard not in (-1, shard)):
@@ -347,7 +347,7 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
 
 
 def with_changes(config: Config, changes: Changes) -> Config:
-    """Return `config` with new values for these keys, `section.key`."""
+    """Return `config` with new values for some keys. Keys are written `section.key`."""
     updates: dict[str, Changes] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")

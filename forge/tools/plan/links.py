@@ -84,7 +84,9 @@ def bandwidth(hardware: Hardware) -> tuple[float, float]:
 
 
 def _latency(call: Collective, span: Span, hardware: Hardware) -> float:
-    """Return the seconds of a collective without bytes: a ring passes every rank, an all-reduce over nodes climbs a tree."""
+    """Return the seconds of a collective without bytes. A ring visits every rank in turn; an all-reduce over nodes uses a
+    tree.
+    """
     link = hardware.node if span.nodes == 1 else hardware.cluster
     inside, outside = span.ranks - span.nodes, span.nodes - 1
     if call.kind == "all_to_all":
@@ -102,7 +104,7 @@ def message_seconds(size: int, apart: int, hardware: Hardware) -> float:
 
 
 def visited_nodes(moe: MoEConfig, nodes: int) -> float:
-    """Return on how many of `nodes` a token's experts are, as a mean over all choices.
+    """Return the mean number of nodes, of `nodes`, that have the chosen experts of one token, over all choices.
 
     With limited groups, a token first chooses groups by their best experts, and then has experts in each group.
     """

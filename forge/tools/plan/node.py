@@ -1,5 +1,6 @@
-"""Measure each process's device and links, on one node or many, with one process per GPU. Each result is compared with its
-definition. `forge/tools/plan/node_report.py` compares the rates with the plan's.
+"""Measure each process's device and links, on one or many nodes, with one process per GPU.
+
+Each result is compared with its exact value. `forge/tools/plan/node_report.py` compares the rates with the plan's.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ ON_CPU = Sizes(256, 4, 256, 32, 1 << 22, 1 << 20, 0.05, 5)
 
 @dataclass(frozen=True)
 class Timed:
-    """A check on one rank. amount: FLOPs or bytes of a call. problem: the wrong result, or empty."""
+    """A check on one rank. amount: FLOPs or bytes of a call. problem: a sentence about a wrong result; empty if the result
+    is right.
+    """
 
     seconds: float
     amount: float
@@ -77,7 +80,7 @@ class Record:
 
 
 def measure_rank(world: World, sizes: Sizes) -> Record:
-    """Run all checks on this rank. Collective. Raises RanksFailed on every rank if a check raises on one."""
+    """Run all checks on this rank. Collective. If a check raises on any rank, every rank raises RanksFailed."""
     device = world.device
     record = describe(world)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

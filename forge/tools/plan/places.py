@@ -52,7 +52,7 @@ def place_of(rank: int, degrees: Degrees) -> Place:
 
 
 def _functions(engine: Any) -> Iterator[tuple[str, Callable[[Place], tuple[Box, ...]]]]:
-    """Yield each parameter of an engine with the function that returns the boxes of a rank by its position."""
+    """Yield each parameter of an engine, with a function from a rank's position to the rank's boxes."""
     if not hasattr(engine, "buffers"):
         yield from ((shard.name, partial(_of_units, shard.parameter)) for shard in engine.shards)
         return

@@ -208,7 +208,7 @@ def all_calls(
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    """Return this rank's process group with this name."""
+    """Return the process group with this name that has this rank."""
     return next(group for group in dist.distributed_c10d._world.pg_map if group.group_name == name)
 
 

@@ -1,7 +1,7 @@
 """`Trace`: watches every operator of a step for live memory and collectives.
 
-A storage counts from the operator that makes it until its last reference is gone, with its current
-size: FSDP frees and restores gathered parameters by resizing. Scratch memory inside a kernel is not seen.
+A storage is live from the operator that makes it until its last reference is gone. It counts with its current size, because
+FSDP frees and restores gathered parameters by resizing. Scratch memory inside a kernel is not seen.
 """
 
 from __future__ import annotations

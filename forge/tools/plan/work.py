@@ -62,7 +62,7 @@ class Work:
 
 
 def work_of(func: Any, args: Any, output: Any) -> Work | None:
-    """Return the operator's work; None for views, allocations and queries about a tensor."""
+    """Return the operator's work; None for views, allocations and operators that only query a tensor."""
     name = func._overloadpacket.__name__
     if name in FREE or func.namespace == "prim" or _is_view(func):
         return None

@@ -106,7 +106,8 @@ def _object(line: bytes) -> dict | None:
 
 
 def open_content(file: File, first: int | None = None) -> io.BufferedReader:
-    """Open a text file or JSON lines, decompressed; with `first`, only the content of a compressed file's first bytes.
+    """Open a text file or JSON lines, decompressed. first: read only this many bytes of a compressed file, and their
+    content.
 
     Reading raises one of UNREADABLE if the file is damaged.
     """

@@ -118,9 +118,9 @@ def samples_of_step(
 ) -> Iterator[Sample]:
     """Yield the sequences of step `step` (from 1) in order: all of them, or those of data rank `rank` of `ranks`.
 
-    Assumes that all steps had the sizes of `phases`, or without phases `global_batch_size` sequences. Shows the first
-    `head` ids of each sequence, and the text of the first `excerpt`. Raises UserError if the order has a
-    source that is not in the dataset.
+    Assumes that all steps had the sizes of `phases`, or without phases `global_batch_size` sequences. A sample has the
+    first `head` ids of its sequence, and the text of the first `excerpt` ids. Raises UserError if the order has a source
+    that is not in the dataset.
     """
     tokens_before, first_sample = _begin(dataset, step, global_batch_size, phases)
     sizes = next(
@@ -167,8 +167,9 @@ def _begin(
 
 
 def _token_at(pieces: list[tuple[int, int]], place: int) -> int:
-    """Return the position in the source of the token at `place` of a sample. pieces: the sample's ranges. Beyond its end:
-    the last.
+    """Return the number in the source of the token at position `place` of a sample. pieces: the ranges of the sample.
+
+    A position beyond the sample's end gives its last token.
     """
     for first, count in pieces:
         if place < count:

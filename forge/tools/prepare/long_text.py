@@ -44,7 +44,7 @@ class TextPart(NamedTuple):
 
 
 def text_parts(file: File, size: int, split: str) -> Iterator[TextPart]:
-    """Yield the file as parts of `size` bytes, the last one shorter, all of one split."""
+    """Yield the file as parts of `size` bytes, the last one shorter. All parts belong to the same split."""
     for begin in range(0, file.size, size):
         yield TextPart(file, begin, min(begin + size, file.size), split)
 

@@ -76,8 +76,9 @@ class Tally(BaseModel):
         self.add(Tally(documents=1, bad=1, examples=[document], lost=lost))
 
     def require_readable(self, allowed: float, remedy: str) -> None:
-        """Print the first bad documents. Raises UserError if more than the fraction `allowed` is bad, or any file is
-        lost."""
+        """Print the first bad documents. Raises UserError if more than the fraction `allowed` of the documents is bad, or
+        if a file's documents could not be counted.
+        """
         if not self.bad:
             return
         print(f"{self.bad} of {self.documents} documents are bad and left out:", file=sys.stderr)
@@ -132,7 +133,7 @@ def _is_of(chunk: Chunk, number: int, how: Encoding) -> bool:
 
 
 def encode_chunk(number: int, chunk: Chunk, how: Encoding) -> None:
-    """Make the part of a chunk, unless it was made from this input already or another process is making it.
+    """Make the part of a chunk, unless it was already made from this input or another process is making it.
 
     Memory does not grow with the chunk: tokens are written to disk immediately.
     """

@@ -194,7 +194,7 @@ def _options(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
-    """Return the splits that already exist. Raises UserError if a folder holds another dataset."""
+    """Return the splits whose dataset already exists. Raises UserError if a folder holds another dataset."""
     finished = set()
     for folder in (request.output, request.output / TRAIN, request.output / VALIDATION):
         if not (folder / INDEX).exists():
@@ -295,7 +295,9 @@ def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) 
 
 @contextmanager
 def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
-    """Allow one program at a time per output folder, or several with `shared`. The kernel releases the lock at exit."""
+    """In the body, lock the output folder: for this program alone, or with `shared` together with others. The kernel
+    releases the lock at exit.
+    """
     try:
         parts.mkdir(parents=True, exist_ok=True)
         file = open(parts / "lock", "w")  # noqa: SIM115

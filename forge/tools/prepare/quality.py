@@ -100,7 +100,7 @@ def decontaminate_content(quality: Quality, text_key: str) -> str:
 
 @lru_cache(maxsize=1)
 def load_filter(path: str) -> Keep:
-    """Return the user's function. Raises UserError if it cannot be loaded."""
+    """Import the user's filter function. Raises UserError if it cannot be imported."""
     try:
         return load_function(path)
     except ValueError as error:

@@ -1,8 +1,8 @@
 """Data about each document of a chunk, kept beside the tokens if duplicates are left out or metadata are kept.
 
 part-00007-train-documents.npy     for each document, its digest and the size of its text in UTF-8
-part-00007-train-signatures.npy    its MinHash, if near duplicates are left out part-00007-train-metadata.jsonl    its
-metadata, one line per document
+part-00007-train-signatures.npy    its MinHash, if near duplicates are left out
+part-00007-train-metadata.jsonl    its metadata, one line per document
 """
 
 from __future__ import annotations

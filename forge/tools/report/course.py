@@ -84,7 +84,7 @@ def _pictures(*made: Picture | None) -> list[Any]:
 
 
 def marks_of(run: RunRecord) -> list[Mark]:
-    """Return the events of a run to mark in its curves."""
+    """Return the events of a run that are marked in its curves."""
     return [
         Mark(float(event["step"]), MARKED[event["event"]])
         for event in run.events_of(*MARKED)

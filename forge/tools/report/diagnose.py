@@ -78,13 +78,13 @@ def named_first(run: RunRecord) -> Cause | None:
 
 
 def _end(run: RunRecord) -> Incident | None:
-    """Return the record that ended the latest start, unless the run has finished or still runs."""
+    """Return the record that ended the latest start. None if the run has finished or is still running."""
     events = (_starts_of(run) or [[]])[-1]
     return next((one for one in _of_start(events, _was_killed(run, events)) if one.ends), None)
 
 
 def _was_killed(run: RunRecord, events: list[dict[str, Any]]) -> bool:
-    """Return whether the start with these events has not reported an end and is not running."""
+    """Return whether the start with these events was killed: it has not reported an end and is not running."""
     latest = events[-1:] == run.events[-1:]
     return not any(event["event"] in ENDS for event in events) and not (
         latest and silent_end(run) != "killed"
@@ -143,7 +143,9 @@ def _head(run: RunRecord) -> str:
 
 
 def silent_end(run: RunRecord) -> str:
-    """Return a sentence that the latest start was killed or still runs; empty if it has reported its end."""
+    """Return "running", "elsewhere" (on another machine) or "killed" if the latest start has not reported its end; empty if
+    it has.
+    """
     if run.status.get("state") != "running":
         return ""
     holder = read_object(run.path / ".lock")

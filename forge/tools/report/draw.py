@@ -287,7 +287,9 @@ def new_figure(
 
 
 def as_svg(figure: Figure, key: str) -> str:
-    """Return the figure as an SVG element. All ids begin with `key`; ids set by a figure begin with "bar-"."""
+    """Return the figure as an SVG element. Ids made by matplotlib begin with `key`; ids set by the caller begin with
+    "bar-".
+    """
     written = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": key}):
         figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})

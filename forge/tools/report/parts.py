@@ -123,7 +123,7 @@ def _is_number(value: Any) -> bool:
 
 
 def sampled(items: Sequence[Any], count: int = ROWS) -> list[Any]:
-    """Return at most `count` of the items, evenly spread, with the first and the last."""
+    """Return at most `count` evenly spread items, including the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]

@@ -65,7 +65,9 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run directory. Raises UserError for any other directory; torn or missing files are left out."""
+    """Read a run directory. Raises UserError if the folder is not a run directory. Torn lines and missing files are left
+    out.
+    """
     if not (path / "events.jsonl").exists() and not (path / "metrics.jsonl").exists():
         raise UserError(
             f"{path} is not the directory of a run: it has neither metrics.jsonl nor events.jsonl"

@@ -85,7 +85,7 @@ class _Plain(pickle.Unpickler):
     """An unpickler for plain values only, so that no file of a run can run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} in a record of collectives")
+        raise pickle.UnpicklingError(f"refused to load {module}.{name} from a record of collectives")
 
 
 def _rank(path: Path) -> int:

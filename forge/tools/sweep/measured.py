@@ -1,4 +1,4 @@
-"""`Measured`: a run as a point of a law."""
+"""`Measured`: a finished run as a data point for a law."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best learning rates and batch sizes, and power laws of their change with model size."""
+"""Find the best learning rates and batch sizes, and power laws of their change with model size."""
 
 from __future__ import annotations
 

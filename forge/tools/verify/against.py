@@ -114,7 +114,9 @@ def compare_records(
 
 
 def _tensors(step: RankStep) -> Iterator[tuple[tuple[Key, int], Piece]]:
-    """Return all tensors of a step on one rank. The key of each has a number: of its microbatch or box."""
+    """Yield ((key, number), piece) for all tensors of a step on one rank. The number counts boxes, or microbatches for
+    activations.
+    """
     numbers: Counter[Key] = Counter()
     for key, pieces in step.pieces.items():
         for number, piece in enumerate(pieces):

@@ -177,7 +177,9 @@ def call_of(name: str) -> str:
 
 
 def parent_of(name: str) -> str:
-    """Return the name of the enclosing module's input, in the call with the same number as border `name`; "" if none."""
+    """Return the name of the enclosing module's input, in the call with the same number as that of border `name`; "" if
+    there is none.
+    """
     module, call, number = name.partition(" (call ")
     parent = module.rpartition(".")[0]
     return parent + call + number if parent else ""
@@ -189,7 +191,7 @@ def module_of(name: str) -> str:
 
 
 def _local(value: Any) -> Tensor | None:
-    """Return a copy of this rank's part of `value`; None unless it is an activation."""
+    """Return a copy of this rank's part of `value`, if it is an activation; otherwise None."""
     if isinstance(value, DTensor):
         if any(placement.is_partial() for placement in value.placements):
             return None

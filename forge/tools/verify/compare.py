@@ -209,7 +209,9 @@ def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
 
 
 def _first_time(key: Key) -> Key:
-    """Return the key in the last step for the key of a tensor of the repeated step; other keys unchanged."""
+    """Return the key of the same tensor in the last step, for the key of a tensor of the repeated step. Other keys are
+    unchanged.
+    """
     kind, _, name = key[1].partition(" ")
     return (kind, name) if key[0] in AGAIN else key
 

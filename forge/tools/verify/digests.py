@@ -43,7 +43,7 @@ class Expected:
 
     @classmethod
     def of(cls, text: str, record: WholeRecord) -> Expected:
-        """Digest the recording of one process with the configuration `text`."""
+        """Return the digests of a recording of one process with the configuration `text`."""
         steps = [
             {
                 key: (tuple(tensor.shape), digest(tensor, _all_of(tensor.shape)))

@@ -79,11 +79,13 @@ class Case:
         return result
 
     def text(self, config: Config) -> str:
-        """Return `self.config(config)` as TOML, to be sent to ranks."""
+        """Return the result of `config` as TOML, to be sent to ranks."""
         return to_toml(self.config(config))
 
     def smaller(self) -> Iterator[Case]:
-        """Yield this layout without one of its options, then with one degree reduced to 1, and with it reduced to 2."""
+        """Yield layouts with one option or degree less: without each option in turn, then with each degree in turn reduced
+        to 1 or 2.
+        """
         degrees, options = dict(self.degrees), dict(self.options)
         for key in options:
             yield Case.of(degrees, {other: value for other, value in options.items() if other != key})
@@ -155,7 +157,7 @@ def _value(config: Config, key: str) -> Any:
 
 
 def parse_layouts(text: str) -> list[Case]:
-    """Read e.g. `tp=2 cp=2; ep=4 pp=2 context=ring`. Raises UserError for an unknown key or value."""
+    """Parse layouts, e.g. `tp=2 cp=2; ep=4 pp=2 context=ring`. Raises UserError for an unknown key or value."""
     cases = [_parse(part) for part in text.split(";") if part.strip()]
     if not cases:
         raise UserError('--layouts: names no layout; give some such as "tp=2; dp_shard=2 pp=2"')

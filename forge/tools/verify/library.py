@@ -58,10 +58,11 @@ class Parallelized:
 
     model: the module, or the stages of a pipeline on this rank, whose modules keep the names of the whole model.
     data_rank, data_ranks: this rank's part of the batch's sequences.
-    positions, tp_rank, tp_ranks: its tokens of each sequence (None: all), and its part of features or of the sequence; they
-        only say where activations belong.
-    forward_backward: called with tokens and labels `[sequences of this data rank, seq]`; leaves complete gradients in
-        `.grad` and returns this rank's mean loss, None on a rank that has no loss. None: cross-entropy of `model(tokens)`.
+    positions, tp_rank, tp_ranks: this rank's tokens of each sequence (None: all), and its part of features or of the
+        sequence. They are used only to locate activations.
+    forward_backward: called with tokens and labels `[sequences of this data rank, seq]`. Leaves complete gradients in
+        `.grad` and returns this rank's mean loss, or None on a rank without a loss. None: cross-entropy of
+        `model(tokens)`.
     optimizer: one for each module of `model`; None: `make_optimizer` of its parameters.
     clip: called with the limit; clips the gradients and returns their global norm. None: torch.nn.utils.clip_grad_norm_.
     whole: called with a parameter's name and a tensor laid out like it; returns the whole tensor. Collective. None:
@@ -333,7 +334,7 @@ class _Run:
         return state
 
     def _load(self, folder: str) -> None:
-        """Load the checkpoint in `folder`. Tensors missing from it become NaN."""
+        """Load the checkpoint in `folder`. Tensors that are missing from the checkpoint become NaN."""
         state = self._state()
         for of in state.values():
             for value in of.values():

@@ -144,7 +144,7 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
 def _largest_logits(
     model: Transformer, shards: list[Shard], config: Config, device: torch.device
 ) -> LargestLogits | None:
-    """Observe the largest logits as a run of one process does; None if the optimizer does not bound logits."""
+    """Return the largest logits, observed as in a run of one process. None if the optimizer does not bound logits."""
     if not bounds_logits(config):
         return None
     alone = one_process(config)

@@ -51,7 +51,7 @@ def limit_s(world: int) -> float:
 class RankFailed(AssertionError):
     """A rank raised or died. The message contains the tracebacks of all failed ranks.
 
-    An AssertionError, so that a failed assertion on a rank is a failed assertion in the starting process.
+    It is an AssertionError, so an assertion that fails on a rank also counts as a failed assertion in the starting process.
     """
 
 

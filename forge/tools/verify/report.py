@@ -1,4 +1,4 @@
-"""The results of a verification for a person to read, and as JSON."""
+"""Show the results of a verification as text and as JSON."""
 
 from __future__ import annotations
 

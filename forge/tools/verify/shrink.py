@@ -245,7 +245,7 @@ def _kinds(model: ModelConfig, layers: int) -> tuple[str, ...]:
 
 
 def other_parts(model: ModelConfig, factor: Fraction) -> dict[str, Any]:
-    """Return the widths in subsections of the model, e.g. `[model.mla]`, times `factor`."""
+    """Return the widths of the model's subsections, e.g. of `[model.mla]`, multiplied by `factor`."""
     keys: dict[str, Any] = {}
     for name, part in model:
         if isinstance(part, Section) and not isinstance(part, MoEConfig):
@@ -358,7 +358,9 @@ def _few(number: int) -> int:
 
 
 def _scaled(size: int, factor: Fraction) -> int:
-    """Return `size` times `factor`, at least 8, rounded up to the same power of 2 (up to 8) as `size`."""
+    """Return `size` times `factor`, at least 8, rounded up so that the largest power of 2, up to 8, that divides it is that
+    of `size`.
+    """
     unit = gcd(size, 8)
     units = max(8 // unit, ceil(size * factor / unit))
     return unit * (units + (unit < 8 and units % 2 == 0))

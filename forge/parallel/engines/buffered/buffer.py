@@ -75,7 +75,7 @@ class BucketMemory:
     shards: list[Shard]
 
     def is_copied(self, parameters: Collection[Tensor]) -> bool:
-        """Return whether `parameters`, names of shards, cover all of `own`."""
+        """Return whether `parameters` has the parameter of every shard with elements in `own`."""
         return all(shard.parameter in parameters or not shard.boxes for shard in self.shards)
 
 

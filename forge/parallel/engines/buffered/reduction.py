@@ -193,7 +193,7 @@ class Reduction:
                 placed.parameter.register_post_accumulate_grad_hook(hook)
 
     def begin(self, *, last: bool) -> None:
-        """Prepare for a backward; `last`: the last of the optimizer step."""
+        """Prepare for a backward. last: it is the last backward of the optimizer step."""
         self.finish()
         if self._complete:
             raise RuntimeError(
