@@ -174,8 +174,8 @@ class Checkpoints:
         if at_most is None and (candidates or damaged):
             raise UserError(
                 f"every checkpoint in {self.folder} is damaged and was renamed .damaged-step-*: restore one, "
-                f"or start a new history under another run.name, or here with checkpoint.resume = none (remove "
-                f"origin.json first if checkpoint.resume was none already)",
+                f"or start a new history under another run.name. To start it here, set checkpoint.resume = none, and "
+                f"remove origin.json if checkpoint.resume was none already",
                 NO_CHECKPOINT,
             )
         return None

@@ -133,7 +133,7 @@ class MoEConfig(Section):
 
     @property
     def biased(self) -> bool:
-        """Whether the choice of experts has a bias that balances it."""
+        """Whether a bias is added to the scores when experts are chosen, to balance their load."""
         return self.balance in ("bias", "quantile")
 
 

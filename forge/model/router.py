@@ -81,10 +81,10 @@ class Router(nn.Module):
     def route(
         self, x: Tensor, labels: Tensor | None, noise: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return experts and weights like `forward`, and the additions to each sum. Changes no state, so it can be
-        compiled.
+        """Return experts and weights like `forward`, and the numbers to add to `counts`, `losses`, `dropped` and
+        `required`.
 
-        noise `[batch, seq, n_experts]` is added to the logits.
+        Changes no state, so it can be compiled. noise `[batch, seq, n_experts]` is added to the logits.
         """
         config = self.config
         logits = self.logits(x)  # [batch, seq, n_experts]

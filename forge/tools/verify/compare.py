@@ -111,8 +111,9 @@ def compare_rank(
 def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, Key], int]) -> Comparison:
     """Return the comparison over all ranks. For each tensor, keep the rank with the largest difference.
 
-    expected: number of elements of each tensor of the reference, by step and key. A tensor with an element on no rank is a
-    difference, unless no rank has any tensor of its kind: not every layout has an activation at each border.
+    expected: number of elements of each tensor of the reference, by step and key. If some elements of a tensor are on no
+    rank, that counts as a difference. Kinds of which no rank has any tensor are exempt: not every layout has an activation
+    at each border.
     """
     result = Comparison()
     worst: dict[tuple[int, str, str], Difference] = {}
