@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="print a job array for sbatch of all pending runs, instead of making them",
     )
     given = parser.parse_args(arguments)
-    stopped = "interrupted; the runs have saved, and the same command goes on"
+    stopped = "interrupted; the runs have saved, and the same command continues"
     return exit_code_of(lambda: _run(given), stopped)
 
 

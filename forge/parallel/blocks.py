@@ -338,7 +338,7 @@ def check_modules(model: Transformer, chosen: ActivationCheckpoint) -> None:
     for name in chosen.modules:
         if name not in known:
             raise UserError(
-                f'activation_checkpoint.modules: "{name}" is not a module of a block; the modules of a block are {", ".join(known)}'
+                f'activation_checkpoint.modules: "{name}" is not a module of a block; the modules are {", ".join(known)}'
                 + did_you_mean(name, known)
             )
 
