@@ -129,7 +129,7 @@ class Traffic(TorchDispatchMode):
 def accesses(
     func: Any, args: Any, kwargs: dict[str, Any], result: Any
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """An operator's inputs, its in-place outputs, and its new outputs."""
+    """Return an operator's inputs, its in-place outputs, and its new outputs."""
     name = func._overloadpacket.__name__
     arguments = func._schema.arguments
     given = [
@@ -152,6 +152,7 @@ def accesses(
 
 
 def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in a tree of lists, tuples and dicts."""
     return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
 
 
@@ -160,6 +161,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure, write the results and return the exit code."""
     given, overrides = _parser().parse_known_args(arguments)
     return exit_code_of(lambda: measure(given, overrides))
 

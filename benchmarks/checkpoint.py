@@ -53,12 +53,13 @@ class Save:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure, write the results and return the exit code."""
     given, overrides = _parser().parse_known_args(arguments)
     return exit_code_of(lambda: measure(given, [*(TINY if given.tiny else ()), *overrides]))
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Measures saves in both modes and resumes, prints and writes the table."""
+    """Measure saves in both modes and resumes, print and write the table."""
     device = joined().device
     config = configure(given.config, *overrides)
     about = environment(device) | {"settings": _settings(given, device)}
@@ -101,7 +102,7 @@ def _mean_step(loop: ForgeLoop, steps: int, device: torch.device) -> float:
 
 
 def _with_save(loop: ForgeLoop, device: torch.device) -> Save:
-    """A save, and steps until it has ended: at least one."""
+    """Time a save, and steps until it has ended: at least one."""
     checkpoints, step = loop.checkpoints, loop.trainer.progress.step
     _, blocked = timed(loop.saves.save)
     steps, outcomes = 0, []
@@ -120,7 +121,7 @@ def _with_save(loop: ForgeLoop, device: torch.device) -> Save:
 
 
 def _resume(loop: ForgeLoop, rounds: int) -> dict[str, Any]:
-    """Verifying and loading the newest checkpoint, and a bare read of its files, in turns; all from cold files."""
+    """Time verifying and loading the newest checkpoint, and a bare read of its files, in turns; all from cold files."""
     checkpoints = loop.checkpoints
     step = checkpoints.latest(verify=False)
     assert step is not None

@@ -39,12 +39,13 @@ DOCUMENT = 1000  # tokens
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure, write the results and return the exit code."""
     given = _parser().parse_args(arguments)
     return exit_code_of(lambda: measure(given))
 
 
 def measure(given: argparse.Namespace) -> None:
-    """Lets the contenders take turns, each with the files cold or warm as its name says; prints and writes the table."""
+    """Let the contenders take turns, each with the files cold or warm as its name says; print and write the table."""
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         _measure(given, given.dataset or write_dataset(Path(folder) / "dataset", given.megabytes))
 
@@ -105,8 +106,10 @@ def write_dataset(folder: Path, megabytes: int) -> Path:
 
 
 def forget(path: Path) -> None:
-    """Asks the system to drop the files from its cache. It may decline, e.g. in a container's overlay for mapped
-    files."""
+    """Ask the system to drop the files from its cache.
+
+    It may decline, e.g. in a container's overlay for mapped files.
+    """
     for file in path.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -116,7 +119,7 @@ def forget(path: Path) -> None:
 
 
 def touch(path: Path) -> None:
-    """Reads every file once, so that all is in the cache."""
+    """Read every file once, so that all is in the cache."""
     for file in path.iterdir():
         with open(file, "rb", buffering=0) as content:
             while content.read(1 << 24):
@@ -132,7 +135,7 @@ def _after(prepare: Callable[[], None], action: Callable[[], None]) -> float:
 
 
 def _bare(path: Path, given: argparse.Namespace, batches: int) -> None:
-    """The naive loader: a mapped file, sequences in random order, a tensor for each batch. One shard only."""
+    """Run the naive loader: a mapped file, sequences in random order, a tensor for each batch. One shard only."""
     index = TokenDataset(path).index
     tokens = np.memmap(path / index.shards[0].token_file.name, index.token_dtype, mode="r")
     order = np.random.default_rng(0).permutation((len(tokens) - 1) // given.seq_len)

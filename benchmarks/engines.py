@@ -75,7 +75,7 @@ class Engine:
         self._losses.append(sums.cross_entropy / sums.tokens)
 
     def sent(self) -> tuple[dict[str, int], float]:
-        """Collectives of a step by name, except those of a few numbers, and MiB of their tensors."""
+        """Return collectives of a step by name, except those of a few numbers, and MiB of their tensors."""
         calls = [(name, size) for name, size in collectives_of(self.step).calls if size > 256]
         return dict(Counter(name for name, _ in calls)), sum(size for _, size in calls) / MIB
 
@@ -92,13 +92,14 @@ class Engine:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure, write the results and return the exit code."""
     given, overrides = _parser().parse_known_args(arguments)
     overrides = [*(TINY if given.tiny else SHAPE if given.config == "debug.toml" else ()), *overrides]
     return exit_code_of(lambda: measure(given, overrides))
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Runs every number of ranks in turn, prints and writes the table."""
+    """Run every number of ranks in turn, print and write the table."""
     about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     rows = [row for world in given.worlds for row in rows_of_ranks(world, _measure_all, given, overrides)]
     common = {key: value for key, value in rows[0]["settings"].items() if key != "global_batch_size"}

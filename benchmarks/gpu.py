@@ -138,12 +138,13 @@ class Row:
 
     @staticmethod
     def of(fields: dict[str, Any]) -> Row:
-        """The row that another process has written as JSON."""
+        """Return the row that another process has written as JSON."""
         rate = fields["tokens_per_second"]
         return Row(**fields | {"tokens_per_second": rate and Spread(**rate)})
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure, write the results and return the exit code."""
     given, overrides = _parser().parse_known_args(arguments)
     return exit_code_of(lambda: measure(given, overrides))
 
@@ -248,7 +249,7 @@ def this_gpu() -> Hardware | None:
 
 
 def _in_a_process(name: str, given: argparse.Namespace, overrides: list[str], seconds: float) -> Row:
-    """The row, measured by a process with the GPU to itself; with the reason if the process fails."""
+    """Return the row, measured by a process with the GPU to itself; with the reason if the process fails."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "row.json"
         command = [sys.executable, __file__, "--row", name, "--row-file", str(file), *overrides]
@@ -268,7 +269,7 @@ def _in_a_process(name: str, given: argparse.Namespace, overrides: list[str], se
 
 
 def _attempt(name: str, given: argparse.Namespace, overrides: list[str]) -> Row:
-    """The row, or a row that says why not."""
+    """Return the row, or a row that says why it could not be measured."""
     try:
         return _measure(name, config_of(name, given, overrides), given, joined().device)
     except UserError as error:
@@ -282,6 +283,7 @@ def _attempt(name: str, given: argparse.Namespace, overrides: list[str]) -> Row:
 
 
 def config_of(name: str, given: argparse.Namespace, overrides: list[str]) -> Config:
+    """Return the config of row `name`; later overrides win."""
     shape, state, (micro, microbatches), variants = parts_of(name)
     options = [*COMMON, *STATES[state], *(option for variant in variants for option in OPTIONS[variant])]
     options += [f"--train.micro_batch_size={micro}", f"--train.global_batch_size={micro * microbatches}"]

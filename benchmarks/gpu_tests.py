@@ -53,5 +53,6 @@ def run_tests(seconds: float, folders: tuple[str, ...] = FOLDERS) -> dict[str, A
 
 
 def summary(tests: dict[str, Any]) -> str:
+    """Return a line of counts, seconds and the end of the tests, and a line for each failure."""
     counts = ", ".join(f"{tests['counts'].get(word, 0)} {word}" for word in OUTCOMES)
     return "\n".join([f"tests: {counts} in {tests['seconds']:.0f} s, {tests['ended']}", *tests["failures"]])

@@ -23,7 +23,7 @@ _ATTENTION = re.compile(r"flash|fmha|attention|sdpa|flex_|pytorch_.*scaled_dot",
 
 
 def kind_of(name: str) -> str:
-    """ "attention", "products" or "other", for a kernel's or operator's name."""
+    """Return "attention", "products" or "other" for a kernel's or operator's name."""
     if _ATTENTION.search(name):
         return "attention"
     return "products" if _PRODUCT.search(name) else "other"
@@ -39,7 +39,7 @@ def shares(times: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def largest_other(times: Iterable[tuple[str, float]], count: int = 8) -> list[tuple[str, float]]:
-    """The slowest kernels outside products and attention, with their share of the whole: where to look first."""
+    """Return the slowest kernels outside products and attention, with their share of the whole: where to look first."""
     times = list(times)
     whole = sum(seconds for _, seconds in times) or 1.0
     others = [(name[:120], seconds / whole) for name, seconds in times if kind_of(name) == "other"]

@@ -73,7 +73,7 @@ TINY = (
 
 
 def configure(config: str, *overrides: str) -> Config:
-    """The config as a benchmark runs it; later overrides win."""
+    """Return the config as a benchmark runs it; later overrides win."""
     return load_config(["--config", config, *LEARNABLE, *overrides])
 
 
@@ -99,7 +99,7 @@ def settings_of(
 
 
 def joined() -> World:
-    """This process among the others on this machine, which it joins on the first call."""
+    """Return the process among the others on this machine, which it joins on the first call."""
     if not dist.is_initialized():
         join(read_world())
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -216,7 +216,7 @@ class BareLoop:
         self._losses.append(total / tokens)
 
     def _loss(self, micro: Batch) -> Tensor:
-        """Summed over the tokens of a microbatch."""
+        """Return the loss, summed over the tokens of a microbatch."""
         return _cross_entropy(self.model(micro.tokens), micro.labels)
 
     def losses(self) -> list[float]:
@@ -277,7 +277,7 @@ def why_no_llama() -> str | None:
 
 
 def make_batches(config: Config, count: int, device: torch.device) -> list[Batch]:
-    """This process' part of the first `count` batches that forge's loader gives, on the device."""
+    """Return this rank's part of the first `count` batches that forge's loader gives, on the device."""
     loader = Loader(
         build_dataset(config),
         global_batch_size=config.train.global_batch_size,
@@ -334,6 +334,6 @@ def compare(
 
 
 def known_peak(config: Config, device: torch.device) -> float | None:
-    """The GPU's peak for the products of this config, FLOP/s: float8's for float8. None if unknown."""
+    """Return the GPU's peak for the products of this config, FLOP/s: float8's for float8. None if unknown."""
     float8: Any = config.precision.float8 != "none"
     return peak_flops(device, "float8" if float8 else config.precision.compute)

@@ -44,7 +44,7 @@ COUNTS = {
 def parser(
     description: str | None, *, config: str = "", tiny: bool = True, **counts: int
 ) -> argparse.ArgumentParser:
-    """The options shared by benchmarks.
+    """Return a parser of the options shared by benchmarks.
 
     `config`: default of --config; "" leaves the option out. `counts`: defaults of the available options of COUNTS.
     """
@@ -148,6 +148,7 @@ def require_learning(name: str, losses: Sequence[float], least_gain: float = LEA
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait until a CUDA device has finished its work; no effect on others."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -223,6 +224,7 @@ def heading(name: str, about: dict[str, Any]) -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

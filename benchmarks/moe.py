@@ -81,7 +81,7 @@ class ExpertsLoop(ForgeLoop):
                 module.forward = functools.partial(padded, module)
 
     def load(self) -> float:
-        """The most visited expert's part of the last step, in even shares; mean over layers."""
+        """Return the most visited expert's part of the last step, in even shares; mean over layers."""
         counts = torch.stack([router.previous_counts for router in self.model.routers.values()]).double()
         return (counts.amax(1) / counts.mean(1)).mean().item()
 
@@ -94,6 +94,7 @@ def draw(skew: float, top_k: int, scores: Tensor) -> Tensor:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure, write the results and return the exit code."""
     given, overrides = _parser().parse_known_args(arguments)
     return exit_code_of(lambda: measure(given, [*(TINY if given.tiny else ()), *overrides]))
 
@@ -125,7 +126,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _configs(given: argparse.Namespace, overrides: list[str]) -> tuple[Config, Config]:
-    """A dense model, and a mixture whose active experts are together as wide."""
+    """Return a dense model, and a mixture whose active experts are together as wide."""
     dense = configure(given.config, *SIZE, *overrides)
     width, rest = divmod(dense.model.ffn_dim, given.top_k)
     if rest:

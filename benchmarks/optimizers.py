@@ -60,7 +60,7 @@ class Update:
         self.name, self.step = name, step
 
     def sent(self) -> tuple[dict[str, int], float]:
-        """Collectives by name, except those of a few numbers, and MiB of their tensors."""
+        """Return collectives by name, except those of a few numbers, and MiB of their tensors."""
         calls = [(name, size) for name, size in collectives_of(self.step).calls if size > 256]
         return dict(Counter(name for name, _ in calls)), sum(size for _, size in calls) / MIB
 
@@ -71,6 +71,7 @@ class Update:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure, write the results and return the exit code."""
     given, overrides = _parser().parse_known_args(arguments)
     return exit_code_of(lambda: measure(given, overrides))
 
@@ -127,7 +128,7 @@ def _measure(
 
 
 def _with_gradients(config: Config, device: torch.device) -> tuple[ParallelModel, Any]:
-    """The model with the gradient of one batch, and the ranks that share its matrices."""
+    """Return the model with the gradient of one batch, and the ranks that share its matrices."""
     degrees = check_world(config, dist.get_world_size())
     meshes = make_meshes(degrees, device.type)
     model = build_parallel_model(config, meshes, device)

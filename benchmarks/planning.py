@@ -55,6 +55,7 @@ BAR = 0.2
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure, write the results and return the exit code."""
     given = parser(__doc__, rounds=3, steps=5, warmup=2, threads=1).parse_args(arguments)
     return exit_code_of(lambda: compare(given))
 
@@ -113,7 +114,7 @@ def _one(
 def _run(
     device: torch.device, argv: list[str], warmup: int, steps: int, threads: int
 ) -> list[dict[str, float]]:
-    """The median time of this rank's steps, each a whole optimizer step on random tokens."""
+    """Return the median time of this rank's steps, each a whole optimizer step on random tokens."""
     torch.set_num_threads(threads)
     clock = time.process_time if torch.distributed.get_world_size() == threads == 1 else time.perf_counter
     config = load_config(argv)

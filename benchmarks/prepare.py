@@ -45,6 +45,7 @@ Prepare = Callable[[Path, Path, Path, int], None]
 
 
 def by_forge(text: Path, tokenizer: Path, output: Path, processes: int) -> None:
+    """Prepare with scripts/prepare_data.py, into a dataset in `output`."""
     # By its command, because workers started from this script would import its own imports, too.
     script = Path(__file__).resolve().parent.parent / "scripts" / "prepare_data.py"
     options = ["--input", text, "--tokenizer", tokenizer, "--output", output, "--workers", str(processes)]
@@ -52,6 +53,7 @@ def by_forge(text: Path, tokenizer: Path, output: Path, processes: int) -> None:
 
 
 def by_datasets(text: Path, tokenizer: Path, output: Path, processes: int) -> None:
+    """Prepare with Hugging Face datasets and tokenizers, into `output`/ids."""
     import datasets
     from tokenizers import Tokenizer
 
@@ -69,6 +71,7 @@ def by_datasets(text: Path, tokenizer: Path, output: Path, processes: int) -> No
 
 
 def by_pool(text: Path, tokenizer: Path, output: Path, processes: int) -> None:
+    """Prepare like Megatron: a pool of workers encodes, one process writes `output`/ids.bin and lengths.npy."""
     output.mkdir()
     with (
         open(text, encoding="utf-8") as lines,
@@ -104,6 +107,7 @@ CONTENDERS: dict[str, Prepare] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure, write the results and return the exit code."""
     given = _parser().parse_args(arguments)
     return exit_code_of(lambda: measure(given))
 
@@ -176,7 +180,7 @@ def _children() -> float:
 
 
 def write_text(path: Path, megabytes: int) -> Path:
-    """The Python standard library as JSON lines, a file each, as often as needed."""
+    """Write the Python standard library as JSON lines, a file each, as often as needed."""
     left = megabytes * 10**6
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py"))
     with open(path, "w", encoding="utf-8") as file:
@@ -191,12 +195,13 @@ def write_text(path: Path, megabytes: int) -> Path:
 
 
 def text_bytes(path: Path) -> int:
+    """Return the number of UTF-8 bytes of all texts in the JSON lines of `path`."""
     with open(path, encoding="utf-8") as lines:
         return sum(len(json.loads(line)["text"].encode()) for line in lines)
 
 
 def train(text: Path, path: Path) -> Path:
-    """A byte-level BPE of 8,192 ids, in the manner of GPT-2."""
+    """Train a byte-level BPE of 8,192 ids, in the manner of GPT-2."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

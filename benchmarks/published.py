@@ -93,6 +93,7 @@ def compare(only: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Print the comparison and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -40,6 +40,7 @@ TIERS = {"shared storage alone": [], "states on the nodes": [f"--checkpoint.loca
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure, write the results and return the exit code."""
     given = parser(__doc__, tiny=False).parse_args(arguments)
     return exit_code_of(lambda: measure(given))
 

@@ -87,6 +87,7 @@ Curves = dict[str, Curve]
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure, write the results and return the exit code."""
     given, overrides = _parser().parse_known_args(arguments)
     return exit_code_of(lambda: compare(given, overrides))
 

@@ -37,6 +37,7 @@ LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure, write the results and return the exit code."""
     given = _parser().parse_args(arguments)
     return exit_code_of(lambda: measure(given))
 
@@ -68,7 +69,7 @@ def measure(given: argparse.Namespace) -> None:
 
 
 def degrees_of(world: int) -> Degrees:
-    """A layout with as many axes as `world` ranks have room for."""
+    """Return a layout with as many axes as `world` ranks have room for."""
     if world % 2:
         raise UserError(f"{world} ranks cannot be divided by 2; give even numbers")
     tp, rest = 2, world // 2
@@ -88,10 +89,12 @@ def degrees_of(world: int) -> Degrees:
 
 
 def forge_meshes(degrees: Degrees) -> None:
+    """Make forge's meshes."""
     make_meshes(degrees, "cpu")
 
 
 def mesh_per_view(degrees: Degrees) -> None:
+    """Make a mesh for each view of the ranks with init_device_mesh, which shares no groups."""
     d = degrees
     for shape in (
         (d.pp, d.dp_replicate, d.dp_shard * d.cp, d.tp),
@@ -105,6 +108,7 @@ MAKERS: dict[str, Callable[[Degrees], None]] = {"forge": forge_meshes, "init_dev
 
 
 def started(device: torch.device) -> list[Row]:
+    """Return this rank's row for each maker of meshes."""
     return [made(maker, "gloo, lazy" if os.environ[LAZY] == "1" else "gloo") for maker in MAKERS]
 
 
@@ -131,7 +135,7 @@ def made(maker: str, groups: str) -> Row:
 
 
 def _groups() -> list[Any]:
-    """The process groups that this rank is in."""
+    """Return the process groups that this rank is in."""
     return list(dist.distributed_c10d._world.pg_map)
 
 

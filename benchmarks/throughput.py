@@ -70,6 +70,7 @@ FEATURES = {
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure, write the results and return the exit code."""
     given, overrides = _parser().parse_known_args(arguments)
     given.barred = given.config == "debug.toml" and not given.tiny and not overrides
     if given.barred:

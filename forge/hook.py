@@ -79,53 +79,52 @@ class Hook:
     """The import path of a hook from the config; empty for forge's own."""
 
     def before_run(self, step: int) -> None:
-        """Called before the run's first step. Everything is built, and `step` steps have been made (0: a new history)."""
+        """At the start of the run, with everything built and `step` steps made (0: a new history)."""
 
     def after_rollback(self, step: int) -> None:
-        """Called when the run has rolled back to the state after `step`. Drop your records of later steps: they are
-        repeated.
+        """After the run has rolled back to the state after `step`.
+
+        Drop your records of later steps: they are repeated.
         """
 
     def after_run(self) -> None:
-        """Called at the end of the run, also after an error, in reverse order, for every hook whose `before_run` has
-        returned.
-        """
+        """At the end of the run, also after an error. Called in reverse order for hooks whose `before_run` has returned."""
 
     def before_step(self, step: int) -> None:
-        """Called before step `step`, counted from 1."""
+        """Before step `step`, counted from 1."""
 
     def before_data(self, step: int) -> None:
-        """The batch is about to be read."""
+        """Before the batch is read."""
 
     def after_data(self, step: int) -> None:
-        """Called when the batch is on the device, or on its way."""
+        """Once the batch is on the device, or on its way."""
 
     def before_gradients(self, step: int) -> None:
-        """The gradients are about to be computed."""
+        """Before the gradients are computed."""
 
     def after_gradients(self, step: int) -> None:
-        """Called when the gradients of the global batch are in `trainer.model.shards`, not yet clipped."""
+        """Once the gradients of the global batch are in `trainer.model.shards`, not yet clipped."""
 
     def before_optimizer(self, step: int) -> None:
-        """Called before the parameters are updated. Gradients are clipped; with `compile.optimizer` the update clips them."""
+        """Before the parameters are updated. Gradients are clipped; with `compile.optimizer` the update clips them."""
 
     def after_optimizer(self, step: int) -> None:
-        """Called when the optimizer has updated its shards of the parameters."""
+        """After the optimizer has updated its shards of the parameters."""
 
     def after_step(self, step: int) -> None:
-        """Called when the step has been launched; on a GPU it may still be running."""
+        """After the step has been launched; on a GPU it may still be running."""
 
     def after_result(self, result: StepResult) -> None:
-        """The device has finished step `result.step`."""
+        """After the device has finished step `result.step`."""
 
     def after_evaluation(self, step: int, losses: Mapping[str, float]) -> None:
-        """Called with the held-out losses after `step`, by name; equal on all ranks."""
+        """With the held-out losses after `step`, by name; equal on all ranks."""
 
     def before_save(self, step: int) -> None:
-        """Called before a checkpoint after `step` is made. Flush your files: a killed run resumes there."""
+        """Before a checkpoint after `step` is made. Flush your files: a killed run resumes there."""
 
     def after_save(self, step: int) -> None:
-        """Called when the checkpoint of `step` is complete and on disk. Later steps may have run since."""
+        """Once the checkpoint of `step` is complete and on disk. Later steps may have run since."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return this hook's state for the checkpoint, as JSON, equal on all ranks. The first rank's is saved.
@@ -135,8 +134,11 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`. Called on all ranks, in any layout, before `before_run` of a resumed run and
-        before `after_rollback`; not called if the checkpoint has no state of this hook."""
+        """Restore the result of `state_dict`.
+
+        Called on all ranks, in any layout, before `before_run` of a resumed run and before `after_rollback`; not called
+        if the checkpoint has no state of this hook.
+        """
 
 
 EVENTS = tuple(name for name in vars(Hook) if name.startswith(("before_", "after_")))
@@ -186,8 +188,9 @@ class Hooks:
             )
 
     def _with_state(self) -> Iterator[tuple[str, Hook]]:
-        """Yield (path, hook) for each hook from the config that has state. The second hook of one path is named
-        `PATH (2)`.
+        """Yield (path, hook) for each hook from the config that has state.
+
+        The second hook of one path is named `PATH (2)`.
         """
         seen: Counter[str] = Counter()
         for hook in self._hooks:

@@ -49,7 +49,7 @@ class Rates:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """This rank's part of the parameter `name`: constant metadata, and the tensor.
+    """The local part of the parameter `name`: constant metadata, and the tensor.
 
     parameter: the leaf that training updates: a DTensor under fsdp2, a flat slice under a contiguous-buffer engine.
     boxes: the local elements, one box after another, each in row-major order; empty if the rank holds none.

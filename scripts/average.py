@@ -20,6 +20,7 @@ from scripts.options import Options, exit_code_of
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Average checkpoints and return the exit code."""
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("checkpoints", type=Path, nargs="+", metavar="CHECKPOINT", help="folders of checkpoints, step-...")

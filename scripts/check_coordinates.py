@@ -24,6 +24,7 @@ from scripts.options import Options, exit_code_of, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Train, draw and return the exit code."""
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("--config", required=True, help="the recipe, a file or a name in configs/; overrides may follow")

@@ -42,6 +42,7 @@ fraction = number(float, lambda value: value > 0, "more than 0")
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Check this node's ranks and return the exit code: FAILED if a check failed."""
     given = _parser().parse_args(arguments)
     failed: list[str] = []
     if given.device == "cpu":

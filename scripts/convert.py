@@ -24,6 +24,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Convert weights and return the exit code."""
     given = _parser().parse_args(arguments)
     return exit_code_of(lambda: _run(given), f"interrupted; nothing was left at {given.output}")
 

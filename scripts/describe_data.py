@@ -17,6 +17,7 @@ from scripts.options import Options, count, exit_code_of
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Write the page and return the exit code."""
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("dataset", type=Path, metavar="DIR", help="a folder with a dataset.json")

@@ -19,6 +19,7 @@ from scripts.options import Options, exit_code_of
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Print the diagnosis and return the exit code."""
     parser = Options(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory, such as runs/debug")
     given = parser.parse_args(arguments)

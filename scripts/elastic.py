@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Train on a changing set of nodes. Start the meeting, then one agent per node, with one secret for all:
+"""Train on a changing set of nodes.
+
+Start the meeting, then one agent per node, with one secret for all:
 
     export FORGE_RENDEZVOUS_SECRET=$(openssl rand -hex 32)
     python scripts/elastic.py meeting --port 29400
@@ -25,6 +27,7 @@ from scripts.options import Options, exit_code_of
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run one of the subcommands and return the exit code."""
     parser = Options(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="meeting|agent|layouts")
     meeting = commands.add_parser(

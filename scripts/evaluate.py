@@ -32,6 +32,7 @@ from scripts.options import Options, count, exit_code_of, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure, print and return the exit code."""
     given = _parser().parse_args(arguments)
     return exit_code_of(lambda: _run(given))
 
@@ -89,6 +90,7 @@ def _open_source(path: str, given: argparse.Namespace, opened: TrainedModel) -> 
 
 
 def report(path: str, measured: Measured, as_json: bool, opened: TrainedModel) -> None:
+    """Print the loss on `path`, its perplexity and bits per byte: a line, or an object with `as_json`."""
     if as_json:
         fields = ("loss", "perplexity", "bits_per_byte", "tokens", "sequences", "text_bytes")
         record = {"data": path} | {name: getattr(measured, name) for name in fields}
@@ -110,6 +112,7 @@ def report(path: str, measured: Measured, as_json: bool, opened: TrainedModel) -
 
 
 def report_tasks(results: dict[str, dict[str, Any]], as_json: bool, opened: TrainedModel) -> None:
+    """Print the metrics of lm-eval's tasks: a line for each, or one object with `as_json`."""
     if as_json:
         _print_object({"tasks": results, "checkpoint": str(opened.path), "step": opened.step})
         return

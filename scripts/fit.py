@@ -23,7 +23,7 @@ from forge.runtime.errors import MissingExtra
 from forge.runtime.files import replace_atomically
 from forge.tools.report.read import read_run
 from forge.tools.sweep.law import OPERATIONS, Fit, fit_law
-from forge.tools.sweep.measured import Measured, best_of_each, find_runs, measure
+from forge.tools.sweep.measured import MeasuredRun, best_of_each, find_runs, measure
 from forge.tools.sweep.optima import PowerLaw, fit_power_law, least_at
 from scripts.options import Options, add_trust_option, count, exit_code_of, number
 
@@ -31,6 +31,7 @@ above_zero = number(float, lambda value: value > 0, "above 0")
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Fit the laws, print them and return the exit code."""
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="run directories, or folders of them")
@@ -99,11 +100,12 @@ def _run(given: argparse.Namespace) -> None:
         _page(given.output, given.metric, best, fit, found)
 
 
-def best_learning_rates(runs: list[Measured]) -> tuple[list[dict[str, float]], PowerLaw | None]:
-    """Return the best learning rate of each group of runs that differ only in the learning rate, and the power law of these
-    rates.
+def best_learning_rates(runs: list[MeasuredRun]) -> tuple[list[dict[str, float]], PowerLaw | None]:
+    """Return the best learning rate of each group of runs, and the power law of these rates.
+
+    Runs of a group differ only in the learning rate.
     """
-    groups: dict[tuple[float, float, float], list[Measured]] = defaultdict(list)
+    groups: dict[tuple[float, float, float], list[MeasuredRun]] = defaultdict(list)
     for run in runs:
         groups[run.parameters, run.tokens, run.batch].append(run)
     rows = []
@@ -114,12 +116,12 @@ def best_learning_rates(runs: list[Measured]) -> tuple[list[dict[str, float]], P
     return rows, fit_power_law(rows, "best", ("parameters", "tokens", "batch"))
 
 
-def best_batches(runs: list[Measured]) -> tuple[list[dict[str, float]], PowerLaw | None]:
+def best_batches(runs: list[MeasuredRun]) -> tuple[list[dict[str, float]], PowerLaw | None]:
     """Return the best batch, in tokens, for each pair of parameters and tokens, and the power law of these batches.
 
     runs: at their best learning rates.
     """
-    groups: dict[tuple[float, float], list[Measured]] = defaultdict(list)
+    groups: dict[tuple[float, float], list[MeasuredRun]] = defaultdict(list)
     for run in runs:
         groups[run.parameters, run.tokens].append(run)
     rows = []
@@ -136,7 +138,7 @@ def _law_as_json(found: tuple[list[dict[str, float]], PowerLaw | None]) -> dict[
     return {"optima": rows, "law": powers}
 
 
-def _budget(fit: Fit, runs: list[Measured], operations: float) -> dict[str, Any]:
+def _budget(fit: Fit, runs: list[MeasuredRun], operations: float) -> dict[str, Any]:
     n, d = fit.law.optimum(operations)
     return {
         "operations": operations,
@@ -146,7 +148,7 @@ def _budget(fit: Fit, runs: list[Measured], operations: float) -> dict[str, Any]
     }
 
 
-def _prediction(fit: Fit, runs: list[Measured], n: float, d: float) -> dict[str, Any]:
+def _prediction(fit: Fit, runs: list[MeasuredRun], n: float, d: float) -> dict[str, Any]:
     largest = max(OPERATIONS * run.parameters * run.tokens for run in runs)
     return {
         "parameters": n,
@@ -197,11 +199,11 @@ def _loss(one: dict[str, Any]) -> str:
     return f"loss {one['loss']:.4g} ({low:.4g} to {high:.4g}), {far}"
 
 
-def _page(path: Path, metric: str, best: list[Measured], fit: Fit, found: dict[str, Any]) -> None:
+def _page(path: Path, metric: str, best: list[MeasuredRun], fit: Fit, found: dict[str, Any]) -> None:
     try:
         from forge.tools.report.draw import Curve, curves
         from forge.tools.report.page import make_page
-        from forge.tools.report.parts import Part, Picture, Section, Table, Text
+        from forge.tools.report.parts import PageSection, Part, Picture, Table, TextBlock
     except MissingExtra as error:
         print(f"no page: {error}", file=sys.stderr)
         return
@@ -210,7 +212,7 @@ def _page(path: Path, metric: str, best: list[Measured], fit: Fit, found: dict[s
         for run in best
     ]
     table = Table("Runs and law", ["run", "parameters", "tokens", metric, "law"], rows)
-    parts: list[Part] = [Text("The law", _text(found))]
+    parts: list[Part] = [TextBlock("The law", _text(found))]
     sizes = sorted({run.parameters for run in best})
     drawn = []
     for color, size in enumerate(sizes):
@@ -221,7 +223,7 @@ def _page(path: Path, metric: str, best: list[Measured], fit: Fit, found: dict[s
         drawn.append(Curve(f"law, N = {size:.3g}", (tokens, law), color, run=1))
     picture = curves("law", drawn, metric, x="tokens", log_x=True, log=True, size=(10.4, 3.4))
     parts.append(Picture(f"{metric} by tokens, and the law", picture, table, wide=True))
-    page = make_page([read_run(run.path) for run in best], extra=[Section("Fitted laws", parts=parts)])
+    page = make_page([read_run(run.path) for run in best], extra=[PageSection("Fitted laws", parts=parts)])
     replace_atomically(path, page.encode())
     print(f"wrote {path}")
 

@@ -72,6 +72,7 @@ class Writing:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Print generated text and return the exit code."""
     given = _parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A model may generate any character, and a terminal may not have it.

@@ -27,6 +27,7 @@ from scripts.options import Options, count, exit_code_of, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Print the data of steps and return the exit code."""
     parser = _parser()
     given, overrides = parser.parse_known_args(arguments)
     if given.mixture == (given.step is not None) or (given.steps and not given.mixture):

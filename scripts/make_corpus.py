@@ -22,6 +22,7 @@ MANIFEST = Path(__file__).resolve().parent / "corpus.toml"
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Make the corpus and return the exit code."""
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("--size", default="whole", metavar="SIZE", help="small (about 50 MB of text) or whole (%(default)s)")

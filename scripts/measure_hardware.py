@@ -36,7 +36,7 @@ from forge.runtime.compat import cores
 from forge.tools.plan.node import clock_of, median_s
 from scripts.options import Options, exit_code_of, positive
 
-Rates = list[list[float]]
+MeasuredRates = list[list[float]]
 Clock = Callable[[], float]
 Turns = Iterator[list[torch.Tensor]]
 # Seconds of a call after which larger ones are not measured: a CPU that computes slowly in bfloat16 would take minutes.
@@ -66,8 +66,9 @@ def main(argv: list[str]) -> int:
 
 
 def measure(threads: int, computing: int = 1, *, tiny: bool = False) -> dict[str, Any]:
-    """Return the keys of a hardware file. computing: number of processes that compute at the same time; threads: of each of
-    them.
+    """Return the keys of a hardware file.
+
+    computing: number of processes that compute at the same time; threads: of each of them.
     """
     torch.set_num_threads(threads)
     card = torch.cuda.is_available()
@@ -129,7 +130,7 @@ def _compute(threads: int, ready: Any) -> None:
         torch.add(a @ b, b)
 
 
-def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> Rates:
+def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> MeasuredRates:
     """Time the three products of a linear layer in training, with a model's shapes: output, gradients of input and weight."""
     found = []
     size = 16
@@ -151,8 +152,9 @@ def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clo
 
 
 def _in_turns(shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> Turns:
-    """Return several lists of tensors, to be used in turn. There are so many that a list has left the caches before its
-    next use, as in a training step.
+    """Return several lists of tensors, to be used in turn.
+
+    There are so many that a list has left the caches before its next use, as in a training step.
     """
     size = dtype.itemsize * sum(math.prod(shape) for shape in shapes)
     number = max(1, min(64, (1 << (30 if device.type == "cuda" else 27)) // size))
@@ -161,7 +163,7 @@ def _in_turns(shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.
     )
 
 
-def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> Rates:
+def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> MeasuredRates:
     """Time causal attention of 8 heads of 64, forward and backward: 2 and 5 products over half the scores."""
     found = []
     seq = 32
@@ -183,7 +185,7 @@ def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Cl
     return found
 
 
-def _elementwise(device: torch.device, clock: Clock, largest: int) -> Rates:
+def _elementwise(device: torch.device, clock: Clock, largest: int) -> MeasuredRates:
     found = []
     size = 1 << 14
     while size <= largest:
@@ -225,7 +227,7 @@ def _link(card: bool, size: int) -> dict[str, float]:
     """Return latency and bandwidth of an all-reduce of two ranks, the bandwidth as that of a ring in one direction."""
     if card and torch.cuda.device_count() < 2:
         print(
-            "one card: the link between cards is not measured; write it into [node] and [cluster]",
+            "one GPU: the link between GPUs is not measured; write it into [node] and [cluster]",
             file=sys.stderr,
         )
         return {"gb_per_s": 50.0, "latency_us": 20.0}
@@ -258,8 +260,9 @@ def _rank(rank: int, port: int, card: bool, sizes: tuple[int, ...], answer: Any)
 
 
 def _together(tensor: torch.Tensor, device: torch.device, times: int = 40) -> float:
-    """Return the mean time of an all-reduce. Ranks on a CPU compute before each call. Both ranks make the same number of
-    calls.
+    """Return the mean time of an all-reduce.
+
+    Ranks on a CPU compute before each call. Both ranks make the same number of calls.
     """
     found = []
     factor = torch.randn(384, 384)

@@ -18,8 +18,9 @@ Number = TypeVar("Number", int, float)
 
 
 class Options(argparse.ArgumentParser):
-    """A command's parser, with the module's docstring as help. A mistake ends the command with one sentence on stderr and
-    exit code 2.
+    """A command's parser, with the module's docstring as help.
+
+    A mistake ends the command with one sentence on stderr and exit code 2.
     """
 
     def __init__(self, **rest: Any):
@@ -82,8 +83,9 @@ def exit_code_of_ranks(work: Callable[[Any], object], interrupted: str = "") -> 
 
 
 def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) -> Callable[[str], Number]:
-    """Return the `type` of an option for numbers that satisfy `holds`. allowed: describes them in messages, after "must
-    be".
+    """Return the `type` of an option for numbers that satisfy `holds`.
+
+    allowed: describes them in messages, after "must be".
     """
 
     def read(text: str) -> Number:

@@ -21,6 +21,7 @@ from scripts.options import Options, add_input_options, exit_code_of, number, po
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Prepare the dataset and return the exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
     if (given.packing is None) != (given.seq_len is None):
@@ -106,8 +107,9 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _slurm_part() -> tuple[int, int] | None:
-    """Return this process's part and the number of parts, from the Slurm job array, the srun step, or both. None outside of
-    Slurm.
+    """Return this process's part and the number of parts, from the Slurm job array, the srun step, or both.
+
+    None outside of Slurm.
     """
     variables = {
         name: os.environ.get(f"SLURM_{name}", "")

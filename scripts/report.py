@@ -28,6 +28,7 @@ from scripts.planned import Planner
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Write or serve the page and return the exit code."""
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory, such as runs/debug")

@@ -23,13 +23,14 @@ from forge.runtime.errors import FAILED, MissingExtra, UserError
 from forge.runtime.files import replace_atomically
 from forge.tools.report.read import read_run
 from forge.tools.sweep.local import run_sweep
-from forge.tools.sweep.results import Result, as_text, rows
+from forge.tools.sweep.results import SweepResult, as_text, rows
 from forge.tools.sweep.slurm import job_array
 from forge.tools.sweep.spec import Sweep, read_sweep
 from scripts.options import Options, exit_code_of
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Make and rank the runs, or print their job array, and return the exit code."""
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("sweep", type=Path, help="the file of the sweep; docs/guides/recipes.md describes it")
@@ -72,10 +73,10 @@ class Live:
         self._sweep, self._terminal = sweep, sys.stdout.isatty()
         self._seen: set[tuple[int, int]] = set()
 
-    def text(self, results: list[Result]) -> str:
+    def text(self, results: list[SweepResult]) -> str:
         return as_text(rows(results, list(self._sweep.keys)))
 
-    def show(self, results: list[Result]) -> None:
+    def show(self, results: list[SweepResult]) -> None:
         if self._terminal:
             print(f"\033[2J\033[H{self.text(results)}", flush=True)
             return
@@ -89,17 +90,17 @@ class Live:
                 )
 
 
-def _page(sweep: Sweep, results: list[Result], winner: str) -> None:
+def _page(sweep: Sweep, results: list[SweepResult], winner: str) -> None:
     try:
         from forge.tools.report.draw import Curve, curves
         from forge.tools.report.page import make_page
-        from forge.tools.report.parts import Part, Picture, Section, Table, Text
+        from forge.tools.report.parts import PageSection, Part, Picture, Table, TextBlock
     except MissingExtra as error:
         print(f"no page: {error}")
         return
     table = rows(results, list(sweep.keys))
     parts: list[Part] = [
-        Text("Overrides of the best trial", winner),
+        TextBlock("Overrides of the best trial", winner),
         Table(f"Trials by {sweep.metric}", list(table[0]), [list(row.values()) for row in table]),
     ]
     done = [row for row in table if row["result"] is not None]
@@ -122,7 +123,7 @@ def _page(sweep: Sweep, results: list[Result], winner: str) -> None:
         caption = f"The best {sweep.metric} at each {key}"
         parts.append(Picture(caption, drawing, Table(caption, [key, sweep.metric], points)))
     runs = [sweep.folder / result.trial.run_name(sweep.seeds[0]) for result in results if result.done]
-    page = make_page([read_run(path) for path in runs], extra=[Section("The sweep", parts=parts)])
+    page = make_page([read_run(path) for path in runs], extra=[PageSection("The sweep", parts=parts)])
     replace_atomically(sweep.folder / "report.html", page.encode())
     print(f"wrote {sweep.folder / 'report.html'}")
 

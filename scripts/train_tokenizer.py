@@ -12,6 +12,7 @@ from scripts.options import Options, add_input_options, exit_code_of, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Train the tokenizer and return the exit code."""
     parser = Options(description=__doc__)
     add = parser.add_argument
     add_input_options(add)

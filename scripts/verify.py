@@ -32,7 +32,7 @@ from forge.runtime.world import World
 from forge.tools.verify.compare import TOLERANCE
 from forge.tools.verify.in_place import verify_in_place, write_digests
 from forge.tools.verify.layouts import Case, parse_layouts, require_any
-from forge.tools.verify.library import Request, library_json, notes_on, verify_library
+from forge.tools.verify.library import LibraryRequest, library_json, notes_on, verify_library
 from forge.tools.verify.ranks import RankFailed
 from forge.tools.verify.record import Settings
 from forge.tools.verify.report import as_json, heading, last_line, outcome_line, precision_table, summary
@@ -45,6 +45,7 @@ minutes = number(float, lambda value: value > 0, "more than 0")
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Compare layouts and return the exit code: FAILED if any differs."""
     parser = _parser()
     given, overrides = parser.parse_known_args(arguments)
     if given.module is not None or given.parallelize is not None:
@@ -76,8 +77,8 @@ def _library(given: argparse.Namespace) -> list[Outcome]:
         raise UserError(
             f"--steps {given.steps}: --module needs 2 or more, one before and one after the checkpoint"
         )
-    request = Request(given.module, given.parallelize, given.make_optimizer or "", given.steps or 3)
-    progress = Progress(quiet=given.json)
+    request = LibraryRequest(given.module, given.parallelize, given.make_optimizer or "", given.steps or 3)
+    progress = ProgressPrinter(quiet=given.json)
     if not given.json:
         print(f"{given.module}, parallelised by {given.parallelize}; float64", flush=True)
     outcomes = verify_library(request, given.world_sizes or [2], progress.end)
@@ -100,7 +101,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
     if not given.json:
         print(heading(given.config, small, notes), flush=True)
     settings = _settings(given, small)
-    progress = Progress(quiet=given.json)
+    progress = ProgressPrinter(quiet=given.json)
     rounded = shrink(config, exact=False)[0] if given.precision else None
     if given.against is not None:
         report = _against(given, small, cases or [Case()], settings, progress)
@@ -180,7 +181,7 @@ def _layouts(
     rounded: Config | None,
     cases: list[Case] | None,
     settings: Settings,
-    progress: Progress,
+    progress: ProgressPrinter,
 ) -> Report:
     """Compare layouts with one process."""
     began = time.monotonic()
@@ -206,7 +207,7 @@ def _layouts(
 
 
 def _against(
-    given: argparse.Namespace, small: Config, cases: list[Case], settings: Settings, progress: Progress
+    given: argparse.Namespace, small: Config, cases: list[Case], settings: Settings, progress: ProgressPrinter
 ) -> Report:
     """Compare this checkout with another one."""
     if given.precision:
@@ -218,7 +219,7 @@ def _against(
         raise UserError(f"this checkout fails: {last_line(str(error))}") from None
 
 
-class Progress:
+class ProgressPrinter:
     """Prints a line for each layout. On a terminal it also shows the running layout below these lines."""
 
     def __init__(self, *, quiet: bool):

@@ -18,6 +18,7 @@ from scripts.options import Options, exit_code_of
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Compare the files and return the exit code: FAILED if any is damaged."""
     parser = Options(description=__doc__)
     parser.add_argument("dataset", metavar="DATASET", help="a folder with a dataset.json")
     given = parser.parse_args(arguments)

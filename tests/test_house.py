@@ -4,6 +4,7 @@ import ast
 import functools
 import pkgutil
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
 from graphlib import CycleError, TopologicalSorter
@@ -137,6 +138,12 @@ def at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 CODE = [*FILES, *(path for room in ("scripts", "benchmarks") for path in (ROOT / room).rglob("*.py"))]
+
+
+def test_a_class_name_means_one_class() -> None:
+    paths = [path for path in CODE if not path.is_relative_to(ROOT / "benchmarks")]
+    names = Counter(node.name for path in paths for node in tree(path).body if isinstance(node, ast.ClassDef))
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_only_tests_import_unittest() -> None:

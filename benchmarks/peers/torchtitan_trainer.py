@@ -51,7 +51,7 @@ class NoMemory:
 
 
 class Batches(BaseDataLoader):
-    """This rank's rows of the task's batches."""
+    """The local rows of the task's batches."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):

@@ -39,8 +39,9 @@ RANK_BYTES = 1024
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of the checkpoint of `step`. Each rank gives its own tensors, by name. Rank 0 writes `files`, by
-    relative path, and `layout`.
+    """The contents of the checkpoint of `step`.
+
+    Each rank gives its own tensors, by name. Rank 0 writes `files`, by relative path, and `layout`.
     """
 
     step: int
@@ -69,8 +70,9 @@ def write_checkpoint(
     rank = dist.get_rank(group)
 
     def begin() -> int | None:
-        """Make the partial folder on rank 0. Return an upper bound of the bytes to write; None if the step has a complete
-        checkpoint.
+        """Make the partial folder on rank 0.
+
+        Return an upper bound of the bytes to write; None if the step has a complete checkpoint.
         """
         if isinstance(contents, Exception):
             raise contents

@@ -237,7 +237,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Comparison:
+class IndexComparison:
     """The result of comparing one rank's wanted tensors with the index. Small, because it is sent to every rank."""
 
     missing: list[str]
@@ -245,7 +245,7 @@ class Comparison:
     asked: int  # bit i: this rank wants the i-th name of the index
 
 
-def compare(index: Metadata, wanted: NamedTensors) -> Comparison:
+def compare(index: Metadata, wanted: NamedTensors) -> IndexComparison:
     """Compare this rank's wanted tensors with the `index` of a checkpoint."""
     saved = index.state_dict_metadata
     missing, shapes = [], []
@@ -257,11 +257,11 @@ def compare(index: Metadata, wanted: NamedTensors) -> Comparison:
             shapes.append(f"{name} is {_shape(has.size)} there and {_shape(shard.global_shape)} here")
     asked = sum((name in wanted) << i for i, name in enumerate(saved))
     # One more than is shown, to report further ones.
-    return Comparison(missing[: _SHOWN + 1], shapes[: _SHOWN + 1], asked)
+    return IndexComparison(missing[: _SHOWN + 1], shapes[: _SHOWN + 1], asked)
 
 
 def refuse_misfits(
-    path: Path, index: Metadata, comparisons: list[Comparison], unused: Collection[str]
+    path: Path, index: Metadata, comparisons: list[IndexComparison], unused: Collection[str]
 ) -> None:
     """Raise UserError (exit 2), the same on every rank, if the `comparisons` of all ranks show a misfit."""
     names = list(index.state_dict_metadata)

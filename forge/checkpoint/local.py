@@ -36,8 +36,9 @@ _INDEX = ".metadata"
 
 
 class LocalTier:
-    """The states in `folder` on every node. `peers` other nodes keep copies of each file. Methods are collective over all
-    ranks.
+    """The states in `folder` on every node.
+
+    `peers` other nodes keep copies of each file. Methods are collective over all ranks.
     """
 
     def __init__(self, folder: Path, peers: int):
@@ -98,8 +99,9 @@ class LocalTier:
         on_every_rank("bringing files from other nodes", bring, self._group)
 
     def forget_after(self, step: int) -> list[SaveOutcome]:
-        """Remove the states of later steps (-1: all). Return the outcomes of saves that ended since the last call, like
-        `wait`.
+        """Remove the states of later steps (-1: all).
+
+        Return the outcomes of saves that ended since the last call, like `wait`.
         """
         outcomes = self.wait()
 
@@ -204,8 +206,9 @@ class LocalTier:
 
 
 def _problem(path: Path, expected: dict[str, Any]) -> str | None:
-    """Return the problem with a file of a local state, or None. An unreadable file counts as damaged, because a peer has a
-    copy.
+    """Return the problem with a file of a local state, or None.
+
+    An unreadable file counts as damaged, because a peer has a copy.
     """
     try:
         return None if entry(path) == expected else "has a wrong checksum"

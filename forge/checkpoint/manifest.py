@@ -49,7 +49,6 @@ def find_damage(
     Raises UserError (exit 77) for another format. Raises RanksFailed if files cannot be read for an unrelated reason, e.g.
     an unmounted file system.
     """
-
     files, problem = on_first_rank("reading the manifest", lambda: _read_files(folder), group)
     if problem is not None:
         return problem
@@ -108,8 +107,9 @@ def _find_changed(
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Turn an OSError of the body into Damaged if it shows damage of the file `name`, otherwise into an OSError with that
-    name.
+    """Turn an OSError of the body into Damaged if it shows damage of the file `name`.
+
+    Any other OSError becomes an OSError with that name.
     """
     try:
         yield
@@ -171,8 +171,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_digest(path: Path) -> str | None:
-    """Return the digest of the checkpoint's manifest, which identifies the checkpoint; None without a manifest. Not
-    collective.
+    """Return the digest of the checkpoint's manifest, which identifies the checkpoint; None without a manifest.
+
+    Not collective.
     """
     try:
         return str(read_manifest(path)["digest"])

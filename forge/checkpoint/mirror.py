@@ -63,8 +63,9 @@ class Mirror:
         self._thread.start()
 
     def copy(self, step: int) -> None:
-        """Copy the complete checkpoint of `step` in the background. It is not copied if a newer one is ready before the
-        copy begins.
+        """Copy the complete checkpoint of `step` in the background.
+
+        It is not copied if a newer one is ready before the copy begins.
         """
         self._newest, self._count = step, self._count + 1
         # Links, because the checkpoint may be removed before its copy; numbered, because a step may be saved again.
@@ -134,8 +135,9 @@ class Mirror:
                     self._remove(later, recursive=False)
 
     def _remove(self, step: int, recursive: bool) -> None:
-        """Remove the manifest of a copy that the index no longer lists, so a rebuilt index omits the copy. recursive:
-        remove all of it.
+        """Remove the manifest of a copy that the index no longer lists, so a rebuilt index omits the copy.
+
+        recursive: remove all of it.
         """
         folder = join(self._url, folders.step_name(step))
         try:

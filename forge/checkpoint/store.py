@@ -35,8 +35,9 @@ _TIMEOUT = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """The result of a save. seconds: from the call of `save` to its end on this rank; all other fields are equal on every
-    rank.
+    """The result of a save.
+
+    seconds: from the call of `save` to its end on this rank; all other fields are equal on every rank.
 
     error: None if the checkpoint of `step` is complete. cause: the cause of a failure.
     """
@@ -121,8 +122,9 @@ class Checkpoints:
         return self.poll()
 
     def poll(self) -> list[SaveOutcome]:
-        """Return the outcomes of saves that ended since the last call. Not collective: ranks may see an end at different
-        times.
+        """Return the outcomes of saves that ended since the last call.
+
+        Not collective: ranks may see an end at different times.
         """
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
@@ -222,8 +224,9 @@ class Checkpoints:
         self._outcomes.append(self._last)
 
     def _join(self) -> None:
-        """Wait for the save in flight and update `failures_in_row`. All ranks do this in the same call, so their counts
-        agree.
+        """Wait for the save in flight and update `failures_in_row`.
+
+        All ranks do this in the same call, so their counts agree.
         """
         if self._thread is not None:
             self._thread.join()

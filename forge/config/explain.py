@@ -55,8 +55,9 @@ def key_path(path: KeyPath) -> KeyPath:
 
 
 def explain(error: ValidationError, values: Values) -> dict[KeyPath, Problem | None]:
-    """Return path -> problem of each key or section that pydantic refused. None in place of a problem: a required key is
-    missing because no file is given.
+    """Return path -> problem of each key or section that pydantic refused.
+
+    None in place of a problem: a required key is missing because no file is given.
     """
     problems: dict[KeyPath, Problem | None] = {}
     for item in error.errors(include_url=False):

@@ -30,8 +30,9 @@ def import_paths(config: Config) -> dict[str, str]:
 
 
 def require_trust(config: Config, source: str, keys: Collection[str] | None = None) -> None:
-    """Raise UserError if a configuration names import paths. source: the opened file. keys: only these keys count; None:
-    all.
+    """Raise UserError if a configuration names import paths.
+
+    source: the opened file. keys: only these keys count; None: all.
 
     Importing a module runs its code, so a folder from someone else may not choose the module.
     """

@@ -90,8 +90,8 @@ def keys(schema: type[Config] = Config) -> dict[str, Key]:
 
 
 def title(section: type[Section]) -> str:
-    """Return the first paragraph of a section's docstring."""
-    return " ".join((section.__doc__ or "").strip().partition("\n\n")[0].split())
+    """Return a section's docstring in one line."""
+    return " ".join((section.__doc__ or "").split())
 
 
 def value_at(tree: Any, path: Iterable[Any]) -> Any:
@@ -118,8 +118,9 @@ def tables(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Return (key, old value, new value) for every key that differs, in schema order. The value of a key in an absent
-    section is None.
+    """Return (key, old value, new value) for every key that differs, in schema order.
+
+    The value of a key in an absent section is None.
 
     Secrets of URLs are redacted, and do not count as a difference.
     """
@@ -184,7 +185,7 @@ def allowed(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return ", or ".join([*([one_of + names] if names else []), *others])
     not_empty = any(hasattr(item, "min_length") for item in metadata)
     if origin is tuple and arguments[-1] is Ellipsis:
-        return f"list of {'at least one ' if not_empty else ''}{allowed(arguments[0])}"
+        return f"{'non-empty ' if not_empty else ''}list of {allowed(arguments[0])}"
     if origin is tuple:
         return f"list of {len(arguments)}: " + ", ".join(map(allowed, arguments))
     if origin is dict:

@@ -31,9 +31,9 @@ from forge.config.section import Section
 from forge.runtime.errors import UserError, nearest
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-Action = Literal["run", "help", "print_config", "plan"]
+CommandAction = Literal["run", "help", "print_config", "plan"]
 # If several are given, the first in this order counts.
-ACTIONS: dict[str, Action] = {"--help": "help", "--plan": "plan", "--print-config": "print_config"}
+ACTIONS: dict[str, CommandAction] = {"--help": "help", "--plan": "plan", "--print-config": "print_config"}
 SWITCHES = (*ACTIONS, "--json", "--search")
 FLAGS = (*SWITCHES, "--config", "--world-size", "--hardware")
 
@@ -46,7 +46,7 @@ class CommandLine:
     `load_config` reports together with the errors in the file.
     """
 
-    action: Action = "run"
+    action: CommandAction = "run"
     config: str | None = None
     raw: tuple[tuple[str, str], ...] = ()
     world_size: int | None = None
@@ -105,7 +105,7 @@ def parse_command_line(argv: list[str]) -> CommandLine:
     if "--plan" not in switches:
         alone = [name for name, there in given.items() if there]
         problems += [Problem((name,), "can only be used with --plan") for name in alone]
-    action: Action = next((ACTIONS[name] for name in ACTIONS if name in switches), "run")
+    action: CommandAction = next((ACTIONS[name] for name in ACTIONS if name in switches), "run")
     return CommandLine(
         action,
         config,

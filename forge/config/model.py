@@ -293,9 +293,7 @@ class ModelConfig(Section):
         return 0 if self.mtp is None else self.mtp.depth
 
     def streams_into(self, layer: int) -> int:
-        """Return the number of tensors that enter the layer with this global index: the stream, and the earlier saved
-        streams.
-        """
+        """Return the number of tensors that enter the layer: the stream, and earlier saved ones. layer: its global index."""
         saved = -(-layer // self.residual_block_size) if self.residual == "attention" else 0
         return 1 + saved
 
@@ -311,8 +309,9 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        """Fill in values that follow from other keys. A value that would not be an integer stays 0, and checks.py reports
-        it.
+        """Fill in values that follow from other keys.
+
+        A value that would not be an integer stays 0, and checks.py reports it.
         """
         if not isinstance(values, dict):
             return values

@@ -11,8 +11,10 @@ from forge.config.section import Count, ListOf, NonNegativeNumber, Section, Text
 
 
 class MuonConfig(Section):
-    """muon: matrices inside blocks are updated by Muon. All other parameters (embedding, head, norms, biases, routers,
-    convolutions) are updated by adamw with the keys of [optimizer].
+    """muon: matrices inside blocks are updated by Muon.
+
+    All other parameters (embedding, head, norms, biases, routers, convolutions) are updated by adamw with the keys of
+    [optimizer].
     """
 
     lr: NonNegativeNumber = Field(default=0.0, json_schema_extra={"default": "optimizer.lr"})
@@ -55,8 +57,9 @@ class GroupConfig(Section):
 
 
 class MupConfig(Section):
-    """The base model of mup and completep: the model for which the learning rate was tuned. For a model of the base sizes,
-    both equal standard.
+    """The base model of mup and completep: the model for which the learning rate was tuned.
+
+    For a model of the base sizes, both equal standard.
     """
 
     base_dim: Annotated[Count, unused_if("optimizer.parametrization", "standard")] = 0

@@ -15,8 +15,10 @@ Epsilon = Annotated[float, Ge(1e-30)]
 
 
 class Phase(Section):
-    """A stretch of the run; phases follow in order. Keys that a phase leaves out, and all keys after the last phase, have
-    the values of the other sections."""
+    """A stretch of the run; phases follow in order.
+
+    Keys that a phase leaves out, and all keys after the last phase, have the values of the other sections.
+    """
 
     until_tokens: Count = 0
     """The phase ends after the step that reaches this number of tokens of the whole run. 0: never, in the last phase."""

@@ -21,9 +21,10 @@ RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The values of one step. lr: the peak learning rate, by schedule.lr_rule. windows: the number of windows of
-    train.seq_len tokens that the step reads. weights: one for each source with a weight above 0 in some phase; None: the
-    weights of [data].
+    """The values of one step.
+
+    lr: the peak learning rate, by schedule.lr_rule. windows: the number of windows of train.seq_len tokens that the step
+    reads. weights: one for each source with a weight above 0 in some phase; None: the weights of [data].
     """
 
     global_batch_size: int
@@ -138,8 +139,9 @@ class Phases:
                 yield number, (batch, span.last["micro_batch_size"], span.last["seq_len"])
 
     def stretches(self) -> Iterator[tuple[int, StepPlan]]:
-        """Yield the first token and the plan of each phase. A phase with a ramp yields two: the values before and after the
-        ramp.
+        """Yield the first token and the plan of each phase.
+
+        A phase with a ramp yields two: the values before and after the ramp.
         """
         for span, constant in zip(self._spans, self._constant, strict=True):
             yield span.start, constant or self._plan(span.first)

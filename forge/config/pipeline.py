@@ -40,8 +40,9 @@ def _fewest_stages(config: Config) -> int:
 
 
 def _accepts(config: Config, stages: int) -> bool:
-    """Return whether the schedule works with this many stages. Each stage must get a layer, unless
-    pipeline.layers_per_stage is set.
+    """Return whether the schedule works with this many stages.
+
+    Each stage must get a layer, unless pipeline.layers_per_stage is set.
     """
     fewest, pp = _fewest_stages(config), config.parallel.pp
     if stages > config.model.n_layers and not isinstance(config.pipeline.layers_per_stage, tuple):

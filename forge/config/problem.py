@@ -55,9 +55,7 @@ def problem(key: str, allowed: str, remedy: str = "", *others: str) -> Problem:
 
 
 def with_values(problems: Iterable[Problem], config: Config, phase: int = 0) -> list[Problem]:
-    """Return `problems` with the values that their keys have in `config`, the configuration of the phase with number
-    `phase`.
-    """
+    """Return `problems` with the values of their keys in `config`, the configuration of the phase with number `phase`."""
     found = list(problems)
     tree = config.model_dump(mode="json") if found else {}
     return [replace(one, value=value_at(tree, one.key), phase=phase) for one in found]

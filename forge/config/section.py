@@ -28,8 +28,9 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Unused:
-    """Metadata of a key: the reason why it may have no effect. holds(config): whether the reason applies to a
-    configuration.
+    """Metadata of a key: the reason why it may have no effect.
+
+    holds(config): whether the reason applies to a configuration.
     """
 
     reason: str
@@ -37,18 +38,18 @@ class Unused:
 
 
 def unused(reason: str) -> Unused:
-    """The key never has an effect."""
+    """Mark a key that never has an effect."""
     return Unused(reason, lambda config: True)
 
 
 def used_if(key: str, *values: str) -> Unused:
-    """The key has an effect only if another `key` has one of `values`."""
+    """Mark a key that has an effect only if another `key` has one of `values`."""
     value_in = attrgetter(key)
     return Unused(f"{key} is not {' or '.join(values)}", lambda config: value_in(config) not in values)
 
 
 def unused_if(key: str, value: object) -> Unused:
-    """The key has no effect if another `key` has `value`."""
+    """Mark a key that has no effect if another `key` has `value`."""
     value_in, shown = attrgetter(key), "empty" if value in ("", ()) else str(value).lower()
     return Unused(f"{key} is {shown}", lambda config: value_in(config) == value)
 

@@ -1,4 +1,6 @@
-"""Token shards -> ordered samples -> batches. (forge/tools/prepare makes token shards from text.)
+"""Token shards -> ordered samples -> batches.
+
+(forge/tools/prepare makes token shards from text.)
 
     format.py      opens a dataset folder (docs/reference/data-format.md)
     raw.py, synthetic.py    token files of other programs, and a stream without a file

@@ -27,7 +27,7 @@ NO_TOKENIZER = "none"
 
 
 @dataclass(frozen=True)
-class Data:
+class RunData:
     """The data of a run, and the fingerprints with which a resumed run compares them."""
 
     dataset: PackedDataset
@@ -37,17 +37,18 @@ class Data:
 
 
 @caused_by(Cause.DATA)
-def open_data(config: Config) -> Data:
+def open_data(config: Config) -> RunData:
     """Open and check all data. Collective: an error on any rank is raised on every rank."""
     dataset = on_every_rank("opening the data", lambda: build_dataset(config))
     validation = on_every_rank("opening the held-out data", lambda: build_validation(config))
     tokenizer = on_every_rank("opening the tokenizer", lambda: build_tokenizer(config))
-    return Data(dataset, validation, tokenizer, input_fingerprints(dataset, tokenizer))
+    return RunData(dataset, validation, tokenizer, input_fingerprints(dataset, tokenizer))
 
 
 def build_dataset(config: Config) -> PackedDataset:
-    """Open the training samples. UserError if a source is missing, damaged or too short, or was made with another
-    tokenizer.
+    """Open the training samples.
+
+    UserError if a source is missing, damaged or too short, or was made with another tokenizer.
     """
     used = [config.data.sources[number] for number in used_sources(config)]
     sources = _open(config, used, "train")
@@ -113,8 +114,9 @@ def build_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def input_fingerprints(dataset: PackedDataset, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return key -> fingerprint (JSON) of the inputs that a resume must not change. Equal fingerprints give the same
-    samples.
+    """Return key -> fingerprint (JSON) of the inputs that a resume must not change.
+
+    Equal fingerprints give the same samples.
     """
     fingerprints: dict[str, Any] = {
         "data.tokenizer": tokenizer.fingerprint if tokenizer else None,

@@ -78,8 +78,9 @@ class BlockCache:
             ) from None
 
     def _take(self, layout: bytes, gib: float) -> None:
-        """Lock the folder for this layout. If it has another layout, empty it, provided that no process uses it; otherwise
-        raise UserError.
+        """Lock the folder for this layout.
+
+        If it has another layout, empty it, provided that no process uses it; otherwise raise UserError.
         """
         path = self.folder / "layout.json"
         with suppress(BlockingIOError):
@@ -162,8 +163,9 @@ class BlockCache:
             )
 
     def _make_room(self, folder: Path, more: int) -> None:
-        """Evict blocks until the set has room for one more block and for `more` further ones. `in_order_of_need` chooses
-        them.
+        """Evict blocks until the set has room for one more block and for `more` further ones.
+
+        `in_order_of_need` chooses them.
         """
         names = [name for name in os.listdir(folder) if not name.startswith(".")]
         surplus = len(names) - self._set_blocks + 1
@@ -198,8 +200,9 @@ def _partial(path: Path) -> Path:
 
 @contextmanager
 def _claim(path: Path) -> Iterator[int | None]:
-    """Claim the right to fetch a block. Yield the file to write. Yield None if another thread or process has fetched the
-    block.
+    """Claim the right to fetch a block.
+
+    Yield the file to write. Yield None if another thread or process has fetched the block.
     """
     partial = _partial(path)
     while True:

@@ -65,8 +65,7 @@ class PackedDataset:
         return dataset
 
     def continuing(self, order: Order, position: int, weights: Sequence[float] | None = None) -> Order:
-        """Return an order that follows the history up to global sample `position`, and then reads these sources with these
-        weights.
+        """Return an order that follows the history up to global sample `position`, then reads these sources and weights.
 
         weights: one per source; None: the sources' own.
         """

@@ -148,8 +148,9 @@ class TokenDataset:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """Return the document of each of `count` tokens, int32 `[count]`: 0 for the first token's document, 1 for the next,
-        ...
+        """Return the document of each of `count` tokens, int32 `[count]`.
+
+        The first token's document is 0, the next one is 1, ...
         """
         assert start >= 0 and start + count <= self.tokens
         steps = np.zeros(count, np.int32)
@@ -207,8 +208,9 @@ class TokenDataset:
         return RemoteArray(file, cache, dtype)
 
     def _checksums(self, number: int, record: FileRecord, block_file: FileRecord) -> Callable[[int], bytes]:
-        """Return a function from a block's index in `record` to its checksum. Checksums are read on demand, not held in
-        memory.
+        """Return a function from a block's index in `record` to its checksum.
+
+        Checksums are read on demand, not held in memory.
         """
         shard, first = self.index.shards[number], 0
         if record is shard.document_file:

@@ -27,8 +27,10 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Segment:
-    """`weights` apply from global sample `start` on, in blocks of `block`. drawn: samples of each source read before. Both
-    have an entry for each source of the history so far, in the order of first use.
+    """`weights` apply from global sample `start` on, in blocks of `block`.
+
+    drawn: samples of each source read before. Both have an entry for each source of the history so far, in the order of first
+    use.
     """
 
     start: int
@@ -96,8 +98,9 @@ class Order:
             self._stretches.append(Stretch(begin, mixture, drawn, self._padded(mixture.turns(begin))))
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Return (source, m): global sample `sample` is the m-th sample of that source. `sample` must not be in a skipped
-        range.
+        """Return (source, m): global sample `sample` is the m-th sample of that source.
+
+        `sample` must not be in a skipped range.
         """
         stretch = self._stretches[bisect_right(self._starts, sample) - 1]
         source, turns = stretch.mixture.turn(sample)

@@ -22,7 +22,7 @@ from forge.runtime.errors import UserError
 from forge.runtime.files import is_url
 from forge.runtime.remote import join, read_whole
 
-Kind = Literal["best_fit", "document"]
+PackingKind = Literal["best_fit", "document"]
 SEQUENCES = np.dtype("<u8")
 PIECES = np.dtype([("start", "<u8"), ("tokens", "<u4")])
 
@@ -47,7 +47,7 @@ class PlanIndex(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     version: Literal[1] = 1
-    kind: Kind
+    kind: PackingKind
     seq_len: int
     dataset: str
     sequences: int
@@ -66,7 +66,7 @@ def plan_name(kind: str, seq_len: int) -> str:
     return f"packing-{kind}-{seq_len}"
 
 
-class Plan:
+class PackingPlan:
     """An open plan: `sequences` sequences of one piece or more."""
 
     def __init__(self, index: PlanIndex, starts: Array, pieces: Array):
@@ -89,7 +89,7 @@ def open_plan(
     seq_len: int,
     dataset: str,
     open_file: Callable[[PlanFile, np.dtype], Array],
-) -> Plan:
+) -> PackingPlan:
     """Open a plan of the dataset in `folder` with fingerprint `dataset`; `open_file` opens a file of it.
 
     Raises UserError if it is missing, damaged, or of another dataset.
@@ -118,7 +118,7 @@ def open_plan(
             raise UserError(
                 f"{join(folder, file.name)}: has {found} bytes instead of {size}; remove the plan, and {remedy}"
             )
-    return Plan(index, open_file(files[0], SEQUENCES), open_file(files[1], PIECES))
+    return PackingPlan(index, open_file(files[0], SEQUENCES), open_file(files[1], PIECES))
 
 
 def _size(path: str) -> int:

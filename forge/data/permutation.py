@@ -16,14 +16,15 @@ _ROUNDS = 8  # four make a Feistel network pseudo-random; more are needed for ti
 
 
 def key_of(*parts: int | str) -> int:
-    """Return a 64-bit key of (seed, purpose, ...). Different parts give unrelated keys, which are the same on every
-    machine.
+    """Return a 64-bit key of (seed, purpose, ...).
+
+    Different parts give unrelated keys, which are the same on every machine.
     """
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 def scramble(value: int) -> int:
-    """The splitmix64 finaliser: a bijection of 64-bit integers in which every input bit moves every output bit."""
+    """Apply the splitmix64 finaliser: a bijection of 64-bit integers in which every input bit moves every output bit."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
     return value ^ (value >> 31)

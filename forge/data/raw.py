@@ -1,11 +1,11 @@
-"""Token files of other programs: a bare array of ids (`RawTokens`), and Megatron-LM's indexed datasets (`MegatronTokens`).
+r"""Token files of other programs: a bare array of ids (`RawTokens`), and Megatron-LM's indexed datasets (`MegatronTokens`).
 
 Such files have no checksum and do not record their greatest id, so ids are checked at every read.
 
 In a Megatron dataset `NAME.bin` holds the ids, `NAME.idx` their dtype and the document starts. The index, little-endian
 (megatron/core/datasets/indexed_dataset.py, `_IndexReader`):
 
-    9 bytes         "MMIDIDX\\0\\0"
+    9 bytes         "MMIDIDX\0\0"
     uint64          version, 1
     uint8           code of the ids' dtype
     uint64          S, number of sequences
@@ -44,7 +44,7 @@ _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _BLOCK = 1 << 20  # entries of the index per check, to bound memory
 
 
-class _File:
+class _CachedFile:
     """A local file, or a remote one read through a cache: its size in bytes, and parts of it as arrays."""
 
     def __init__(self, path: str, cache: BlockCache | None):
@@ -68,7 +68,7 @@ class _File:
 class MappedIds:
     """The integers of a headerless file, mapped into memory or remote; every read is checked."""
 
-    def __init__(self, file: _File, dtype: np.dtype, vocab_size: int):
+    def __init__(self, file: _CachedFile, dtype: np.dtype, vocab_size: int):
         self.path, self.dtype, self._vocab_size = file.path, dtype, vocab_size
         if not file.size:
             raise UserError(f"{file.path}: is empty")
@@ -114,7 +114,7 @@ class RawTokens(MappedIds):
         eos_id: int | None = None,
         cache: BlockCache | None = None,
     ):
-        self._file = _File(str(path), cache)
+        self._file = _CachedFile(str(path), cache)
         super().__init__(self._file, DTYPES[dtype], vocab_size)
         if eos_id is not None and eos_id >= vocab_size:
             raise UserError(
@@ -130,8 +130,9 @@ class RawTokens(MappedIds):
         return f"raw-{self.dtype.name}-{self._eos_id}-{sampled_digest(self._file)}"
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """Return the document of each of `count` tokens, int32 `[count]`: 0 for the first token's document, 1 for the next,
-        ...
+        """Return the document of each of `count` tokens, int32 `[count]`.
+
+        The first token's document is 0, the next one is 1, ...
         """
         if self._eos_id is None:
             return np.zeros(count, np.int32)
@@ -139,7 +140,7 @@ class RawTokens(MappedIds):
         return np.cumsum(np.concatenate([[False], ends[:-1]]), dtype=np.int32)
 
 
-def sampled_digest(file: _File) -> str:
+def sampled_digest(file: _CachedFile) -> str:
     """Return the SHA-256 of the file's size and of 64 evenly spaced blocks of 64 KiB, including the first and last.
 
     Reads 4 MB for any size. A file up to 4 MB is hashed whole. In a larger file, a change of a few bytes may go undetected,
@@ -163,7 +164,7 @@ class MegatronTokens(MappedIds):
         self.name = redact(str(path))
         prefix = str(path).removesuffix(".idx")
         self._index = f"{prefix}.idx"
-        index = self._index_file = _File(self._index, cache)
+        index = self._index_file = _CachedFile(self._index, cache)
         dtype, sequences, documents = _read_header(index)
         places = _HEADER_BYTES, _HEADER_BYTES + 4 * sequences, _HEADER_BYTES + 12 * sequences
         found, least = index.size, places[2] + 8 * documents
@@ -174,7 +175,7 @@ class MegatronTokens(MappedIds):
         self._lengths = index.array(np.dtype("<i4"), places[0], sequences)
         self._pointers = index.array(np.dtype("<i8"), places[1], sequences)
         self._firsts = index.array(np.dtype("<i8"), places[2], documents)
-        self._tokens = _File(f"{prefix}.bin", cache)
+        self._tokens = _CachedFile(f"{prefix}.bin", cache)
         super().__init__(self._tokens, dtype, vocab_size)
         self._check_sequences()
         self._check_documents()
@@ -189,8 +190,9 @@ class MegatronTokens(MappedIds):
         return f"megatron-{sampled_digest(self._tokens)}-{sampled_digest(self._index_file)}"
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """Return the document of each of `count` tokens, int32 `[count]`: 0 for the first token's document, 1 for the next,
-        ...
+        """Return the document of each of `count` tokens, int32 `[count]`.
+
+        The first token's document is 0, the next one is 1, ...
         """
         documents = range(self.documents)
         low = bisect_left(documents, start, key=self._start_of)
@@ -242,7 +244,7 @@ class MegatronTokens(MappedIds):
             )
 
 
-def _read_header(file: _File) -> tuple[np.dtype, int, int]:
+def _read_header(file: _CachedFile) -> tuple[np.dtype, int, int]:
     """Return the ids' dtype, the number of sequences and of document indices."""
     path, header = file.path, file.bytes(0, min(_HEADER_BYTES, file.size)) if file.size else b""
     if not header.startswith(MAGIC) or len(header) < _HEADER_BYTES:

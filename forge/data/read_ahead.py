@@ -35,8 +35,9 @@ Result = TypeVar("Result")
 def in_order(
     work: Callable[[Item], Result], items: Iterable[Item], ahead: int, closed: threading.Event | None = None
 ) -> Iterator[Result]:
-    """Yield `work(item)` for each item, in order. Up to `ahead` items are in work at once. Closing the generator ends the
-    threads.
+    """Yield `work(item)` for each item, in order.
+
+    Up to `ahead` items are in work at once. Closing the generator ends the threads.
 
     Raises CancelledError once `closed` is set, even while a store is slow. The threads are daemons, so neither this
     generator nor the process waits for outstanding requests.
@@ -82,8 +83,9 @@ def in_order(
 def read_samples(
     dataset: PackedDataset, samples: Iterable[tuple[PackedDataset, int]], ahead: int, closed: threading.Event
 ) -> Generator[tuple[np.ndarray, np.ndarray | None]]:
-    """Yield the sample of each pair (dataset, sample number), in order. Up to `ahead` samples of remote sources are read at
-    once.
+    """Yield the sample of each pair (dataset, sample number), in order.
+
+    Up to `ahead` samples of remote sources are read at once.
 
     All datasets have the sources of `dataset`, but may have other orders and masks. closed: ends a wait, see `in_order`.
     """
@@ -111,9 +113,7 @@ def is_remote(source: Source) -> bool:
 def _next_use(
     dataset: PackedDataset, name: str, position: list[int], first: np.ndarray, end: np.ndarray
 ) -> np.ndarray:
-    """Return, for each range of tokens first ... end - 1 of a source, the approximate number of samples until it is read
-    again.
-    """
+    """Return, for each range of tokens first ... end - 1, the approximate number of samples until it is read again."""
     order, windows = dataset.order, dataset.samples[name]
     number = order.sources.index(name)
     ranges = windows.over(first, end)
@@ -151,8 +151,7 @@ def wait_for(batches: queue.Queue[Result]) -> tuple[Result, Stall | None]:
 def next_uses(
     first: np.ndarray, end: np.ndarray, drawn: int, windows: int, permutation: Callable[[int], Permutation]
 ) -> np.ndarray:
-    """Return, for each range of windows first ... end - 1, the number of the source's samples until one of them is read
-    next.
+    """Return, for each range of windows first ... end - 1, the number of the source's samples until its next read.
 
     first, end: int64 `[n]`, non-empty ranges of about equal length. drawn: samples of the source read so far. permutation:
     epoch number -> permutation of `windows` windows.

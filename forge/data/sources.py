@@ -34,8 +34,9 @@ class Source(Protocol):
         """Return tokens start ... start + count - 1 `[count]`, any integer dtype; read-only."""
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """Return the document of each of `count` tokens, int32 `[count]`: 0 for the first token's document, 1 for the next,
-        ...
+        """Return the document of each of `count` tokens, int32 `[count]`.
+
+        The first token's document is 0, the next one is 1, ...
         """
 
 
@@ -88,8 +89,9 @@ def count_windows(source: Source, seq_len: int) -> int:
 
 
 def held_out_windows(windows: int, sequences: int) -> Sequence[int]:
-    """Return the windows that an evaluation of `sequences` sequences reads, ascending. windows: number of windows in the
-    source.
+    """Return the windows that an evaluation of `sequences` sequences reads, ascending.
+
+    windows: number of windows in the source.
 
     One fixed permutation selects them, because neighbouring windows would cover only a few documents. The result depends on
     `windows` and `sequences` alone, so all runs, seeds, steps and layouts read the same windows. A smaller evaluation reads

@@ -22,8 +22,9 @@ Row = tuple[np.ndarray, np.ndarray | None]
 
 @dataclass(frozen=True)
 class StepRows:
-    """The reads of one data rank in one step: row i is part `parts[i]`, of `seq_len` tokens, of global sample
-    `samples[i]`.
+    """The reads of one data rank in one step: row i is part `parts[i]` of global sample `samples[i]`.
+
+    Each part has `seq_len` tokens.
     """
 
     dataset: PackedDataset
@@ -36,8 +37,9 @@ class StepRows:
         return ((self.dataset, sample) for sample, _ in groupby(self.samples))
 
     def cut(self, windows: Iterator[Row]) -> Iterator[Row]:
-        """Yield the tokens and labels `[seq_len + 1]` of each row, and their documents. Rows at the end of a short sample
-        are shorter.
+        """Yield the tokens and labels `[seq_len + 1]` of each row, and their documents.
+
+        Rows at the end of a short sample are shorter.
 
         windows: samples from `reads()`, consumed in order.
         """
@@ -49,8 +51,9 @@ class StepRows:
 
 
 def part_of(window: Row, part: int, seq_len: int) -> Row:
-    """Return part `part` of a window: `seq_len` inputs and labels. Past the end of a short window, return one token, which
-    has no label.
+    """Return part `part` of a window: `seq_len` inputs and labels.
+
+    Past the end of a short window, return one token, which has no label.
     """
     tokens, owners = window
     start = min(part * seq_len, len(tokens) - 1)
@@ -60,8 +63,9 @@ def part_of(window: Row, part: int, seq_len: int) -> Row:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The samples of a step: `windows` whole samples of `dataset`, from global sample `sample` on. They are cut into
-    `batch` rows of `seq_len` tokens.
+    """The samples of a step: `windows` whole samples of `dataset`, from global sample `sample` on.
+
+    They are cut into `batch` rows of `seq_len` tokens.
     """
 
     dataset: PackedDataset

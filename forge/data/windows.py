@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from forge.data.format import TokenDataset
-from forge.data.packing import Plan, open_plan
+from forge.data.packing import PackingPlan, open_plan
 from forge.data.sources import Source, count_windows
 from forge.runtime.errors import UserError
 
@@ -23,8 +23,9 @@ class Windows(Protocol):
         """Return the ranges of the stream in a sample, in order: first token and number of tokens."""
 
     def read(self, window: int, documents: bool) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return tokens `[seq_len + 1]` or fewer. If requested, also return each token's document, int32, ascending
-        from 0.
+        """Return tokens `[seq_len + 1]` or fewer.
+
+        If requested, also return each token's document, int32, ascending from 0.
         """
 
     def over(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -55,11 +56,9 @@ class StreamWindows:
 
 
 class PackedWindows:
-    """The sequences of a packing plan: whole documents, or parts of longer ones, one after the other
-    (forge/data/packing.py).
-    """
+    """The sequences of a packing plan (forge/data/packing.py): whole documents, or parts of longer ones, in a row."""
 
-    def __init__(self, source: Source, plan: Plan):
+    def __init__(self, source: Source, plan: PackingPlan):
         self.source, self._plan = source, plan
         self.count = plan.sequences
         self.fingerprint = f"{source.fingerprint}-{plan.name}-{plan.digest[:16]}"
@@ -95,8 +94,9 @@ def windows_of(source: Source, seq_len: int, packing: str) -> Windows:
 def read_window(
     source: Source, window: int, seq_len: int, documents: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return tokens `[seq_len + 1]` of a window, or fewer at the end of the source. If requested, also return their
-    documents, int32.
+    """Return tokens `[seq_len + 1]` of a window, or fewer at the end of the source.
+
+    If requested, also return their documents, int32.
     """
     start = window * seq_len
     count = min(seq_len + 1, source.tokens - start)

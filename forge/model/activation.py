@@ -47,8 +47,9 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """g sigmoid(1.702 g) * (u + 1), where g is the gate, at most `limit`, and u is up, clamped to [-limit, limit]
-    (gpt-oss).
+    """Compute g sigmoid(1.702 g) * (u + 1) (gpt-oss).
+
+    g: the gate, at most `limit`. u: up, clamped to [-limit, limit].
     """
     gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)

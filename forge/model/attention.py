@@ -57,8 +57,9 @@ class AttentionFunction(Protocol):
     """The parameterless inner part of `Attention`: causal attention of one forward."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        """Return the mask with its table. Called once per forward and window. x `[batch, seq, dim]` gives dtype, device and
-        sizes.
+        """Return the mask with its table.
+
+        Called once per forward and window. x `[batch, seq, dim]` gives dtype, device and sizes.
         """
 
     def __call__(
@@ -90,8 +91,9 @@ class Attention(nn.Module):
         self.sinks = Sinks(config.n_heads) if config.attention_sinks else None
 
     def output(self, out: Tensor, x: Tensor) -> Tensor:
-        """out `[batch, heads, seq, v_dim]`, computed from input x `[batch, seq, dim]` -> gated and projected
-        `[batch, seq, dim]`.
+        """Gate and project out `[batch, heads, seq, v_dim]` to `[batch, seq, dim]`.
+
+        x `[batch, seq, dim]`: the input that out was computed from.
         """
         out = out.transpose(1, 2)
         if self.wg is not None:
@@ -107,8 +109,9 @@ class Attention(nn.Module):
         return q if self.factor == 1.0 else q * self.factor
 
     def rotated(self, x: Tensor, shared: Shared) -> Tensor:
-        """Rotate x `[batch, seq, heads, head_dim]` by the tokens' positions. Returns x itself in a layer without
-        positions.
+        """Rotate x `[batch, seq, heads, head_dim]` by the tokens' positions.
+
+        Returns x itself in a layer without positions.
         """
         if self.rotation is None:
             return x

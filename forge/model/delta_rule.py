@@ -1,5 +1,6 @@
-"""The gated delta rule: a matrix that every token decays, corrects and reads (Yang et al. 2024, "Gated Delta Networks",
-arXiv:2412.06464), token by token or in chunks.
+"""The gated delta rule: a matrix that every token decays, corrects and reads, token by token or in chunks.
+
+Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464:
 
     S_t = exp(g_t) S_{t-1};  S_t += beta_t k_t (v_t - S_t^T k_t)^T;  o_t = S_t^T q_t
 
@@ -71,8 +72,9 @@ def divide(
 
 
 def decayed_products(several: Sequence[Tensor], columns: Tensor, total: Tensor, seen: Tensor) -> list[Tensor]:
-    """Return for each `rows` of `several` `[..., size, size]`: sum_d rows_id columns_jd exp(total_id - total_jd) where `seen`
-    allows i to read j, else 0.
+    """Return the decayed products of each `rows` of `several` with `columns`: `[..., size, size]`.
+
+    Element i, j is sum_d rows_id columns_jd exp(total_id - total_jd) where `seen` allows i to read j, else 0.
 
     rows, columns `[..., size, key_dim]`; total `[..., size, decays]`, which never grows along the tokens; seen bool,
     false for all j > i. No exponent is above 0, so no exponential overflows.
@@ -86,25 +88,61 @@ def decayed_products(several: Sequence[Tensor], columns: Tensor, total: Tensor, 
     total = torch.cat([total, total[..., -1:, :].expand(*total.shape[:-2], missing, -1)], dim=-2)
     # Blocks on the diagonal, of doubling size. The lower left quarter of a block is the product of two factors: the decay up
     # to the first token of the second half, and the decay from there on. Neither can overflow.
-    found = [(rows * columns).sum(-1)[..., None, None] for rows in several]  # [..., blocks, 1, 1]
+    diagonals = [(rows * columns).sum(-1) for rows in several]
+    quarters: list[list[Tensor]] = [[] for _ in several]
     half = 1
     while half < total.shape[-2]:
         first, second = total.unflatten(-2, (-1, 2, half)).unbind(-3)
         middle = second[..., :1, :]
         early = (columns.unflatten(-2, (-1, 2, half))[..., 0, :, :] * (middle - first).exp()).mT
         late = (second - middle).exp()
-        for n, rows in enumerate(several):
-            below = rows.unflatten(-2, (-1, 2, half))[..., 1, :, :] * late @ early
-            upper, lower = found[n].unflatten(-3, (-1, 2)).unbind(-3)
-            above = torch.cat([upper, torch.zeros_like(below)], dim=-1)
-            found[n] = torch.cat([above, torch.cat([below, lower], dim=-1)], dim=-2)
+        for of_rows, rows in zip(quarters, several, strict=True):
+            of_rows.append(rows.unflatten(-2, (-1, 2, half))[..., 1, :, :] * late @ early)
         half *= 2
-    return [blocks[..., 0, :size, :size].masked_fill(~seen, 0.0) for blocks in found]
+    found = map(lower_triangle, diagonals, quarters)
+    return [matrix[..., :size, :size].masked_fill(~seen, 0.0) for matrix in found]
+
+
+@torch.library.custom_op("forge::lower_triangle", mutates_args=())
+def lower_triangle(diagonal: Tensor, quarters: Sequence[Tensor]) -> Tensor:
+    """Return matrices `[..., size, size]` with `diagonal` `[..., size]`, `quarters` below it, and zeros above it.
+
+    quarters[n] `[..., size / 2^(n + 1), 2^n, 2^n]`: the lower left quarters of the diagonal blocks of size 2^(n + 1).
+    An operator of its own: a compiler would write a kernel whose length is exponential in the number of quarters.
+    """
+    matrix = diagonal.new_zeros(*diagonal.shape, diagonal.shape[-1])
+    matrix.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+    for n, quarter in enumerate(quarters):
+        _quarters(matrix, 1 << n).copy_(quarter)
+    return matrix
+
+
+def _quarters(matrix: Tensor, half: int) -> Tensor:
+    """Return the lower left quarters, `half` wide, of the diagonal blocks: a view `[..., blocks, half, half]`."""
+    rows = matrix.unflatten(-2, (-1, 2, half))[..., 1, :, :]
+    return rows.unflatten(-1, (-1, 2, half))[..., 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+@lower_triangle.register_fake
+def _(diagonal: Tensor, quarters: Sequence[Tensor]) -> Tensor:
+    return diagonal.new_empty(*diagonal.shape, diagonal.shape[-1])
+
+
+def _keep_number(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.number = len(inputs[1])
+
+
+def _triangle_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
+    return grad.diagonal(dim1=-2, dim2=-1), [_quarters(grad, 1 << n) for n in range(ctx.number)]
+
+
+lower_triangle.register_autograd(_triangle_backward, setup_context=_keep_number)
 
 
 def outputs(chunks: Chunks, states: Tensor, seq: int) -> Tensor:
-    """Return `[batch, seq, heads, value_dim]`. states `[chunks, batch, heads, key_dim, value_dim]`: at the start of each
-    chunk.
+    """Return `[batch, seq, heads, value_dim]`.
+
+    states `[chunks, batch, heads, key_dim, value_dim]`: at the start of each chunk.
     """
     corrected = chunks.u - chunks.w @ states
     out = chunks.reads @ states + chunks.scores @ corrected  # [chunks, batch, heads, size, value_dim]
@@ -130,8 +168,9 @@ def recurrent_delta_rule(
     resets: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the same as `chunked_delta_rule`, token by token. state `[batch, heads, key_dim, value_dim]`: the initial
-    one; None: zeros.
+    """Compute the same as `chunked_delta_rule`, token by token.
+
+    state `[batch, heads, key_dim, value_dim]`: the initial one; None: zeros.
     """
     if state is None:
         state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])

@@ -46,7 +46,7 @@ class LocalDispatcher:
         return combine(rows.masked_fill(past, 0.0), weights, plan, self.kernels)
 
 
-class Plan(NamedTuple):
+class DispatchPlan(NamedTuple):
     """The stable order of choices by expert. Choice j of token t has number t * top_k + j.
 
     order: int64 `[tokens * top_k]`, the choice of each row. places: int64 `[tokens, top_k]`, the row of each choice.
@@ -58,16 +58,16 @@ class Plan(NamedTuple):
     counts: Tensor
 
 
-def sort_by_expert(experts: Tensor, n_experts: int) -> Plan:
+def sort_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
     """Return the plan for experts int64 `[tokens, top_k]`, each in 0 ... n_experts; n_experts means none."""
     by_expert, order = experts.flatten().sort(stable=True)
     # Counts by bisection: bincount's output has no static size, which would make the host wait for CUDA.
     bounds = torch.arange(n_experts + 1, device=order.device)
     counts = torch.searchsorted(by_expert, bounds).diff()
-    return Plan(order, _inverse(order).view_as(experts), counts)
+    return DispatchPlan(order, _inverse(order).view_as(experts), counts)
 
 
-def count_by_expert(experts: Tensor, n_experts: int) -> Plan:
+def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
     """Return the plan of `sort_by_expert` by counting: a few passes if compiled, slow if not.
 
     Requires that no token chooses an expert twice; n_experts may be repeated.
@@ -85,25 +85,26 @@ def count_by_expert(experts: Tensor, n_experts: int) -> Plan:
         rank = upto.gather(0, column.unsqueeze(0)).squeeze(0) - later - 1
         places.append(before[column] + rank)
     stacked = torch.stack(places, 1)
-    return Plan(_inverse(stacked.flatten()), stacked, counts[:-1])
+    return DispatchPlan(_inverse(stacked.flatten()), stacked, counts[:-1])
 
 
-def plan_rows(experts: Tensor, n_experts: int) -> Plan:
+def plan_rows(experts: Tensor, n_experts: int) -> DispatchPlan:
     """Return the plan for experts int64 `[tokens, top_k]`: by counting if this code is compiled, otherwise by sorting."""
     return (count_by_expert if torch.compiler.is_compiling() else sort_by_expert)(experts, n_experts)
 
 
-def spread_rows(x: Tensor, experts: Tensor, n_experts: int) -> tuple[Tensor, Plan]:
+def spread_rows(x: Tensor, experts: Tensor, n_experts: int) -> tuple[Tensor, DispatchPlan]:
     """x `[tokens, dim]`, experts int64 `[tokens, top_k]` -> rows `[tokens * top_k, dim]` sorted by expert, and the plan."""
     plan = plan_rows(experts, n_experts)
     return x.index_select(0, plan.order // experts.shape[1]), plan
 
 
 def group_by_expert(arriving: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Reorder `total` rows from (rank, expert) order to expert order; arriving int64 `[ranks, local experts]`: rows of
-    each.
+    """Reorder `total` rows from (rank, expert) order to expert order.
 
-    Return order and places, int64 `[total]`, and counts, int64 `[local experts]`, with the meanings that `Plan` has.
+    arriving int64 `[ranks, local experts]`: number of rows of each.
+
+    Return order and places, int64 `[total]`, and counts, int64 `[local experts]`, with the meanings that `DispatchPlan` has.
     """
     sizes = arriving.flatten()
     ends = sizes.cumsum(0)
@@ -146,7 +147,7 @@ def add_choices(rows: Tensor, places: Tensor) -> Tensor:
 
 
 def weigh_choices(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    """The same with weights `[tokens, top_k]`."""
+    """Add rows like `add_choices`, each times its weight; weights `[tokens, top_k]`."""
     missing = rows.shape[0] < places.numel()
     total = torch.zeros(places.shape[0], rows.shape[1], dtype=promoted(rows.dtype), device=rows.device)
     for column, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
@@ -177,8 +178,8 @@ def weigh_backward(
 class Kernels(NamedTuple):
     """Functions that move and add rows, which dispatchers call. `apply_blocks` replaces them by compiled ones."""
 
-    plan: Callable[..., Plan] = plan_rows
-    spread: Callable[..., tuple[Tensor, Plan]] = spread_rows
+    plan: Callable[..., DispatchPlan] = plan_rows
+    spread: Callable[..., tuple[Tensor, DispatchPlan]] = spread_rows
     group: Callable[..., tuple[Tensor, Tensor, Tensor]] = group_by_expert
     add: Callable[..., Tensor] = add_choices
     weigh: Callable[..., Tensor] = weigh_choices
@@ -188,23 +189,25 @@ class Kernels(NamedTuple):
 EAGER = Kernels()
 
 
-def spread(x: Tensor, experts: Tensor, n_experts: int, kernels: Kernels = EAGER) -> tuple[Tensor, Plan]:
+def spread(
+    x: Tensor, experts: Tensor, n_experts: int, kernels: Kernels = EAGER
+) -> tuple[Tensor, DispatchPlan]:
     """x `[tokens, dim]`, experts int64 `[tokens, top_k]` -> rows `[tokens * top_k, dim]` sorted by expert, and the plan."""
     rows, *plan = _Spread.apply(x, experts, n_experts, kernels)
-    return rows, Plan(*plan)
+    return rows, DispatchPlan(*plan)
 
 
-def take(x: Tensor, plan: Plan, n: int, kernels: Kernels = EAGER) -> Tensor:
+def take(x: Tensor, plan: DispatchPlan, n: int, kernels: Kernels = EAGER) -> Tensor:
     """x `[tokens, dim]` -> the first `n` rows of the plan, `[n, dim]`, each a copy of its token."""
     return _Take.apply(x, plan.order, plan.places, n, kernels)
 
 
-def add_up(rows: Tensor, plan: Plan, kernels: Kernels = EAGER) -> Tensor:
+def add_up(rows: Tensor, plan: DispatchPlan, kernels: Kernels = EAGER) -> Tensor:
     """rows `[n, dim]`, the first n of the plan -> for each token the sum of its choices' rows, `[tokens, dim]`."""
     return _AddUp.apply(rows, plan.order, plan.places, kernels)
 
 
-def combine(rows: Tensor, weights: Tensor, plan: Plan, kernels: Kernels = EAGER) -> Tensor:
+def combine(rows: Tensor, weights: Tensor, plan: DispatchPlan, kernels: Kernels = EAGER) -> Tensor:
     """rows `[n, dim]` sorted by expert, weights `[tokens, top_k]` -> weighted sums `[tokens, dim]`.
 
     n is at most tokens * top_k: choices with later places in the plan add nothing.

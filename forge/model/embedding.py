@@ -28,8 +28,9 @@ class Embedding(nn.Module):
         return 0.0
 
     def output(self, hidden: Tensor, labels: Tensor | None, loss: nn.Module) -> Tensor:
-        """Compute the same as `Head.forward`. No module hooks run, so under FSDP the weight must belong to the root's
-        unit.
+        """Compute the same as `Head.forward`.
+
+        No module hooks run, so under FSDP the weight must belong to the root's unit.
         """
         # Without hooks nothing else casts to the dtype that the weight computes in.
         return loss(hidden.to(self.weight.dtype), self.weight, labels)

@@ -51,8 +51,9 @@ def matrix_flops(module: nn.Module, seq_len: int) -> float:
 
 
 def mean_keys(seq_len: int, window: int) -> float:
-    """Return the mean number of keys that a token sees: the mean of min(i + 1, window) over a sequence. window 0: no
-    limit.
+    """Return the mean number of keys that a token sees: the mean of min(i + 1, window) over a sequence.
+
+    window 0: no limit.
     """
     reach = min(window or seq_len, seq_len)
     return (reach * (reach + 1) / 2 + (seq_len - reach) * reach) / seq_len

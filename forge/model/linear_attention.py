@@ -1,5 +1,7 @@
-"""Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464), with the projections and gates of Qwen3-Next, and Kimi Delta
-Attention (Kimi Team 2025, arXiv:2510.26692), whose decays and gates are finer and come from low-rank projections.
+"""Linear attention: Gated DeltaNet and Kimi Delta Attention.
+
+Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464) has the projections and gates of Qwen3-Next. The decays and gates of
+Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692) are finer and come from low-rank projections.
 
 In place of attention over all keys, each head has a state of fixed size, which tokens decay, correct and read
 (forge/model/delta_rule.py), so a layer's work is linear in the sequence. Queries, keys and values first pass a short
@@ -46,15 +48,18 @@ class Recurrence(Protocol):
         """
 
     def convolve(self, x: Tensor, weight: Tensor, mask: AttentionMask) -> Tensor:
-        """x `[batch, seq, channels]`, weight `[channels, size]`, whose last element multiplies the token itself -> shaped
-        like x.
+        """Convolve x `[batch, seq, channels]` with weight `[channels, size]`; the result is shaped like x.
+
+        The last element of the weight multiplies the token itself.
         """
 
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
     ) -> Tensor:
-        """Read the states. q, k `[batch, seq, heads, key_dim]`, v `[..., value_dim]`, beta `[batch, seq, heads]`, log_decay
-        `[..., 1 or key_dim]`.
+        """Read the states.
+
+        q, k `[batch, seq, heads, key_dim]`, v `[..., value_dim]`, beta `[batch, seq, heads]`, log_decay `[..., 1 or
+        key_dim]`.
 
         Returns the shape of v. v is in the compute dtype, all other inputs are in promote(float32, compute). The result may
         be in either. size: tokens per chunk.
@@ -169,7 +174,7 @@ class Decay(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(heads * channels))
 
     def forward(self, a: Tensor) -> Tensor:
-        """a `[batch, seq, heads * channels]` -> `[batch, seq, heads, channels]`, at most 0."""
+        """Return the log decays `[batch, seq, heads, channels]`, at most 0, of a `[batch, seq, heads * channels]`."""
         exact = promoted(a.dtype)
         a_log, dt_bias = (weight.to(exact) for weight in self.weights())
         sums, rates = (a.to(exact) + dt_bias).unflatten(-1, (-1, self.channels)), a_log.exp().unsqueeze(-1)

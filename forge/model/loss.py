@@ -126,8 +126,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class Vocabulary:
-    """The columns of the logits that this process has: all of them. An extension point: loss parallelism replaces this
-    class.
+    """The columns of the logits that this process has: all of them.
+
+    An extension point: loss parallelism replaces this class.
     """
 
     def locate(self, target: Tensor, columns: int) -> tuple[Tensor, Tensor | None]:
@@ -158,8 +159,9 @@ def chunk_loss(
     wants_grad: bool,
     vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the loss of one chunk: hidden `[chunk, dim]`, weight `[vocab, dim]`, target int64 and valid bool
-    `[chunk, 1]`.
+    """Compute the loss of one chunk.
+
+    hidden `[chunk, dim]`, weight `[vocab, dim]`, target int64 and valid bool `[chunk, 1]`.
 
     Returns `[cross_entropy, z_loss]` of its tokens, `[2, chunk, 1]` in promote(float32, compute), and the gradient of their
     objective with respect to the logits before the cap, `[chunk, vocab]` in hidden's dtype (None unless wanted). In rows

@@ -146,8 +146,9 @@ def _ranges(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert bool `[batch, rows, columns]` to flex_attention's form: a count per row, and columns with the chosen ones
-    first; int32.
+    """Convert bool `[batch, rows, columns]` to flex_attention's form, int32.
+
+    It is a count per row, and the columns with the chosen ones first.
     """
     index = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     count = chosen.sum(dim=-1)

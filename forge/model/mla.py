@@ -28,8 +28,9 @@ class Up(nn.Linear):
 
 
 class Latents(nn.Module):
-    """Passes on the latent and the key part that all heads share. An extension point: tensor parallelism replaces this
-    module.
+    """Passes on the latent and the key part that all heads share.
+
+    An extension point: tensor parallelism replaces this module.
     """
 
     def forward(self, latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

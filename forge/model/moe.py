@@ -56,8 +56,9 @@ class MoE(nn.Module):
         self.dispatch: Dispatcher = LocalDispatcher(moe.n_experts, drops=moe.capacity_factor > 0)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """x `[batch, seq, dim]`, labels int64 `[batch, seq]` -> `[batch, seq, dim]`. Tokens labelled IGNORE do not count in
-        balancing.
+        """x `[batch, seq, dim]`, labels int64 `[batch, seq]` -> `[batch, seq, dim]`.
+
+        Tokens labelled IGNORE do not count in balancing.
         """
         if self.shared is None:
             return self.routed(x, labels)

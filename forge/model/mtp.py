@@ -46,8 +46,9 @@ class Ahead(nn.Module):
         self.output_norm = norm_of(config, config.dim)
 
     def forward(self, x: Tensor, embedded: Tensor, shared: Any) -> Tensor:
-        """x (the hidden states of the previous module) and the embeddings, both `[batch, seq, dim]` ->
-        `[batch, seq, dim]`.
+        """Combine hidden states and embeddings, both `[batch, seq, dim]`, to `[batch, seq, dim]`.
+
+        x: the hidden states of the previous module.
         """
         joined = self.projection(self.embedding_norm(embedded), self.hidden_norm(x))
         return self.output_norm(super().forward(joined, shared))

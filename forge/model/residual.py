@@ -81,8 +81,10 @@ def mixed_of(block: type[nn.Module]) -> type[nn.Module]:
 
 
 class _Mix(torch.autograd.Function):
-    """Autograd function of the mix over depth. It saves references to the streams and two numbers per token and stream;
-    autograd would save float32 copies of the streams.
+    """Autograd function of the mix over depth.
+
+    It saves references to the streams and two numbers per token and stream; autograd would save float32 copies of the
+    streams.
     """
 
     @staticmethod

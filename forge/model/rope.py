@@ -63,8 +63,9 @@ def score_factor(scaling: RopeScalingConfig | None) -> float:
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
-    """Scale frequencies as Llama 3.1 does (Meta's llama-models, `apply_scaling`): keep high ones, divide low ones by
-    `factor`.
+    """Scale frequencies like Llama 3.1 (Meta's llama-models, `apply_scaling`).
+
+    It keeps high frequencies and divides low ones by `factor`.
 
     Between them it blends both, linearly in the number of rotations over the original context, from low_freq_factor to
     high_freq_factor.

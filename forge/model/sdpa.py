@@ -16,10 +16,10 @@ from forge.model.norm import promoted
 
 
 class SdpaAttention:
-    """PyTorch's kernels: causal SDPA for a plain causal mask; otherwise flex_attention on CUDA, SDPA with a dense table
-    elsewhere.
+    """PyTorch's kernels: causal SDPA for a plain causal mask, else flex_attention or SDPA with a dense table.
 
-    float64 on CUDA uses the dense table too, because flex_attention does not support it.
+    CUDA has flex_attention, other devices the dense table. float64 on CUDA uses the dense table
+    too, because flex_attention does not support it.
     """
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:

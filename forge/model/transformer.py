@@ -258,8 +258,9 @@ class Transformer(nn.Module):
         return matrix_flops(self, seq_len) + product * (tied + len(self.ahead))
 
     def heads(self) -> dict[str, int]:
-        """Return parameter name -> number of heads, for the query, key and value projections, whose rows are divided into
-        heads.
+        """Return parameter name -> number of heads, for the query, key and value projections.
+
+        Their rows are divided into heads.
         """
         attentions: dict[str, Any] = {layer: block.attention for layer, block in self.layers.items()}
         return {
@@ -269,8 +270,9 @@ class Transformer(nn.Module):
         }
 
     def initial_values(self) -> dict[str, float | Normal | Uniform]:
-        """Return the initial value of each parameter of this part, by name. It is the same in every part with this
-        parameter.
+        """Return the initial value of each parameter of this part, by name.
+
+        It is the same in every part with this parameter.
         """
         return initial_values(self, self.config)
 

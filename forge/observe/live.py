@@ -20,7 +20,7 @@ PLAIN = " .:-=+*##"
 UP_AND_CLEAR = "\033[{}A\033[J"
 
 
-class Progress(NamedTuple):
+class TrainingLine(NamedTuple):
     """The readable part of a training line of the metrics. fields: as in metrics.jsonl."""
 
     fields: Mapping[str, Any]
@@ -57,13 +57,13 @@ class Means:
 class LiveHandler(logging.StreamHandler[TextIO]):
     """Writes log messages to a terminal and keeps the view below them.
 
-    A record whose `progress` is a Progress is shown in the view instead of as a line.
+    A record whose `progress` is a TrainingLine is shown in the view instead of as a line.
     """
 
     def __init__(self, stream: TextIO):
         super().__init__(stream)
         self._losses = Means()
-        self._progress: Progress | None = None
+        self._progress: TrainingLine | None = None
         self._height = 0
         encoding = (stream.encoding or "").lower().replace("-", "")
         self._blocks = BLOCKS if encoding == "utf8" else PLAIN
@@ -74,7 +74,7 @@ class LiveHandler(logging.StreamHandler[TextIO]):
             if self._height:
                 self.stream.write(UP_AND_CLEAR.format(self._height))
                 self._height = 0
-            if isinstance(progress, Progress):
+            if isinstance(progress, TrainingLine):
                 self._progress = progress
                 loss = progress.fields.get("loss")
                 if isinstance(loss, float) and loss == loss and abs(loss) != float("inf"):
@@ -95,7 +95,7 @@ class LiveHandler(logging.StreamHandler[TextIO]):
         except (OSError, ValueError):
             return 80
 
-    def _view(self, progress: Progress, columns: int) -> list[str]:
+    def _view(self, progress: TrainingLine, columns: int) -> list[str]:
         """Return the lines of the view, each shorter than the terminal's width, which would break longer ones."""
         step, total = progress.fields["step"], progress.total_steps
         width = columns - 1

@@ -121,8 +121,9 @@ class _Short(_Redacting):
 
 
 def _route_torch() -> None:
-    """Send torch's messages to forge's handlers. Remove torch's own handlers, which print on every rank. Does nothing if
-    TORCH_LOGS is set.
+    """Send torch's messages to forge's handlers.
+
+    Remove torch's own handlers, which print on every rank. Does nothing if TORCH_LOGS is set.
     """
     logging.getLogger(_NOISY).setLevel(logging.ERROR)
     if "TORCH_LOGS" in os.environ:

@@ -34,7 +34,7 @@ class MemoryReport(Hook):
     """
 
     def __init__(self, device: torch.device, report_event: Callable[..., None] = lambda *_, **__: None):
-        self.device, self._on_card = device, device.type == "cuda"
+        self.device, self._on_gpu = device, device.type == "cuda"
         self._report_event = report_event
         self.bytes: dict[str, int] = {}
         self.step = 0
@@ -55,7 +55,7 @@ class MemoryReport(Hook):
         return f"{sum(self.bytes.values()) / parameters:.2f} bytes per parameter on this rank: {each}"
 
     def before_step(self, step: int) -> None:
-        if not self.step and not self._on_card:
+        if not self.step and not self._on_gpu:
             self._resident_before = _resident()
         self.step = step
 
@@ -63,7 +63,7 @@ class MemoryReport(Hook):
         """Measure after the first step of this process."""
         if "activations" in self.bytes:
             return
-        if self._on_card:
+        if self._on_gpu:
             activations = torch.cuda.max_memory_allocated(self.device) - self._state()
         else:
             # The process held its parameters before it began to grow.
@@ -78,16 +78,16 @@ class MemoryReport(Hook):
         rows = [
             f"  {name:<13}{size / GIB:10.3f} GiB{_NOTES.get(name, '')}" for name, size in self.bytes.items()
         ]
-        where = "on its GPU" if self._on_card else "in its process"
+        where = "on its GPU" if self._on_gpu else "in its process"
         if "activations" in self.bytes:
-            rows[-1] += f", by the {'allocator' if self._on_card else 'growth of the process'}"
+            rows[-1] += f", by the {'allocator' if self._on_gpu else 'growth of the process'}"
         return "\n".join([f"memory of this rank {where}:", *(rows or ["  nothing is built yet"])])
 
     def state_dominates(self) -> bool:
         """Return whether parameters, gradients and optimizer use most of the memory, as far as known."""
         if not self.step:
             return True
-        if self._on_card:
+        if self._on_gpu:
             return 2 * self._state() > torch.cuda.get_device_properties(self.device).total_memory
         return "activations" in self.bytes and self._state() > self.bytes["activations"]
 

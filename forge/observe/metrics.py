@@ -15,7 +15,7 @@ from forge.hook import Hook, StepResult
 from forge.observe.collector import Collector
 from forge.observe.hardware import memory_gib, peak_flops
 from forge.observe.json_lines import JsonLines, read_lines, warn_of_gap
-from forge.observe.live import Progress
+from forge.observe.live import TrainingLine
 from forge.observe.monitors import is_monitored
 from forge.observe.progress import StepTimes
 from forge.observe.router_load import expert_map, load_fields
@@ -256,7 +256,7 @@ class MetricsWriter(Hook):
             counts = [of_layer["counts"] for of_layer in fields["routers"].values()]
             self._board.image(step, "routers/load", expert_map(counts))
         self._report_step(step)
-        progress = Progress(fields, steps, self._times.eta(self._steps_left(result)))
+        progress = TrainingLine(fields, steps, self._times.eta(self._steps_left(result)))
         log.info("%s", progress.text(), extra={"progress": progress})
 
     def _steps_left(self, result: StepResult) -> float:

@@ -209,8 +209,10 @@ class Monitors:
         return self._index[rows]
 
     def _watch(self, layer: int, block: Any) -> None:
-        """Hook a block. Hooks inside it only keep tensors; these are measured after the block returns. Activation
-        checkpointing would record any computation inside.
+        """Register hooks on a block.
+
+        They only keep tensors; these are measured after the block returns. Activation checkpointing would record
+        any computation inside.
         """
         seen = self._seen[layer] = []
         if "attention" in self._chosen and not self._compiled and hasattr(block.attention, "attend"):
@@ -265,8 +267,9 @@ class Monitors:
         _add(self._of_layer["experts"][layer], entropy, len(scores))
 
     def _measure_attention(self, layer: int, q: Tensor, k: Tensor, mask: Any, split: Any) -> None:
-        """Measure logits and entropy. q `[batch, heads, seq, head_dim]`, k `[batch, kv_heads, seq, head_dim]`, of this
-        rank's part.
+        """Measure logits and entropy.
+
+        q `[batch, heads, seq, head_dim]`, k `[batch, kv_heads, seq, head_dim]`, of this rank's part.
         """
         if split is not None:
             k = split.in_order(compat.all_gather(k.contiguous().unsqueeze(0), split.group))

@@ -26,16 +26,16 @@ log = logging.getLogger(__name__)
 
 # Job scripts restart the run exactly when its state is "stopped".
 State = Literal["running", "stopped", "finished", "failed"]
-Phase = Literal["set-up", "first step", "data", "step", "evaluation", "save", "end"]
+RunPhase = Literal["set-up", "first step", "data", "step", "evaluation", "save", "end"]
 
 
-class Phases(Hook):
+class RunPhases(Hook):
     """The run's current phase. Listeners limit or measure the time of each phase."""
 
     def __init__(self) -> None:
-        self._listeners: list[Callable[[Phase, int], None]] = []
+        self._listeners: list[Callable[[RunPhase, int], None]] = []
         self._first_step = 0
-        self.now: tuple[Phase, int] = ("set-up", 0)
+        self.now: tuple[RunPhase, int] = ("set-up", 0)
 
     def before_data(self, step: int) -> None:
         self.enter("data", step)
@@ -43,12 +43,12 @@ class Phases(Hook):
     def after_data(self, step: int) -> None:
         self.enter("step", step)
 
-    def listen(self, listener: Callable[[Phase, int], None]) -> None:
+    def listen(self, listener: Callable[[RunPhase, int], None]) -> None:
         """Call `listener(phase, step)` now and at each change."""
         self._listeners.append(listener)
         listener(*self.now)
 
-    def enter(self, phase: Phase, step: int = 0) -> None:
+    def enter(self, phase: RunPhase, step: int = 0) -> None:
         """End the previous phase. The first step of a process, with its wait for data, is a phase of its own."""
         if phase in ("data", "step"):
             self._first_step = self._first_step or step
@@ -59,7 +59,7 @@ class Phases(Hook):
                 listener(phase, step)
 
     @contextmanager
-    def during(self, phase: Phase, step: int) -> Iterator[None]:
+    def during(self, phase: RunPhase, step: int) -> Iterator[None]:
         """Enter `phase` for the body, then return to the previous phase."""
         before = self.now
         self.enter(phase, step)
@@ -77,7 +77,7 @@ class Reporter:
         self.directory, self.world, self.step, self._fallback = directory, world, 0, fallback
         self._begun = False
         self._status_failed = False
-        self.phases = Phases()
+        self.phases = RunPhases()
         self.memory = MemoryReport(world.device, self.event)
         self._events: JsonLines | None = None
         self._ledger: Ledger | None = None

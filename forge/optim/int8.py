@@ -28,8 +28,9 @@ ZERO = {"exp_avg_sq": -128}
 
 @dataclass
 class Region:
-    """Columns of all rows of one box: either whole quantisation blocks, or one partial block per row, cut by a shard
-    boundary.
+    """Columns of all rows of one box: whole quantisation blocks, or one partial block per row.
+
+    A shard boundary has cut a partial block.
 
     codes `[rows, columns]`, scales `[rows, blocks]`. saved: this rank saves the scales. For cut blocks only: agreed, int64
     `[rows]`, otherwise `[0]`: each row's index into the scales that ranks all-reduce; pending: values and their noise, kept
@@ -121,8 +122,10 @@ def cut_blocks(shape: torch.Size, boxes: Iterable[Box]) -> NDArray[np.int64]:
 
 
 def _divide(shape: torch.Size, box: Box) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """Divide a box at block boundaries. Yield columns [start, stop) of the global tensor and, for cut blocks, the number of
-    the block in each row: `[rows]`, otherwise `[0]`.
+    """Divide a box at block boundaries.
+
+    Yield columns [start, stop) of the global tensor and, for cut blocks, the number of the block in each row: `[rows]`,
+    otherwise `[0]`.
     """
     *counts, columns = shape or (1,)
     *tops, left = box.offsets or (0,)

@@ -1,6 +1,6 @@
 """Whole matrices for optimizers that need them, e.g. Muon, from shards of any engine and layout.
 
-Owners: each matrix has one owner among its holders, chosen to balance the work over all ranks.
+Owners: each matrix has one owner among its holders (forge/optim/owners.py).
 Transfers: one all-to-all sends the parts to the owners. Each owner computes on its whole matrices, those of one shape
 together. A second all-to-all returns the results to all holders. The owner's own parts are only copied.
 No matrix is computed twice, and replicas of a part get the same bits.
@@ -11,19 +11,23 @@ the results of the previous one are in flight.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge.optim.optimizer import gather_shard_boxes
+from forge.optim.owners import (
+    MatrixPart,
+    MatrixRun,
+    PartTransfer,
+    choose_owners,
+    divide_into_rounds,
+    find_runs,
+    parts_of,
+)
 from forge.shard import Box, Shard
 
 # On a CPU a larger round is not faster, and malloc returns its memory to the system each time.
@@ -31,95 +35,18 @@ ROUND_NUMEL = {"cuda": 1 << 24, "cpu": 1 << 19}
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a matrix stack: rows and columns `box` of `count` matrices of shard `number`, starting at its matrix
-    `first`.
-    """
-
-    number: int
-    first: int
-    count: int
-    box: Box
-
-    @property
-    def numel(self) -> int:
-        return self.count * self.box.numel
-
-
-Transfer: TypeAlias = tuple[Part, int, int]
-"""(part, source rank, destination rank)"""
-
-
-class Holders:
-    """The ranks that hold a matrix.
-
-    of_box: the ranks of each box of the matrix, in the same order on all ranks. numels: the elements that each rank holds.
-    """
-
-    def __init__(self, of_box: dict[Box, list[int]]):
-        self.of_box = of_box
-        numels: Counter[int] = Counter()
-        for box, ranks in of_box.items():
-            numels.update(dict.fromkeys(ranks, box.numel))
-        self.numels = dict(numels)
-
-    @cached_property
-    def preferred(self) -> np.ndarray:
-        """The ranks, int64 `[ranks]`, sorted by their number of elements, the most first, then by rank."""
-        return np.array(sorted(self.numels, key=lambda rank: (-self.numels[rank], rank)))
-
-    def have_all(self, rank: int) -> bool:
-        """Return whether `rank` holds the whole matrix."""
-        return self.numels.get(rank, 0) == sum(box.numel for box in self.of_box)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Consecutive matrices of shard `number` with the same holders and one owner."""
-
-    number: int
-    first: int
-    count: int
-    shape: tuple[int, ...]
-    holders: Holders
-    owner: int = -1
-
-    @property
-    def numel(self) -> int:
-        """Elements of one matrix."""
-        return self.shape[0] * self.shape[1]
-
-    @property
-    def work(self) -> int:
-        """Multiplications of one orthogonalisation step: the Gram matrix, its square, and one product with the matrix."""
-        short, long = sorted(self.shape)
-        return self.count * short * short * (2 * long + short)
-
-    def to_owner(self) -> Iterator[Transfer]:
-        for box, holders in self.holders.of_box.items():
-            # Prefer the owner's own copy. Otherwise vary the choice, so that it is not always the first rank.
-            source = self.owner if self.owner in holders else holders[self.owner % len(holders)]
-            yield Part(self.number, self.first, self.count, box), source, self.owner
-
-    def to_holders(self) -> Iterator[Transfer]:
-        for box, holders in self.holders.of_box.items():
-            for holder in holders:
-                yield Part(self.number, self.first, self.count, box), self.owner, holder
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Matrices of one shape, computed together on one rank: the matrices of `runs`, in order."""
+class MatrixBatch:
+    """Matrices of one shape, computed together on one rank: those of `runs`, one run after another."""
 
     shape: tuple[int, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[MatrixRun, ...]
 
     @property
     def count(self) -> int:
         return sum(run.count for run in self.runs)
 
 
-Function: TypeAlias = Callable[[Tensor, Batch], Tensor]
+Function: TypeAlias = Callable[[Tensor, MatrixBatch], Tensor]
 
 
 class WholeMatrices:
@@ -144,12 +71,12 @@ class WholeMatrices:
         self._heads = [1] * len(shards) if heads is None else list(heads)
         if round_numel is None:
             round_numel = ROUND_NUMEL["cuda" if any(s.parameter.is_cuda for s in shards) else "cpu"]
-        runs = _choose_owners(_find_runs(shards, self._heads, group))
+        runs = choose_owners(find_runs(shards, self._heads, group))
         held = [part for number in range(len(shards)) for part, _ in self._own_parts(number)]
-        self._rounds = [_Round(some, held, group) for some in _divide_into_rounds(runs, round_numel)]
+        self._rounds = [_Round(some, held, group) for some in divide_into_rounds(runs, round_numel)]
 
     @property
-    def batches(self) -> list[Batch]:
+    def batches(self) -> list[MatrixBatch]:
         """Return all matrices that this rank owns, in the order of the calls of the function."""
         return [batch for one in self._rounds for batch in one.batches]
 
@@ -187,12 +114,12 @@ class WholeMatrices:
                 views.append(pieces[piece][place].view(part.count, *part.box.sizes))
         return views
 
-    def _own_parts(self, number: int) -> Iterator[tuple[Part, tuple[int, slice]]]:
+    def _own_parts(self, number: int) -> Iterator[tuple[MatrixPart, tuple[int, slice]]]:
         shard = self._shards[number]
-        return _parts_of(shard.boxes, shard.global_shape, number, self._heads[number])
+        return parts_of(shard.boxes, shard.global_shape, number, self._heads[number])
 
 
-class _Place(NamedTuple):
+class _PartLocation(NamedTuple):
     """The location of a part in a list of tensors `[n, rows, columns]`."""
 
     tensor: int
@@ -207,11 +134,15 @@ class _Place(NamedTuple):
 class _Round:
     """The matrices of `runs`, which are sent from the holders of their parts to their owners, and back."""
 
-    def __init__(self, runs: Sequence[Run], held: Sequence[Part], group: dist.ProcessGroup | None):
+    def __init__(
+        self, runs: Sequence[MatrixRun], held: Sequence[MatrixPart], group: dist.ProcessGroup | None
+    ):
         me = 0 if group is None else group.rank()
         own = [run for run in runs if run.owner == me]
         shapes = dict.fromkeys(run.shape for run in own)
-        self.batches = [Batch(shape, tuple(run for run in own if run.shape == shape)) for shape in shapes]
+        self.batches = [
+            MatrixBatch(shape, tuple(run for run in own if run.shape == shape)) for shape in shapes
+        ]
         in_whole: dict[tuple[int, int], tuple[int, int]] = {}
         for index, batch in enumerate(self.batches):
             starts = itertools.accumulate((run.count for run in batch.runs), initial=0)
@@ -223,16 +154,16 @@ class _Round:
         for index, part in enumerate(held):
             in_held.setdefault((part.number, part.box), []).append((part.first, index))
 
-        def place_in_held(part: Part) -> _Place:
+        def place_in_held(part: MatrixPart) -> _PartLocation:
             first, index = max(pair for pair in in_held[part.number, part.box] if pair[0] <= part.first)
             start = part.first - first
-            return _Place(index, slice(start, start + part.count), slice(None), slice(None))
+            return _PartLocation(index, slice(start, start + part.count), slice(None), slice(None))
 
-        def place_in_whole(part: Part) -> _Place:
+        def place_in_whole(part: MatrixPart) -> _PartLocation:
             index, start = in_whole[part.number, part.first]
             (row, column), (rows, columns) = part.box.offsets, part.box.sizes
             matrices = slice(start, start + part.count)
-            return _Place(index, matrices, slice(row, row + rows), slice(column, column + columns))
+            return _PartLocation(index, matrices, slice(row, row + rows), slice(column, column + columns))
 
         # Of thousands of ranks, one takes part in few transfers. Whether there is a collective, all know.
         mine = [run for run in runs if me in run.holders.numels]
@@ -262,16 +193,16 @@ class _Exchange:
 
     def __init__(
         self,
-        transfers: Iterable[Transfer],
-        source: Callable[[Part], _Place],
-        target: Callable[[Part], _Place],
+        transfers: Iterable[PartTransfer],
+        source: Callable[[MatrixPart], _PartLocation],
+        target: Callable[[MatrixPart], _PartLocation],
         group: dist.ProcessGroup | None,
         travels: bool,
     ):
         self._travels = travels
         self._group, me, ranks = group, *((0, 1) if group is None else (group.rank(), group.size()))
-        to: list[list[Part]] = [[] for _ in range(ranks)]
-        by: list[list[Part]] = [[] for _ in range(ranks)]
+        to: list[list[MatrixPart]] = [[] for _ in range(ranks)]
+        by: list[list[MatrixPart]] = [[] for _ in range(ranks)]
         for part, sender, receiver in transfers:
             if sender == me:
                 to[receiver].append(part)
@@ -312,104 +243,3 @@ class _Exchange:
 
 
 def _nothing() -> None: ...
-
-
-def _parts_of(
-    boxes: Sequence[Box], shape: torch.Size, number: int, heads: int
-) -> Iterator[tuple[Part, tuple[int, slice]]]:
-    """Yield the parts of matrices in `boxes` of shard `number`, whose global shape is `shape`. Each comes with the index of
-    its box and its slice of that box."""
-    for piece, box in enumerate(boxes):
-        if len(shape) == 3:
-            inner = Box(box.offsets[1:], box.sizes[1:])
-            yield Part(number, box.offsets[0], box.sizes[0], inner), (piece, slice(None))
-            continue
-        height = shape[0] // heads
-        (begin, column), (size, columns) = box.offsets, box.sizes
-        end = begin + size
-        # Part of a head, whole heads, part of a head.
-        inside = {-(-begin // height) * height, end // height * height}
-        edges = sorted({begin, end, *(edge for edge in inside if begin < edge < end)})
-        for start, stop in itertools.pairwise(edges):
-            first = start // height
-            count = max(1, (stop - start) // height)
-            inner = Box((start - first * height, column), ((stop - start) // count, columns))
-            yield Part(number, first, count, inner), (piece, slice(start - begin, stop - begin))
-
-
-def _find_runs(shards: Sequence[Shard], heads: Sequence[int], group: dist.ProcessGroup | None) -> list[Run]:
-    """Return runs of consecutive matrices of `shards` with the same holders, in order, without owners. Collective."""
-    everyones = gather_shard_boxes(shards, group)
-    runs = []
-    for number, (shard, number_of_heads) in enumerate(zip(shards, heads, strict=True)):
-        *stack, rows, columns = shard.global_shape
-        shape = rows // number_of_heads, columns
-        assert len(stack) <= 1 and not rows % number_of_heads and not (stack and number_of_heads > 1), (
-            shard.name
-        )
-        ranks_with: dict[tuple[Box, ...], list[int]] = {}
-        for rank, of_rank in enumerate(everyones):
-            ranks_with.setdefault(of_rank[number], []).append(rank)
-        parts = [
-            (part, ranks)
-            for boxes, ranks in ranks_with.items()
-            for part, _ in _parts_of(boxes, shard.global_shape, number, number_of_heads)
-        ]
-        edges = sorted({edge for part, _ in parts for edge in (part.first, part.first + part.count)})
-        held: list[dict[Box, list[int]]] = [{} for _ in edges]
-        for part, ranks in parts:
-            for index in range(
-                bisect_left(edges, part.first), bisect_right(edges, part.first + part.count) - 1
-            ):
-                held[index].setdefault(part.box, []).extend(ranks)
-        for (first, end), holders in zip(itertools.pairwise(edges), held, strict=False):
-            in_order = {box: sorted(ranks) for box, ranks in holders.items()}
-            run = Run(number, first, end - first, shape, Holders(in_order))
-            assert sum(box.numel for box in in_order) == run.numel, (
-                f"{shard.name}: copies are cut in different places"
-            )
-            runs.append(run)
-    return runs
-
-
-def _choose_owners(runs: Sequence[Run]) -> list[Run]:
-    """Divide runs. Assign each one, the most work first, to the least loaded rank among its holders."""
-    divided = []
-    for run in runs:
-        ways = min(run.count, len(run.holders.numels))
-        edges = [run.count * way // ways for way in range(ways + 1)]
-        divided += [
-            replace(run, first=run.first + start, count=stop - start)
-            for start, stop in itertools.pairwise(edges)
-        ]
-    ranks = 1 + max((rank for run in runs for rank in run.holders.numels), default=0)
-    given = np.zeros(ranks, dtype=np.int64)  # work by rank
-    owners = {}
-    for run in sorted(divided, key=lambda run: -run.work):
-        candidates = run.holders.preferred
-        owner = int(candidates[given[candidates].argmin()])  # the first of the least loaded
-        given[owner] += run.work
-        owners[run.number, run.first] = owner
-    return [replace(run, owner=owners[run.number, run.first]) for run in divided]
-
-
-def _divide_into_rounds(runs: Sequence[Run], round_numel: int) -> list[list[Run]]:
-    """Divide runs into rounds. In each round an owner has at most `round_numel` elements, or a single matrix."""
-    rounds: list[list[Run]] = []
-    current: Counter[int] = Counter()  # owner -> its latest round
-    filled: Counter[int] = Counter()  # owner -> elements in that round
-    for run in runs:
-        owner, first, end = run.owner, run.first, run.first + run.count
-        while first < end:
-            room = (round_numel - filled[owner]) // run.numel
-            if filled[owner] and room < 1:
-                current[owner] += 1
-                filled[owner] = 0
-                continue
-            count = min(end - first, max(1, room))
-            if current[owner] == len(rounds):
-                rounds.append([])
-            rounds[current[owner]].append(replace(run, first=first, count=count))
-            filled[owner] += count * run.numel
-            first += count
-    return rounds

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from forge.config.schema import OptimizerConfig
 from forge.optim.adamw import AdamW
-from forge.optim.matrices import Batch, WholeMatrices
+from forge.optim.matrices import MatrixBatch, WholeMatrices
 from forge.optim.moments import make_moments
 from forge.optim.optimizer import gradient, register, weight_decay, wide_dtype, write_unless
 from forge.optim.orthogonal import LEAST_NORM, orthogonalize_
@@ -118,7 +118,7 @@ class Muon:
         self._moments.write(shard, "momentum", mean)
         return update.to(self._dtype).contiguous()
 
-    def _orthogonal(self, matrices: Tensor, batch: Batch, skip: Tensor) -> Tensor:
+    def _orthogonal(self, matrices: Tensor, batch: MatrixBatch, skip: Tensor) -> Tensor:
         result = orthogonalize_(matrices, self._keys.ns_steps, self._keys.orthogonalization)
         return result if self._rows is None else self._rows.normalize(result, batch, skip)
 
@@ -159,7 +159,7 @@ class _RowMoments:
     shards: this rank's owned rows of each matrix parameter, named like the parameter, without its last dimension.
     """
 
-    def __init__(self, shards: list[Shard], batches: list[Batch], decay: float):
+    def __init__(self, shards: list[Shard], batches: list[MatrixBatch], decay: float):
         self.decay = decay
         boxes: dict[int, list[Box]] = {number: [] for number in range(len(shards))}
         for run in (run for batch in batches for run in batch.runs):
@@ -181,7 +181,7 @@ class _RowMoments:
             for batch in batches
         }
 
-    def normalize(self, matrices: Tensor, batch: Batch, skip: Tensor) -> Tensor:
+    def normalize(self, matrices: Tensor, batch: MatrixBatch, skip: Tensor) -> Tensor:
         """Divide each row of `[n, rows, columns]` by the square root of its moment; keep the norm of each matrix.
 
         The paper scales to 0.2 sqrt(rows * columns) instead, which is equal for an orthogonal matrix under match_rms_adamw.
@@ -199,8 +199,9 @@ class _RowMoments:
 
 
 def _is_muons(shard: Shard) -> bool:
-    """Return whether Muon updates this parameter: a matrix, or a stack of expert matrices, inside a block. Routers and
-    convolutions are excluded.
+    """Return whether Muon updates this parameter: a matrix, or a stack of expert matrices, inside a block.
+
+    Routers and convolutions are excluded.
 
     Raises UserError (exit 2) for a parameter inside a block that is neither a vector nor made of matrices.
     """
@@ -218,8 +219,9 @@ def _is_muons(shard: Shard) -> bool:
 
 
 def _least_update(shard: Shard, dtype: torch.dtype) -> float:
-    """Return the size below which an element of an orthogonal update may be rounding noise, whose sign depends on the
-    layout.
+    """Return the size below which an element of an orthogonal update may be rounding noise.
+
+    The sign of rounding noise depends on the layout.
 
     An orthogonal matrix has elements of about 1 / sqrt(longer side).
     """
@@ -230,5 +232,5 @@ def _iteration_dtype(shards: list[Shard]) -> torch.dtype:
     wide = {wide_dtype(shard) for shard in shards}
     if torch.float64 in wide:
         return torch.float64
-    on_card = any(shard.parameter.is_cuda for shard in shards)
-    return torch.bfloat16 if on_card else torch.float32
+    on_gpu = any(shard.parameter.is_cuda for shard in shards)
+    return torch.bfloat16 if on_gpu else torch.float32

@@ -35,8 +35,9 @@ class Optimizer(Protocol):
         """Make one update with the shards' gradients. If the device scalar `skip` is 1.0, change nothing at all."""
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        """Yield (slot, shard, values) for all tensors. The shard is the parameter's, or a new one for state of another
-        shape.
+        """Yield (slot, shard, values) for all tensors.
+
+        The shard is the parameter's, or a new one for state of another shape.
 
         Checkpoints save each as `optimizer.<parameter>.<slot>` and load into `values` in place. So the tensors must exist
         from the start, laid out like the data of `shard`.
@@ -143,8 +144,9 @@ def update_groups(shards: Sequence[Shard], config: OptimizerConfig, max_numel: i
 def gather_shard_boxes(
     shards: Sequence[Shard], group: dist.ProcessGroup | None
 ) -> list[list[tuple[Box, ...]]]:
-    """Return, for each of `shards`, its boxes on every rank of `group`, in rank order. group None: this process.
-    Collective.
+    """Return, for each of `shards`, its boxes on every rank of `group`, in rank order.
+
+    group None: this process. Collective.
     """
     if group is None or group.size() == 1:
         return [[shard.boxes for shard in shards]]

@@ -64,8 +64,9 @@ class StochasticRounding:
             yield box, functools.reduce(operator.xor, along).view(box.sizes)
 
     def factors(self, shard: Shard, slot: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this update's noise of each box as factors: rows `[rows, 1]` and columns `[columns]`, to be combined by
-        xor.
+        """Yield this update's noise of each box as two factors, to be combined by xor.
+
+        The factors are rows `[rows, 1]` and columns `[columns]`.
 
         A row runs along the last dimension; a vector is one row.
         """
@@ -91,8 +92,9 @@ class StochasticRounding:
 
 
 def noise_bits(keys: Tensor, updates: Tensor) -> Tensor:
-    """Return 16 uniform bits for each of `keys`, int64 `[n]`, at the next update: int32 `[n]`. updates: number of past
-    ones.
+    """Return 16 uniform bits for each of `keys`, int64 `[n]`, at the next update: int32 `[n]`.
+
+    updates: number of past ones.
     """
     return (mix(keys + mix(updates.to(torch.int64) * _POSITION)) & 0xFFFF).to(torch.int32)
 

@@ -1,2 +1,1 @@
-"""One model over many ranks: meshes, the fixed order of the steps that apply a layout, and the parallel part of a
-step."""
+"""One model over many ranks: meshes, the steps that apply a layout in fixed order, and a step's parallel part."""

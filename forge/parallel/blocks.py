@@ -214,9 +214,7 @@ class Recomputed:
 
 
 def selective_context() -> Any:
-    """Return the two context managers that `checkpoint` needs, for forward and recomputation, by the rule
-    `keep_expensive`.
-    """
+    """Return the two context managers of `checkpoint`, for forward and recomputation, by the rule `keep_expensive`."""
     return create_selective_checkpoint_contexts(keep_expensive)
 
 

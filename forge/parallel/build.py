@@ -123,8 +123,9 @@ class Builder:
         return APPLY[step](self.model, self.layout) if needed(self.layout) else None
 
     def apply_all(self) -> DataParallel:
-        """Apply all steps. Afterwards the model is this rank's part, without memory. Return the data-parallel engine.
-        Collective.
+        """Apply all steps.
+
+        Afterwards the model is this rank's part, without memory. Return the data-parallel engine. Collective.
         """
         results = [self.apply(step) for step in APPLY]
         return results[-1]

@@ -89,8 +89,9 @@ def sizes_from_counts(leaving: Tensor, arriving: Tensor) -> tuple[list[int], lis
 
 
 class NodeDispatcher:
-    """A Dispatcher for experts spread over nodes. across: ranks with this rank's position in each node; within: ranks of
-    this node.
+    """A Dispatcher for experts spread over nodes.
+
+    across: ranks with this rank's position in each node; within: ranks of this node.
 
     Experts are in the order of nodes, then of ranks: equally many on each.
     """
@@ -135,8 +136,9 @@ class NodeDispatcher:
 
 
 def _counts(experts: Tensor, n_experts: int) -> Tensor:
-    """Count the elements of experts, int64, that are 0, 1, ... n_experts - 1. Unlike bincount it does not wait for the
-    device.
+    """Count the elements of experts, int64, that are 0, 1, ... n_experts - 1.
+
+    Unlike bincount it does not wait for the device.
     """
     flat = experts.flatten()
     return flat.new_zeros(n_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:-1]

@@ -39,8 +39,9 @@ def initialize(shards: list[Shard], values: dict[str, float | Normal | Uniform],
 def fill_random(
     out: Tensor, box: Box, global_shape: torch.Size, start: Normal | Uniform, seed: int, name: str
 ) -> None:
-    """Draw the elements of `box` of the global tensor `name` from the distribution `start` into `out`, which has the box's
-    shape.
+    """Draw the elements of `box` of the global tensor `name` from the distribution `start` into `out`.
+
+    `out` has the box's shape.
     """
     if box.numel == 0:
         return

@@ -53,8 +53,9 @@ class Layout:
 
     @property
     def sequence_pieces(self) -> int:
-        """Return the number of pieces into which tensor parallelism divides the sequence, for the residual stream or for
-        routing.
+        """Return the number of pieces into which tensor parallelism divides the sequence.
+
+        It divides it for the residual stream or for routing.
         """
         divided = self.parallel.sequence_parallel or self.model.moe is not None
         return self.parallel.tp if divided else 1

@@ -1,5 +1,4 @@
-"""The largest attention logit of each head in a step, over all ranks: the quantity that QK-clip bounds
-(forge/optim/muon.py).
+"""The largest attention logit of each head in a step, over all ranks. QK-clip (forge/optim/muon.py) bounds it.
 
 Each attention function is wrapped. In a forward with a gradient the wrapper takes the maximum over this rank's queries, and
 one all-reduce per step takes the maximum over ranks. A maximum does not depend on microbatches, on the split of heads,
@@ -107,9 +106,7 @@ class ObservedAttention:
 
     @property
     def split(self) -> SequenceSplit | None:
-        """The division of the sequence by context parallelism, from its attention function; None without context
-        parallelism.
-        """
+        """Return the division of the sequence by context parallelism, from its attention function; None without it."""
         return getattr(self._attend, "split", None)
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:

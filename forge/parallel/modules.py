@@ -1,5 +1,6 @@
-"""Functions on modules by name: match the name patterns of configuration keys, and replace a module together with its
-hooks.
+"""Functions on modules by name.
+
+They match the name patterns of configuration keys, and replace a module together with its hooks.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
 
 
 def carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give `new` all forward hooks and pre-hooks of `old`, in order, including the information which hooks take keyword
-    arguments.
+    """Give `new` all forward hooks and pre-hooks of `old`, in order.
+
+    A hook that takes keyword arguments gets them from `new` too.
     """
     for name in HOOKS:
         # The dictionaries themselves, so that a hook's handle can still remove it.

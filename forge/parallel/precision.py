@@ -103,8 +103,9 @@ def plan_units(
 
 
 def _parts(model: Transformer) -> list[list[nn.Module]]:
-    """Return the parts of the model: embedding, each block, norm with head. Parts that share a parameter are joined. A tied
-    embedding is left to the root.
+    """Return the parts of the model: embedding, each block, norm with head.
+
+    Parts that share a parameter are joined. A tied embedding is left to the root.
     """
     parts: list[list[nn.Module | None]] = [[layer] for layer in model.layers.values()]
     if model.config.tie_embeddings:
@@ -116,7 +117,7 @@ def _parts(model: Transformer) -> list[list[nn.Module]]:
 
 
 def _units(part: list[nn.Module], dtypes: dict[nn.Parameter, torch.dtype]) -> list[Unit]:
-    """The units of `part`, experts' units first."""
+    """Return the units of `part`, experts' units first."""
     experts = [module for root in part for module in root.modules() if isinstance(module, Experts)]
     inner = [replace(unit, experts=True) for module in experts for unit in uniform_units([module], dtypes)]
     return inner + uniform_units(part, dtypes, apart=set(_parameters(experts)))

@@ -73,8 +73,9 @@ class Stragglers(Hook):
         self._spans["optimizer"].append((self._optimizer_began, self._now()))
 
     def after_step(self, step: int) -> None:
-        """Compare the ranks every `straggler_interval` steps; collective then. Does not wait: the times are read one step
-        later.
+        """Compare the ranks every `straggler_interval` steps; collective then.
+
+        Does not wait: the times are read one step later.
         """
         self._timing_forward = False
         if self._gathering is not None:

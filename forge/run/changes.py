@@ -46,8 +46,9 @@ CONTEXT = (
 
 
 def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False) -> None:
-    """Log changed keys since the checkpoint at `path`. Raises UserError for a change under which the history cannot
-    continue.
+    """Log changed keys since the checkpoint at `path`.
+
+    Raises UserError for a change under which the history cannot continue.
 
     branch: the config names this checkpoint and branches from it.
     """

@@ -139,8 +139,9 @@ class RollCall:
         return _read(first)
 
     def once(self, work: Callable[[], None], patience_s: float) -> None:
-        """Call `work`, unless another rank does; then wait until that call ends. Raises DistStoreError after `patience_s`
-        seconds.
+        """Call `work`, unless another rank does; then wait until that call ends.
+
+        Raises DistStoreError after `patience_s` seconds.
         """
         done, own = f"{self._name}/once", f"rank {self._rank}"
         if self._store.compare_set(f"{done}/by", "", own).decode() != own:
@@ -161,8 +162,9 @@ class RollCall:
         return _read(self._store.get(key)) if self._store.check([key]) else None
 
     def missing(self, patience_s: float, quiet_s: float = 1.0) -> list[int]:
-        """Return the ranks that have not answered. Waits for at most `patience_s` seconds, or until no new answer comes for
-        `quiet_s`.
+        """Return the ranks that have not answered.
+
+        Waits for at most `patience_s` seconds, or until no new answer comes for `quiet_s`.
         """
         missing = [rank for rank in range(self._world) if rank != self._rank]
         now = time.monotonic()

@@ -35,8 +35,9 @@ class History:
         self._restart(start)
 
     def roll_back(self, required: RollbackRequired) -> None:
-        """Roll back to the newest good checkpoint before the first bad step. Raises UserError (exit 1) if that is
-        impossible.
+        """Roll back to the newest good checkpoint before the first bad step.
+
+        Raises UserError (exit 1) if that is impossible.
         """
         trainer = self._trainer
         progress, reporter = trainer.progress, trainer.reporter

@@ -32,8 +32,9 @@ from forge.train.trainer import Trainer
 
 
 def load_hooks(config: Config) -> list[tuple[str, type[Hook]]]:
-    """Return path and class of each hook in the config. Raises UserError if one cannot be loaded or a tracker is not
-    installed.
+    """Return path and class of each hook in the config.
+
+    Raises UserError if one cannot be loaded or a tracker is not installed.
     """
     require_packages(config.metrics.trackers)
     samples = [TEXT_SAMPLES] if config.evaluate.sample_interval else []

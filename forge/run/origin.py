@@ -1,5 +1,6 @@
-"""The origin of the history in a run directory, recorded in `origin.json`, so that an origin in the command counts only
-once.
+"""The origin of the history in a run directory, recorded in `origin.json`.
+
+Because of the record, an origin in the command counts only once.
 
 A history is one sequence of updates. A run directory holds one history: checkpoints, metrics and roll-backs. If a person,
 torchrun or Slurm repeats the command that began it, the command names the same origin and continues the history. Another

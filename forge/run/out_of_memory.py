@@ -44,8 +44,9 @@ _SAME_CURVE = "; the curve stays the same"
 def explaining_exhaustion(
     report: MemoryReport, config: Config, degrees: Degrees, once: Once
 ) -> Iterator[None]:
-    """Handle an out-of-memory error of the body: log the memory table, three keys to change and their plans. Then raise
-    UserError (exit 1).
+    """Handle an out-of-memory error of the body: log the memory table, three keys to change and their plans.
+
+    Then raise UserError (exit 1).
     """
     try:
         yield
@@ -54,8 +55,8 @@ def explaining_exhaustion(
             raise
         when = f"in step {report.step}" if report.step else "before the first step"
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        on_card = report.device.type == "cuda"
-        changes = list(islice(usable_changes(config, degrees, report.state_dominates(), on_card), 3))
+        on_gpu = report.device.type == "cuda"
+        changes = list(islice(usable_changes(config, degrees, report.state_dominates(), on_gpu), 3))
         lines = [f"{_assignment(change)}  # {change[2]}" for change, _ in changes]
         log.error(
             "out of memory %s: %s\n%s\nThe GPU or host is full. Change one of:\n  %s\n"
@@ -158,16 +159,16 @@ def _assignment(change: Change) -> str:
 
 
 def usable_changes(
-    config: Config, degrees: Degrees, state_dominates: bool, on_card: bool
+    config: Config, degrees: Degrees, state_dominates: bool, on_gpu: bool
 ) -> Iterator[tuple[Change, Config]]:
     """Yield valid changes that reduce memory, the best first, each with its configuration.
 
-    state_dominates: parameters, gradients and optimizer state use most memory, not activations. on_card: GPU memory is
+    state_dominates: parameters, gradients and optimizer state use most memory, not activations. on_gpu: GPU memory is
     exhausted, so state could move to the host. A change of parallel.dp_shard is for twice as many processes.
     """
     on_state, on_activations = _on_state(config, degrees), _on_activations(config)
     first, second = (on_state, on_activations) if state_dominates else (on_activations, on_state)
-    for change in chain(first, second, _on_host(config, on_card)):
+    for change in chain(first, second, _on_host(config, on_gpu)):
         changed = _accepted(config, degrees, change)
         if changed is not None:
             yield change, changed
@@ -206,11 +207,12 @@ def _on_state(config: Config, degrees: Degrees) -> Iterator[Change]:
         yield "precision.storage", "float32", "half the state"
 
 
-def _on_host(config: Config, on_card: bool) -> Iterator[Change]:
-    """Yield the last resort: parameters and optimizer state in host memory. The optimizer then runs on the CPU, and every
-    microbatch moves weights over the PCIe bus.
+def _on_host(config: Config, on_gpu: bool) -> Iterator[Change]:
+    """Yield the last resort: parameters and optimizer state in host memory.
+
+    The optimizer then runs on the CPU, and every microbatch moves weights over the PCIe bus.
     """
-    if on_card and not config.parallel.cpu_offload:
+    if on_gpu and not config.parallel.cpu_offload:
         yield "parallel.cpu_offload", True, "state in host memory, slow" + _SAME_CURVE
 
 

@@ -61,6 +61,7 @@ def _fresh_slots(
     path: Path, saved_name: str | None, optimizer: Optimizer, name: str | None
 ) -> set[str] | None:
     """Return the slots of `optimizer` that the checkpoint at `path` lacks; None if its state is of another kind.
+
     Collective.
 
     The kind is the same if the name is (None: not compared) and the slots differ only by STARTS_ALONE. Logs ignored state.

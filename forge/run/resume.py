@@ -1,5 +1,6 @@
-"""Find the start of a run: its newest usable checkpoint, a checkpoint named by the user, another model's weights, or step
-0.
+"""Find the start of a run.
+
+It is the newest usable checkpoint, a checkpoint named by the user, another model's weights, or step 0.
 """
 
 from __future__ import annotations

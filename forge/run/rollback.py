@@ -36,6 +36,7 @@ def find_rollback_point(
     report_event: Callable[..., None],
 ) -> ResumePoint:
     """Return the newest good checkpoint before the first bad step, or else the one from which the history began.
+
     Collective.
 
     Raises UserError (exit 1) if there is none, or if there have been too many roll-backs.

@@ -99,8 +99,9 @@ class Saves(Hook):
         return tensors, state, self._files, layout
 
     def save_and_wait(self) -> None:
-        """Save the current step, unless it is already saved, and wait until it is on disk. Raises UserError (exit 1) on
-        failure.
+        """Save the current step, unless it is already saved, and wait until it is on disk.
+
+        Raises UserError (exit 1) on failure.
         """
         self._wait()
         step = self._trainer.progress.step

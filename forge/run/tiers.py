@@ -118,8 +118,9 @@ class Tiers:
         self.local.forget_after(start.kept)
 
     def _read_record(self) -> tuple[str, list[str]]:
-        """Return, on the first rank, the number of the directory's history ("" if there is none) and the places of its
-        states.
+        """Return, on the first rank, the number of the directory's history and the places of its states.
+
+        The number is "" if there is no history.
         """
         text = self._record.read_text("utf-8") if self._record.exists() else ""
         number, *places = text.splitlines() or [""]
@@ -152,8 +153,9 @@ class Tiers:
 
 
 class LocalSaves(Hook):
-    """Saves a state on the nodes every `checkpoint.local_interval` steps. Called after `Saves`. All methods are
-    collective.
+    """Saves a state on the nodes every `checkpoint.local_interval` steps.
+
+    Called after `Saves`. All methods are collective.
     """
 
     def __init__(self, trainer: Trainer, saves: Saves, local: LocalTier):

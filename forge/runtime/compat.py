@@ -87,8 +87,9 @@ def communication_backend(device: torch.device) -> str:
 
 
 def split_group(world: dist.ProcessGroup, sets: list[list[int]], backend: str | None) -> dist.ProcessGroup:
-    """Split `world`, whose NCCL communicator exists, into the groups of `sets`, all at once. Return this rank's group.
-    Collective.
+    """Split `world`, whose NCCL communicator exists, into the groups of `sets`, all at once.
+
+    Return this rank's group. Collective.
 
     backend: the part of `world`'s backend that the groups get, e.g. "cuda:nccl". None: the whole backend, which PyTorch
     2.11 always uses.
@@ -177,8 +178,9 @@ class _Same(torch.autograd.Function):
 
 
 def keep_buffers_of_compiled_backward() -> None:
-    """Let a backward through compiled functions, e.g. flex_attention, run with retain_graph=True. Call before their
-    compilation.
+    """Let a backward through compiled functions, e.g. flex_attention, run with retain_graph=True.
+
+    Call before their compilation.
     """
     import torch._functorch.config
 
@@ -198,8 +200,9 @@ def share_memory(group: dist.ProcessGroup) -> None:
 
 
 def weigh_meshes_as_nothing() -> bool:
-    """Let the compiler's memory budget count the device meshes of tensor parallelism as zero bytes. Return whether that is
-    possible.
+    """Let the compiler's memory budget count the device meshes of tensor parallelism as zero bytes.
+
+    Return whether that is possible.
 
     From 2.12 on, meshes are among the values saved for backward. 2.13 has a setting for it, 2.12 has none.
     """
@@ -245,8 +248,9 @@ def versions() -> dict[str, str]:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's cache of meshes. A new process group could otherwise get an equal mesh with the groups of an earlier
-    one.
+    """Clear DTensor's cache of meshes.
+
+    A new process group could otherwise get an equal mesh with the groups of an earlier one.
     """
     from torch.distributed.tensor import debug
 

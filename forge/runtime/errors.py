@@ -88,8 +88,9 @@ _SECRET = re.compile(
 
 
 def redact(text: str) -> str:
-    """Return `text` with the secrets of each URL replaced by REDACTED: user and password, and secret query values, e.g.
-    `sig=...`.
+    """Return `text` with the secrets of each URL replaced by REDACTED.
+
+    Secrets are user and password, and secret query values, e.g. `sig=...`.
     """
     if "://" not in text:
         return text

@@ -51,8 +51,9 @@ class PrivateFolder:
             return None
 
     def make(self, *names: str) -> Path:
-        """Make the directory `path`/names[0]/names[1]/... and return it. Raises OSError if one of these is a link or a
-        file.
+        """Make the directory `path`/names[0]/names[1]/... and return it.
+
+        Raises OSError if one of these is a link or a file.
         """
         made = self.path
         for name in names:
@@ -91,8 +92,9 @@ def _make(folder: Path) -> None:
 
 
 def _problem(folder: Path, key: str, adopts: Callable[[Path], bool]) -> str | None:
-    """Return the reason why the existing `folder` cannot be private, with the remedy; None if it can. If it has no marker
-    but may become private, add the marker.
+    """Return the reason why the existing `folder` cannot be private, with the remedy; None if it can.
+
+    If it has no marker but may become private, add the marker.
     """
     is_marked = os.path.lexists(
         folder / MARKER

@@ -87,8 +87,9 @@ stderr = PatientStream(2)
 
 
 def patient(stream: TextIO | None) -> TextIO | PatientStream:
-    """Return a stream that writes to `stream` without waiting for its reader; `stream` itself if it has no file
-    descriptor.
+    """Return a stream that writes to `stream` without waiting for its reader.
+
+    It is `stream` itself if that has no file descriptor.
     """
     if stream is None:
         return stderr
@@ -104,8 +105,9 @@ _DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return `text` with control characters, direction marks and lone surrogates escaped. keep: characters that are not
-    escaped.
+    """Return `text` with control characters, direction marks and lone surrogates escaped.
+
+    keep: characters that are not escaped.
     """
     return "".join(
         character.encode("unicode_escape").decode()

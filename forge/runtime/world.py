@@ -1,4 +1,4 @@
-"""This process among all ranks: its rank from the launcher's variables, and how it joins the others."""
+"""A process among all ranks: its rank from the launcher's variables, and how it joins the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks. restarts_left: how many more times the launcher would restart the run.
+    """The place of this process among all ranks. restarts_left: how many more times the launcher would restart the run.
 
     local_size: processes on this machine (0: unknown). bound: Slurm may have assigned one GPU to this process.
     """
@@ -48,8 +48,8 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        has_own_card = self.bound and torch.cuda.device_count() == 1
-        return compat.training_device(0 if has_own_card else self.local_rank)
+        has_own_gpu = self.bound and torch.cuda.device_count() == 1
+        return compat.training_device(0 if has_own_gpu else self.local_rank)
 
     @property
     def first_process(self) -> int:
@@ -58,16 +58,15 @@ class World:
 
     @property
     def restarted(self) -> bool:
-        """True if torchrun has restarted the ranks, or Slurm has requeued the job, so that this command has been started
-        before.
-        """
+        """Return whether this command has been started before: torchrun restarted the ranks, or Slurm requeued the job."""
         counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
         return any(os.environ.get(name, "0") != "0" for name in counts)
 
 
 def read_world(environment: Mapping[str, str] = os.environ) -> World:
-    """Read the rank and the number of ranks from the launcher's environment: torchrun's, or else an srun step's. Without a
-    launcher, the process is the only one.
+    """Read the rank and the number of ranks from the launcher's environment: torchrun's, or else an srun step's.
+
+    Without a launcher, the process is the only one.
 
     Raises UserError for a missing or non-numeric variable, and for a rank that is not below the number of ranks.
     """
@@ -133,13 +132,13 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
     """
     if world.device.type == "cuda":
         use_expandable_segments(os.environ)
-        cards = torch.cuda.device_count()
+        gpus = torch.cuda.device_count()
         # On every rank of the machine, so that rank 0, which prints, raises, too.
         processes = max(world.local_size, world.local_rank + 1)
-        if processes > cards and not (world.bound and cards == 1):
+        if processes > gpus and not (world.bound and gpus == 1):
             raise UserError(
-                f"{processes} processes on one node need {processes} GPUs, but each sees {cards}: start at most {cards} "
-                f"per node (torchrun --nproc-per-node {cards}), or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+                f"{processes} processes on one node need {processes} GPUs, but each sees {gpus}: start at most {gpus} "
+                f"per node (torchrun --nproc-per-node {gpus}), or set CUDA_VISIBLE_DEVICES= to train on the CPU"
             )
         torch.cuda.set_device(world.device)
     _raise_file_limit()
@@ -190,8 +189,9 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
 
 
 def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
-    """Return once all processes have connected. Only rank 0 waits. It reports the number of connected processes if that
-    takes long.
+    """Return once all processes have connected.
+
+    Only rank 0 waits. It reports the number of connected processes if that takes long.
     """
     arrived = store.add("arrived", 1)
     began = time.monotonic()

@@ -15,8 +15,9 @@ log = logging.getLogger(__name__)
 def summarize(
     model: ParallelModel, whole: Transformer, config: Config, degrees: Degrees, memory: MemoryReport
 ) -> None:
-    """Log the model's size, memory and layout, and the unused keys of the config. whole: the whole model, on the meta
-    device.
+    """Log the model's size, memory and layout, and the unused keys of the config.
+
+    whole: the whole model, on the meta device.
     """
     counts = parameter_counts(whole)
     log.info("%s: %s", model.engine_name, memory.per_parameter(counts.total))

@@ -54,8 +54,9 @@ class PhaseChanges(Hook):
 
 
 def apply_plan(plan: StepPlan, before: StepPlan | None, models: Iterable[Any], optimizer: Optimizer) -> None:
-    """Set the sliding windows and the optimizer keys that differ between `plan` and the previous step's plan `before`
-    (None: set all).
+    """Set the sliding windows and the optimizer keys that differ between `plan` and `before`.
+
+    before: the previous step's plan; None: set all.
     """
     if plan.sliding_window and (before is None or plan.sliding_window != before.sliding_window):
         for block in (block for model in models for block in model.layers.values()):

@@ -17,8 +17,9 @@ from forge.parallel.step.routers import RouterReport
 
 
 class StepResults:
-    """A queue of at most one step. All ranks push and pop the same numbers in the same order, so they take the same
-    decisions.
+    """A queue of at most one step.
+
+    All ranks push and pop the same numbers in the same order, so they take the same decisions.
 
     A result includes router values if `with_routers(step)` is true.
     """
@@ -102,8 +103,9 @@ class DelayedRead:
         self._waiting.append((key, host, event))
 
     def pop(self, flush: bool = False) -> tuple[Any, list[float]] | None:
-        """Return the oldest snapshot and its key. None if there is no snapshot, or if only the newest is left and `flush`
-        is false.
+        """Return the oldest snapshot and its key.
+
+        None if there is no snapshot, or if only the newest is left and `flush` is false.
         """
         if len(self._waiting) < (1 if flush else 2):
             return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from forge.batch import Batch
 from forge.config import Config, Degrees, Phases, StepPlan
-from forge.data.build import Data
+from forge.data.build import RunData
 from forge.data.loader import Loader
 from forge.hook import Hook, Hooks, StepInfo
 from forge.model import flops_per_token
@@ -43,7 +43,7 @@ class Trainer:
         self,
         config: Config,
         degrees: Degrees,
-        data: Data,
+        data: RunData,
         reporter: Reporter,
         signals: StopSignals,
     ):
@@ -153,9 +153,7 @@ class Trainer:
         return self.progress.step >= self.config.train.steps or self.results.stop_requested
 
     def is_due(self, interval: int) -> bool:
-        """Return whether work that is done every `interval` steps (0: never) and after the last step is due after this
-        step.
-        """
+        """Return whether work that is done every `interval` steps (0: never), and after the last one, is due now."""
         step = self.progress.step
         return interval > 0 and (step % interval == 0 or step == self.config.train.steps)
 

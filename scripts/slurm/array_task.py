@@ -20,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from forge.runtime.errors import FINISHED, STOPPED
 from scripts.options import Options
-from scripts.slurm.job import History, Limits, Record, _number, _write, decide
+from scripts.slurm.job import JobHistory, RequeueLimits, RunSnapshot, _number, _write, decide
 
 
 def main(argv: list[str]) -> int:
+    """Run the task, requeue it after a stop, and return the run's exit code."""
     parser = Options(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
@@ -38,12 +39,12 @@ def main(argv: list[str]) -> int:
             "SLURM_ARRAY_JOB_ID is not set: this runs in a job array, written by scripts/sweep.py --slurm"
         )
     job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    limits = Limits(
+    limits = RequeueLimits(
         restarts=0,
         failed_turns=0,
         turns_without_progress=_number(os.environ, "MAX_TURNS_WITHOUT_PROGRESS", 3),
     )
-    history, before = History.read(run / "requeues.json", job), Record.read(run)
+    history, before = JobHistory.read(run / "requeues.json", job), RunSnapshot.read(run)
     signal.pthread_sigmask(
         signal.SIG_BLOCK, [signal.SIGTERM]
     )  # until the process to which it is passed on exists
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> int:
     _unblock()
     code = process.wait()
     code = 128 - code if code < 0 else code
-    action, why = decide(before, Record.read(run), code, history, limits, restarts=0)
+    action, why = decide(before, RunSnapshot.read(run), code, history, limits, restarts=0)
     if action == "requeue" and not _write(run / "requeues.json", history):
         action, why = "end", f"{why}, and {run}/requeues.json cannot be written"
     print(

@@ -1,5 +1,6 @@
-"""One job run for train.sbatch: check the configuration, start the workers, and requeue the job if another job run may
-help.
+"""One job run for train.sbatch.
+
+It checks the configuration, starts the workers, and requeues the job if another job run may help.
 
 elastic.sbatch calls it after a stop, to decide whether to requeue.
 
@@ -29,7 +30,7 @@ sys.path.insert(0, str(HOME))
 from forge.config import Config, check_world, load_config  # noqa: E402
 from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED, NO_CHECKPOINT, STOPPED, UserError  # noqa: E402
 
-Action = Literal["end", "restart", "requeue"]
+JobAction = Literal["end", "restart", "requeue"]
 # With less time than this from start to end a warning is printed: Slurm's notice of 300 s, and a start-up.
 SHORT_S = 600
 # The step has to end so long before the job does.
@@ -45,24 +46,26 @@ NOT_FOR_THE_STEP = (
 
 
 @dataclass(frozen=True)
-class Record:
+class RunSnapshot:
     """The state of a run directory. status: the text of status.json. checkpoints: the complete ones, with their times."""
 
     status: str
     checkpoints: frozenset[tuple[str, int]]
 
     @staticmethod
-    def read(run: Path) -> Record:
+    def read(run: Path) -> RunSnapshot:
         try:
             status = (run / "status.json").read_text()
         except OSError:
             status = ""
         manifests = (run / "checkpoints").glob("step-*/manifest.json")
-        return Record(status, frozenset((path.parent.name, path.stat().st_mtime_ns) for path in manifests))
+        return RunSnapshot(
+            status, frozenset((path.parent.name, path.stat().st_mtime_ns) for path in manifests)
+        )
 
 
 @dataclass
-class History:
+class JobHistory:
     """Numbers of consecutive job runs of one job that failed, and that were stopped or killed without a new save.
 
     newest: for an elastic job, the newest checkpoint at the end of the previous job run.
@@ -74,16 +77,16 @@ class History:
     newest: str = ""
 
     @staticmethod
-    def read(path: Path, job: str) -> History:
+    def read(path: Path, job: str) -> JobHistory:
         try:
-            history = History(**json.loads(path.read_text()))
+            history = JobHistory(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
-            return History(job)
-        return history if history.job == job else History(job)
+            return JobHistory(job)
+        return history if history.job == job else JobHistory(job)
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequeueLimits:
     """The numbers of consecutive job runs after which the job ends."""
 
     restarts: int
@@ -92,8 +95,13 @@ class Limits:
 
 
 def decide(
-    before: Record, after: Record, code: int, history: History, limits: Limits, restarts: int
-) -> tuple[Action, str]:
+    before: RunSnapshot,
+    after: RunSnapshot,
+    code: int,
+    history: JobHistory,
+    limits: RequeueLimits,
+    restarts: int,
+) -> tuple[JobAction, str]:
     """Return the action after the step has ended with `code`, and its reason. Count the job run in `history`.
 
     before, after: the run directory at the start and the end of the job run. restarts: number of restarts within this job
@@ -155,7 +163,7 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
         )
 
     history_path = run / "requeues.json"
-    history, before, restarts = History.read(history_path, job), Record.read(run), 0
+    history, before, restarts = JobHistory.read(history_path, job), RunSnapshot.read(run), 0
     while True:
         limited = argv if end is None else [*argv, *time_limit(config, end - time.monotonic())]
         code = subprocess.run(
@@ -167,7 +175,7 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
             # A node has died, or the job was cancelled or preempted.
             _print(f"Slurm has ended this run of job {job} ({job_state}), and decides whether to requeue it")
             return code
-        action, why = decide(before, Record.read(run), code, history, limits, restarts)
+        action, why = decide(before, RunSnapshot.read(run), code, history, limits, restarts)
         if action != "restart":
             break
         restarts += 1
@@ -188,9 +196,9 @@ def count_stop(argv: list[str], environment: Mapping[str, str] = os.environ) -> 
     """Count a stopped job run of elastic.sbatch. Return 75 if another one may make progress, else 1."""
     config, job = load_config(argv), environment.get("SLURM_JOB_ID", "0")
     run = (Path(config.run.output_dir) / config.run.name).absolute()
-    history, after = History.read(run / "requeues.json", job), Record.read(run)
+    history, after = JobHistory.read(run / "requeues.json", job), RunSnapshot.read(run)
     names = {name for name, _ in after.checkpoints}
-    before = Record("", frozenset(one for one in after.checkpoints if one[0] <= history.newest))
+    before = RunSnapshot("", frozenset(one for one in after.checkpoints if one[0] <= history.newest))
     history.newest = max(names, default="")
     action, why = decide(before, after, STOPPED, history, _limits(environment), 0)
     if action == "requeue" and not _write(run / "requeues.json", history):
@@ -200,8 +208,9 @@ def count_stop(argv: list[str], environment: Mapping[str, str] = os.environ) -> 
 
 
 def check(argv: list[str], world: int) -> Config:
-    """Return the configuration of train.py's arguments. Raises UserError if it is invalid or does not fit `world`
-    processes.
+    """Return the configuration of train.py's arguments.
+
+    Raises UserError if it is invalid or does not fit `world` processes.
     """
     config = load_config(argv)
     check_world(config, world)
@@ -258,8 +267,8 @@ def time_left_s(text: str) -> int | None:
     return int(match[1] or 0) * 24 * 3600 + seconds
 
 
-def _limits(environment: Mapping[str, str]) -> Limits:
-    return Limits(
+def _limits(environment: Mapping[str, str]) -> RequeueLimits:
+    return RequeueLimits(
         restarts=_number(environment, "MAX_RESTARTS", 0),
         failed_turns=_number(environment, "MAX_FAILED_TURNS", 10),
         turns_without_progress=_number(environment, "MAX_TURNS_WITHOUT_PROGRESS", 3),
@@ -280,7 +289,7 @@ def _output_of(*command: str) -> str:
         return ""
 
 
-def _write(path: Path, history: History) -> bool:
+def _write(path: Path, history: JobHistory) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(history)) + "\n")

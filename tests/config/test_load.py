@@ -161,7 +161,7 @@ def test_a_line_names_the_origin_of_the_value(tmp_path) -> None:
         ("--run.deterministic=1", "allowed: true or false"),
         ("--parallel.dp_shard=0", "allowed: -1, or integer >= 1"),
         ("--optimizer.betas=[0.9, 1.0]", "list of 2: number >= 0 and < 1"),
-        ("--data.sources=[]", "data.sources = [] (command line): allowed: list of at least one {path = text"),
+        ("--data.sources=[]", "data.sources = [] (command line): allowed: non-empty list of {path = text"),
         ('--data.sources=[{path="a",wait=1}]', "data.sources[0].wait = 1 (command line): no such key"),
         ("--data.sources=[{weight=1}]", "data.sources[0].path: missing from command line"),
         ("--data.sources=[{path=a}]", "not a TOML literal"),

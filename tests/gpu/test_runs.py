@@ -1,6 +1,6 @@
 """Whole runs of train.py on one CUDA card: every feature trains, and computes what it computes on a CPU.
 
-Several ranks are out of reach: NCCL refuses two on one card.
+Several ranks are out of reach: NCCL refuses two on one GPU.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import TextIO
 
 import pytest
 
-from forge.observe.live import BLOCKS, MOST, Means, Progress, draw_curve
+from forge.observe.live import BLOCKS, MOST, Means, TrainingLine, draw_curve
 from forge.observe.log import reset_logging, setup_logging
 
 COLUMNS = 60
@@ -85,7 +85,7 @@ def report(step: int, loss: float | None) -> None:
         "tokens_per_second": 5000.0,
         "memory_gib": 0.5,
     }
-    progress = Progress(fields, 200, eta_s=90.0)
+    progress = TrainingLine(fields, 200, eta_s=90.0)
     logging.getLogger("forge.test").info("%s", progress.text(), extra={"progress": progress})
 
 

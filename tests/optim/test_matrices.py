@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.collectives import collectives_of
-from forge.optim.matrices import Batch, WholeMatrices
+from forge.optim.matrices import MatrixBatch, WholeMatrices
 from forge.shard import Shard
 from tests.support.checkpoints import cut, numbers, rows, whole
 from tests.support.harness import RankFailed, run_ranks
@@ -57,7 +57,7 @@ def _replace(rank: int, world: int, layout: str, round_numel: int) -> dict[str, 
     tensors = [shard.data.clone() for shard in shards]
     owned: list[tuple[int, ...]] = []
 
-    def function(several: Tensor, batch: Batch) -> Tensor:
+    def function(several: Tensor, batch: MatrixBatch) -> Tensor:
         assert several.shape == (batch.count, *batch.shape)
         owned.append(tuple(several.shape))
         return mixed(several)
@@ -193,7 +193,7 @@ def _narrow(rank: int, world: int) -> None:
     shard = cut("weight", torch.full((4, 4), 1 + 2.0**-10), rank, world)
     matrices = WholeMatrices([shard], dist.group.WORLD, dtype=torch.bfloat16)
 
-    def function(several: Tensor, _: Batch) -> Tensor:
+    def function(several: Tensor, _: MatrixBatch) -> Tensor:
         assert several.dtype == torch.bfloat16 and several.eq(1).all()
         return several * 3
 

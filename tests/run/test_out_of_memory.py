@@ -82,7 +82,7 @@ def test_what_to_change_first_depends_on_what_takes_the_memory(tmp_path) -> None
     degrees = check_world(config, 2)
 
     def first(state_dominates: bool) -> tuple[str, Any]:
-        (key, value, _), _ = next(usable_changes(config, degrees, state_dominates, on_card=True))
+        (key, value, _), _ = next(usable_changes(config, degrees, state_dominates, on_gpu=True))
         return key, value
 
     assert first(False) == ("train.micro_batch_size", 2)
@@ -92,7 +92,7 @@ def test_what_to_change_first_depends_on_what_takes_the_memory(tmp_path) -> None
 @pytest.mark.parametrize("state_dominates", [False, True])
 def test_narrow_moments_and_recomputation_come_before_the_host(tmp_path, state_dominates: bool) -> None:
     config = load(tmp_path)
-    changes = usable_changes(config, check_world(config, 1), state_dominates, on_card=True)
+    changes = usable_changes(config, check_world(config, 1), state_dominates, on_gpu=True)
     keys = [key for (key, _, _), _ in changes]
     assert {"optimizer.moment_dtype", "activation_checkpoint.mode"} < set(keys)
     assert keys[-1] == "parallel.cpu_offload"

@@ -15,7 +15,7 @@ from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED
 from forge.runtime.world import World
 from forge.tools.plan import node
 from forge.tools.plan.hardware import find_hardware
-from forge.tools.plan.node import ON_CPU, ON_GPU, Record, Timed, attention_flops, measure_rank
+from forge.tools.plan.node import ON_CPU, ON_GPU, RankChecks, Timed, attention_flops, measure_rank
 from forge.tools.plan.node_report import COMPUTE, LINKS, compare, planned_s, problems_of
 from forge.tools.verify.ranks import run_ranks
 from tests.support.harness import start_ranks
@@ -143,11 +143,11 @@ def test_one_process_has_no_links() -> None:
         assert list(measure_rank(World(0, 1, 0, "python"), ON_CPU).timed) == KERNELS
 
 
-def records(count: int = 8, slow: float = 1.0) -> list[Record]:
+def records(count: int = 8, slow: float = 1.0) -> list[RankChecks]:
     """A healthy node of H100 at the planned rates, whose rank 5 takes `slow` times as long for a product."""
     found = []
     for rank in range(count):
-        one = Record(rank, "node1", count, H100.card, 79.1, "580.1", "Enabled", "0")
+        one = RankChecks(rank, "node1", count, H100.card, 79.1, "580.1", "Enabled", "0")
         for name in (*KERNELS, *LINK):
             seconds = planned_s(name, [one] * count, ON_GPU, H100)
             one.timed[name] = Timed(seconds, amount_of(name, count))
@@ -167,7 +167,7 @@ def amount_of(name: str, ranks: int) -> float:
     return amounts.get(name, twice * ON_GPU.message * (ranks - 1) / ranks)
 
 
-def problems(found: list[Record], gpus: int = 8) -> list[str]:
+def problems(found: list[RankChecks], gpus: int = 8) -> list[str]:
     checks = compare(found, H100, ON_GPU, compute=COMPUTE, links=LINKS)
     return problems_of(found, checks, H100, gpus)
 

@@ -9,14 +9,23 @@ from pathlib import Path
 import pytest
 
 from forge.config import load_config
-from scripts.slurm.job import History, Limits, Record, count_stop, decide, main, time_left_s, time_limit
+from scripts.slurm.job import (
+    JobHistory,
+    RequeueLimits,
+    RunSnapshot,
+    count_stop,
+    decide,
+    main,
+    time_left_s,
+    time_limit,
+)
 
-LIMITS = Limits(restarts=0, failed_turns=2, turns_without_progress=3)
-EMPTY = Record("", frozenset())
+LIMITS = RequeueLimits(restarts=0, failed_turns=2, turns_without_progress=3)
+EMPTY = RunSnapshot("", frozenset())
 
 
-def record(state: str, exit_code: int, *steps: int) -> Record:
-    return Record(
+def record(state: str, exit_code: int, *steps: int) -> RunSnapshot:
+    return RunSnapshot(
         json.dumps({"state": state, "exit_code": exit_code}), frozenset((f"step-{n}", n) for n in steps)
     )
 
@@ -51,38 +60,41 @@ def record(state: str, exit_code: int, *steps: int) -> Record:
         (EMPTY, 0, "end"),
     ],
 )
-def test_the_end_of_a_turn(after: Record, code: int, action: str) -> None:
-    assert decide(EMPTY, after, code, History("7"), LIMITS, 0)[0] == action
+def test_the_end_of_a_turn(after: RunSnapshot, code: int, action: str) -> None:
+    assert decide(EMPTY, after, code, JobHistory("7"), LIMITS, 0)[0] == action
 
 
 def test_the_status_of_an_earlier_turn_does_not_count() -> None:
     stopped = record("stopped", 75, 10)
-    assert decide(stopped, stopped, 1, History("7"), LIMITS, 0)[0] == "end"
+    assert decide(stopped, stopped, 1, JobHistory("7"), LIMITS, 0)[0] == "end"
 
 
-def turns(history: History, code: int, after: Record, count: int) -> list[str]:
+def turns(history: JobHistory, code: int, after: RunSnapshot, count: int) -> list[str]:
     return [decide(EMPTY, after, code, history, LIMITS, 0)[0] for _ in range(count)]
 
 
 def test_turns_that_fail_and_turns_without_progress_are_limited() -> None:
-    history = History("7")
+    history = JobHistory("7")
     assert turns(history, 75, EMPTY, 3) == ["requeue", "requeue", "end"]
-    history = History("7")
+    history = JobHistory("7")
     assert turns(history, 137, record("running", 0), 3) == ["requeue", "requeue", "end"]
-    history = History("7")
+    history = JobHistory("7")
     assert turns(history, 1, record("failed", 1, 10), 3) == ["requeue", "requeue", "end"]
 
 
 def test_a_turn_that_was_stopped_after_a_save_ends_both_counts() -> None:
-    history = History("7", failed=2, without_progress=2)
+    history = JobHistory("7", failed=2, without_progress=2)
     assert turns(history, 75, record("stopped", 75, 10), 1) == ["requeue"]
-    assert history == History("7")
+    assert history == JobHistory("7")
 
 
 def test_a_failure_restarts_in_the_same_turn_as_often_as_is_allowed() -> None:
-    limits = Limits(restarts=1, failed_turns=2, turns_without_progress=3)
+    limits = RequeueLimits(restarts=1, failed_turns=2, turns_without_progress=3)
     after = record("failed", 1)
-    assert [decide(EMPTY, after, 1, History("7"), limits, done)[0] for done in (0, 1)] == ["restart", "end"]
+    assert [decide(EMPTY, after, 1, JobHistory("7"), limits, done)[0] for done in (0, 1)] == [
+        "restart",
+        "end",
+    ]
 
 
 def stopped_turns(folder: Path, saves: Sequence[Sequence[int]]) -> list[int]:
@@ -108,12 +120,12 @@ def test_a_new_checkpoint_of_an_elastic_job_ends_the_count(tmp_path) -> None:
 
 def test_counts_are_of_one_job(tmp_path) -> None:
     path = tmp_path / "requeues.json"
-    assert History.read(path, "7") == History("7")
+    assert JobHistory.read(path, "7") == JobHistory("7")
     path.write_text('{"job": "7", "failed": 1, "without_progress": 2}')
-    assert History.read(path, "7") == History("7", 1, 2)
-    assert History.read(path, "8") == History("8")
+    assert JobHistory.read(path, "7") == JobHistory("7", 1, 2)
+    assert JobHistory.read(path, "8") == JobHistory("8")
     path.write_text("{")
-    assert History.read(path, "7") == History("7")
+    assert JobHistory.read(path, "7") == JobHistory("7")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from forge.batch import Batch
 from forge.config import Config, parse_toml_text
 from forge.shard import Shard
 from forge.tools.verify.compare import TOLERANCE, compare_rank, elements, merge
-from forge.tools.verify.pieces import Piece, part_of
+from forge.tools.verify.pieces import TensorPiece, part_of
 from forge.tools.verify.plain import plain_model, record_plain
 from forge.tools.verify.ranks import run_ranks
 from forge.tools.verify.record import PLAIN, RankRecord, Settings, Twist, WholeRecord, batches, record_on_rank
@@ -112,7 +112,7 @@ def whole_of(record: RankRecord) -> WholeRecord:
     )
 
 
-def _put_together(pieces: list[Piece]) -> torch.Tensor:
+def _put_together(pieces: list[TensorPiece]) -> torch.Tensor:
     ends = [[part.stop if isinstance(part, slice) else 1 + max(part) for part in one.place] for one in pieces]
     tensor = torch.zeros([max(of_dim) for of_dim in zip(*ends, strict=True)], dtype=pieces[0].values.dtype)
     for piece in pieces:

@@ -81,8 +81,9 @@ class RingAttention:
 
 
 class _Ring(torch.autograd.Function):
-    """Autograd function of the ring. Shapes as for `AttentionFunction`, of seq / cp tokens. A sink is a first key without a
-    value that every row sees.
+    """Autograd function of the ring.
+
+    Shapes as for `AttentionFunction`, of seq / cp tokens. A sink is a first key without a value that every row sees.
     """
 
     @staticmethod
@@ -231,8 +232,9 @@ def _grouped(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(rows: Tensor, k: Tensor, table: Tensor | None, soft_cap: float) -> tuple[Tensor, Tensor | None]:
-    """Return scores `[batch, kv_heads, group * rows, columns]`, -inf outside the table, and the soft cap's derivative, if
-    any.
+    """Return scores `[batch, kv_heads, group * rows, columns]`, and the soft cap's derivative, if any.
+
+    Scores are -inf outside the table.
     """
     scores, slope = rows @ k.mT * rows.shape[-1] ** -0.5, None
     if soft_cap:

@@ -61,8 +61,9 @@ class PassedStates:
         return outputs(chunks, states, q.shape[1]).reshape(v.shape)
 
     def _before(self, x: Tensor, tokens: int) -> Tensor:
-        """Return the `tokens` tokens before each chunk, or zeros before the sequence: x `[batch, seq / cp, channels]` ->
-        `[2 batch, tokens, channels]`.
+        """Return the `tokens` tokens before each chunk `[2 batch, tokens, channels]`; zeros before the sequence.
+
+        x `[batch, seq / cp, channels]`.
         """
         ends = x.unflatten(1, (2, -1))[:, :, max(0, x.shape[1] // 2 - tokens) :]
         # A chunk may be shorter than the window: then it is sent whole, and several chunks are read.

@@ -1,7 +1,7 @@
-"""Context parallelism by exchanging heads: for attention, a layer switches from all heads of a part of the sequence to
-some heads of the whole sequence (Jacobs et al. 2023, "DeepSpeed Ulysses").
+"""Context parallelism by exchanging heads (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
-Two all-to-alls per layer and forward, two in backward. Attention itself is the same as on one process.
+For attention, a layer switches from all heads of a part of the sequence to some heads of the
+whole sequence. Two all-to-alls per layer and forward, two in backward. Attention itself is the same as on one process.
 """
 
 from __future__ import annotations

@@ -52,8 +52,9 @@ class DataParallel(Protocol):
         """Complete the reductions. Afterwards the gradients of `shards` are sums over data ranks."""
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        """Call after `shards`, and those `copies` that are named in `copied`, have been written. The model then uses the
-        new values.
+        """Call after `shards`, and those `copies` that are named in `copied`, have been written.
+
+        The model then uses the new values.
         """
 
     def zero_gradients(self) -> None:
@@ -94,8 +95,9 @@ def _alone(layout: Layout) -> bool:
 
 
 def _buffers_take_no_more_memory(layout: Layout) -> bool:
-    """Return whether contiguous buffers take no more memory than fsdp2: their gradients are as wide as fsdp2's, and no key
-    makes fsdp2 hold less in one process.
+    """Return whether contiguous buffers take no more memory than fsdp2.
+
+    That holds if their gradients are as wide as fsdp2's, and no key makes fsdp2 hold less in one process.
 
     fsdp2 accumulates gradients in `storage`, and holds them in `reduce` between microbatches.
     """

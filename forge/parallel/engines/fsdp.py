@@ -46,8 +46,9 @@ from forge.shard import Shard, local
 
 
 class FullySharded:
-    """FSDP2 on `model` (on the meta device), sharded in place: dense parameters over `meshes.fsdp`, experts over
-    `meshes.fsdp_experts`.
+    """FSDP2 on `model`, which is on the meta device and is sharded in place.
+
+    Dense parameters are sharded over `meshes.fsdp`, experts over `meshes.fsdp_experts`.
 
     A `DataParallel` (forge/parallel/engines/engine.py). Raises UserError if precision.fp32_modules cannot be followed.
     """
@@ -196,8 +197,9 @@ def _degree(mesh: DeviceMesh) -> int:
 
 
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
-    """Return the dimension along which an expert parameter is sharded. That is the dimension of experts, or, with fewer
-    experts than ranks, the next one if the ranks divide it.
+    """Return the dimension along which an expert parameter is sharded.
+
+    That is the dimension of experts, or, with fewer experts than ranks, the next one if the ranks divide it.
     """
     n_experts = local(parameter).shape[0]
     return Split(1 if n_experts < ranks and parameter.shape[1] % ranks == 0 else 0)
@@ -294,8 +296,9 @@ def _shard_of(name: str, parameter: nn.Parameter, layout: Layout, whole: bool) -
 def replicated_parameters(
     model: Transformer, dtypes: Mapping[nn.Parameter, torch.dtype], layout: Layout
 ) -> set[nn.Parameter]:
-    """Return parameters that stay whole on every rank: of routers that compute without a cast, and of decays, which cast
-    themselves.
+    """Return the parameters that stay whole on every rank.
+
+    They are those of routers that compute without a cast, and those of decays, which cast themselves.
 
     None if nothing is sharded, or everything is offloaded.
     """

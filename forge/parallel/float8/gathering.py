@@ -84,8 +84,9 @@ class ShardedWeight(torch.Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: tuple[int, ...], dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """Return the gathered weight and the tensors that FSDP2 frees later. If `out`, a gathered weight, is given, update
-        it instead.
+        """Return the gathered weight and the tensors that FSDP2 frees later.
+
+        If `out`, a gathered weight, is given, update it instead.
         """
         codes, scales = outputs
         if out is not None:
@@ -95,8 +96,9 @@ class ShardedWeight(torch.Tensor):
 
 
 class GatheredWeight(torch.Tensor):
-    """A whole weight in codes and scales, for products that sum over `summed`. Shape and dtype are those of the dequantised
-    weight.
+    """A whole weight in codes and scales, for products that sum over `summed`.
+
+    Shape and dtype are those of the dequantised weight.
     """
 
     @staticmethod
@@ -162,8 +164,9 @@ def gather_in_blocks(weights: dict[str, tuple[nn.Module, str]], form: Format, la
 
 
 def gather_plain(modules: tuple[nn.Module, ...]) -> None:
-    """Replace weights of `modules` by plain ones if forward and backward need different codes. FSDP2 then gathers the
-    values.
+    """Replace weights of `modules` by plain ones if forward and backward need different codes.
+
+    FSDP2 then gathers the values.
     """
     for module in modules:
         for inner in module.modules():

@@ -30,8 +30,10 @@ from forge.parallel.float8.torchao import quiet
 
 
 class BlockwiseKernels(Emulated):
-    """The products of `blockwise`. Linear layers use kernels. Experts are emulated, because there is no kernel for them.
-    native: the GPU has cuBLASLt's kernel.
+    """The products of `blockwise`.
+
+    Linear layers use kernels. Experts are emulated, because there is no kernel for them. native: the GPU has cuBLASLt's
+    kernel.
     """
 
     def __init__(self, form: Format, *, native: bool):
@@ -57,7 +59,7 @@ class BlockwiseKernels(Emulated):
         return self._multiply(_tokens(grad, self.form), of_x, square=False)[:, : x.shape[-1]]
 
     def _multiply(self, a: Tensor, of_b: Quantised, *, square: bool) -> Tensor:
-        """a `[m, k]`, b `[n, k]` in whole blocks -> `[m, n]`. square: b is a weight with 128 x 128 blocks."""
+        """Return a @ b.mT `[m, n]` of a `[m, k]`, b `[n, k]` in whole blocks. square: b is a weight with 128 x 128 blocks."""
         rows = a.shape[0]
         codes, scales = _quantised(a, self.form)
         if not self.native:
@@ -114,7 +116,7 @@ class MXKernels:
         return y[:, : weight.shape[-1]]
 
     def _multiply(self, a: Tensor, of_b: Quantised) -> Tensor:
-        """a `[m, k]`, b `[n, k]` in whole blocks -> `[m, n]`."""
+        """Return a @ b.mT `[m, n]` of a `[m, k]`, b `[n, k]` in whole blocks."""
         of_a = _quantised(a, self.form)
         y = torch._scaled_mm(
             of_a.codes,
@@ -141,8 +143,9 @@ class MXKernels:
 
 
 def _weight(weight: Tensor, form: Format, dim: int) -> Quantised:
-    """Return weight `[..., out, in]` in whole blocks, quantised along `dim`. With dim = -2 it is transposed, so that `dim`
-    is last. Codes gathered by FSDP2 are used unchanged.
+    """Return weight `[..., out, in]` in whole blocks, quantised along `dim`.
+
+    With dim = -2 it is transposed, so that `dim` is last. Codes gathered by FSDP2 are used unchanged.
     """
     if not isinstance(weight, GatheredWeight):
         turned = _whole_blocks(weight if dim == -1 else weight.mT, form)
@@ -172,8 +175,9 @@ def _whole_blocks(x: Tensor, form: Format) -> Tensor:
 
 
 def _padded(x: Tensor, columns: int, rows: int) -> Tensor:
-    """Pad x `[..., m, k]` with zeros, so that k is a multiple of `columns` and m a multiple of `rows`. Returns a contiguous
-    tensor.
+    """Pad x `[..., m, k]` with zeros, so that k is a multiple of `columns` and m a multiple of `rows`.
+
+    Returns a contiguous tensor.
     """
     pad = (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows)
     return F.pad(x, pad) if any(pad) else x.contiguous()

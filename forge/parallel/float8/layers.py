@@ -79,8 +79,9 @@ def grouped(
 
 
 class AddInParts(torch.autograd.Function):
-    """Add bias / parts. The sum of the results over `parts` ranks then has the whole bias once. Its gradient is whole on
-    each rank.
+    """Add bias / parts.
+
+    The sum of the results over `parts` ranks then has the whole bias once. Its gradient is whole on each rank.
     """
 
     @staticmethod

@@ -50,8 +50,9 @@ class Products(Protocol):
 
 
 class Emulated:
-    """Products of dequantised values in promote(float32, dtype). In float32 a dequantised MX value is exact, and a
-    blockwise value is rounded once. Both are exact in float64.
+    """Products of dequantised values in promote(float32, dtype).
+
+    In float32 a dequantised MX value is exact, and a blockwise value is rounded once. Both are exact in float64.
     """
 
     def __init__(self, form: Format):
@@ -84,8 +85,9 @@ class Emulated:
 
 
 def quantised_weight(weight: Tensor, form: Format, dim: int) -> Quantised:
-    """Return the codes and scales of weight `[..., out, in]` for a product that sums over `dim`. Gathered codes are used
-    unchanged.
+    """Return the codes and scales of weight `[..., out, in]` for a product that sums over `dim`.
+
+    Gathered codes are used unchanged.
     """
     if isinstance(weight, GatheredWeight):
         return weight.quantised(dim)

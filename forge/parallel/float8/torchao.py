@@ -71,8 +71,9 @@ def gathers_in_float8(chosen: dict[str, nn.Linear], layout: Layout) -> bool:
 
 
 def _holders(rows: int, ranks: int) -> int:
-    """Return the number of `ranks` that hold rows, if `rows` rows are split as torch.chunk does: equal chunks, the last
-    ones shorter or empty.
+    """Return the number of `ranks` that hold rows, if `rows` rows are split as torch.chunk does.
+
+    Its chunks are equal; the last ones are shorter or empty.
     """
     return ceil(rows / ceil(rows / ranks))
 

@@ -116,8 +116,8 @@ class PipelinedModel(ParallelModel):
         dist.broadcast(scores, group=self.pp, group_src=self.plan.ends[1])
         return scores
 
-    def _execute(self, program: Sequence[Action], microbatches: list[Batch], divisor: Tensor) -> _Run:
-        run = _Run(self, microbatches, divisor)
+    def _execute(self, program: Sequence[Action], microbatches: list[Batch], divisor: Tensor) -> _ProgramRun:
+        run = _ProgramRun(self, microbatches, divisor)
         for action in program:
             run.do(action)
         run.messages.close()
@@ -145,7 +145,7 @@ class PipelinedModel(ParallelModel):
         return part.model(x, *replace(inputs, positions=positions).arguments[1:])
 
 
-class _Run:
+class _ProgramRun:
     """One execution of a program on this rank; its state is kept by (stage, microbatch).
 
     losses: sums of the losses computed on this rank, float64 `[3]`. outputs: results of forwards whose backward has not run
@@ -278,8 +278,9 @@ class Messages:
             self._sending.popleft()
 
     def receive(self, user: Action, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Start to receive the tensor that `user` needs: for F the previous stage's activation, for B the next stage's
-        gradient.
+        """Start to receive the tensor that `user` needs.
+
+        For F it is the previous stage's activation, for B the next stage's gradient.
         """
         source = user.stage - 1 if user.kind == "F" else user.stage + 1
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
@@ -288,8 +289,9 @@ class Messages:
         self._receiving[user] = work, tensor
 
     def _with(self, stage: int, key: str) -> dict[str, Any]:
-        """Return this rank's two-rank group with the rank of `stage`, and as `key` (group_src or group_dst) that rank's
-        number in it.
+        """Return this rank's two-rank group with the rank of `stage`, and that rank's number in it.
+
+        The number has the key `key` (group_src or group_dst).
         """
         group = self._groups[self._rank_of[stage]]
         return {"group": group, key: 1 - group.rank()}

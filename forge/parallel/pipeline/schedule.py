@@ -194,16 +194,18 @@ def make_schedule(name: str, ranks: int, stages: int, microbatches: int) -> Sche
 
 
 def place(stage: int, ranks: int, *, v_shaped: bool) -> int:
-    """Return the rank of a stage. Stages are assigned to ranks in turn; with a V shape, in ascending and then in descending
-    order.
+    """Return the rank of a stage.
+
+    Stages are assigned to ranks in turn; with a V shape, in ascending and then in descending order.
     """
     turn, rank = divmod(stage, ranks)
     return ranks - 1 - rank if v_shaped and turn % 2 else rank
 
 
 def read_schedule(path: Path, ranks: int, microbatches: int) -> Schedule:
-    """Read a schedule from a CSV file in PyTorch's format: one line per rank, one computation like 2F0 per cell, empty
-    cells for idle time.
+    """Read a schedule from a CSV file in PyTorch's format.
+
+    It has one line per rank, one computation like 2F0 per cell, and empty cells for idle time.
 
     Messages and actions on shards are ignored; forge adds its own. Raises UserError if the file does not exist, or is not a
     schedule for `ranks` and `microbatches`.

@@ -18,8 +18,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Tied:
-    """first, last: this rank's shards of the two copies; None on ranks without that stage. ends: the pp ranks of both
-    stages.
+    """first, last: this rank's shards of the two copies; None on ranks without that stage.
+
+    ends: the pp ranks of both stages.
 
     watched: detect and count unexpected changes of the last stage's copy between two updates, e.g. a flipped bit.
     """
@@ -74,8 +75,9 @@ class Tied:
             self._changes = self._changes + (self._bits() != self._copied)
 
     def _bits(self) -> Tensor:
-        """Return the sum of the copy's bit patterns, read as integers. Any single flipped bit changes it. Does not wait for
-        the device.
+        """Return the sum of the copy's bit patterns, read as integers.
+
+        Any single flipped bit changes it. Does not wait for the device.
         """
         assert self._last is not None
         values = self._last.data.reshape(-1)

@@ -30,8 +30,9 @@ def gather_for_parts(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def gather_for_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Gather pieces of the sequence, for work that every rank does in full. Backward keeps this rank's piece of the
-    gradient.
+    """Gather pieces of the sequence, for work that every rank does in full.
+
+    Backward keeps this rank's piece of the gradient.
     """
     return _Paired.apply(x, mesh, _all_gather, _own_piece)
 

@@ -51,8 +51,9 @@ class GradientReport:
 
 
 def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool, save: bool = False) -> GradientReport:
-    """Return the norm of the gradient and the decision whether to skip the step. Collective over all ranks: one small
-    all-reduce.
+    """Return the norm of the gradient and the decision whether to skip the step.
+
+    Collective over all ranks: one small all-reduce.
 
     loss: any device scalar that is finite in a good step. If it is not finite on one rank, all ranks skip the step. Each
     element of the global gradient is counted on one rank only, so the norm is the same for every layout.
@@ -103,8 +104,9 @@ def clip_gradients(shards: list[Shard], norm: Tensor, max_norm: float, optimizer
 
 
 def _present(shards: list[Shard]) -> dict[torch.dtype, list[Tensor]]:
-    """Return the existing gradients on this rank, grouped by dtype because multi-tensor kernels take one dtype. They are on
-    the CPU if the parameters are.
+    """Return the existing gradients on this rank, grouped by dtype because multi-tensor kernels take one dtype.
+
+    They are on the CPU if the parameters are.
     """
     grads: dict[torch.dtype, list[Tensor]] = {}
     for shard in shards:

@@ -119,14 +119,16 @@ class ParallelModel:
             self._largest_logits.complete()
 
     def update_router(self, skip: Tensor) -> RouterReport | None:
-        """Update the balancing state of all routers, unless `skip` (device scalar) is 1.0. Return the report; None for a
-        dense model.
+        """Update the balancing state of all routers, unless `skip` (device scalar) is 1.0.
+
+        Return the report; None for a dense model.
         """
         return None if self._routers is None else self._routers.update(skip)
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        """Recompute tensors derived from the parameters, except the `copies` named in `copied`, which are already up to
-        date.
+        """Recompute tensors derived from the parameters.
+
+        The `copies` named in `copied` are already up to date.
 
         Call after each optimizer step, and after a load into a used model.
         """
@@ -176,8 +178,9 @@ class ParallelModel:
         return "; ".join(engine.accumulation_memory_summary() for engine in self._engines)
 
     def _forward_backward(self, microbatches: list[Batch], divisor: Tensor) -> Tensor:
-        """Compute the gradients of the sum of all losses, divided by `divisor`. Return the sums of losses on this rank,
-        float64 `[3]`.
+        """Compute the gradients of the sum of all losses, divided by `divisor`.
+
+        Return the sums of losses on this rank, float64 `[3]`.
         """
         raise NotImplementedError
 

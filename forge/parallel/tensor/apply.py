@@ -34,8 +34,8 @@ from forge.model.loss import Vocabulary, chunk_loss
 from forge.parallel.layout import Layout
 from forge.parallel.modules import replace_module
 from forge.parallel.step.collectives import SEQUENCE, gather_for_all, gather_for_parts, share
-from forge.parallel.tensor.local import Place, first_row
-from forge.parallel.tensor.plan import PARTS, Plan, input_of, plan_for, styles_of
+from forge.parallel.tensor.local import ModulePlace, first_row
+from forge.parallel.tensor.plan import PARTS, TensorPlan, input_of, plan_for, styles_of
 from forge.runtime import compat
 from forge.runtime.errors import UserError
 from forge.shard import Shard
@@ -63,7 +63,9 @@ def apply_tensor(model: Transformer, layout: Layout) -> None:
         elif styles := styles_of(module):
             partial = _sees_a_part(model, name, plan, parallel.sequence_parallel)
             output = stream if name.endswith(INTO_STREAM) else Replicate()
-            split = styles[style](module, Place(mesh, stream, input_of(model, name, stream), output, partial))
+            split = styles[style](
+                module, ModulePlace(mesh, stream, input_of(model, name, stream), output, partial)
+            )
             if split is not module:
                 replace_module(model, name, split)
     model.loss = _loss(model, plan, layout)
@@ -79,7 +81,7 @@ def partial_shards(model: nn.Module, shards: Sequence[Shard]) -> list[Shard]:
     return [shard for shard in shards if shard.name in names]
 
 
-def _sees_a_part(model: nn.Module, name: str, plan: Plan, pieces: bool) -> bool:
+def _sees_a_part(model: nn.Module, name: str, plan: TensorPlan, pieces: bool) -> bool:
     """Return whether the module `name` processes only some of the tokens or heads on this rank."""
     parent, _, leaf = name.rpartition(".")
     if leaf == "latent_norm":
@@ -94,7 +96,7 @@ def _sees_a_part(model: nn.Module, name: str, plan: Plan, pieces: bool) -> bool:
     return pieces
 
 
-def _loss(model: Transformer, plan: Plan, layout: Layout) -> TensorLoss:
+def _loss(model: Transformer, plan: TensorPlan, layout: Layout) -> TensorLoss:
     assert isinstance(model.loss, FusedLoss)
     mesh, style = layout.meshes.tp, plan.get("embedding" if model.config.tie_embeddings else "head")
     split = layout.parallel.loss_parallel and style is not None and style != "colwise_rep"

@@ -1,5 +1,6 @@
-"""Modules that replace others under tensor parallelism. They have the same parameters and names, and compute on local
-tensors.
+"""Modules that replace others under tensor parallelism.
+
+They have the same parameters and names, and compute on local tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from forge.parallel.step.collectives import (
 
 
 @dataclass(frozen=True)
-class Place:
+class ModulePlace:
     """The position of a module in the model.
 
     stream: the layout of the residual stream, in pieces of the sequence or whole on every rank. input, output: the layouts
@@ -51,7 +52,7 @@ class LocalNorm(RMSNorm):
     partial_gradients: ranks see different tokens or heads, so the weight's gradient is a sum over them.
     """
 
-    def __init__(self, plain: RMSNorm, place: Place):
+    def __init__(self, plain: RMSNorm, place: ModulePlace):
         with torch.device("meta"):
             super().__init__(plain.weight.numel(), plain.eps)
         self.normalize, self.initial = plain.normalize, plain.initial
@@ -74,7 +75,7 @@ class WholeProjectionNorm(LocalNorm):
 class LocalProjectionNorm(ProjectionNorm):
     """A norm over all heads, with some of the heads and their part of the weight on this rank."""
 
-    def __init__(self, plain: ProjectionNorm, place: Place):
+    def __init__(self, plain: ProjectionNorm, place: ModulePlace):
         with torch.device("meta"):
             super().__init__(plain.weight.numel(), plain.eps)
         self.initial, self.mesh = plain.initial, place.mesh
@@ -90,7 +91,7 @@ class LocalProjectionNorm(ProjectionNorm):
         return (exact * torch.rsqrt(square / self.weight.numel() + self.eps) * weight).to(x.dtype).view_as(x)
 
 
-def local_projection_norm(plain: ProjectionNorm, place: Place) -> nn.Module:
+def local_projection_norm(plain: ProjectionNorm, place: ModulePlace) -> nn.Module:
     """Return a split norm if its projection is split, else a whole one."""
     return LocalProjectionNorm(plain, place) if place.partial else WholeProjectionNorm(plain, place)
 
@@ -100,7 +101,7 @@ class LocalRouter(Router):
 
     partial_gradients = True
 
-    def __init__(self, plain: Router, place: Place):
+    def __init__(self, plain: Router, place: ModulePlace):
         with torch.device("meta"):
             super().__init__(plain.weight.shape[1], plain.config, plain.layer)
         for name, weight in plain.named_parameters():
@@ -115,7 +116,7 @@ class LocalRouter(Router):
 class LocalMix(DepthMix):
     """The mix over depth (`DepthMix`) for this rank's part of the tokens; its query is whole on every rank."""
 
-    def __init__(self, plain: DepthMix, place: Place):
+    def __init__(self, plain: DepthMix, place: ModulePlace):
         with torch.device("meta"):
             super().__init__(plain.query.numel(), plain.eps)
         self.query = distributed(plain.query, place.mesh, Replicate())
@@ -128,7 +129,7 @@ class LocalMix(DepthMix):
 class LocalJoin(Join):
     """The projection of `Join` for this rank's part of the tokens; its weight is whole on every rank."""
 
-    def __init__(self, plain: Join, place: Place):
+    def __init__(self, plain: Join, place: ModulePlace):
         with torch.device("meta"):
             super().__init__(plain.weight.shape[0])
         self.weight = distributed(plain.weight, place.mesh, Replicate())
@@ -142,7 +143,7 @@ class LocalJoin(Join):
 class LocalSharedGate(SharedGate):
     """The gate of shared experts, on this rank's piece of the sequence or on all of it; its weight is whole on every rank."""
 
-    def __init__(self, plain: SharedGate, place: Place):
+    def __init__(self, plain: SharedGate, place: ModulePlace):
         with torch.device("meta"):
             super().__init__(plain.weight.shape[1])
         self.weight = distributed(plain.weight, place.mesh, Replicate())
@@ -156,7 +157,7 @@ class LocalSharedGate(SharedGate):
 class LocalConvolution(ShortConvolution):
     """The convolution of this rank's channels, or of all channels if these are not split."""
 
-    def __init__(self, plain: ShortConvolution, place: Place, *, split: bool):
+    def __init__(self, plain: ShortConvolution, place: ModulePlace, *, split: bool):
         with torch.device("meta"):
             super().__init__(plain.q.shape[0], plain.v.shape[0], plain.q.shape[1])
         _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
@@ -169,7 +170,7 @@ class LocalConvolution(ShortConvolution):
 class LocalDecay(Decay):
     """The decays of this rank's heads, or of all heads if these are not split."""
 
-    def __init__(self, plain: Decay, place: Place, *, split: bool):
+    def __init__(self, plain: Decay, place: ModulePlace, *, split: bool):
         with torch.device("meta"):
             super().__init__(plain.a_log.numel(), plain.channels, plain.bound)
         _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
@@ -185,7 +186,7 @@ class LocalEmbedding(Embedding):
     first_row: the number of the first of these rows; None: all rows are on every rank.
     """
 
-    def __init__(self, plain: Embedding, place: Place, *, split: bool):
+    def __init__(self, plain: Embedding, place: ModulePlace, *, split: bool):
         with torch.device("meta"):
             vocab_size, dim = plain.weight.shape
             super().__init__(vocab_size, dim, plain.scale)
@@ -212,7 +213,7 @@ class LocalLinear(nn.Linear):
     partial_gradients: ranks see different tokens, so the gradients of a whole weight are sums over them.
     """
 
-    def __init__(self, plain: nn.Linear, place: Place, *, split: bool, partial: bool):
+    def __init__(self, plain: nn.Linear, place: ModulePlace, *, split: bool, partial: bool):
         with torch.device("meta"):
             super().__init__(plain.in_features, plain.out_features, plain.bias is not None)
         for name, parameter in list(plain.named_parameters()):
@@ -235,7 +236,7 @@ class LocalNarrow(LocalLinear):
     weight and input are sums over ranks.
     """
 
-    def __init__(self, plain: nn.Linear, place: Place):
+    def __init__(self, plain: nn.Linear, place: ModulePlace):
         super().__init__(plain, place, split=False, partial=place.partial)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -247,11 +248,12 @@ class LocalNarrow(LocalLinear):
 
 
 class SharedLatents(Latents):
-    """Gathers the latents' pieces of the sequence in one collective. partial: the heads are split over ranks; otherwise
-    every rank has all heads.
+    """Gathers the latents' pieces of the sequence in one collective.
+
+    partial: the heads are split over ranks; otherwise every rank has all heads.
     """
 
-    def __init__(self, plain: Latents, place: Place):
+    def __init__(self, plain: Latents, place: ModulePlace):
         super().__init__()
         self.mesh, self.partial, self.pieces = place.mesh, place.partial, not place.stream.is_replicate()
 
@@ -269,7 +271,7 @@ class SharedLatents(Latents):
 class LocalSinks(Sinks):
     """The logits of this rank's heads."""
 
-    def __init__(self, plain: Sinks, place: Place, *, split: bool):
+    def __init__(self, plain: Sinks, place: ModulePlace, *, split: bool):
         with torch.device("meta"):
             super().__init__(plain.weight.numel())
         self.weight = distributed(plain.weight, place.mesh, Split(0) if split else Replicate())
@@ -279,7 +281,7 @@ class LocalSinks(Sinks):
         return local_tensor(self.weight)
 
 
-def split_indices(indices: HeadIndices, place: Place) -> HeadIndices:
+def split_indices(indices: HeadIndices, place: ModulePlace) -> HeadIndices:
     """Leave `indices` this rank's heads, in place."""
     share = len(indices.heads) // place.mesh.size()
     indices.heads = indices.heads[share * place.mesh.get_local_rank() :][:share]

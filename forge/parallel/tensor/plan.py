@@ -75,7 +75,7 @@ from forge.parallel.tensor.local import (
     LocalRouter,
     LocalSharedGate,
     LocalSinks,
-    Place,
+    ModulePlace,
     SharedLatents,
     distribute,
     local_projection_norm,
@@ -83,7 +83,7 @@ from forge.parallel.tensor.local import (
 )
 from forge.runtime.errors import UserError, did_you_mean
 
-Plan: TypeAlias = dict[str, str | ParallelStyle]
+TensorPlan: TypeAlias = dict[str, str | ParallelStyle]
 
 # The plan of Megatron-LM (Shoeybi et al. 2019), with sequence parallelism after Korthikanti et al. 2022.
 OWN: Mapping[str, str] = {
@@ -118,14 +118,14 @@ PARTS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {
 }
 
 
-def plan_for(model: nn.Module, layout: Layout) -> Plan:
+def plan_for(model: nn.Module, layout: Layout) -> TensorPlan:
     """Return module name -> style, for every module that the configuration's plan, or else the model's own plan, matches.
 
     Raises UserError for a pattern that matches nothing, a style that does not fit its module, a plan that cannot be
     imported, and inconsistent projections of one submodule.
     """
     key, patterns = _patterns(model, layout)
-    plan: Plan = {}
+    plan: TensorPlan = {}
     modules = dict(model.named_modules())
     for pattern, style in patterns.items():
         found = [name for name in modules if matches_exact_depth(pattern, name)]
@@ -146,10 +146,8 @@ def plan_for(model: nn.Module, layout: Layout) -> Plan:
     return plan
 
 
-def _is_foreign(name: str, module: nn.Module, plan: Plan) -> bool:
-    """Return whether `module` has parameters of its own, but its kind is not in STYLES and no ParallelStyle is given for
-    it.
-    """
+def _is_foreign(name: str, module: nn.Module, plan: TensorPlan) -> bool:
+    """Return whether `module` has parameters of its own, but is not in STYLES and has no ParallelStyle."""
     path = name.split(".")
     around = (plan.get(".".join(path[:end])) for end in range(1, len(path)))
     own = next(module.parameters(recurse=False), None) is not None
@@ -196,9 +194,10 @@ def _check_style(key: str | None, name: str, module: nn.Module, style: Any, layo
         raise UserError(f"{where} splits {len(module.heads)} heads, which parallel.tp = {tp} does not divide")
 
 
-def _check_part(name: str, part: nn.Module, plan: Plan, tp: int) -> None:
-    """Check that all input projections of a submodule give it the same share of the features, and that its output
-    projection takes that share.
+def _check_part(name: str, part: nn.Module, plan: TensorPlan, tp: int) -> None:
+    """Check that all projections of a submodule agree about its share of the features.
+
+    The input projections give it that share, and the output projection takes it.
     """
     names = next((names for kind, names in PARTS.items() if isinstance(part, kind)), None)
     if names is None:
@@ -223,12 +222,12 @@ def _check_part(name: str, part: nn.Module, plan: Plan, tp: int) -> None:
                 raise UserError(f"{name}: parallel.tp = {tp} does not divide its {heads} {what}")
 
 
-def _take_stream(part: nn.Module, place: Place) -> nn.Module:
+def _take_stream(part: nn.Module, place: ModulePlace) -> nn.Module:
     """Leave the input of a submodule unchanged: its projections gather what they need."""
     return part
 
 
-def _take_whole_input(part: nn.Module, place: Place) -> nn.Module:
+def _take_whole_input(part: nn.Module, place: ModulePlace) -> nn.Module:
     """Gather a submodule's input once, as one DTensor for all projections, so that their gradients are summed only once."""
     others = (None,) * (len(inspect.signature(part.forward).parameters) - 1)
     style = PrepareModuleInput(
@@ -239,15 +238,17 @@ def _take_whole_input(part: nn.Module, place: Place) -> nn.Module:
     return parallelize_module(part, place.mesh, style)
 
 
-def _split_head(head: Head, place: Place, *, split: bool) -> nn.Module:
+def _split_head(head: Head, place: ModulePlace, *, split: bool) -> nn.Module:
     return distribute(head, place.mesh, Split(0) if split else Replicate())
 
 
-def _split_linear(linear: nn.Linear, place: Place, *, style: Callable[[Place], ParallelStyle]) -> nn.Module:
+def _split_linear(
+    linear: nn.Linear, place: ModulePlace, *, style: Callable[[ModulePlace], ParallelStyle]
+) -> nn.Module:
     return parallelize_module(linear, place.mesh, style(place), src_data_rank=None)
 
 
-def _compute_on_every_rank(linear: nn.Linear, place: Place) -> nn.Module:
+def _compute_on_every_rank(linear: nn.Linear, place: ModulePlace) -> nn.Module:
     style = PrepareModuleInputOutput(
         input_layouts=place.input,
         desired_input_layouts=Replicate(),
@@ -257,7 +258,7 @@ def _compute_on_every_rank(linear: nn.Linear, place: Place) -> nn.Module:
     return parallelize_module(distribute(linear, place.mesh, Replicate()), place.mesh, style)
 
 
-Apply: TypeAlias = Callable[[Any, Place], nn.Module]
+Apply: TypeAlias = Callable[[Any, ModulePlace], nn.Module]
 
 # For each kind of module, its styles and a function that makes the split module. None: no pattern names the module.
 STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {

@@ -65,8 +65,9 @@ class Node:
 
 
 def layouts(argv: Sequence[str], node: Node) -> dict[int, str]:
-    """Return number of nodes -> layout of the run. Raises UserError if the config is invalid or a number of nodes has no
-    layout.
+    """Return number of nodes -> layout of the run.
+
+    Raises UserError if the config is invalid or a number of nodes has no layout.
     """
     command = parse_command_line(list(argv))
     config, found = load_command(command), {}
@@ -137,8 +138,9 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
 
 
 class _Agent(LocalElasticAgent):
-    """PyTorch's agent, except that it kills the ranks of a round with a lost member. They wait for that member, so they
-    cannot save.
+    """PyTorch's agent, except that it kills the ranks of a round with a lost member.
+
+    They wait for that member, so they cannot save.
     """
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -185,8 +187,9 @@ def _is_over(store: dist.Store) -> bool:
 
 
 def _share_clock(offset_s: float) -> None:
-    """Let PyTorch's rendezvous read the meeting's clock. It compares time stamps of nodes, and the nodes' clocks may differ
-    by hours.
+    """Let PyTorch's rendezvous read the meeting's clock.
+
+    It compares time stamps of nodes, and the nodes' clocks may differ by hours.
     """
 
     def now(zone: tzinfo | None = None) -> datetime:

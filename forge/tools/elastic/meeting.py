@@ -57,9 +57,7 @@ class Meeting:
         return self._store.get(key)
 
     def serve(self, closed: threading.Event, linger_s: float = LINGER_S) -> None:
-        """Publish the clock until `closed` is set, or until `linger_s` seconds after an agent has reported the end of the
-        run.
-        """
+        """Publish the clock until `closed` is set, or until `linger_s` seconds after an agent reported the run's end."""
         while not is_over(self._store):
             self._store.set(CLOCK, repr(time.time()))
             if closed.wait(TICK_S):

@@ -48,8 +48,9 @@ class Rendezvous(DynamicRendezvousHandler):
         patience_s: int,
         holder: Callable[[], str | None],
     ) -> Rendezvous:
-        """Join the rendezvous in `store`. nodes: the least and the largest number. holder: returns the holder of the run's
-        lock.
+        """Join the rendezvous in `store`.
+
+        nodes: the least and the largest number. holder: returns the holder of the run's lock.
         """
         timeout = RendezvousTimeout(join=timedelta(seconds=patience_s), last_call=timedelta(seconds=gather_s))
         handler = cls.from_backend(

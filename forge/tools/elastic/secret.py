@@ -1,5 +1,6 @@
-"""Signatures of everything that agents read from the rendezvous, because PyTorch unpickles the state in the rendezvous
-store.
+"""Signatures of everything that agents read from the rendezvous.
+
+They are needed because PyTorch unpickles the state in the rendezvous store.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 
 from forge.config.model import ModelConfig
 from forge.runtime.errors import UserError
-from forge.tools.hf.fused import Place
+from forge.tools.hf.fused import HFPlace
 
 # Ours -> theirs in every config.json.
 KEYS = {
@@ -133,7 +133,7 @@ class Architecture:
     """A model without shared experts still has their tensors, with no elements."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Theirs -> a value to write because transformers' default means something else."""
-    places: Callable[[ModelConfig, int], dict[str, Place]] | None = None
+    places: Callable[[ModelConfig, int], dict[str, HFPlace]] | None = None
     """Returns the tensors of a layer that are laid out differently from other classes (forge/tools/hf/fused.py)."""
     predicts_ahead: bool = False
     """It has the modules of [model.mtp], as extra layers after the last one."""
@@ -188,5 +188,5 @@ class ConfigJson:
             raise UserError(f"{self.source}: lacks {key}, which {self.architecture.name} needs") from None
 
     def error(self, key: str, why: str) -> UserError:
-        """A UserError about the value of `key`."""
+        """Return a UserError about the value of `key`."""
         return UserError(f"{self.source}: {key} = {self[key]!r}: {why}")

@@ -15,7 +15,7 @@ from forge.config import parse_toml_text
 from forge.data.tokenizer import load_tokenizer
 from forge.runtime.errors import UserError
 from forge.runtime.files import replace_atomically, sync_folder
-from forge.tools.hf.folder import Conversion, Progress, new_folder, no_progress
+from forge.tools.hf.folder import Conversion, ReportProgress, new_folder, no_progress
 from forge.tools.hf.kimi import nested
 from forge.tools.hf.model_config import choose_architecture, write_model
 from forge.tools.hf.safetensors import DTYPES, Planned, write_tensors
@@ -32,7 +32,7 @@ def export_weights(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     tokenizer: bool = True,
-    progress: Progress = no_progress,
+    progress: ReportProgress = no_progress,
 ) -> Conversion:
     """Fill the folder `output`, so that AutoModelForCausalLM and AutoTokenizer load the content of `checkpoint`.
 

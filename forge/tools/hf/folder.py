@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 from forge.runtime.errors import FAILED, UserError
 
-Progress: TypeAlias = Callable[[str, int, int], None]
+ReportProgress: TypeAlias = Callable[[str, int, int], None]
 """(current activity, bytes done, bytes in total)"""
 
 

@@ -20,8 +20,9 @@ from forge.config.model import ModelConfig
 
 
 class Rows(NamedTuple):
-    """A slice of rows: the tensor is divided into `groups` equal runs of rows, and rows `start` to `stop` are taken from
-    each run.
+    """A slice of rows.
+
+    The tensor is divided into `groups` equal runs of rows, and rows `start` to `stop` are taken from each run.
     """
 
     groups: int
@@ -33,7 +34,7 @@ class Rows(NamedTuple):
         return theirs.unflatten(0, (self.groups, -1))[:, self.start : self.stop].reshape(shape).contiguous()
 
 
-class Place(NamedTuple):
+class HFPlace(NamedTuple):
     """The position of a tensor of forge in one of transformers: name below `model.layers.N`, shape, and rows (None: all).
 
     paired: rows of gate and up alternate instead of following each other. transposed: inputs come before outputs.
@@ -46,27 +47,27 @@ class Place(NamedTuple):
     transposed: bool = False
 
 
-def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, Place]:
+def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
     """Return the positions of one layer's tensors in gpt-oss, by their name below `layers.N`."""
-    found = {"attention.sinks.weight": Place("self_attn.sinks", (model.n_heads,))}
+    found = {"attention.sinks.weight": HFPlace("self_attn.sinks", (model.n_heads,))}
     if not model.has_experts(layer) or model.moe is None:
         return found
     number, dim, hidden, experts = model.moe.n_experts, model.dim, model.moe.expert_dim, "mlp.experts"
     return found | {
-        "feed_forward.router.weight": Place("mlp.router.weight", (number, dim)),
-        "feed_forward.router.logit_bias": Place("mlp.router.bias", (number,)),
-        "feed_forward.experts.w13": Place(
+        "feed_forward.router.weight": HFPlace("mlp.router.weight", (number, dim)),
+        "feed_forward.router.logit_bias": HFPlace("mlp.router.bias", (number,)),
+        "feed_forward.experts.w13": HFPlace(
             f"{experts}.gate_up_proj", (number, dim, 2 * hidden), paired=True, transposed=True
         ),
-        "feed_forward.experts.w13_bias": Place(
+        "feed_forward.experts.w13_bias": HFPlace(
             f"{experts}.gate_up_proj_bias", (number, 2 * hidden), paired=True
         ),
-        "feed_forward.experts.w2": Place(f"{experts}.down_proj", (number, hidden, dim), transposed=True),
-        "feed_forward.experts.w2_bias": Place(f"{experts}.down_proj_bias", (number, dim)),
+        "feed_forward.experts.w2": HFPlace(f"{experts}.down_proj", (number, hidden, dim), transposed=True),
+        "feed_forward.experts.w2_bias": HFPlace(f"{experts}.down_proj_bias", (number, dim)),
     }
 
 
-def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, Place]:
+def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
     """Return the unusual positions of one layer's tensors in Qwen3-Next, by their name below `layers.N`."""
     linear = model.linear_attention
     if model.kind_of(layer) != "linear" or linear is None:
@@ -75,15 +76,15 @@ def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, Place]:
         shape = 2 * model.n_heads * model.head_dim, model.dim
         rows = _stacked(model.n_heads, wq=model.head_dim, wg=model.head_dim)
         return {
-            f"attention.{name}.weight": Place("self_attn.q_proj.weight", shape, rows[name]) for name in rows
+            f"attention.{name}.weight": HFPlace("self_attn.q_proj.weight", shape, rows[name]) for name in rows
         }
     heads, ratio = linear.n_key_heads, linear.n_value_heads // linear.n_key_heads
     key, value = linear.key_head_dim, ratio * linear.value_head_dim
     found = {
-        "attention.decay.a_log": Place("linear_attn.A_log", (linear.n_value_heads,)),
-        "attention.decay.dt_bias": Place("linear_attn.dt_bias", (linear.n_value_heads,)),
-        "attention.out_norm.weight": Place("linear_attn.norm.weight", (linear.value_head_dim,)),
-        "attention.wo.weight": Place("linear_attn.out_proj.weight", (model.dim, heads * value)),
+        "attention.decay.a_log": HFPlace("linear_attn.A_log", (linear.n_value_heads,)),
+        "attention.decay.dt_bias": HFPlace("linear_attn.dt_bias", (linear.n_value_heads,)),
+        "attention.out_norm.weight": HFPlace("linear_attn.norm.weight", (linear.value_head_dim,)),
+        "attention.wo.weight": HFPlace("linear_attn.out_proj.weight", (model.dim, heads * value)),
     }
     fused = {
         "linear_attn.in_proj_qkvz.weight": _stacked(heads, wq=key, wk=key, wv=value, wg=value),
@@ -91,16 +92,17 @@ def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, Place]:
     }
     for theirs, rows in fused.items():
         shape = heads * max(part.stop for part in rows.values()), model.dim
-        found |= {f"attention.{name}.weight": Place(theirs, shape, part) for name, part in rows.items()}
+        found |= {f"attention.{name}.weight": HFPlace(theirs, shape, part) for name, part in rows.items()}
     channels = _stacked(1, q=heads * key, k=heads * key, v=heads * value)
     whole = channels["v"].stop, 1, linear.conv_size
     conv = "linear_attn.conv1d.weight"
-    return found | {f"attention.conv.{name}": Place(conv, whole, part) for name, part in channels.items()}
+    return found | {f"attention.conv.{name}": HFPlace(conv, whole, part) for name, part in channels.items()}
 
 
 def join(parts: list[Tensor], rows: list[Rows], shape: tuple[int, ...]) -> Tensor:
-    """Concatenate `parts`, tensors of forge, in the order of `rows` to transformers' tensor `[shape]`; zeros after the last
-    part.
+    """Concatenate `parts`, tensors of forge, in the order of `rows` to transformers' tensor `[shape]`.
+
+    The rows after the last part are zeros.
     """
     runs = [
         part.reshape(place.groups, place.stop - place.start, -1)

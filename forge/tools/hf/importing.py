@@ -24,7 +24,7 @@ from forge.runtime.files import read_json
 from forge.shard import Shard
 from forge.tools.hf.architectures import ENDS
 from forge.tools.hf.float8 import Scaled, with_scales
-from forge.tools.hf.folder import Conversion, Progress, new_folder, no_progress
+from forge.tools.hf.folder import Conversion, ReportProgress, new_folder, no_progress
 from forge.tools.hf.kimi import unnested
 from forge.tools.hf.model_config import read_model
 from forge.tools.hf.mxfp4 import Blocks, with_blocks
@@ -36,7 +36,7 @@ from forge.tools.hf.tokenizer import import_files
 _SHOWN = 5
 
 
-def import_weights(source: Path, output: Path, *, progress: Progress = no_progress) -> Conversion:
+def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_progress) -> Conversion:
     """Make `output` a checkpoint of step 0 with the weights, in their dtype, and the tokenizer of the folder `source`.
 
     It has no optimizer state: use it for checkpoint.init, generation and evaluation. Memory: one tensor of forge (a
@@ -144,8 +144,9 @@ def _config(
     dtype: torch.dtype,
     tokenizer: bool,
 ) -> Config:
-    """Return the config.toml of the imported checkpoint: its model, and other keys that make it valid without reading
-    files.
+    """Return the config.toml of the imported checkpoint.
+
+    It has its model, and other keys that make it valid without reading files.
 
     precision.compute is `dtype`, the embedding's, as in transformers; float32 for float16, which forge does not support.
     """
@@ -175,8 +176,9 @@ def _match(
     stored: Mapping[str, Stored | Blocks | Scaled],
     ignored: tuple[str, ...],
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of every tensor of forge by name. Check that all tensors of transformers exist with the right
-    shape.
+    """Return the dtype of every tensor of forge by name.
+
+    Check that all tensors of transformers exist with the right shape.
     """
     problems: list[str] = []
     dtypes: dict[str, torch.dtype] = {}

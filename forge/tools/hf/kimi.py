@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from forge.config.model import ModelConfig
-from forge.tools.hf.fused import Place, Rows
+from forge.tools.hf.fused import HFPlace, Rows
 
 _TEXT, _LINEAR = "text_config", "linear_attn_config"
 # Keys beside text_config; all others describe the text model.
@@ -22,8 +22,9 @@ LAST_MIX = "output_attn_res"
 
 
 def unnested(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of `values`, a config.json, in one table. Keys of linear_attn_config become
-    `linear_attn_config.KEY`.
+    """Return the keys of `values`, a config.json, in one table.
+
+    Keys of linear_attn_config become `linear_attn_config.KEY`.
     """
     text = values.get(_TEXT)
     inner = {
@@ -54,7 +55,7 @@ def write_linear(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def k3_places(model: ModelConfig, layer: int) -> dict[str, Place]:
+def k3_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
     """Return the unusual positions of one linear-attention layer's tensors, by their name below `layers.N`."""
     linear = model.linear_attention
     if model.kind_of(layer) != "linear" or linear is None:
@@ -62,11 +63,11 @@ def k3_places(model: ModelConfig, layer: int) -> dict[str, Place]:
     keys, values = linear.n_key_heads * linear.key_head_dim, linear.n_value_heads * linear.value_head_dim
     # Padded with zeros to the size of a head.
     heads = max(linear.n_value_heads, linear.key_head_dim)
-    a_log = Place("self_attn.A_log", (heads,), Rows(1, 0, linear.n_value_heads))
+    a_log = HFPlace("self_attn.A_log", (heads,), Rows(1, 0, linear.n_value_heads))
     convolutions = {
-        f"attention.conv.{name}": Place(f"self_attn.{name}_conv1d.weight", (size, 1, linear.conv_size))
+        f"attention.conv.{name}": HFPlace(f"self_attn.{name}_conv1d.weight", (size, 1, linear.conv_size))
         for name, size in (("q", keys), ("k", keys), ("v", values))
     }
     channels = linear.n_value_heads * linear.key_head_dim
-    dt_bias = Place("self_attn.dt_bias", (channels,))
+    dt_bias = HFPlace("self_attn.dt_bias", (channels,))
     return convolutions | {"attention.decay.a_log": a_log, "attention.decay.dt_bias": dt_bias}

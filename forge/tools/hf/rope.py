@@ -63,8 +63,9 @@ def _write_scaling(model: ModelConfig, architecture: Architecture, seq_len: int)
 
 
 def read_rope(config: ConfigJson) -> dict[str, Any]:
-    """Return the keys rope_theta; rope_scaling, if positions are scaled; and sliding_rope_theta, if it differs from
-    rope_theta.
+    """Return the keys of the position embedding.
+
+    They are rope_theta; rope_scaling, if positions are scaled; and sliding_rope_theta, if it differs from rope_theta.
 
     Raises UserError (exit 2) for a scaling that forge does not have.
     """

@@ -80,8 +80,9 @@ class Weight:
 
 
 def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
-    """Return a `Weight` for every tensor of forge and of transformers, layer by layer. KeyError for a tensor of forge
-    without a known counterpart.
+    """Return a `Weight` for every tensor of forge and of transformers, layer by layer.
+
+    KeyError for a tensor of forge without a known counterpart.
     """
     with torch.device("meta"):
         written = model if architecture.predicts_ahead else model.model_copy(update={"mtp": None})
@@ -188,8 +189,9 @@ def _parameter(
 
 
 def _mix(name: str, dim: int) -> list[Weight]:
-    """Return the query of attention residuals. In Kimi K3's folders it is a projection to one number times the gain of a
-    norm.
+    """Return the query of attention residuals.
+
+    In Kimi K3's folders it is a projection to one number times the gain of a norm.
     """
     *layer, module, _ = name.split(".")
     theirs = f"model.layers.{layer[1]}.{LAYER_MIXES[module]}" if layer else f"model.{LAST_MIX}"

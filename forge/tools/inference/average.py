@@ -22,8 +22,9 @@ from forge.shard import Shard
 
 
 def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
-    """Write the mean of the weights of `paths`, checkpoints of one model, to the folder `output`. Return the number of
-    tensors.
+    """Write the mean of the weights of `paths`, checkpoints of one model, to the folder `output`.
+
+    Return the number of tensors.
 
     ema: average the checkpoints' weight averages (`optimizer.ema`) instead of their weights. Balanced state, e.g. a
     router's bias, is not learned and has no weight average.

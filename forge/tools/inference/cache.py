@@ -76,8 +76,9 @@ class CachedScores:
         return logits
 
     def _read(self, tokens: Tensor, places: Places | None, last: Tensor) -> Tensor:
-        """Return logits `[texts, vocab]` at index `last` `[texts]` of tokens `[texts, seq]`. places None: the tokens are
-        whole texts.
+        """Return logits `[texts, vocab]` at index `last` `[texts]` of tokens `[texts, seq]`.
+
+        places None: the tokens are whole texts.
         """
         for layer in self._layers:
             layer.places, layer.last = places, last
@@ -141,8 +142,9 @@ class _LayerCache:
 
 
 def _with_room(kept: Tensor, places: int) -> Tensor:
-    """Return `kept` `[texts, kv_heads, places, head_dim]`, or if it is too small, a larger copy with at least `places`
-    places.
+    """Return `kept` `[texts, kv_heads, places, head_dim]`, or a larger copy if it is too small.
+
+    The result has at least `places` places.
     """
     size = kept.shape[2]
     if size >= places:

@@ -106,8 +106,9 @@ class DraftedScores:
 
 
 class _TextCache:
-    """The attention function of one layer for tokens `begin` to `end` of a text. The cache has the keys and values of
-    earlier tokens.
+    """The attention function of one layer for tokens `begin` to `end` of a text.
+
+    The cache has the keys and values of earlier tokens.
     """
 
     def __init__(self, inner: AttentionFunction):

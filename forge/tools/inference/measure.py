@@ -55,8 +55,9 @@ def measure(
     batch_size: int = 8,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Measured:
-    """Measure the loss on the windows that the trainer's evaluation of `sequences` sequences reads, of train.seq_len tokens
-    each.
+    """Measure the loss on the windows that the trainer's evaluation of `sequences` sequences reads.
+
+    Each window has train.seq_len tokens.
 
     sequences None: measure all windows and the shorter rest after them. Each token except the source's first is predicted
     at most once, from the earlier tokens of its window. `progress` is called with the number of tokens done. Raises

@@ -80,8 +80,9 @@ def recomputed(model_call: Callable[[Tensor], Tensor], seq_len: int) -> NextScor
 
 
 def padded(texts: Sequence[Sequence[int]]) -> Tensor:
-    """Return the texts as int64 `[texts, longest]`, padded at the end with token 0. No token of a text attends to the
-    padding.
+    """Return the texts as int64 `[texts, longest]`, padded at the end with token 0.
+
+    No token of a text attends to the padding.
     """
     longest = max(map(len, texts))
     return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])

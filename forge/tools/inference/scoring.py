@@ -17,8 +17,9 @@ from forge.model.loss import IGNORE, head_logits
 def replaced(
     model: Any, loss: nn.Module, attend: Sequence[AttentionFunction] | None = None
 ) -> Iterator[None]:
-    """In the body, replace the loss of `model` and, with `attend`, the layers' attention functions. attend: one function
-    per layer.
+    """In the body, replace the loss of `model` and, with `attend`, the layers' attention functions.
+
+    attend: one function per layer.
     """
     attentions = [block.attention for block in model.layers.values()] if attend is not None else []
     own_loss, own = model.loss, [attention.attend for attention in attentions]

@@ -1,4 +1,4 @@
-"""Caches of a linear-attention layer: for each text, the recurrent state and the tokens still in the convolution's window."""
+"""Caches of a linear-attention layer: per text, the recurrent state and the tokens in the convolution's window."""
 
 from __future__ import annotations
 
@@ -72,8 +72,9 @@ class StateCache:
 
 
 class TextStates:
-    """The `Recurrence` of one layer for the tokens from `begin` to `end` of a text. It continues from the state of earlier
-    tokens.
+    """The `Recurrence` of one layer for the tokens from `begin` to `end` of a text.
+
+    It continues from the state of earlier tokens.
 
     It keeps the states after the last `kept` tokens, so up to `kept` tokens can be taken back.
     """

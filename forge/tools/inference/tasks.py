@@ -123,8 +123,9 @@ class Scorer(TemplateLM):
         return ids if add_special_tokens is False else begin_text(ids, self._text)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each whole text. It is cut into disjoint windows, each preceded by the last token
-        before it.
+        """Return the log-probability of each whole text.
+
+        It is cut into disjoint windows, each preceded by the last token before it.
         """
         windows: list[tuple[Any, list[int], list[int]]] = []
         owners: list[int] = []
@@ -142,9 +143,7 @@ class Scorer(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return, for each continuation after its context, its log-probability and whether greedy decoding would generate
-        it.
-        """
+        """Return each continuation's log-probability after its context, and whether greedy decoding would generate it."""
         for _name, _context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise UserError(
@@ -165,8 +164,9 @@ class Scorer(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the text generated after each context. It ends at the end token, or at the first of the request's `until`
-        strings.
+        """Return the text generated after each context.
+
+        It ends at the end token, or at the first of the request's `until` strings.
         """
         texts = [""] * len(requests)
         kinds: dict[str, list[int]] = {}
@@ -221,8 +221,9 @@ class Scorer(TemplateLM):
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
-    """Return the sampling rule of a task: greedy unless the task sets do_sample = true, or a temperature without
-    do_sample.
+    """Return the sampling rule of a task.
+
+    It is greedy unless the task sets do_sample = true, or a temperature without do_sample.
     """
     temperature = float(options.get("temperature") or 0.0)
     if options.get("do_sample") is False:
@@ -233,8 +234,9 @@ def _sampling(options: dict[str, Any]) -> Sampling:
 
 
 class LoopScorer(Scorer):
-    """Like `Scorer`, for a model in training, on any layout. Every rank has the same requests and calls `model_logits` with
-    them.
+    """Like `Scorer`, for a model in training, on any layout.
+
+    Every rank has the same requests and calls `model_logits` with them.
 
     model_logits: maps tokens int64 `[batch, seq]` to logits `[batch, seq, vocab]`, on every rank; collective.
     """

@@ -43,9 +43,9 @@ def remedy_for(made: Plan) -> Remedy | None:
 def _next(made: Plan, tried: set[str]) -> tuple[str, Plan] | None:
     """Return the first override that frees memory, with its plan. Add every planned override to `tried`."""
     state = sum(made.worst.state.values())
-    on_card = made.hardware is not None and bool(made.hardware.card)
+    on_gpu = made.hardware is not None and bool(made.hardware.card)
     dominates = 2 * state > made.worst.peak.size
-    for (key, value, _), config in usable_changes(made.config, made.degrees, dominates, on_card):
+    for (key, value, _), config in usable_changes(made.config, made.degrees, dominates, on_gpu):
         override = f"--{key}={to_literal(value)}"
         if key == "parallel.dp_replicate" and made.config.parallel.dp_shard != -1:
             override += " --parallel.dp_shard=-1"

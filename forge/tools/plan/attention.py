@@ -22,7 +22,7 @@ from forge.parallel.context.ring import FlexKernel, RingAttention
 from forge.parallel.context.ulysses import UlyssesAttention
 
 
-def on_card(attend: Any) -> Any:
+def on_gpu(attend: Any) -> Any:
     """Return an attention function for plans that has the memory and FLOPs of `attend` on a GPU."""
     if isinstance(attend, SdpaAttention):
         return PlannedAttention()
@@ -54,8 +54,9 @@ class PlannedAttention(SdpaAttention):
 
 
 class PlannedGathered(AllGatherAttention):
-    """All-gather attention for plans. Its table depends on positions, so it is made with real values instead of fake
-    tensors.
+    """All-gather attention for plans.
+
+    Its table depends on positions, so it is made with real values instead of fake tensors.
     """
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:

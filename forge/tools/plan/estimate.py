@@ -38,8 +38,9 @@ PACES = (Pace(0.87, 0.75), Pace(1.0, 1.0), Pace(1.15, 1.4))
 
 @dataclass
 class Spent:
-    """Seconds of computation, of exposed collectives and of overlapped ones. For both kinds of collectives, also the
-    seconds for which their bytes occupy the shared NVLink and NIC.
+    """Seconds of computation, of exposed collectives and of overlapped ones.
+
+    For both kinds of collectives, also the seconds for which their bytes occupy the shared NVLink and NIC.
     """
 
     compute: float = 0.0
@@ -68,8 +69,9 @@ class StepTime:
 def time_of(
     trace: Trace, config: Config, hardware: Hardware, ranks_of: dict[str, list[int]], pace: Pace = PACES[1]
 ) -> StepTime:
-    """Return the time of the traced step. config: has compilation and float8, which are not traced. ranks_of: name of a
-    process group -> its ranks.
+    """Return the time of the traced step.
+
+    config: has compilation and float8, which are not traced. ranks_of: name of a process group -> its ranks.
     """
     spent: dict[tuple[str, int], Spent] = defaultdict(Spent)
     float8 = products_in_float8(config, hardware)

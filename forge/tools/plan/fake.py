@@ -37,7 +37,7 @@ from forge.parallel.step.gradients import report_gradients
 from forge.runtime import compat
 from forge.runtime.errors import UserError
 from forge.shard import local
-from forge.tools.plan.attention import on_card
+from forge.tools.plan.attention import on_gpu
 from forge.tools.plan.float8 import use_plain_products
 from forge.tools.plan.links import visited_nodes
 from forge.tools.plan.norm import use_fused_norms
@@ -62,8 +62,9 @@ def fake_ranks(rank: int, world: int) -> Iterator[None]:
 
 
 def _send(*args: Any, **kwargs: Any) -> Any:
-    """Send a message and report it as complete. The fake group never reports that, so the tensor would live for the whole
-    step.
+    """Send a message and report it as complete.
+
+    The fake group never reports that, so the tensor would live for the whole step.
     """
     work: Any = dist.isend(*args, **kwargs)
     return SimpleNamespace(wait=work.wait, is_completed=lambda: True)
@@ -90,7 +91,7 @@ class FakeRank:
         self.meshes = make_meshes(degrees, CPU.type)
         with _explained():
             # Real meta tensors first: parallelism is applied to them, and only later allocations are fake.
-            attention = on_card if card else None
+            attention = on_gpu if card else None
             self.model = build_parallel_model(
                 config, self.meshes, CPU, values=_leave, attention=attention, memory=self._watched
             )

@@ -18,8 +18,9 @@ Times: TypeAlias = tuple[StepTime, ...] | None
 
 @dataclass(frozen=True)
 class Growth:
-    """The difference between the plans `large` and `small`. The whole model adds it `steps` times; to peaks `of_peaks`
-    times, and to activations kept for backward `of_kept` times.
+    """The difference between the plans `large` and `small`.
+
+    The whole model adds it `steps` times; to peaks `of_peaks` times, and to activations kept for backward `of_kept` times.
     """
 
     small: StagePlan

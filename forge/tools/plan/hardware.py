@@ -19,7 +19,7 @@ from forge.runtime.errors import UserError, did_you_mean
 FOLDER = Path(__file__).parent / "cards"
 
 # TOML has lists, not tuples.
-Curve: TypeAlias = list[Annotated[tuple[PositiveNumber, PositiveNumber], Strict(False)]]
+RateCurve: TypeAlias = list[Annotated[tuple[PositiveNumber, PositiveNumber], Strict(False)]]
 """(size, rate), by increasing size. Rates between two points are interpolated linearly over the logarithm of the size."""
 
 
@@ -67,11 +67,11 @@ class Hardware(Section):
     """Hidden communication slows computation down by this share of its own time: both need SMs, memory and power."""
     operator_us: NonNegativeNumber = 0.0
     """Overhead of each operator, in microseconds. 0: launches are hidden, as on a GPU with enough work."""
-    products: dict[str, Curve] = Field(default_factory=dict)
+    products: dict[str, RateCurve] = Field(default_factory=dict)
     """Measured, by dtype: [FLOPs of a matrix product, rate in 10^12 per second]. Replaces peak and efficiency."""
-    attention: dict[str, Curve] = Field(default_factory=dict)
+    attention: dict[str, RateCurve] = Field(default_factory=dict)
     """The same for attention."""
-    elementwise: Curve = Field(default_factory=list)
+    elementwise: RateCurve = Field(default_factory=list)
     """Measured: [bytes read and written by an elementwise operator, rate in 10^9 per second]. Replaces the memory's rate."""
 
     @property

@@ -293,8 +293,9 @@ def two_blocks(few: Few) -> tuple[Few, Few]:
 def _growths_by_streams(
     config: Config, few: tuple[Few, Few], small: StagePlan, less: StagePlan, more: StagePlan
 ) -> list[Growth]:
-    """Return the growth per block and the growth per stream read, in addition to the growth per layer with one block
-    (`_growth`).
+    """Return the growth per block and the growth per stream read.
+
+    Both are in addition to the growth per layer with one block (`_growth`).
 
     less, more: the smaller model with two blocks; the second block has few layers in `less`, and more in `more`.
     """
@@ -350,8 +351,9 @@ def _extrapolate(
 
 
 def _optimizer_alone(config: Config, degrees: Degrees, hardware: Hardware | None, pp_rank: int) -> StagePlan:
-    """Return the plan of the optimizer's part of a step, for all layers of the rank. Cached, because `crowded_bytes` needs
-    it, too.
+    """Return the plan of the optimizer's part of a step, for all layers of the rank.
+
+    Cached, because `crowded_bytes` needs it, too.
     """
     key = f"{config.model_dump_json()} {degrees} {hardware}"
     if key not in _ALONE:

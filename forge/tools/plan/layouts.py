@@ -49,9 +49,10 @@ EXPERT_CALLS = {"none": 4, "selective": 4, "full": 6}
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A legal layout. seconds: a rough estimate of a step. state: a lower bound of the bytes on a rank; activations: a
-    rough estimate.
+class CandidateLayout:
+    """A legal layout.
+
+    seconds: a rough estimate of a step. state: a lower bound of the bytes on a rank; activations: a rough estimate.
 
     sizes: degrees and micro batch. shapes: sizes, recomputation and engine. signature: shapes and the pipeline's schedule.
     """
@@ -114,14 +115,16 @@ class Model:
         return cls(parameter_counts(model).total, experts, flops_per_token(model, config.train.seq_len))
 
 
-def layouts(config: Config, world: int, hardware: Hardware, *, any_memory: bool = False) -> list[Layout]:
+def layouts(
+    config: Config, world: int, hardware: Hardware, *, any_memory: bool = False
+) -> list[CandidateLayout]:
     """Return the legal layouts on `world` ranks that may fit the hardware, the fastest estimate first, at most MOST.
 
     The config's own layout, if legal, and the fastest plain layouts of each recomputation mode are always included.
     any_memory: include layouts whose state does not fit.
     """
     model = Model.of(config)
-    rough: list[Layout] = []
+    rough: list[CandidateLayout] = []
     for changes in _all_changes(config, world, hardware):
         changed = with_changes(config, changes)
         degrees = _degrees(changed, world)
@@ -131,9 +134,9 @@ def layouts(config: Config, world: int, hardware: Hardware, *, any_memory: bool 
         kept = rough_activations(changed, degrees, model)
         if any_memory or state + gathered + kept / DOUBT <= hardware.memory_bytes:
             seconds = rough_seconds(changed, degrees, hardware, model)
-            rough.append(Layout(changes, changed, degrees, seconds, state, gathered + kept))
+            rough.append(CandidateLayout(changes, changed, degrees, seconds, state, gathered + kept))
     rough.sort(key=lambda layout: layout.seconds)
-    found: dict[str, Layout] = {}
+    found: dict[str, CandidateLayout] = {}
     plain: Counter[str] = Counter()
     for layout in rough:
         is_own = all(value == value_of(config, key) for key, value in layout.changes.items())
@@ -167,7 +170,7 @@ def _degrees(config: Config, world: int) -> Degrees | None:
     )
 
 
-def _legal(layout: Layout, config: Config, world: int) -> Layout | None:
+def _legal(layout: CandidateLayout, config: Config, world: int) -> CandidateLayout | None:
     """Return the layout with only those keys that differ from `config`; None if a run would refuse it."""
     changes = {key: value for key, value in layout.changes.items() if value != value_of(config, key)}
     changed = with_changes(config, changes)
@@ -220,8 +223,9 @@ def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Cha
 
 
 def _accumulations(config: Config, engine: str, *, several: bool) -> Iterator[Changes]:
-    """Yield variants of FSDP2 with less traffic and more memory, for steps with several microbatches; the config's own
-    first.
+    """Yield variants of FSDP2 with less traffic and more memory, for steps with several microbatches.
+
+    The config's own comes first.
     """
     own = {key: value_of(config, key) for key in (RESHARD, DEFER)}
     yield own
@@ -238,7 +242,7 @@ def _even(config: Config, degrees: Degrees) -> bool:
     return isinstance(sizes, int) and (not layers % stages or layers // stages >= UNEVEN)
 
 
-def traceable(layout: Layout) -> bool:
+def traceable(layout: CandidateLayout) -> bool:
     """Return whether a deep model can be planned by tracing a few layers."""
     config, degrees = layout.config, layout.degrees
     return config.model.n_layers <= 8 or few_layers(with_experts_first(config, degrees), degrees) is not None

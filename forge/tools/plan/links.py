@@ -84,8 +84,9 @@ def bandwidth(hardware: Hardware) -> tuple[float, float]:
 
 
 def _latency(call: Collective, span: Span, hardware: Hardware) -> float:
-    """Return the seconds of a collective without bytes. A ring visits every rank in turn; an all-reduce over nodes uses a
-    tree.
+    """Return the seconds of a collective without bytes.
+
+    A ring visits every rank in turn; an all-reduce over nodes uses a tree.
     """
     link = hardware.node if span.nodes == 1 else hardware.cluster
     inside, outside = span.ranks - span.nodes, span.nodes - 1

@@ -35,8 +35,9 @@ _SMI = ("uuid", "driver_version", "ecc.mode.current", "ecc.errors.uncorrected.vo
 
 @dataclass(frozen=True)
 class Sizes:
-    """n: rows and columns of the matrix product. copied, message: bytes. least_s: seconds for which a kernel is timed.
-    calls: calls of a collective.
+    """n: rows and columns of the matrix product.
+
+    copied, message: bytes. least_s: seconds for which a kernel is timed. calls: calls of a collective.
     """
 
     n: int
@@ -55,8 +56,9 @@ ON_CPU = Sizes(256, 4, 256, 32, 1 << 22, 1 << 20, 0.05, 5)
 
 @dataclass(frozen=True)
 class Timed:
-    """A check on one rank. amount: FLOPs or bytes of a call. problem: a sentence about a wrong result; empty if the result
-    is right.
+    """A check on one rank.
+
+    amount: FLOPs or bytes of a call. problem: a sentence about a wrong result; empty if the result is right.
     """
 
     seconds: float
@@ -65,7 +67,7 @@ class Timed:
 
 
 @dataclass
-class Record:
+class RankChecks:
     """The results of one rank: its node, its device according to CUDA and nvidia-smi, and its checks by name."""
 
     rank: int
@@ -79,7 +81,7 @@ class Record:
     timed: dict[str, Timed] = field(default_factory=dict)
 
 
-def measure_rank(world: World, sizes: Sizes) -> Record:
+def measure_rank(world: World, sizes: Sizes) -> RankChecks:
     """Run all checks on this rank. Collective. If a check raises on any rank, every rank raises RanksFailed."""
     device = world.device
     record = describe(world)
@@ -97,9 +99,9 @@ def measure_rank(world: World, sizes: Sizes) -> Record:
     return record
 
 
-def describe(world: World) -> Record:
+def describe(world: World) -> RankChecks:
     """Return this rank's record without checks."""
-    record = Record(world.rank, socket.gethostname(), world.local_size or 1)
+    record = RankChecks(world.rank, socket.gethostname(), world.local_size or 1)
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
         record.name, record.memory_gib = properties.name, properties.total_memory / GIB
@@ -109,8 +111,9 @@ def describe(world: World) -> Record:
 
 
 def median_s(action: Callable[[], object], clock: Callable[[], float], least: float = 0.05) -> float:
-    """Return the median time of a call, after two calls that do not count. Repeats for at least `least` seconds and five
-    calls.
+    """Return the median time of a call, after two calls that do not count.
+
+    Repeats for at least `least` seconds and five calls.
     """
     action()
     action()
@@ -133,8 +136,9 @@ def _time_on_card() -> float:
 
 
 def _product(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Timed:
-    """Time a product of square matrices. Check it with one random vector (Freivalds, 1977): any wrong element changes the
-    result.
+    """Time a product of square matrices.
+
+    Check it with one random vector (Freivalds, 1977): any wrong element changes the result.
     """
     random = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(sizes.n, sizes.n, device=device, dtype=dtype, generator=random) for _ in range(2))
@@ -168,7 +172,7 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Timed:
 
 
 def _memory(device: torch.device, _dtype: torch.dtype, sizes: Sizes) -> Timed:
-    """A copy within the memory."""
+    """Time a copy within the memory."""
     source = torch.arange(sizes.copied // 4, device=device, dtype=torch.int32)
     copy = torch.empty_like(source)
     seconds = median_s(lambda: copy.copy_(source), clock_of(device), sizes.least_s)
@@ -188,8 +192,9 @@ def _error(found: Tensor, exact: Tensor) -> str:
 def _collective(
     kind: str, size: int, ranks: list[int], group: dist.ProcessGroup | None, device: torch.device, calls: int
 ) -> Timed:
-    """Time one kind of collective of `size` bytes among `ranks`, and check its result. Each rank sends its number, plus
-    one.
+    """Time one kind of collective of `size` bytes among `ranks`, and check its result.
+
+    Each rank sends its number, plus one.
     """
     n, me = len(ranks), dist.get_rank(group) + 1
     total = n * (n + 1) // 2

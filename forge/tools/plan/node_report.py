@@ -12,7 +12,7 @@ from forge.tools.plan.collectives import Collective
 from forge.tools.plan.estimate import PACES, seconds_of
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.links import cost_of
-from forge.tools.plan.node import COLLECTIVES, IN_A_NODE, Record, Sizes, attention_flops
+from forge.tools.plan.node import COLLECTIVES, IN_A_NODE, RankChecks, Sizes, attention_flops
 from forge.tools.plan.work import Work
 
 # Fractions of the planned rates at the slow end of the plan's range.
@@ -41,7 +41,7 @@ class Check:
 
     @property
     def collective(self) -> bool:
-        return self.name.partition(" ")[0] in COLLECTIVES
+        return is_collective(self.name)
 
     def is_slow(self, rate: float) -> bool:
         return self.planned is not None and rate < self.least * self.planned
@@ -50,18 +50,23 @@ class Check:
         return f"{self.name}: {rate:.4g} {self.unit}, under {self.least:g} of the planned {self.planned:.4g}"
 
 
+def is_collective(name: str) -> bool:
+    """Return whether a check's name begins with a collective, as in "all_gather in a node"."""
+    return name.partition(" ")[0] in COLLECTIVES
+
+
 def compare(
-    records: Sequence[Record], hardware: Hardware | None, sizes: Sizes, *, compute: float, links: float
+    records: Sequence[RankChecks], hardware: Hardware | None, sizes: Sizes, *, compute: float, links: float
 ) -> list[Check]:
     """Return every check. hardware: the planned figures, or None. compute, links: required fractions of the planned rates."""
     return [
-        _check(records, name, hardware, sizes, links if name.partition(" ")[0] in COLLECTIVES else compute)
+        _check(records, name, hardware, sizes, links if is_collective(name) else compute)
         for name in records[0].timed
     ]
 
 
 def _check(
-    records: Sequence[Record], name: str, hardware: Hardware | None, sizes: Sizes, least: float
+    records: Sequence[RankChecks], name: str, hardware: Hardware | None, sizes: Sizes, least: float
 ) -> Check:
     timed = [record.timed[name] for record in records]
     unit, scale = ("TFLOP/s", 1e12) if name in ("matrix product", "attention") else ("GB/s", 1e9)
@@ -87,10 +92,10 @@ def _check(
     )
 
 
-def planned_s(name: str, records: Sequence[Record], sizes: Sizes, hardware: Hardware) -> float:
+def planned_s(name: str, records: Sequence[RankChecks], sizes: Sizes, hardware: Hardware) -> float:
     """Return the planned seconds of one call of a check."""
-    kind, _, place = name.partition(" ")
-    if kind in COLLECTIVES:
+    if is_collective(name):
+        kind, _, place = name.partition(" ")
         ranks = records[0].gpus if place == IN_A_NODE else len(records)
         call = Collective(kind, sizes.message // ranks * ranks)
         return cost_of(call, list(range(ranks)), hardware).seconds
@@ -105,7 +110,7 @@ def planned_s(name: str, records: Sequence[Record], sizes: Sizes, hardware: Hard
 
 
 def problems_of(
-    records: Sequence[Record], checks: Sequence[Check], hardware: Hardware | None, gpus: int
+    records: Sequence[RankChecks], checks: Sequence[Check], hardware: Hardware | None, gpus: int
 ) -> list[str]:
     """Return a sentence for each device, result and rate that fails. gpus: number expected on each node; 0: any number."""
     found = [
@@ -126,12 +131,12 @@ def problems_of(
     return found + [check.describe(check.slowest) for check in slow]
 
 
-def record_ratio(record: Record, check: Check, records: Sequence[Record]) -> float:
+def record_ratio(record: RankChecks, check: Check, records: Sequence[RankChecks]) -> float:
     """Return this rank's rate divided by the slowest rank's."""
     return max(one.timed[check.name].seconds for one in records) / record.timed[check.name].seconds
 
 
-def _device_problems(record: Record, hardware: Hardware | None) -> list[str]:
+def _device_problems(record: RankChecks, hardware: Hardware | None) -> list[str]:
     found = []
     if hardware is not None and hardware.card and record.name != hardware.card:
         found.append(f"the GPU is {record.name}, not {hardware.card}")
@@ -142,7 +147,7 @@ def _device_problems(record: Record, hardware: Hardware | None) -> list[str]:
     return found
 
 
-def table(records: Sequence[Record], checks: Sequence[Check]) -> str:
+def table(records: Sequence[RankChecks], checks: Sequence[Check]) -> str:
     """Return a table of the devices, with equal ones on one line, and a line per check."""
     devices = Counter(
         f"{record.name}, {record.memory_gib:.1f} GiB, driver {record.driver or 'unknown'}, "
@@ -162,7 +167,9 @@ def table(records: Sequence[Record], checks: Sequence[Check]) -> str:
     return "\n".join(lines)
 
 
-def as_json(records: Sequence[Record], checks: Sequence[Check], problems: Sequence[str]) -> dict[str, Any]:
+def as_json(
+    records: Sequence[RankChecks], checks: Sequence[Check], problems: Sequence[str]
+) -> dict[str, Any]:
     """Return the object that --json prints."""
     devices = [{key: value for key, value in asdict(one).items() if key != "timed"} for one in records]
     rates = [asdict(check) for check in checks]

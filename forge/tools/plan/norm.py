@@ -18,8 +18,9 @@ from forge.model.norm import RMSNorm, zero_centered_norm
 
 
 def use_fused_norms(model: nn.Module) -> None:
-    """Replace those norms of `model` for which CUDA has one kernel (the weight has the input's dtype) by one operator, in
-    place.
+    """Replace the norms of `model` for which CUDA has one kernel by one operator, in place.
+
+    It has one if the weight has the input's dtype.
     """
     for module in model.modules():
         if isinstance(module, RMSNorm):

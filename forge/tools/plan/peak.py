@@ -16,13 +16,14 @@ from forge.tools.plan.plan import make_plan
 _LINK = Link(gb_per_s=1, latency_us=0)
 
 
-def planned_peak(config: Config, world: int, on_card: bool) -> int:
-    """Return the bytes of tensors at the peak, on the rank that needs most. Raises UserError if the config cannot be
-    planned.
+def planned_peak(config: Config, world: int, on_gpu: bool) -> int:
+    """Return the bytes of tensors at the peak, on the rank that needs most.
+
+    Raises UserError if the config cannot be planned.
     """
     config = largest(config)
     hardware = Hardware(
-        card="any" if on_card else "",
+        card="any" if on_gpu else "",
         memory_gib=1,
         memory_gb_per_s=1,
         cards_per_node=1,

@@ -17,7 +17,7 @@ from forge.parallel.engines.engine import DataParallel
 from forge.parallel.layout import local_box
 from forge.shard import Box, Shard
 
-Place: TypeAlias = Mapping[str, int]
+RankPlace: TypeAlias = Mapping[str, int]
 """Of a rank, by mesh axis."""
 
 
@@ -38,7 +38,7 @@ def known_everywhere(
     return [knowing(shard) for shard in shards]
 
 
-def place_of(rank: int, degrees: Degrees) -> Place:
+def place_of(rank: int, degrees: Degrees) -> RankPlace:
     """Return the rank's position on every axis of `Meshes` that divides parameters."""
     copy = degrees.dp_shard * degrees.cp * degrees.tp
     in_copy = rank % copy
@@ -51,7 +51,7 @@ def place_of(rank: int, degrees: Degrees) -> Place:
     }
 
 
-def _functions(engine: Any) -> Iterator[tuple[str, Callable[[Place], tuple[Box, ...]]]]:
+def _functions(engine: Any) -> Iterator[tuple[str, Callable[[RankPlace], tuple[Box, ...]]]]:
     """Yield each parameter of an engine, with a function from a rank's position to the rank's boxes."""
     if not hasattr(engine, "buffers"):
         yield from ((shard.name, partial(_of_units, shard.parameter)) for shard in engine.shards)
@@ -65,12 +65,12 @@ def _functions(engine: Any) -> Iterator[tuple[str, Callable[[Place], tuple[Box, 
                 )
 
 
-def _of_units(parameter: Any, at: Place) -> tuple[Box, ...]:
+def _of_units(parameter: Any, at: RankPlace) -> tuple[Box, ...]:
     box = local_box(parameter, at)
     return (box,) if box.numel else ()
 
 
-def _of_buckets(groups: Groups, bucket: Bucket, slot: Slot, parameter: Any, at: Place) -> tuple[Box, ...]:
+def _of_buckets(groups: Groups, bucket: Bucket, slot: Slot, parameter: Any, at: RankPlace) -> tuple[Box, ...]:
     box = local_box(parameter, at)
     start, stop, _ = bucket.kept(slot, groups.part_at(at))
     return flat_boxes(box, min(start, box.numel), min(stop, box.numel))

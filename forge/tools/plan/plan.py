@@ -85,8 +85,9 @@ def make_plan(config: Config, degrees: Degrees, hardware: Hardware | None = None
 
 
 def crowded_bytes(config: Config, degrees: Degrees, hardware: Hardware | None = None) -> int | None:
-    """Return the largest need of any rank if its experts get CROWDED times their share of tokens. None: its load cannot
-    grow.
+    """Return the largest need of any rank if its experts get CROWDED times their share of tokens.
+
+    None: its load cannot grow.
     """
     if degrees.ep == 1:
         return None

@@ -10,8 +10,9 @@ from forge.parallel.float8.gathering import may_gather_in_blocks
 
 
 def plannable(config: Config) -> tuple[Config, list[str]]:
-    """Return the configuration to trace, without features that fake tensors do not support, and a note for each removed
-    feature.
+    """Return the configuration to trace, and a note for each removed feature.
+
+    Features that fake tensors do not support are removed.
     """
     changes: dict[str, Any] = {}
     warnings = []

@@ -24,7 +24,7 @@ from forge.runtime.compat import cores
 from forge.runtime.errors import UserError
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.layers import traced_layers
-from forge.tools.plan.layouts import MODES, Changes, Layout, layouts, traceable
+from forge.tools.plan.layouts import MODES, CandidateLayout, Changes, layouts, traceable
 from forge.tools.plan.plan import Plan, make_plan
 from forge.tools.plan.speed import Speed
 
@@ -83,7 +83,7 @@ def search(
         raise UserError(
             f"--search: no layout of this config is valid on {world} processes; see what --plan alone says"
         )
-    tried: list[tuple[Layout, Found]] = []
+    tried: list[tuple[CandidateLayout, Found]] = []
     asked, layers = 0, LAYERS
     with _pool(processes) as pool:
         while left and asked < tries:
@@ -143,7 +143,7 @@ def _progress(asked: int, tries: int, fitting: list[Found]) -> str:
 class Corrections:
     """Estimates corrected by earlier plans of the same signature, or else the same shapes, sizes or recomputation mode."""
 
-    def __init__(self, tried: list[tuple[Layout, Found]]):
+    def __init__(self, tried: list[tuple[CandidateLayout, Found]]):
         self._seconds: dict[Any, list[float]] = {}
         self._bytes: dict[Any, list[float]] = {}
         for layout, found in tried:
@@ -152,49 +152,53 @@ class Corrections:
                 self._seconds.setdefault(key, []).append(found.speed.step_s / layout.seconds)
                 self._bytes.setdefault(key, []).append(activations / layout.activations)
 
-    def seconds(self, layout: Layout) -> float:
+    def seconds(self, layout: CandidateLayout) -> float:
         return layout.seconds * self._factor(self._seconds, layout)
 
-    def bytes(self, layout: Layout) -> float:
+    def bytes(self, layout: CandidateLayout) -> float:
         return layout.state + layout.activations * self._factor(self._bytes, layout)
 
-    def is_known(self, layout: Layout) -> bool:
+    def is_known(self, layout: CandidateLayout) -> bool:
         return layout.signature in self._seconds or layout.shapes in self._seconds
 
     @staticmethod
-    def _factor(factors: dict[Any, list[float]], layout: Layout) -> float:
+    def _factor(factors: dict[Any, list[float]], layout: CandidateLayout) -> float:
         for key in _keys(layout):
             if key in factors:
                 return median(factors[key])
         return 1.0
 
 
-def _keys(layout: Layout) -> tuple[Any, ...]:
+def _keys(layout: CandidateLayout) -> tuple[Any, ...]:
     return layout.signature, layout.shapes, layout.sizes, layout.mode, None
 
 
-def _promising(left: list[Layout], corrected: Corrections, hardware: Hardware) -> list[Layout]:
-    """Return the layouts that may fit, the fastest first. An estimate corrected by plans of other shapes gets a wider
-    margin.
+def _promising(
+    left: list[CandidateLayout], corrected: Corrections, hardware: Hardware
+) -> list[CandidateLayout]:
+    """Return the layouts that may fit, the fastest first.
+
+    An estimate corrected by plans of other shapes gets a wider margin.
 
     An interleaved pipeline waits for the plan of the 1F1B pipeline of the same shapes, which costs a quarter and corrects
     both.
     """
     waits = {layout.shapes for layout in left if layout.schedule == "1F1B"}
 
-    def may_fit(layout: Layout) -> bool:
+    def may_fit(layout: CandidateLayout) -> bool:
         doubt = 1.02 if corrected.is_known(layout) else 1.5
         return corrected.bytes(layout) <= doubt * usable_bytes(hardware)
 
-    def is_ready(layout: Layout) -> bool:
+    def is_ready(layout: CandidateLayout) -> bool:
         return not layout.changes or layout.schedule != "Interleaved1F1B" or layout.shapes not in waits
 
     return sorted((one for one in left if is_ready(one) and may_fit(one)), key=corrected.seconds)
 
 
-def _first(left: list[Layout]) -> list[Layout]:
-    """Return the config's own layout, and plain FSDP with each recomputation mode. If none of these is legal, return the
-    first ROUND.
+def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
+    """Return the config's own layout, and plain FSDP with each recomputation mode.
+
+    If none of these is legal, return the first ROUND.
     """
     chosen = [layout for layout in left if not layout.changes]
     for mode in MODES:
@@ -205,12 +209,12 @@ def _first(left: list[Layout]) -> list[Layout]:
     return chosen or _next(left, ROUND)
 
 
-def _next(left: list[Layout], number: int, layers: int = LAYERS) -> list[Layout]:
+def _next(left: list[CandidateLayout], number: int, layers: int = LAYERS) -> list[CandidateLayout]:
     """Return the first layout of each size: at most `number` layouts, with at most `layers` traced layers in total.
 
     Only one of each size is returned: its plan corrects the estimates of the others before the next round.
     """
-    chosen: dict[Any, Layout] = {}
+    chosen: dict[Any, CandidateLayout] = {}
     for layout in left:
         if len(chosen) == number:
             break
@@ -234,7 +238,7 @@ def _pool(processes: int | None) -> Iterator[Any]:
         yield lambda chosen, hardware: list(pool.map(_attempt, chosen, [hardware] * len(chosen)))
 
 
-def _attempt(layout: Layout, hardware: Hardware) -> Found | None:
+def _attempt(layout: CandidateLayout, hardware: Hardware) -> Found | None:
     """Return the plan of a layout; None if it cannot be planned."""
     try:
         if not traceable(layout):
@@ -247,8 +251,9 @@ def _attempt(layout: Layout, hardware: Hardware) -> Found | None:
 def fewest_ranks(
     config: Config, world: int, hardware: Hardware, limit: int = 64, *, processes: int | None = None
 ) -> int | None:
-    """Return the fewest ranks on which the layout with the least memory fits, found by doubling `world`. None: more than
-    `limit`.
+    """Return the fewest ranks on which the layout with the least memory fits, found by doubling `world`.
+
+    None: more than `limit`.
     """
     size = 2 * world
     with _pool(processes) as pool:

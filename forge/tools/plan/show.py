@@ -204,8 +204,9 @@ def _lines_of_work(plan: Plan) -> list[str]:
 
 
 def _local_states(config: Config, stage: StagePlan) -> int:
-    """Return a rank's share of the node's memory for states: two states and one being written, copies for peers, and the
-    buffer.
+    """Return a rank's share of the node's memory for states.
+
+    It is two states and one being written, copies for peers, and the buffer.
     """
     kept = config.checkpoint
     return stage.host * (3 * (1 + kept.peers) + 1) if kept.local_interval else 0
@@ -219,8 +220,9 @@ def layout_as_json(found: Found) -> dict[str, Any]:
 def search_as_text(
     config: Config, world: int, hardware: Hardware, found: list[Found], fewest: int | None
 ) -> str:
-    """Return the layouts of a search as text, the best first. fewest: the fewest processes on which one fits, if none fits
-    here.
+    """Return the layouts of a search as text, the best first.
+
+    fewest: the fewest processes on which one fits, if none fits here.
     """
     has = f"{hardware.memory_gib:g} GiB"
     if not found[0].fits:

@@ -20,9 +20,10 @@ from forge.tools.plan.links import message_seconds
 
 @dataclass(frozen=True)
 class Speed:
-    """An estimate of the seconds of one step, with lower and upper bound. For the slowest rank it has the seconds of
-    computation, of exposed collectives, and of idle time in a pipeline. mfu: None if the peak is unknown. timeline:
-    actions of each pipeline rank, in seconds.
+    """An estimate of the seconds of one step, with lower and upper bound.
+
+    For the slowest rank it has the seconds of computation, of exposed collectives, and of idle time in a pipeline. mfu: None
+    if the peak is unknown. timeline: actions of each pipeline rank, in seconds.
     """
 
     step_s: float

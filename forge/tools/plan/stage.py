@@ -31,14 +31,15 @@ OVER_STAGES = ("all", "pp", "pp x data")
 STATE = ("parameters", "masters", "gradients", "optimizer", "buckets")
 
 
-Place: TypeAlias = tuple[str, str]
+StagePlace: TypeAlias = tuple[str, str]
 """Phase of a step, and the submodule: a layer is "layer 0" counted from the first, or "layer -1" from the last."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The needs of the first rank at position `pp_rank` of the pp axis. Other ranks with its stages need the same, except
-    for rounding.
+    """The needs of the first rank at position `pp_rank` of the pp axis.
+
+    Other ranks with its stages need the same, except for rounding.
 
     state: bytes by kind, as in the run's memory report. peaks: largest live memory at each moment of a step. kept: bytes of
     activations that one microbatch keeps for backward in the first stage. collectives: (axis, kind, bytes of one call,
@@ -52,9 +53,9 @@ class StagePlan:
     rank: int
     layers: str
     state: dict[str, int]
-    peaks: dict[Place, Peak]
+    peaks: dict[StagePlace, Peak]
     kept: int
-    flops: dict[Place, float]
+    flops: dict[StagePlace, float]
     times: tuple[StepTime, ...] | None
     collectives: Counter[tuple[str, str, int, bool]]
     reserved: int = 0
@@ -148,7 +149,7 @@ def layer_names(model: ParallelModel) -> list[str]:
     return [f"layers.{name}" for part in model.parts for name in part.layers]
 
 
-def _by_place(trace: Trace, model: ParallelModel) -> dict[Place, Peak]:
+def _by_place(trace: Trace, model: ParallelModel) -> dict[StagePlace, Peak]:
     names = layer_names(model)
     return {(phase, _place(part, names)): peak for (phase, part), peak in trace.peaks.items()}
 
@@ -212,11 +213,12 @@ def _group(name: str) -> dist.ProcessGroup:
     return next(group for group in dist.distributed_c10d._world.pg_map if group.group_name == name)
 
 
-def _flops(trace: Trace) -> dict[Place, float]:
-    """Return the FLOPs of matrix products and attention by phase and submodule, of a microbatch in the middle and of the
-    update.
+def _flops(trace: Trace) -> dict[StagePlace, float]:
+    """Return the FLOPs of matrix products and attention by phase and submodule.
+
+    They are those of a microbatch in the middle and of the update.
     """
-    flops: dict[Place, float] = defaultdict(float)
+    flops: dict[StagePlace, float] = defaultdict(float)
     middle = max(moment.microbatch for moment, _ in trace.work) // 2
     for (moment, work), number in trace.work.items():
         if moment.phase not in ("forward", "backward"):

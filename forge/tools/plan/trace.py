@@ -180,8 +180,9 @@ class Trace(TorchDispatchMode):
         return "loss" if moment.part in ("head", "norm") else "activations"
 
     def _take_part(self, kind: str, args: Any) -> None:
-        """Count the send and receive buffers of a bucket or an FSDP unit. The result of a reduce-scatter counts as a
-        gradient.
+        """Count the send and receive buffers of a bucket or an FSDP unit.
+
+        The result of a reduce-scatter counts as a gradient.
         """
         tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
         for number, tensor in enumerate(tensors):
@@ -230,8 +231,9 @@ class Trace(TorchDispatchMode):
 
 
 def _grouped_product(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute the grouped product on fake tensors. PyTorch 2.13 allows it in bfloat16 only, although its kernels allow
-    float32.
+    """Compute the grouped product on fake tensors.
+
+    PyTorch 2.13 allows it in bfloat16 only, although its kernels allow float32.
 
     The operator refuses tensors without memory (PlainProducts), so a copy replaces them, which no trace counts.
     """

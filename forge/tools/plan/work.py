@@ -29,6 +29,7 @@ FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"
 # A compiler does not fuse these with others: packing and unpacking by engines, lookups, sorting, sums into a gradient.
 UNFUSED = (
     *("split_with_sizes_copy", "_foreach_copy_", "all_gather_copy_in", "chunk_cat", "add_", "zeros_like"),
+    "lower_triangle",
     *(
         "embedding",
         "embedding_dense_backward",
@@ -46,8 +47,10 @@ SPARSE = ("gather", "scatter_", "all_gather_copy_in")
 
 @dataclass(frozen=True)
 class Work:
-    """One operator. size: bytes read and written. kind `memory`: an operator that a compiler fuses with its neighbours;
-    `copy`: one that it does not fuse.
+    """One operator.
+
+    size: bytes read and written. kind `memory`: an operator that a compiler fuses with its neighbours; `copy`: one that it
+    does not fuse.
 
     linear: a product of a linear layer, which float8 may convert. experts: an output or an input gradient of routed
     experts, which the block formats may convert.
@@ -88,8 +91,9 @@ def work_of(func: Any, args: Any, output: Any) -> Work | None:
 
 
 def _attention(q: Tensor, scores: float, width: int) -> float:
-    """Return the FLOPs for heads of q `[batch, heads, seq, head_dim]`, with `scores` scores of `width` multiplications
-    each.
+    """Return the FLOPs for heads of q `[batch, heads, seq, head_dim]`.
+
+    Each has `scores` scores of `width` multiplications.
     """
     return 2.0 * q.shape[0] * q.shape[1] * width * scores
 

@@ -42,8 +42,9 @@ _VENDORED = frozenset(
 def read_archive(
     path: Path, sources: Mapping[str, Sequence[str]], chosen: Callable[[str], bool], left_out: Counter[str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (source, name of the member, text) in the order of the names. Count the members that are left out in
-    `left_out`.
+    """Yield (source, name of the member, text) in the order of the names.
+
+    Count the members that are left out in `left_out`.
 
     path: a wheel (.whl) or a Debian package (.deb). sources: source -> extensions of its files, also compressed (.gz).
     chosen: whether a member of this name is read at all.

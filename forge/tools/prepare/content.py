@@ -16,7 +16,7 @@ from forge.runtime.errors import UserError
 from forge.runtime.files import is_url
 from forge.runtime.remote import open_remote
 
-Kind = Literal["text", "lines", "parquet"]
+FileKind = Literal["text", "lines", "parquet"]
 Compression = Literal["", "gzip", "zstd"]
 COMPRESSED = (".gz", ".zst", ".zstd")
 _LINES = (".jsonl", ".ndjson")
@@ -32,7 +32,7 @@ class File(NamedTuple):
     path: str
     key: str
     size: int
-    kind: Kind = "text"
+    kind: FileKind = "text"
     compression: Compression = ""
 
     @property
@@ -106,8 +106,9 @@ def _object(line: bytes) -> dict | None:
 
 
 def open_content(file: File, first: int | None = None) -> io.BufferedReader:
-    """Open a text file or JSON lines, decompressed. first: read only this many bytes of a compressed file, and their
-    content.
+    """Open a text file or JSON lines, decompressed.
+
+    first: read only this many bytes of a compressed file, and their content.
 
     Reading raises one of UNREADABLE if the file is damaged.
     """

@@ -23,8 +23,9 @@ _SHOWN = 8  # extensions of skipped files to name
 
 @dataclass(frozen=True)
 class Corpus:
-    """Pieces of files in the order of the inputs and, below each, of their paths. They are whole files unless there is a
-    budget.
+    """Pieces of files in the order of the inputs and, below each, of their paths.
+
+    They are whole files unless there is a budget.
 
     text_bytes: approximate size of the text of the pieces. found_bytes, found_files: of all readable files; with a budget
     the pieces are a sample of them. passed_over: extension -> number of files in the directories that are not read.

@@ -13,8 +13,9 @@ _ROWS_AT_ONCE = 1024  # rows of a Parquet row group held in memory
 
 
 class Bad(NamedTuple):
-    """A document that cannot be read. many: it stands for an unreadable folder, or for the rest of a file with many
-    documents.
+    """A document that cannot be read.
+
+    many: it stands for an unreadable folder, or for the rest of a file with many documents.
     """
 
     where: str

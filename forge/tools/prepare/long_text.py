@@ -21,8 +21,9 @@ _BLOCK = 1 << 20
 
 
 class TextPart(NamedTuple):
-    """Bytes begin ... end - 1 of a text file, a document of `split`. Each of the two ends is moved forward to the next
-    possible cut.
+    """Bytes begin ... end - 1 of a text file, a document of `split`.
+
+    Each of the two ends is moved forward to the next possible cut.
     """
 
     file: File
@@ -92,8 +93,9 @@ def read_part(part: TextPart, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _find_cut(content: BinaryIO, place: int, size: int, tokenizer: Tokenizer) -> int:
-    """Return the first byte from `place` on at which the text of `size` bytes may be cut. 0 and `size` are always
-    possible.
+    """Return the first byte from `place` on at which the text of `size` bytes may be cut.
+
+    0 and `size` are always possible.
     """
     while 0 < place < size:
         begin = max(0, place - 8)  # so that a whole character precedes

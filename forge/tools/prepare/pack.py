@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from forge.data.format import START_DTYPE, TokenDataset
-from forge.data.packing import PIECES, SEQUENCES, Kind, PlanFile, PlanIndex, open_plan, plan_name
+from forge.data.packing import PIECES, SEQUENCES, PackingKind, PlanFile, PlanIndex, open_plan, plan_name
 from forge.runtime.errors import UserError
 from forge.runtime.files import replace_atomically, sync_folder
 from forge.runtime.remote import join
@@ -29,7 +29,7 @@ WINDOW = 1 << 17
 """Documents packed together: documents of one sequence are at most this far apart in the stream."""
 
 
-def pack(folder: Path, kind: Kind, seq_len: int, window: int = WINDOW) -> PlanIndex:
+def pack(folder: Path, kind: PackingKind, seq_len: int, window: int = WINDOW) -> PlanIndex:
     """Make the plan of the dataset in `folder`, unless it exists, and return its index. Memory grows with the window only."""
     dataset = TokenDataset(folder)
     path = folder / f"{plan_name(kind, seq_len)}.json"
@@ -37,7 +37,9 @@ def pack(folder: Path, kind: Kind, seq_len: int, window: int = WINDOW) -> PlanIn
         return open_plan(folder, kind, seq_len, dataset.fingerprint, dataset.open_file).index
     capacity, name = seq_len + 1, plan_name(kind, seq_len)
     counts = dict.fromkeys(("sequences", "pieces", "tokens", "cut_documents", "cut_tokens", "lost_tokens"), 0)
-    sequence_file, piece_file = (_File(folder / f"{name}-{what}.bin") for what in ("sequences", "pieces"))
+    sequence_file, piece_file = (
+        _AtomicFile(folder / f"{name}-{what}.bin") for what in ("sequences", "pieces")
+    )
     for starts, lengths in _documents(dataset, window):
         long = lengths > capacity
         counts["cut_documents"] += int(long.sum())
@@ -136,7 +138,7 @@ def _documents(dataset: TokenDataset, window: int) -> Iterator[tuple[np.ndarray,
     yield waiting, np.diff(waiting, append=dataset.tokens)
 
 
-class _File:
+class _AtomicFile:
     """A file that is renamed to its final name when it is complete and on disk."""
 
     def __init__(self, path: Path):

@@ -39,7 +39,7 @@ from forge.tools.prepare.train_tokenizer import train_tokenizer
 
 _MADE_FROM = "made_from"  # beside the tokenizer: the hash of its text and size
 Word = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.+:~_-]*$")]
-Digest = Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
+Sha256 = Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Strict(pydantic.BaseModel):
@@ -52,7 +52,7 @@ class Package(_Strict):
     name: Word
     version: Word
     registry: Literal["pypi", "debian"]
-    sha256: Digest
+    sha256: Sha256
     licence: str
     sources: tuple[str, ...]
     small: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.0
@@ -70,7 +70,7 @@ class Size(_Strict):
     """One size of the corpus. sha256: of the finished corpus; empty if none is recorded."""
 
     vocab_size: int
-    sha256: Digest | Literal[""]
+    sha256: Sha256 | Literal[""]
 
 
 class Manifest(_Strict):
@@ -83,7 +83,7 @@ class Manifest(_Strict):
 
 
 @dataclass(frozen=True)
-class Text:
+class CorpusText:
     """The files of a corpus by source, and one SHA-256 of all of them."""
 
     files: dict[str, tuple[str, ...]]
@@ -91,6 +91,7 @@ class Text:
 
 
 def read_manifest(path: Path) -> Manifest:
+    """Return the manifest in the TOML file `path`. Raises UserError if the file is missing or is not a manifest."""
     try:
         manifest = Manifest(**tomllib.loads(path.read_text("utf-8")))
     except OSError as error:
@@ -237,7 +238,7 @@ def _share(package: Package, size: str) -> float:
     return package.small if size == "small" else 1.0
 
 
-def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], folder: Path) -> Text:
+def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], folder: Path) -> CorpusText:
     """Write OUTPUT/text. Print for each package its number of files and bytes, and the number of files left out by reason."""
     files: dict[str, list[str]] = {source: [] for source in manifest.sources}
     digest = hashlib.sha256()
@@ -263,7 +264,7 @@ def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], fo
             kept.append(f"{source} {len(documents)} files, {len(content) / 1e6:.1f} MB")
         kept += [f"{number} left out as {reason}" for reason, number in sorted(left_out.items())]
         print(f"{package.label} ({package.licence}): {'; '.join(kept)}", flush=True)
-    return Text({source: tuple(names) for source, names in files.items() if names}, digest.hexdigest())
+    return CorpusText({source: tuple(names) for source, names in files.items() if names}, digest.hexdigest())
 
 
 def _chosen(package: Package, share: float) -> Callable[[str], bool]:
@@ -276,7 +277,7 @@ def _chosen(package: Package, share: float) -> Callable[[str], bool]:
     return chosen
 
 
-def _train_once(text: Text, vocab_size: int, folder: Path) -> None:
+def _train_once(text: CorpusText, vocab_size: int, folder: Path) -> None:
     """Train the tokenizer, unless the one in the folder was trained on this text."""
     made_from = f"{text.sha256} {vocab_size}\n"
     note = folder / _MADE_FROM

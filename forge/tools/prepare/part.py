@@ -76,8 +76,10 @@ class Tally(BaseModel):
         self.add(Tally(documents=1, bad=1, examples=[document], lost=lost))
 
     def require_readable(self, allowed: float, remedy: str) -> None:
-        """Print the first bad documents. Raises UserError if more than the fraction `allowed` of the documents is bad, or
-        if a file's documents could not be counted.
+        """Print the first bad documents.
+
+        Raises UserError if more than the fraction `allowed` of the documents is bad, or if a file's documents could not be
+        counted.
         """
         if not self.bad:
             return
@@ -154,8 +156,9 @@ def for_chunks(
     workers: int,
     advance: Callable[[int], None],
 ) -> dict[int, T]:
-    """Call `work` on chunks in `workers` processes; return its results in the order of the chunks. advance: called after
-    each chunk.
+    """Call `work` on chunks in `workers` processes; return its results in the order of the chunks.
+
+    advance: called after each chunk.
 
     Raises UserError if a worker was killed.
     """
@@ -268,8 +271,9 @@ def _encode(
 
 
 class _Tokens:
-    """Writes documents as they are stored: [bos] ids [eos], without a token that the tokenizer lacks. Keeps the documents'
-    starts.
+    """Writes documents as they are stored: [bos] ids [eos], without a token that the tokenizer lacks.
+
+    Keeps the documents' starts.
     """
 
     def __init__(self, tokenizer: Tokenizer, file: BinaryIO):

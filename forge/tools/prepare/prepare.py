@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from forge.data.format import INDEX, DatasetIndex, TokenDataset
-from forge.data.packing import Kind
+from forge.data.packing import PackingKind
 from forge.data.tokenizer import Tokenizer
 from forge.observe.progress import ProgressLine, format_duration
 from forge.runtime.errors import UserError
@@ -85,7 +85,7 @@ class Request:
     max_bad_fraction: float = MAX_BAD_FRACTION
     part: tuple[int, int] | None = None
     """(k, n): tokenize only the k-th (from 1) of n shares of the chunks, and join nothing."""
-    packing: Kind | None = None
+    packing: PackingKind | None = None
     seq_len: int = 0
     """Packing of the training dataset, for sequences of this length."""
     quality: Quality = NOTHING
@@ -295,8 +295,9 @@ def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) 
 
 @contextmanager
 def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
-    """In the body, lock the output folder: for this program alone, or with `shared` together with others. The kernel
-    releases the lock at exit.
+    """In the body, lock the output folder: for this program alone, or with `shared` together with others.
+
+    The kernel releases the lock at exit.
     """
     try:
         parts.mkdir(parents=True, exist_ok=True)

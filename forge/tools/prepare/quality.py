@@ -60,8 +60,9 @@ class Quality:
         }
 
     def reason(self, text: str, metadata: Mapping[str, Any], text_key: str) -> str | None:
-        """Return the reason to leave out a document, as far as it does not depend on other documents. None: keep it. Raises
-        FilterFailed.
+        """Return the reason to leave out a document, as far as it does not depend on other documents.
+
+        None: keep it. Raises FilterFailed.
         """
         if self.filter:
             keep = load_filter(self.filter)
@@ -79,8 +80,9 @@ class Quality:
 
 
 def filter_code(path: str) -> str:
-    """Return the SHA-256 of the filter's source: of the module that defines the function, and of the module in its import
-    path.
+    """Return the SHA-256 of the filter's source.
+
+    That is the module that defines the function, and the module in its import path.
 
     Modules imported by these are not read.
     """

@@ -19,6 +19,7 @@ _REACH, _LEAST_REACH = 16, 16 << 20
 
 class Piece(NamedTuple):
     """A part of a file: of bytes begin ... end - 1 of its decompressed content, the first `take` of every `step` bytes.
+
     step 0: all.
 
     A JSON line belongs to the range in which it begins, a Parquet row to the range with its share of the file. Each range

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from forge.tools.report.draw import WIDE, Curve, Lane, Mark, curves, lanes, shares
-from forge.tools.report.parts import Picture, Section, Table, sampled
+from forge.tools.report.parts import PageSection, Picture, Table, sampled
 from forge.tools.report.read import Points, RunRecord
 
 # Event -> style and label of its mark in the curves.
@@ -59,15 +59,15 @@ def _share(value: float | None) -> str | None:
     return None if value is None else f"{value:.1%}"
 
 
-def course_sections(runs: Sequence[RunRecord]) -> list[Section]:
+def course_sections(runs: Sequence[RunRecord]) -> list[PageSection]:
     """Return the sections on loss, optimization, speed, events and time."""
-    learning = Section(
+    learning = PageSection(
         "Learning", parts=_pictures(_loss(runs), _field(runs, "grad_norm"), _field(runs, "lr"))
     )
     of_source = _pictures(*(_by_source(run, number) for number, run in enumerate(runs)))
     if len(of_source):
         learning.parts += of_source
-    speed = Section(
+    speed = PageSection(
         "Speed and memory",
         parts=_pictures(
             _field(runs, "tokens_per_second"),
@@ -161,8 +161,8 @@ def _by_source(run: RunRecord, number: int) -> Picture | None:
     return picture(f"sources{number}", f"{run.name}: training loss by source", drawn, "nats per token")
 
 
-def _events(runs: Sequence[RunRecord]) -> Section:
-    section = Section("Events")
+def _events(runs: Sequence[RunRecord]) -> PageSection:
+    section = PageSection("Events")
     for number, run in enumerate(runs):
         timed = [(datetime.fromisoformat(event["time"]), event) for event in run.events if "time" in event]
         if not timed:
@@ -204,10 +204,10 @@ def _short(value: Any) -> str:
     return str(value) if len(str(value)) <= 300 else str(value)[:297] + "..."
 
 
-def _time(runs: Sequence[RunRecord]) -> Section:
+def _time(runs: Sequence[RunRecord]) -> PageSection:
     """Goodput: the parts of the wall time."""
     spent = {run.name: run.events_of("goodput")[-1]["seconds"] for run in runs if run.events_of("goodput")}
-    section = Section("Where the time went")
+    section = PageSection("Where the time went")
     if spent:
         kinds = list(dict.fromkeys(kind for seconds in spent.values() for kind in seconds))
         rows = [[kind, *(seconds.get(kind, 0.0) for seconds in spent.values())] for kind in kinds]

@@ -33,8 +33,9 @@ WIDTH, SHOWN = 110, 12
 
 @dataclass(frozen=True)
 class Incident:
-    """An event or log record that has a cause. ranks: those at fault, or else the rank that wrote it. ends: whether it
-    ended the run.
+    """An event or log record that has a cause.
+
+    ranks: those at fault, or else the rank that wrote it. ends: whether it ended the run.
     """
 
     when: datetime
@@ -60,8 +61,9 @@ def diagnose(path: Path) -> str:
 
 
 def read_incidents(run: RunRecord) -> list[Incident]:
-    """Return the incidents in all events and logs, the worst first: causes that end a start come before others, then by
-    time.
+    """Return the incidents in all events and logs, the worst first.
+
+    Causes that end a start come before others, then by time.
     """
     of_starts = [one for events in _starts_of(run) for one in _of_start(events, _was_killed(run, events))]
     found = [*of_starts, *_of_logs(run.path / "logs")]
@@ -92,8 +94,9 @@ def _was_killed(run: RunRecord, events: list[dict[str, Any]]) -> bool:
 
 
 def _of_start(events: list[dict[str, Any]], killed: bool) -> Iterator[Incident]:
-    """Yield the incidents among the events of one start. If it was `killed` before it could report its end, yield that,
-    too.
+    """Yield the incidents among the events of one start.
+
+    If it was `killed` before it could report its end, yield that, too.
     """
     timed = [(datetime.fromisoformat(event["time"]), event) for event in events if "time" in event]
     for when, event in timed:
@@ -143,8 +146,9 @@ def _head(run: RunRecord) -> str:
 
 
 def silent_end(run: RunRecord) -> str:
-    """Return "running", "elsewhere" (on another machine) or "killed" if the latest start has not reported its end; empty if
-    it has.
+    """Return the state of a latest start that has not reported its end; empty if it has.
+
+    The state is "running", "elsewhere" (on another machine) or "killed".
     """
     if run.status.get("state") != "running":
         return ""

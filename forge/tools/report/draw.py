@@ -82,8 +82,9 @@ MARKS = {
 
 
 def _plain(text: str) -> str:
-    """Return a name that matplotlib shows unchanged. Dollar signs would begin mathematics, and control characters are not
-    valid XML.
+    """Return a name that matplotlib shows unchanged.
+
+    Dollar signs would begin mathematics, and control characters are not valid XML.
     """
     return printable(text).replace("$", r"\$")
 
@@ -287,8 +288,9 @@ def new_figure(
 
 
 def as_svg(figure: Figure, key: str) -> str:
-    """Return the figure as an SVG element. Ids made by matplotlib begin with `key`; ids set by the caller begin with
-    "bar-".
+    """Return the figure as an SVG element.
+
+    Ids made by matplotlib begin with `key`; ids set by the caller begin with "bar-".
     """
     written = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": key}):

@@ -9,7 +9,7 @@ import numpy as np
 
 from forge.tools.report.course import picture
 from forge.tools.report.draw import Curve, Heat, heat_maps
-from forge.tools.report.parts import Part, Picture, Section, Table, Text, sampled
+from forge.tools.report.parts import PageSection, Part, Picture, Table, TextBlock, sampled
 from forge.tools.report.read import RunRecord
 
 SAMPLES = 4
@@ -41,17 +41,17 @@ LINEAR = {"entropy", "dead", "saturated", "score_entropy", "load_entropy"}
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
-def inside_sections(runs: Sequence[RunRecord]) -> list[Section]:
+def inside_sections(runs: Sequence[RunRecord]) -> list[PageSection]:
     """Return the sections about the inside of each run's model."""
     sections = []
     for number, run in enumerate(runs):
         of = f" ({run.name})" if len(runs) > 1 else ""
         parts = [*_by_matrix(run, number), *_by_layer(run, number)]
         intro = "Layers from top to bottom, steps from left to right. Look for a row unlike its neighbours."
-        sections.append(Section(f"Inside the model{of}", intro if parts else "", parts))
-        sections.append(Section(f"By position{of}", parts=_by_position(run, number)))
-        sections.append(Section(f"Experts{of}", parts=[*expert_pictures(run, number)]))
-        sections.append(Section(f"What the model wrote{of}", parts=_samples(run)))
+        sections.append(PageSection(f"Inside the model{of}", intro if parts else "", parts))
+        sections.append(PageSection(f"By position{of}", parts=_by_position(run, number)))
+        sections.append(PageSection(f"Experts{of}", parts=[*expert_pictures(run, number)]))
+        sections.append(PageSection(f"What the model wrote{of}", parts=_samples(run)))
     return sections
 
 
@@ -161,7 +161,7 @@ def expert_pictures(
 
 def _samples(run: RunRecord) -> list[Part]:
     return [
-        Text(f"after step {step}: {name}", text)
+        TextBlock(f"after step {step}: {name}", text)
         for step, texts in sampled(list(run.having("text")), SAMPLES)
         for name, text in texts.items()
     ]

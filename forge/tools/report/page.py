@@ -9,7 +9,7 @@ from forge.observe.json_lines import utc_now
 from forge.tools.report.course import course_sections, summary
 from forge.tools.report.findings import findings
 from forge.tools.report.inside import inside_sections
-from forge.tools.report.parts import Findings, Section
+from forge.tools.report.parts import Findings, PageSection
 from forge.tools.report.read import RunRecord
 from forge.tools.report.setting import setting_sections
 
@@ -51,15 +51,16 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; paddi
 """
 
 
-def make_page(runs: Sequence[RunRecord], refresh_s: int = 0, extra: Sequence[Section] = ()) -> str:
-    """Return the page as HTML. refresh_s: seconds after which a browser reloads it; 0: never. extra: sections that come
-    first.
+def make_page(runs: Sequence[RunRecord], refresh_s: int = 0, extra: Sequence[PageSection] = ()) -> str:
+    """Return the page as HTML.
+
+    refresh_s: seconds after which a browser reloads it; 0: never. extra: sections that come first.
     """
     names = ", ".join(run.name for run in runs)
     sections = [
         *extra,
-        Section("Summary", parts=[summary(runs)]),
-        Section("What stands out", parts=[Findings(findings(runs))]),
+        PageSection("Summary", parts=[summary(runs)]),
+        PageSection("What stands out", parts=[Findings(findings(runs))]),
         *course_sections(runs),
         *inside_sections(runs),
         *setting_sections(runs),

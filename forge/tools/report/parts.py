@@ -64,7 +64,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextBlock:
     """Preformatted text, e.g. a model's sample."""
 
     caption: str
@@ -87,7 +87,7 @@ class Findings:
 
 
 @dataclass
-class Section:
+class PageSection:
     """A numbered heading of the page, a sentence below it, and its parts in order."""
 
     title: str

@@ -17,8 +17,9 @@ Points = tuple[list[int], list[float]]
 
 @dataclass
 class RunRecord:
-    """The content of a run directory. config, status: read from their files, empty if absent. lines, events: from the
-    .jsonl files.
+    """The content of a run directory.
+
+    config, status: read from their files, empty if absent. lines, events: from the .jsonl files.
 
     plan: the output of `train.py --plan --json` for the run, or its `problem`. It is in no file; `scripts/planned.py` sets
     it.
@@ -65,8 +66,9 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run directory. Raises UserError if the folder is not a run directory. Torn lines and missing files are left
-    out.
+    """Read a run directory.
+
+    Raises UserError if the folder is not a run directory. Torn lines and missing files are left out.
     """
     if not (path / "events.jsonl").exists() and not (path / "metrics.jsonl").exists():
         raise UserError(

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from forge.observe.metrics import flat
-from forge.tools.report.parts import Part, Section, Table, Text
+from forge.tools.report.parts import PageSection, Part, Table, TextBlock
 from forge.tools.report.read import RunRecord
 
 GIB = 1024**3
@@ -17,14 +17,14 @@ PLANNED = (
 )
 
 
-def setting_sections(runs: Sequence[RunRecord]) -> list[Section]:
+def setting_sections(runs: Sequence[RunRecord]) -> list[PageSection]:
     """Return the sections on layout, configuration, plan and environment."""
     return [
-        Section("Layout", parts=_layout(runs)),
-        Section("Memory", parts=_memory(runs)),
-        Section("Planned and measured", PLANNED if any(run.plan for run in runs) else "", _planned(runs)),
-        Section("Configuration", parts=_config(runs)),
-        Section("Environment", parts=_environment(runs)),
+        PageSection("Layout", parts=_layout(runs)),
+        PageSection("Memory", parts=_memory(runs)),
+        PageSection("Planned and measured", PLANNED if any(run.plan for run in runs) else "", _planned(runs)),
+        PageSection("Configuration", parts=_config(runs)),
+        PageSection("Environment", parts=_environment(runs)),
     ]
 
 
@@ -74,7 +74,7 @@ def _planned(runs: Sequence[RunRecord]) -> list[Part]:
         if not run.plan:
             continue
         if "problem" in run.plan:
-            parts.append(Text(f"{run.name}: no plan", run.plan["problem"]))
+            parts.append(TextBlock(f"{run.name}: no plan", run.plan["problem"]))
             continue
         planned, events = run.plan["memory"], run.events_of("memory")
         measured = {kind: events[-1].get(f"{kind}_bytes") for kind in KINDS} if events else {}

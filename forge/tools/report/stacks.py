@@ -18,8 +18,9 @@ _FILE = re.compile(r"(?:stacks|collectives)-rank-(\d+)")
 
 @dataclass(frozen=True)
 class Standing:
-    """The position of a rank's main thread. where: a line in forge or in the user's code. collective: the one it waits for,
-    if any.
+    """The position of a rank's main thread.
+
+    where: a line in forge or in the user's code. collective: the one it waits for, if any.
     """
 
     reason: str
@@ -50,8 +51,9 @@ def standing(text: str) -> Standing:
 
 
 def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
-    """Return the stragglers: ranks outside of any collective while others wait in one. If there are none, return ranks at
-    another position than the majority.
+    """Return the stragglers: ranks outside of any collective while others wait in one.
+
+    If there are none, return ranks at another position than the majority.
     """
     if len(standings) < 2:
         return []

@@ -37,8 +37,9 @@ OF_TABLES = {
 
 
 def of_width(config: Config, dim: int) -> Config:
-    """Return `config` with `model.dim = dim` and proportional sizes inside blocks. Raises UserError if a size is not an
-    integer.
+    """Return `config` with `model.dim = dim` and proportional sizes inside blocks.
+
+    Raises UserError if a size is not an integer.
     """
     tree = config.model_dump(mode="json", exclude_none=True)
     model, ratio = tree["model"], dim / config.model.dim

@@ -60,8 +60,9 @@ class Fit:
         return float(low), float(high)
 
     def without_effect(self, parameters: Sequence[float], tokens: Sequence[float]) -> list[str]:
-        """Return those of N and D whose effect on the law, over the range of the runs, is smaller than the law's error. No
-        optimum can be derived from such a law.
+        """Return those of N and D whose effect on the law, over the range of the runs, is smaller than the law's error.
+
+        No optimum can be derived from such a law.
         """
         # Without failed runs.
         least = max(float(np.quantile(np.abs(self.errors), 0.9)), 1e-4)
@@ -80,8 +81,9 @@ def fit_law(
     resamples: int = 100,
     seed: int = 0,
 ) -> Fit:
-    """Fit the law to runs. Raises UserError if there are fewer than five, or if all have the same size or number of
-    tokens.
+    """Fit the law to runs.
+
+    Raises UserError if there are fewer than five, or if all have the same size or number of tokens.
     """
     n, d, loss = (np.asarray(values, dtype=np.float64) for values in (parameters, tokens, losses))
     for what, values in (("numbers of parameters", n), ("numbers of tokens", d)):
@@ -106,8 +108,9 @@ def fit_law(
 
 
 def _starts(x: np.ndarray, loss: np.ndarray) -> list[list[float]]:
-    """Return starting points on a grid. At the middle of the runs, each divides the least loss in another way between E and
-    the two terms.
+    """Return starting points on a grid.
+
+    At the middle of the runs, each divides the least loss in another way between E and the two terms.
     """
     least, middle = float(loss.min()), x.mean(0)
     starts = []

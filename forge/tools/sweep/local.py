@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from forge.runtime.errors import STOPPED, UserError
-from forge.tools.sweep.results import Result, check_runs, result_of, rows, write_table
+from forge.tools.sweep.results import SweepResult, check_runs, result_of, rows, write_table
 from forge.tools.sweep.spec import Sweep, Trial, first_trials, next_trials
 
 TRAIN = Path(__file__).resolve().parents[3] / "train.py"
@@ -20,8 +20,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def run_sweep(
-    sweep: Sweep, report: Callable[[list[Result]], None], train: Sequence[str] | None = None
-) -> list[Result]:
+    sweep: Sweep, report: Callable[[list[SweepResult]], None], train: Sequence[str] | None = None
+) -> list[SweepResult]:
     """Train all unfinished runs of the sweep; return the results of all rungs. train: the command of a run.
 
     After each run, write `table.json` to the sweep's folder and call `report`. The table depends only on the runs, so a
@@ -32,7 +32,7 @@ def run_sweep(
     """
     sweep.folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    trials, before = first_trials(sweep), list[Result]()
+    trials, before = first_trials(sweep), list[SweepResult]()
     while trials:
         _make(sweep, trials, before, report, train or command(sweep), began)
         results = [result_of(sweep, trial) for trial in trials]
@@ -54,8 +54,8 @@ def command(sweep: Sweep) -> list[str]:
 def _make(
     sweep: Sweep,
     trials: list[Trial],
-    before: list[Result],
-    report: Callable[[list[Result]], None],
+    before: list[SweepResult],
+    report: Callable[[list[SweepResult]], None],
     train: Sequence[str],
     began: float,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`Measured`: a finished run as a data point for a law."""
+"""`MeasuredRun`: a finished run as a data point for a law."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from forge.tools.sweep.results import metric_of
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A finished run. parameters: number used by a token, with or without embeddings. tokens: trained on. batch: tokens per
-    step. loss: at the end.
+class MeasuredRun:
+    """A finished run.
+
+    parameters: number used by a token, with or without embeddings. tokens: trained on. batch: tokens per step. loss: at the
+    end.
     """
 
     path: Path
@@ -29,9 +31,11 @@ class Measured:
     loss: float
 
 
-def measure(path: Path, metric: str, trust: bool = False, embeddings: bool = True) -> Measured:
-    """Read a finished run. trust: allow the import of a class named by its model.kind. embeddings: count the parameters of
-    the embedding and of the output head.
+def measure(path: Path, metric: str, trust: bool = False, embeddings: bool = True) -> MeasuredRun:
+    """Read a finished run.
+
+    trust: allow the import of a class named by its model.kind. embeddings: count the parameters of the embedding and of the
+    output head.
 
     Raises UserError if the run is not finished, lacks the metric or needs trust.
     """
@@ -47,7 +51,7 @@ def measure(path: Path, metric: str, trust: bool = False, embeddings: bool = Tru
     if loss is None:
         raise UserError(f"{path}: has no {metric} in its metrics.jsonl")
     tokens = max(line.get("tokens", 0) for line in lines)
-    return Measured(
+    return MeasuredRun(
         path,
         _parameters(config, embeddings),
         float(tokens),
@@ -83,11 +87,12 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     return found
 
 
-def best_of_each(runs: Iterable[Measured]) -> list[Measured]:
-    """Return the run with the least loss for each pair of parameters and tokens, because a law is fitted to well-tuned
-    runs.
+def best_of_each(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
+    """Return the run with the least loss for each pair of parameters and tokens.
+
+    A law is fitted to well-tuned runs.
     """
-    best: dict[tuple[float, float], Measured] = {}
+    best: dict[tuple[float, float], MeasuredRun] = {}
     for run in runs:
         key = run.parameters, run.tokens
         if key not in best or run.loss < best[key].loss:

@@ -22,8 +22,9 @@ class PowerLaw:
 
 
 def least_at(values: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Return the value with the least loss: the vertex of the parabola through the best value and its neighbours, in
-    logarithms.
+    """Return the value with the least loss.
+
+    It is the vertex of the parabola through the best value and its neighbours, in logarithms.
 
     None if the best is the first or the last value: the minimum is then outside of the tried values.
     """

@@ -18,7 +18,7 @@ from forge.tools.sweep.spec import Sweep, Trial, config_of
 
 
 @dataclass(frozen=True)
-class Result:
+class SweepResult:
     """A trial and the results of its runs: the metric for each finished seed, and the state of every run."""
 
     trial: Trial
@@ -42,7 +42,7 @@ class Result:
         return math.sqrt(sum((value - self.mean) ** 2 for value in self.values) / (len(self.values) - 1))
 
 
-def result_of(sweep: Sweep, trial: Trial) -> Result:
+def result_of(sweep: Sweep, trial: Trial) -> SweepResult:
     """Return a trial's result so far. Reads the run directory of each seed, which `check_runs` has checked."""
     values, states, tokens = [], [], 0
     for seed in sweep.seeds:
@@ -55,7 +55,7 @@ def result_of(sweep: Sweep, trial: Trial) -> Result:
             state = "no result"
         states.append(state)
         values += [value] if value is not None else []
-    return Result(trial, values, states, tokens)
+    return SweepResult(trial, values, states, tokens)
 
 
 def check_runs(sweep: Sweep, trials: Iterable[Trial]) -> None:
@@ -88,7 +88,7 @@ def metric_of(lines: Sequence[dict[str, Any]], metric: str) -> float | None:
     return sum(last) / len(last) if last and None not in last else None
 
 
-def rows(results: Iterable[Result], keys: Sequence[str]) -> list[dict[str, Any]]:
+def rows(results: Iterable[SweepResult], keys: Sequence[str]) -> list[dict[str, Any]]:
     """Return one row per trial: finished trials first, from the best to the worst, then the others in their order."""
     ranked = sorted(
         results, key=lambda r: (-r.trial.rung, not r.done, r.mean if r.done else 0.0, r.trial.number)

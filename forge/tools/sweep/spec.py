@@ -129,8 +129,9 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def config_of(sweep: Sweep, trial: Trial, seed: int | None = None) -> Config:
-    """Return the configuration of a trial's run. seed: of the run, by default the first. Raises UserError if it is
-    invalid.
+    """Return the configuration of a trial's run.
+
+    seed: of the run, by default the first. Raises UserError if it is invalid.
     """
     return load_config(trial.options(sweep, sweep.seeds[0] if seed is None else seed))
 
@@ -181,8 +182,9 @@ def _tokens(sweep: Sweep, trial: Trial) -> int:
 
 
 def _tokens_of_all(sweep: Sweep, tokens: list[list[int]]) -> int:
-    """Return an upper bound of the tokens of a whole sweep. tokens: of each trial in each rung. It assumes that the most
-    expensive trials survive.
+    """Return an upper bound of the tokens of a whole sweep.
+
+    tokens: of each trial in each rung. It assumes that the most expensive trials survive.
     """
     total, number = 0, len(tokens[0])
     for rung in tokens:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from forge.runtime.errors import UserError
 from forge.tools.verify.compare import Comparison, Difference, difference_of
-from forge.tools.verify.pieces import Key, Piece, whole
+from forge.tools.verify.pieces import TensorKey, TensorPiece, whole
 from forge.tools.verify.ranks import RankFailed, limit_s, run_ranks
 from forge.tools.verify.record import RankRecord, RankStep, Settings, record_on_rank
 
@@ -113,11 +113,12 @@ def compare_records(
     return result, order
 
 
-def _tensors(step: RankStep) -> Iterator[tuple[tuple[Key, int], Piece]]:
-    """Yield ((key, number), piece) for all tensors of a step on one rank. The number counts boxes, or microbatches for
-    activations.
+def _tensors(step: RankStep) -> Iterator[tuple[tuple[TensorKey, int], TensorPiece]]:
+    """Yield ((key, number), piece) for all tensors of a step on one rank.
+
+    The number counts boxes, or microbatches for activations.
     """
-    numbers: Counter[Key] = Counter()
+    numbers: Counter[TensorKey] = Counter()
     for key, pieces in step.pieces.items():
         for number, piece in enumerate(pieces):
             yield (key, number), piece
@@ -128,8 +129,8 @@ def _tensors(step: RankStep) -> Iterator[tuple[tuple[Key, int], Piece]]:
 
 
 def _paired(
-    now: dict[tuple[Key, int], Piece], then: dict[tuple[Key, int], Piece]
-) -> Iterator[tuple[tuple[Key, int], Piece, Piece]]:
+    now: dict[tuple[TensorKey, int], TensorPiece], then: dict[tuple[TensorKey, int], TensorPiece]
+) -> Iterator[tuple[tuple[TensorKey, int], TensorPiece, TensorPiece]]:
     """Return pairs of corresponding tensors. Raises UserError if parameters or shapes of the two sides differ."""
     for place in {**then, **now}:
         (kind, name), _ = place

@@ -23,14 +23,14 @@ from torch.distributed.tensor import DTensor
 
 from forge.parallel.context import SequenceSplit
 from forge.parallel.mesh import Meshes
-from forge.tools.verify.pieces import Place
+from forge.tools.verify.pieces import TensorPlace
 
 # Modules with tensors sorted by expert (the order depends on the layout), and containers.
 HIDDEN = (".experts",)
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """A rank's part of the global batch.
 
     first_row: the rank's first global sample. positions: the positions of its tokens in each sequence. tp: number of pieces
@@ -43,14 +43,14 @@ class Part:
     tp_rank: int = 0
 
     @classmethod
-    def of(cls, meshes: Meshes, batch: int, seq: int) -> Part:
+    def of(cls, meshes: Meshes, batch: int, seq: int) -> BatchPart:
         """Return this rank's part of a global batch of `batch` sequences of `seq` tokens."""
         split = SequenceSplit(meshes.cp)
         positions = split.indices(seq, torch.device("cpu")).tolist()
         first = meshes.data_rank * (batch // meshes.data_ranks)
         return cls(first, tuple(positions), meshes.tp.size(), meshes.tp.get_local_rank())
 
-    def place(self, row: int, local: torch.Size, whole: torch.Size) -> Place | None:
+    def place(self, row: int, local: torch.Size, whole: torch.Size) -> TensorPlace | None:
         """Return the place of a local tensor `[batch, seq, ...]` in the global one; None if shapes do not determine it.
 
         row: the index of its first sequence on this rank.
@@ -74,8 +74,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor at a border of the module `name`: `values`, whose first sequence is row `row` on this rank. output: output
-    or input. The name ends with the number of the call, unless it is the first in its microbatch.
+    """A tensor at a border of the module `name`: `values`, whose first sequence is row `row` on this rank.
+
+    output: output or input. The name ends with the number of the call, unless it is the first in its microbatch.
     """
 
     name: str
@@ -143,8 +144,9 @@ class Borders:
 
 
 class _Microbatch:
-    """A microbatch in progress. part: its part of the global batch. row: its first sequence on this rank. calls: module ->
-    number of calls.
+    """A microbatch in progress.
+
+    part: its part of the global batch. row: its first sequence on this rank. calls: module -> number of calls.
     """
 
     def __init__(self, part: nn.Module):
@@ -177,9 +179,7 @@ def call_of(name: str) -> str:
 
 
 def parent_of(name: str) -> str:
-    """Return the name of the enclosing module's input, in the call with the same number as that of border `name`; "" if
-    there is none.
-    """
+    """Return the name of the enclosing module's input, in the call with the number of border `name`; "": none."""
     module, call, number = name.partition(" (call ")
     parent = module.rpartition(".")[0]
     return parent + call + number if parent else ""

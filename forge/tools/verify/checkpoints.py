@@ -19,7 +19,7 @@ from forge.parallel.step.model import ParallelModel
 from forge.run.restore import load_training_state
 from forge.run.resume import ResumePoint
 from forge.shard import Shard
-from forge.tools.verify.pieces import Key, Piece, pieces_of, whole
+from forge.tools.verify.pieces import TensorKey, TensorPiece, pieces_of, whole
 from forge.train.state import all_tensors
 
 WHOLE = "whole.pt"
@@ -35,7 +35,7 @@ def save(folder: str, step: int, tensors: dict[str, tuple[Shard, Tensor]], optim
 
 def save_and_read(
     model: ParallelModel, optimizer: Optimizer, folder: str, step: int
-) -> dict[Key, list[Piece]]:
+) -> dict[TensorKey, list[TensorPiece]]:
     """Save the layout's checkpoint. Return its whole tensors (kind `saved`) on rank 0. Collective."""
     tensors = all_tensors(model, optimizer)
     save(folder, step, tensors, optimizer)
@@ -61,20 +61,22 @@ def keep_whole(folder: str, wholes: dict[str, Tensor]) -> None:
     torch.save(wholes, Path(folder) / WHOLE)
 
 
-def read_whole(folder: str) -> dict[Key, Tensor]:
+def read_whole(folder: str) -> dict[TensorKey, Tensor]:
     """Return the tensors (kind `loaded`) expected after a layout loads the checkpoint in `folder`."""
     wholes: dict[str, Tensor] = torch.load(Path(folder) / WHOLE)
     return {("loaded", name): values for name, values in wholes.items()}
 
 
-def load(model: ParallelModel, optimizer: Optimizer, folder: str, step: int) -> dict[Key, list[Piece]]:
+def load(
+    model: ParallelModel, optimizer: Optimizer, folder: str, step: int
+) -> dict[TensorKey, list[TensorPiece]]:
     """Load the checkpoint in `folder`; return this rank's pieces of its tensors (kind `loaded`). Collective."""
     for _, values in all_tensors(model, optimizer).values():
         # NaN: a tensor missing from the checkpoint must not look right.
         values.fill_(torch.nan if values.is_floating_point() else -1)
     path = Checkpoints(Path(folder), mode="sync").path(step)
     load_training_state(ResumePoint(path, read_state(path)), model, optimizer)
-    found: dict[Key, list[Piece]] = {}
+    found: dict[TensorKey, list[TensorPiece]] = {}
     for name, (shard, values) in all_tensors(model, optimizer).items():
         found["loaded", name] = pieces_of("", [(shard, values)])["", shard.name]
     return found

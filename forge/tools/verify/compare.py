@@ -16,7 +16,7 @@ from math import inf, nan
 import torch
 from torch import Tensor
 
-from forge.tools.verify.pieces import Key, Piece, Place, global_index, index_sum, part_of
+from forge.tools.verify.pieces import TensorKey, TensorPiece, TensorPlace, global_index, index_sum, part_of
 from forge.tools.verify.record import RankRecord, RankStep, WholeRecord
 
 TOLERANCE, FLOOR = 1e-9, 1e-3
@@ -45,7 +45,7 @@ class Difference:
     expected: float
     size: float
     digest: bool = False
-    part: Place = ()
+    part: TensorPlace = ()
 
     @property
     def what(self) -> str:
@@ -55,18 +55,19 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """The result of comparing tensors. differences: one per tensor above the tolerance. largest: by kind, over all tensors.
-    compared: number of tensors. counted: number of elements of each tensor on the ranks, without copies. index_sums: sum
-    of the flat indices of these elements, because a duplicate element could hide a missing one in the count. unplaced:
-    tensors that cannot be compared: borders whose place shapes do not determine, and curves of hooks that differ between
-    runs.
+    """The result of comparing tensors.
+
+    differences: one per tensor above the tolerance. largest: by kind, over all tensors. compared: number of tensors. counted:
+    number of elements of each tensor on the ranks, without copies. index_sums: sum of the flat indices of these elements,
+    because a duplicate element could hide a missing one in the count. unplaced: tensors that cannot be compared: borders
+    whose place shapes do not determine, and curves of hooks that differ between runs.
     """
 
     differences: list[Difference] = field(default_factory=list)
     largest: dict[str, float] = field(default_factory=dict)
     compared: int = 0
-    counted: dict[tuple[int, Key], int] = field(default_factory=dict)
-    index_sums: dict[tuple[int, Key], int] = field(default_factory=dict)
+    counted: dict[tuple[int, TensorKey], int] = field(default_factory=dict)
+    index_sums: dict[tuple[int, TensorKey], int] = field(default_factory=dict)
     unplaced: set[str] = field(default_factory=set)
 
 
@@ -108,7 +109,7 @@ def compare_rank(
     return result
 
 
-def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, Key], int]) -> Comparison:
+def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, TensorKey], int]) -> Comparison:
     """Return the comparison over all ranks. For each tensor, keep the rank with the largest difference.
 
     expected: number of elements of each tensor of the reference, by step and key. If some elements of a tensor are on no
@@ -145,7 +146,7 @@ def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, Key], int
     return result
 
 
-def elements(reference: WholeRecord) -> dict[tuple[int, Key], int]:
+def elements(reference: WholeRecord) -> dict[tuple[int, TensorKey], int]:
     """Return the number of elements of each tensor by step and key, for `merge`."""
     return {
         (number, key): tensor.numel()
@@ -154,9 +155,11 @@ def elements(reference: WholeRecord) -> dict[tuple[int, Key], int]:
     }
 
 
-def _held(whole: dict[Key, Tensor], step: RankStep, result: Comparison) -> dict[Key, list[Piece]]:
+def _held(
+    whole: dict[TensorKey, Tensor], step: RankStep, result: Comparison
+) -> dict[TensorKey, list[TensorPiece]]:
     """Return all pieces of a step on one rank, including borders."""
-    held: dict[Key, list[Piece]] = defaultdict(list, step.pieces)
+    held: dict[TensorKey, list[TensorPiece]] = defaultdict(list, step.pieces)
     for one in step.seen:
         key = ("output" if one.output else "input", one.name)
         expected = whole.get(key)
@@ -168,14 +171,14 @@ def _held(whole: dict[Key, Tensor], step: RankStep, result: Comparison) -> dict[
         if place is None:
             result.unplaced.add(one.name)
         else:
-            held[key].append(Piece(one.values, place))
+            held[key].append(TensorPiece(one.values, place))
     return held
 
 
-def difference_of(equal: Difference, expected: Tensor, pieces: Sequence[Piece], scale: float) -> Difference:
-    """Return the largest difference of one tensor over its pieces, the first of equally large ones; `equal` if there is
-    none.
-    """
+def difference_of(
+    equal: Difference, expected: Tensor, pieces: Sequence[TensorPiece], scale: float
+) -> Difference:
+    """Return the largest difference of one tensor over its pieces, the first among equals; `equal`: there is none."""
     worst = equal
     for piece in pieces:
         mine = part_of(expected, piece.place)
@@ -204,14 +207,17 @@ def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
         for now, then in zip(pieces, last[_first_time((kind, name))], strict=True):
             here = tuple(slice(0, size) for size in then.values.shape)
             equal = Difference(len(record.steps) - 1, kind, name, rank, (), 0.0, 0.0, 0.0)
-            found = difference_of(equal, then.values, [Piece(now.values, here)], _largest(then.values) or 1.0)
+            found = difference_of(
+                equal, then.values, [TensorPiece(now.values, here)], _largest(then.values) or 1.0
+            )
             if found is not equal:
                 yield replace(found, index=global_index(then.place, found.index), part=then.place)
 
 
-def _first_time(key: Key) -> Key:
-    """Return the key of the same tensor in the last step, for the key of a tensor of the repeated step. Other keys are
-    unchanged.
+def _first_time(key: TensorKey) -> TensorKey:
+    """Return the key of the same tensor in the last step, for the key of a tensor of the repeated step.
+
+    Other keys are unchanged.
     """
     kind, _, name = key[1].partition(" ")
     return (kind, name) if key[0] in AGAIN else key

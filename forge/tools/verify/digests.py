@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forge.runtime.errors import UserError
 from forge.tools.verify.compare import COMPLETE, FLOOR, Comparison, Difference
-from forge.tools.verify.pieces import Key, Piece, Place
+from forge.tools.verify.pieces import TensorKey, TensorPiece, TensorPlace
 from forge.tools.verify.record import RankRecord, WholeRecord
 
 NUMBERS = 2
@@ -27,7 +27,7 @@ _BITS = 0xFFFFFFFF
 
 Digest: TypeAlias = list[float]
 # A rank's digests of one step: for each tensor its pieces by place (as text), each with its number of elements.
-Held: TypeAlias = dict[Key, dict[str, tuple[int, Digest]]]
+Held: TypeAlias = dict[TensorKey, dict[str, tuple[int, Digest]]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Expected:
 
     text: str
     order: list[str]
-    steps: list[dict[Key, tuple[tuple[int, ...], Digest]]]
+    steps: list[dict[TensorKey, tuple[tuple[int, ...], Digest]]]
 
     @classmethod
     def of(cls, text: str, record: WholeRecord) -> Expected:
@@ -71,7 +71,7 @@ class Expected:
             raise UserError(f"--digests {file}: is not a file of digests ({problem})") from None
 
 
-def digest(values: Tensor, place: Place) -> Digest:
+def digest(values: Tensor, place: TensorPlace) -> Digest:
     """Return the digest of `values` at `place` of a global tensor."""
     values = values.double()
     found = []
@@ -84,18 +84,19 @@ def digest(values: Tensor, place: Place) -> Digest:
 
 
 def held_by(record: RankRecord, expected: Expected) -> list[Held]:
-    """Return the digests of a rank's recording, by piece. Borders whose place in the global tensor shapes do not determine
-    are left out.
+    """Return the digests of a rank's recording, by piece.
+
+    Borders whose place in the global tensor shapes do not determine are left out.
     """
     steps: list[Held] = []
     for step, wholes in zip(record.steps, expected.steps, strict=True):
-        pieces: dict[Key, list[Piece]] = defaultdict(list, step.pieces)
+        pieces: dict[TensorKey, list[TensorPiece]] = defaultdict(list, step.pieces)
         for one in step.seen:
             key = ("output" if one.output else "input", one.name)
             if key in wholes and step.part is not None:
                 place = step.part.place(one.row, one.values.shape, torch.Size(wholes[key][0]))
                 if place is not None:
-                    pieces[key].append(Piece(one.values, place))
+                    pieces[key].append(TensorPiece(one.values, place))
         steps.append(
             {
                 key: {repr(one.place): (one.values.numel(), digest(one.values, one.place)) for one in found}
@@ -107,8 +108,9 @@ def held_by(record: RankRecord, expected: Expected) -> list[Held]:
 
 
 def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: float) -> Comparison:
-    """Compare the digests of all ranks with those of one process. A difference has no index, because a digest is of a whole
-    tensor.
+    """Compare the digests of all ranks with those of one process.
+
+    A difference has no index, because a digest is of a whole tensor.
     """
     result = Comparison()
     for number, wholes in enumerate(expected.steps):
@@ -145,9 +147,11 @@ def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: 
     return result
 
 
-def _pieces(key: Key, ranks: Sequence[Held]) -> Iterator[tuple[int, float, int, Digest]]:
-    """Return every distinct piece once: the rank whose copy differs most from the first copy, the difference, the number of
-    elements, and the digest.
+def _pieces(key: TensorKey, ranks: Sequence[Held]) -> Iterator[tuple[int, float, int, Digest]]:
+    """Return every distinct piece once.
+
+    Each entry has the rank whose copy differs most from the first copy, the difference, the number of elements, and the
+    digest.
     """
     found: dict[str, tuple[int, float, int, Digest]] = {}
     for rank, held in enumerate(ranks):
@@ -162,7 +166,7 @@ def _pieces(key: Key, ranks: Sequence[Held]) -> Iterator[tuple[int, float, int, 
     yield from found.values()
 
 
-def _all_of(shape: Sequence[int]) -> Place:
+def _all_of(shape: Sequence[int]) -> TensorPlace:
     return tuple(slice(0, size) for size in shape)
 
 

@@ -11,8 +11,10 @@ from forge.tools.verify.compare import Comparison, Difference
 
 @dataclass(frozen=True)
 class Finding:
-    """The origin of a difference. culprit: a module, a parameter or a phase of the step. why: a sentence about it.
-    difference: the numbers. others: further names with the same difference, which may equally be the origin.
+    """The origin of a difference.
+
+    culprit: a module, a parameter or a phase of the step. why: a sentence about it. difference: the numbers. others: further
+    names with the same difference, which may equally be the origin.
     """
 
     culprit: str
@@ -101,8 +103,9 @@ def _curve(found: list[Difference]) -> Finding:
 
 
 def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Finding:
-    """Return the first differing border in execution order. If its own input differs, too, look for the origin in the
-    enclosing modules.
+    """Return the first differing border in execution order.
+
+    If its own input differs, too, look for the origin in the enclosing modules.
     """
     places = {name: number for number, name in enumerate(order)}
     outputs = {one.name: one for one in by_kind.get("output", ())}

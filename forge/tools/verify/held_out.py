@@ -12,7 +12,7 @@ from forge.data.build import build_validation
 from forge.data.held_out import evaluation_batches
 from forge.parallel.mesh import Meshes
 from forge.parallel.step.model import ParallelModel
-from forge.tools.verify.pieces import Key, Piece, whole
+from forge.tools.verify.pieces import TensorKey, TensorPiece, whole
 from forge.train.evaluate import held_out_losses
 
 # Texts, tokens per text, and generated tokens: odd numbers, so that no layout divides them.
@@ -21,7 +21,7 @@ TEXTS, PROMPT, NEW = 3, 13, 2
 
 def held_out_on_rank(
     model: ParallelModel, config: Config, meshes: Meshes, device: torch.device
-) -> dict[Key, list[Piece]]:
+) -> dict[TensorKey, list[TensorPiece]]:
     """Evaluate and generate as a run does. Collective."""
     sources = build_validation(config)
     losses = held_out_losses(model, sources, config, meshes, device)
@@ -31,7 +31,7 @@ def held_out_on_rank(
 
 
 @torch.no_grad()
-def held_out_of(model: Any, config: Config, device: torch.device) -> dict[Key, Tensor]:
+def held_out_of(model: Any, config: Config, device: torch.device) -> dict[TensorKey, Tensor]:
     """Return the same numbers as `held_out_on_rank` for a plain model, which computes all sequences of a source at once."""
     found = {}
     for name, source in build_validation(config).items():

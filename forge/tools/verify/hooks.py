@@ -35,7 +35,7 @@ from forge.run.hooks import load_hooks
 from forge.runtime.distributed import on_first_rank
 from forge.runtime.world import World
 from forge.shard import Shard
-from forge.tools.verify.pieces import Key, Piece, pieces_of, whole
+from forge.tools.verify.pieces import TensorKey, TensorPiece, pieces_of, whole
 from forge.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ WITH_GRADIENTS = ("after_gradients", "before_optimizer", "after_optimizer")
 
 
 @dataclass(frozen=True)
-class _Place(World):
+class _OwnDeviceWorld(World):
     """A World whose device is `own_device`, instead of the launcher's choice."""
 
     own_device: torch.device = CPU
@@ -60,7 +60,7 @@ class UserHooks:
     def __init__(self) -> None:
         self._kinds: list[tuple[str, type[Hook]]] = []
         self._each: list[tuple[Hook, Hooks]] = []
-        self._seen: dict[Key, list[Piece]] = {}
+        self._seen: dict[TensorKey, list[TensorPiece]] = {}
         self._result: StepResult | None = None
         self._now = ""  # the running hook and its method
         self._shards: list[Shard] = []
@@ -91,7 +91,7 @@ class UserHooks:
         hooks._folder = on_first_rank("making a folder", make_folder)
         directory = RunDirectory(Path(hooks._folder))
         on_first_rank("making a run directory", directory.acquire)
-        world = _Place(rank, size, rank, "torchrun", local_size=size, own_device=device)
+        world = _OwnDeviceWorld(rank, size, rank, "torchrun", local_size=size, own_device=device)
         degrees, data = check_world(config, size), open_data(config)
         reporter = Reporter(directory, world)
         trainer: Any = Trainer(config, degrees, data, reporter, StopSignals())
@@ -144,8 +144,9 @@ class UserHooks:
     def launched(
         self, step: int, lr: float, sums: Tensor, norm: Tensor, routers: Mapping[str, Tensor]
     ) -> None:
-        """Report that a step has been made. sums: the values of a `Sums`; routers: rows of the router report by
-        `layers.N`.
+        """Report that a step has been made.
+
+        sums: the values of a `Sums`; routers: rows of the router report by `layers.N`.
         """
         if not self._each:
             return
@@ -176,11 +177,11 @@ class UserHooks:
             self.call("after_result", result)
 
     def end(self) -> None:
-        """The run ends."""
+        """Report the last step and call `after_run`."""
         self.process_last_result()
         self.call("after_run")
 
-    def take(self) -> dict[Key, list[Piece]]:
+    def take(self) -> dict[TensorKey, list[TensorPiece]]:
         """Return the recording since the last call, with the kinds `hooked` and `curve`."""
         seen, self._seen = self._seen, {}
         return seen
@@ -192,7 +193,7 @@ class UserHooks:
             if dist.get_rank() == 0:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _state(self, when: str, event: str) -> dict[Key, list[Piece]]:
+    def _state(self, when: str, event: str) -> dict[TensorKey, list[TensorPiece]]:
         found = {"parameter": [(shard, shard.data) for shard in self._shards]}
         if event in WITH_GRADIENTS:
             found["gradient"] = [(shard, gradient(shard)) for shard in self._shards]

@@ -83,8 +83,9 @@ class Case:
         return to_toml(self.config(config))
 
     def smaller(self) -> Iterator[Case]:
-        """Yield layouts with one option or degree less: without each option in turn, then with each degree in turn reduced
-        to 1 or 2.
+        """Yield layouts with one option or degree less.
+
+        They are without each option in turn, then with each degree in turn reduced to 1 or 2.
         """
         degrees, options = dict(self.degrees), dict(self.options)
         for key in options:
@@ -107,8 +108,9 @@ def why_illegal(config: Config, case: Case) -> str | None:
 
 
 def systematic(config: Config, worlds: Sequence[int]) -> Iterator[Case]:
-    """Yield one process, each axis alone, each option alone, and each pair of axes, for the numbers of processes in
-    `worlds`.
+    """Yield one process, each axis alone, each option alone, and each pair of axes.
+
+    worlds: the numbers of processes.
 
     They may be illegal.
     """

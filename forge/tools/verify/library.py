@@ -35,10 +35,10 @@ from torch.nn import functional as F
 from forge.runtime.errors import UserError
 from forge.runtime.imports import load_function
 from forge.shard import local
-from forge.tools.verify.borders import Borders, Part, Seen
+from forge.tools.verify.borders import BatchPart, Borders, Seen
 from forge.tools.verify.compare import Comparison, compare_rank, elements, merge
 from forge.tools.verify.layouts import Case
-from forge.tools.verify.pieces import Key, Piece
+from forge.tools.verify.pieces import TensorKey, TensorPiece
 from forge.tools.verify.pieces import whole as whole_piece
 from forge.tools.verify.ranks import RankFailed, run_ranks
 from forge.tools.verify.record import RankRecord, RankStep, WholeRecord
@@ -54,7 +54,7 @@ Optimizers: TypeAlias = list[torch.optim.Optimizer]
 
 @dataclass
 class Parallelized:
-    """This rank's part of a module after `parallelize`.
+    """The local part of a module after `parallelize`.
 
     model: the module, or the stages of a pipeline on this rank, whose modules keep the names of the whole model.
     data_rank, data_ranks: this rank's part of the batch's sequences.
@@ -89,7 +89,7 @@ class Parallelized:
 
 
 @dataclass(frozen=True)
-class Request:
+class LibraryRequest:
     """Import paths of the three functions, and the number of steps. make_optimizer: "" for AdamW."""
 
     make_model: str
@@ -98,7 +98,9 @@ class Request:
     steps: int = 3
 
 
-def verify_library(request: Request, worlds: Sequence[int], end: Callable[[Outcome], None]) -> list[Outcome]:
+def verify_library(
+    request: LibraryRequest, worlds: Sequence[int], end: Callable[[Outcome], None]
+) -> list[Outcome]:
     """Compare the parallelised module on each number of processes in `worlds` with one process.
 
     Raises UserError for a path that cannot be imported, and for a module that fails in one process or has nothing to compare.
@@ -138,7 +140,7 @@ def notes_on(outcomes: Sequence[Outcome]) -> list[str]:
     return [f"{name}: no checkpoint was compared (Parallelized.checkpoint is False)" for name in without]
 
 
-def library_json(request: Request, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def library_json(request: LibraryRequest, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return the results as one JSON object."""
     return {
         "module": request.make_model,
@@ -157,7 +159,7 @@ def _load(option: str, path: str) -> Callable[..., Any]:
         raise UserError(f"{option} {path}: {error}") from None
 
 
-def _make(request: Request) -> tuple[nn.Module, Callable[[Any], torch.optim.Optimizer]]:
+def _make(request: LibraryRequest) -> tuple[nn.Module, Callable[[Any], torch.optim.Optimizer]]:
     """Return the module and a function that makes its optimizer. Initial values are equal on every rank, in float64."""
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"torch\.")
@@ -185,12 +187,12 @@ def _batches(model: Any, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield tokens[:, :-1], tokens[:, 1:]
 
 
-def _alone(_rank: int, _world: int, request: Request, file: Path) -> tuple[list[str], dict]:
+def _alone(_rank: int, _world: int, request: LibraryRequest, file: Path) -> tuple[list[str], dict]:
     """Run one process and write the reference to `file`. Return the order of its modules and the sizes of its tensors."""
     model, make = _make(request)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to train")
-    run = _Run(Parallelized(model), make, dict(model.named_parameters()), limit=None)
+    run = _ModuleRun(Parallelized(model), make, dict(model.named_parameters()), limit=None)
     ranks = run.record(list(_batches(model, request.steps)), str(file) + "-checkpoint", None)
     steps = [{key: pieces[0].values for key, pieces in step.pieces.items()} for step in ranks.steps]
     for whole, step in zip(steps, ranks.steps, strict=True):
@@ -205,7 +207,7 @@ def _alone(_rank: int, _world: int, request: Request, file: Path) -> tuple[list[
     return order, elements(record)
 
 
-def _together(rank: int, _world: int, request: Request, file: Path, folder: str) -> Comparison:
+def _together(rank: int, _world: int, request: LibraryRequest, file: Path, folder: str) -> Comparison:
     """Run the parallelised module and compare this rank with the reference in `file`."""
     model, make = _make(request)
     shapes = dict(model.named_parameters())
@@ -218,15 +220,16 @@ def _together(rank: int, _world: int, request: Request, file: Path, folder: str)
             f"{request.parallelize} returned a {kind}; needed: a module, or forge.tools.verify.Parallelized"
         )
     reference, limit = torch.load(file, weights_only=False)
-    run = _Run(done, make, shapes, limit)
+    run = _ModuleRun(done, make, shapes, limit)
     own = folder if done.checkpoint else None
     record = run.record(batches, own, str(file) + "-checkpoint" if done.checkpoint else None)
     return compare_rank(reference, rank, record)
 
 
-class _Run:
-    """The steps of one module on this rank. shapes: parameter name -> shape of the whole parameter. limit: of the gradient
-    norm; None: half of the first step's norm.
+class _ModuleRun:
+    """The steps of one module on this rank.
+
+    shapes: parameter name -> shape of the whole parameter. limit: of the gradient norm; None: half of the first step's norm.
     """
 
     def __init__(self, done: Parallelized, make: Any, shapes: dict[str, nn.Parameter], limit: float | None):
@@ -276,7 +279,7 @@ class _Run:
         if self._borders is not None:
             step.seen = _of_batch(self._borders.take(), rows)
             positions = tuple(range(tokens.shape[1]) if done.positions is None else done.positions)
-            step.part = Part(first, positions, done.tp_ranks, done.tp_rank)
+            step.part = BatchPart(first, positions, done.tp_ranks, done.tp_rank)
         step.pieces["loss", "cross-entropy"] = [_scalar(_mean_over_ranks(loss))]
         grads = ((n, p, torch.zeros_like(p) if p.grad is None else p.grad) for n, p, _ in self._parameters())
         step.pieces |= self._pieces("gradient", grads)
@@ -307,7 +310,7 @@ class _Run:
                 if parameter.requires_grad:
                     yield _plain(name), parameter, parameter
 
-    def _pieces(self, kind: str, tensors: Any) -> dict[Key, list[Piece]]:
+    def _pieces(self, kind: str, tensors: Any) -> dict[TensorKey, list[TensorPiece]]:
         """Return the whole tensors of (name, parameter, tensor laid out like it). Collective."""
         found = {}
         for name, _, tensor in tensors:
@@ -347,8 +350,9 @@ class _Run:
 
 
 def _of_batch(seen: Sequence[Seen], rows: int) -> list[Seen]:
-    """Return the inputs and outputs of modules for this rank's `rows` sequences, without wrappers in their names, numbered
-    in order.
+    """Return the inputs and outputs of modules for this rank's `rows` sequences.
+
+    Their names are without wrappers and numbered in order.
 
     A pipeline calls its modules once with zeros before its first step, to learn their output shapes.
     """
@@ -367,7 +371,7 @@ def _of_batch(seen: Sequence[Seen], rows: int) -> list[Seen]:
     return found
 
 
-def _read_whole(folder: str) -> dict[Key, list[Piece]]:
+def _read_whole(folder: str) -> dict[TensorKey, list[TensorPiece]]:
     """Return all tensors of a checkpoint as whole ones, read by this process alone."""
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     wholes: dict[str, Any] = {
@@ -388,9 +392,9 @@ def _mean_over_ranks(loss: Tensor | None) -> Tensor:
     return own[0] / own[1]
 
 
-def _scalar(value: Tensor) -> Piece:
+def _scalar(value: Tensor) -> TensorPiece:
     whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return Piece(torch.as_tensor(whole).detach().clone().double(), ())
+    return TensorPiece(torch.as_tensor(whole).detach().clone().double(), ())
 
 
 def _plain(name: str) -> str:

@@ -13,29 +13,29 @@ from torch import Tensor
 from forge.shard import Box, Shard
 
 # One per dimension of the global tensor: a contiguous part, or indices.
-Place: TypeAlias = tuple[slice | tuple[int, ...], ...]
+TensorPlace: TypeAlias = tuple[slice | tuple[int, ...], ...]
 # What a tensor is, and its name: ("gradient", "layers.0.attention.wq.weight"). Kinds: initial, input, output, loss, norm,
 # gradient, parameter, optimizer, router; held-out, generation; hooked, curve of hooks; saved, loaded, resumed, continued for
 # checkpoints.
-Key: TypeAlias = tuple[str, str]
+TensorKey: TypeAlias = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """This rank's `values` at `place` of a global tensor. counted: True on one of the ranks with copies."""
+class TensorPiece:
+    """The local `values` at `place` of a global tensor. counted: True on one of the ranks with copies."""
 
     values: Tensor
-    place: Place
+    place: TensorPlace
     counted: bool = True
 
 
-def pieces_of(kind: str, tensors: Iterable[tuple[Shard, Tensor]]) -> dict[Key, list[Piece]]:
+def pieces_of(kind: str, tensors: Iterable[tuple[Shard, Tensor]]) -> dict[TensorKey, list[TensorPiece]]:
     """Return copies of this rank's pieces of `tensors` (each laid out like `shard.data`), under `kind` and their names."""
-    found: dict[Key, list[Piece]] = {}
+    found: dict[TensorKey, list[TensorPiece]] = {}
     for shard, values in tensors:
         assert (kind, shard.name) not in found, f"{shard.name} twice"
         found[kind, shard.name] = [
-            Piece(piece.detach().clone().cpu(), _slices(box), shard.counted)
+            TensorPiece(piece.detach().clone().cpu(), _slices(box), shard.counted)
             for box, piece in shard.pieces(values)
         ]
     return found
@@ -49,16 +49,16 @@ def assemble(shard: Shard, values: Tensor) -> Tensor:
     return tensor
 
 
-def whole(values: Tensor) -> Piece:
+def whole(values: Tensor) -> TensorPiece:
     """Return a piece that covers its whole tensor."""
-    return Piece(values, tuple(slice(0, size) for size in values.shape))
+    return TensorPiece(values, tuple(slice(0, size) for size in values.shape))
 
 
-def _slices(box: Box) -> Place:
+def _slices(box: Box) -> TensorPlace:
     return tuple(slice(o, o + size) for o, size in zip(box.offsets, box.sizes, strict=True))
 
 
-def part_of(tensor: Tensor, place: Place) -> Tensor:
+def part_of(tensor: Tensor, place: TensorPlace) -> Tensor:
     """Return the elements of the global tensor `whole` at `place`."""
     for dim, one in enumerate(place):
         if isinstance(one, slice):
@@ -68,7 +68,7 @@ def part_of(tensor: Tensor, place: Place) -> Tensor:
     return tensor
 
 
-def index_sum(place: Place, shape: Sequence[int]) -> int:
+def index_sum(place: TensorPlace, shape: Sequence[int]) -> int:
     """Return the sum of the flat indices, in a tensor of this shape, of the elements at `place`."""
     along = [range(one.start, one.stop) if isinstance(one, slice) else one for one in place]
     elements = prod(map(len, along))
@@ -81,7 +81,7 @@ def index_sum(place: Place, shape: Sequence[int]) -> int:
     )
 
 
-def ranges(place: Place) -> list[list[tuple[int, int]]]:
+def ranges(place: TensorPlace) -> list[list[tuple[int, int]]]:
     """Return the half-open index ranges of `place` in each dimension of the global tensor, in order."""
     found: list[list[tuple[int, int]]] = []
     for one in place:
@@ -98,7 +98,7 @@ def ranges(place: Place) -> list[list[tuple[int, int]]]:
     return found
 
 
-def global_index(place: Place, index: tuple[int, ...]) -> tuple[int, ...]:
+def global_index(place: TensorPlace, index: tuple[int, ...]) -> tuple[int, ...]:
     """Return the global index of element `index` of the values at `place`."""
     return tuple(
         one.start + i if isinstance(one, slice) else one[i] for one, i in zip(place, index, strict=True)

@@ -29,7 +29,7 @@ from forge.tools.verify.borders import Borders
 from forge.tools.verify.checkpoints import keep_whole, save
 from forge.tools.verify.held_out import held_out_of
 from forge.tools.verify.hooks import UserHooks
-from forge.tools.verify.pieces import Key, assemble
+from forge.tools.verify.pieces import TensorKey, assemble
 from forge.tools.verify.record import CPU, Settings, WholeRecord, batches, plans_of
 from forge.tools.verify.shrink import one_process
 from forge.train.phases import apply_plan
@@ -79,7 +79,7 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
     for number, (batch, plan) in enumerate(read, start=1):
         apply_plan(plan, None, [model], optimizer)
         lr = settings.lr * plan.lr / config.optimizer.lr
-        step: dict[Key, Tensor] = {}
+        step: dict[TensorKey, Tensor] = {}
         hooks.call("before_step", number)
         hooks.call("before_data", number)
         hooks.call("after_data", number)
@@ -154,7 +154,7 @@ def _largest_logits(
 def _checkpoint(
     model: Transformer, shards: list[Shard], optimizer: Optimizer
 ) -> dict[str, tuple[Shard, Tensor]]:
-    """The result of forge.train.state.all_tensors for a layout."""
+    """Return the result of forge.train.state.all_tensors for a layout."""
     tensors = {f"model.{shard.name}": (shard, shard.data) for shard in shards}
     for layer, router in model.routers.items():
         for leaf in ("bias", "previous_counts"):

@@ -30,11 +30,11 @@ from forge.parallel.step.gradients import report_gradients
 from forge.parallel.step.model import ParallelModel
 from forge.parallel.step.routers import RouterReport
 from forge.shard import Shard
-from forge.tools.verify.borders import Borders, Part, Seen
+from forge.tools.verify.borders import BatchPart, Borders, Seen
 from forge.tools.verify.checkpoints import load, save_and_read
 from forge.tools.verify.held_out import held_out_on_rank
 from forge.tools.verify.hooks import UserHooks
-from forge.tools.verify.pieces import Key, Piece, pieces_of, whole
+from forge.tools.verify.pieces import TensorKey, TensorPiece, pieces_of, whole
 from forge.train.phases import apply_plan
 from forge.train.step import apply_gradients, compute_gradients
 
@@ -95,9 +95,9 @@ class Settings:
 class RankStep:
     """A rank's recording of one step, with its `part` of the global batch; `seen`: borders in order."""
 
-    pieces: dict[Key, list[Piece]] = field(default_factory=dict)
+    pieces: dict[TensorKey, list[TensorPiece]] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
-    part: Part | None = None
+    part: BatchPart | None = None
 
 
 @dataclass
@@ -111,7 +111,7 @@ class RankRecord:
 class WholeRecord:
     """The recording of one process: tensors by step, and names of modules in computation order."""
 
-    steps: list[dict[Key, Tensor]]
+    steps: list[dict[TensorKey, Tensor]]
     order: list[str]
 
 
@@ -140,7 +140,7 @@ def record_on_rank(
         apply_plan(plan, None, model.parts, optimizer)
         of_step = replace(settings, lr=settings.lr * plan.lr / config.optimizer.lr)
         record.steps.append(make_step(model, optimizer, batch, number, of_step, borders, hooks))
-        record.steps[-1].part = Part.of(meshes, plan.global_batch_size, plan.seq_len)
+        record.steps[-1].part = BatchPart.of(meshes, plan.global_batch_size, plan.seq_len)
         if settings.held_out and number == 1:
             record.steps[-1].pieces |= held_out_on_rank(model, config, meshes, device)
             if borders is not None:
@@ -226,8 +226,8 @@ def make_step(
     return step
 
 
-def _slots(optimizer: Optimizer) -> dict[Key, list[Piece]]:
-    found: dict[Key, list[Piece]] = {}
+def _slots(optimizer: Optimizer) -> dict[TensorKey, list[TensorPiece]]:
+    found: dict[TensorKey, list[TensorPiece]] = {}
     for slot, shard, values in optimizer.tensors():
         for (_, name), pieces in pieces_of("optimizer", [(shard, values)]).items():
             found["optimizer", f"{slot} of {name}"] = pieces
@@ -281,8 +281,9 @@ def every_batch(
 
 
 def leave_out(batch: Batch, first: int) -> None:
-    """Leave tokens out of the loss, a different number in each sequence and in each part of one. The choice is a function
-    of the global number of a row. first: that of row 0.
+    """Leave tokens out of the loss, a different number in each sequence and in each part of one.
+
+    The choice is a function of the global number of a row. first: that of row 0.
     """
     rows, seq = batch.labels.shape
     for row in range(rows):
@@ -291,5 +292,5 @@ def leave_out(batch: Batch, first: int) -> None:
         batch.labels[row, begin : begin + width] = IGNORE
 
 
-def _scalar(value: Tensor) -> Piece:
-    return Piece(value.detach().clone().double().cpu(), ())
+def _scalar(value: Tensor) -> TensorPiece:
+    return TensorPiece(value.detach().clone().double().cpu(), ())

@@ -1,5 +1,6 @@
-"""Compare all layouts of a configuration with one process, within a time budget. A failed or hanging layout stops no
-other.
+"""Compare all layouts of a configuration with one process, within a time budget.
+
+A failed or hanging layout stops no other.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ Status = Literal["equal", "different", "failed"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one layout. largest: relative difference by kind of tensor. rounded: the same for a run in the formats
-    of the configuration, if requested. compared: number of tensors. other: name of the layout whose checkpoint was
-    loaded.
+    """The result of one layout.
+
+    largest: relative difference by kind of tensor. rounded: the same for a run in the formats of the configuration, if
+    requested. compared: number of tensors. other: name of the layout whose checkpoint was loaded.
     """
 
     case: Case
@@ -59,8 +61,11 @@ class Outcome:
 
 @dataclass
 class Report:
-    """All results. refused: layouts that the configuration's checks do not allow, with the reason. not_reached: systematic
-    layouts for which there was no time. smallest: the smallest layout that still shows the worst difference."""
+    """All results.
+
+    refused: layouts that the configuration's checks do not allow, with the reason. not_reached: systematic layouts for
+    which there was no time. smallest: the smallest layout that still shows the worst difference.
+    """
 
     outcomes: list[Outcome] = field(default_factory=list)
     refused: list[tuple[Case, str]] = field(default_factory=list)
@@ -126,8 +131,9 @@ class Verifier:
         return tempfile.mkdtemp(dir=self._home.name)
 
     def _run(self, case: Case, other: Case, keep: bool = False) -> Outcome:
-        """Run a layout that loads the checkpoint of `other`. keep: if the layout is equal, the next one loads its
-        checkpoint.
+        """Run a layout that loads the checkpoint of `other`.
+
+        keep: if the layout is equal, the next one loads its checkpoint.
         """
         began, folder = time.monotonic(), self._folder()
         try:
@@ -156,8 +162,9 @@ class Verifier:
         return merge(ranks, self._elements)
 
     def reduce(self, worst: Outcome, time_left: Callable[[], float]) -> Outcome:
-        """Remove options and degrees one by one, as long as the layout fails in the same way. Return the smallest such
-        layout.
+        """Remove options and degrees one by one, as long as the layout fails in the same way.
+
+        Return the smallest such layout.
         """
         smallest, other, again = worst, worst.other, True
         loads = worst.finding is not None and worst.finding.difference.kind in ("loaded", "continued")
@@ -190,8 +197,9 @@ def verify(
     begin: Callable[[Case, float], None] = lambda case, left_s: None,
     end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """Check `cases`. Without them, check every axis and pair of axes, then `random` layouts (None: until `seconds` are
-    over).
+    """Check `cases`.
+
+    Without them, check every axis and pair of axes, then `random` layouts (None: until `seconds` are over).
 
     Once some layout differs, no random layouts are checked: the time is used to reduce the failing ones. `begin` is called
     before each layout with the remaining seconds, `end` after it.

@@ -358,8 +358,9 @@ def _few(number: int) -> int:
 
 
 def _scaled(size: int, factor: Fraction) -> int:
-    """Return `size` times `factor`, at least 8, rounded up so that the largest power of 2, up to 8, that divides it is that
-    of `size`.
+    """Return `size` times `factor`, at least 8, rounded up.
+
+    Rounding keeps the largest power of 2, up to 8, that divides `size`.
     """
     unit = gcd(size, 8)
     units = max(8 // unit, ceil(size * factor / unit))

@@ -120,14 +120,14 @@ def _held(rank: int, world: int, text: str) -> dict[str, int]:
     most = {"now": 0, "most": 0}
     from forge.parallel.pipeline import execute
 
-    do = execute._Run.do
+    do = execute._ProgramRun.do
 
     def watched(self: Any, action: Action) -> None:
         do(self, action)
         most["now"] = len(self.outputs)
         most["most"] = max(most["most"], most["now"])
 
-    execute._Run.do = watched  # type: ignore[method-assign]
+    execute._ProgramRun.do = watched  # type: ignore[method-assign]
     model.forward_backward(batch, tokens)
     return most
 

@@ -16,7 +16,7 @@ from forge.config import to_toml
 from forge.config.keys import from_literal, to_literal
 from forge.runtime.errors import BAD_CONFIG, FINISHED, UserError
 from forge.tools.sweep.local import run_sweep
-from forge.tools.sweep.results import Result, as_text, metric_of, result_of, rows
+from forge.tools.sweep.results import SweepResult, as_text, metric_of, result_of, rows
 from forge.tools.sweep.slurm import job_array, pending
 from forge.tools.sweep.spec import Sweep, Trial, config_of, first_trials, next_trials, read_sweep
 from scripts.sweep import main
@@ -157,9 +157,9 @@ def test_an_array_has_the_pending_runs_only(tmp_path) -> None:
 def test_results_are_ranked_by_their_mean_over_seeds(tmp_path) -> None:
     trials = [Trial(n, {"optimizer.lr": 0.1 * n}) for n in range(3)]
     results = [
-        Result(trials[0], [2.0, 4.0], ["finished"] * 2, 10),
-        Result(trials[1], [1.0], ["finished", "waiting"], 5),
-        Result(trials[2], [2.5, 2.5], ["finished"] * 2, 10),
+        SweepResult(trials[0], [2.0, 4.0], ["finished"] * 2, 10),
+        SweepResult(trials[1], [1.0], ["finished", "waiting"], 5),
+        SweepResult(trials[2], [2.5, 2.5], ["finished"] * 2, 10),
     ]
     assert [row["trial"] for row in rows(results, ["optimizer.lr"])] == [2, 0, 1]
     assert result_of(sweep_of(tmp_path), trials[0]).states == ["waiting", "waiting"]

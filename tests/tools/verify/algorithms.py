@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from forge.model import Transformer
 from forge.optim.adamw import AdamW
-from forge.optim.matrices import Batch, WholeMatrices
+from forge.optim.matrices import MatrixBatch, WholeMatrices
 from forge.optim.optimizer import gradient, write_unless
 from forge.shard import Box, Shard
 
@@ -84,7 +84,7 @@ class OneSidedShampoo:
         self._rest.step(lr, skip)
         updates = [gradient(shard).double().contiguous().clone() for shard in self._shards]
 
-        def precondition(matrices: Tensor, batch: Batch) -> Tensor:
+        def precondition(matrices: Tensor, batch: MatrixBatch) -> Tensor:
             held = self._of_batch[id(batch)]
             gram = torch.cat(held).lerp(matrices @ matrices.mT, 0.1)
             for one, values in zip(held, gram.split([len(one) for one in held]), strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from forge.tools.verify.borders import Borders, Part, call_of, module_of, parent_of
+from forge.tools.verify.borders import BatchPart, Borders, call_of, module_of, parent_of
 
 BATCH, SEQ, DIM = 6, 4, 3
 
@@ -34,7 +34,7 @@ def test_each_call_of_a_microbatch_is_compared_with_the_same_call_of_the_whole_b
         ("inner", False), ("inner", True), ("inner[1]", True),
         ("inner (call 2)", False), ("inner (call 2)", True), ("inner[1] (call 2)", True),
     ]  # fmt: skip
-    part = Part(first_row=0, positions=tuple(range(SEQ)))
+    part = BatchPart(first_row=0, positions=tuple(range(SEQ)))
     for _ in range(2):  # each step counts from 0
         for rows in (slice(0, 2), slice(2, 6)):
             model(x[rows])

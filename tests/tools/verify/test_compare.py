@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from forge.tools.verify.borders import Part, Seen
+from forge.tools.verify.borders import BatchPart, Seen
 from forge.tools.verify.compare import Comparison, compare_rank, elements, merge
 from forge.tools.verify.explain import explain
-from forge.tools.verify.pieces import Piece
+from forge.tools.verify.pieces import TensorPiece
 from forge.tools.verify.record import RankRecord, RankStep, WholeRecord
 
-WHOLE = Part(0, tuple(range(8)))
+WHOLE = BatchPart(0, tuple(range(8)))
 ORDER = ["embedding", "layers.0.wq", "layers.0", "layers.1.wq", "layers.1", "norm"]
 
 
@@ -28,7 +28,7 @@ def record(whole: WholeRecord) -> RankRecord:
     for step in whole.steps:
         seen = [Seen(name, kind == "output", 0, t.clone()) for (kind, name), t in step.items() if t.ndim == 3]
         pieces = {
-            key: [Piece(t.clone(), tuple(slice(0, n) for n in t.shape))]
+            key: [TensorPiece(t.clone(), tuple(slice(0, n) for n in t.shape))]
             for key, t in step.items()
             if t.ndim < 3
         }
@@ -120,13 +120,13 @@ def test_nan_is_a_difference() -> None:
 def test_elements_on_no_rank_are_a_difference() -> None:
     whole, mine = reference(), record(reference())
     key = ("parameter", "norm.weight")
-    mine.steps[1].pieces[key] = [Piece(whole.steps[1][key][:5].clone(), (slice(0, 5), slice(0, 6)))]
+    mine.steps[1].pieces[key] = [TensorPiece(whole.steps[1][key][:5].clone(), (slice(0, 5), slice(0, 6)))]
     (found,) = compared(whole, mine).differences
     assert found.name == "norm.weight" and found.rank == -1
 
 
 def test_a_rank_of_each_axis_knows_its_place() -> None:
-    part = Part(first_row=4, positions=(0, 1, 6, 7), tp=2, tp_rank=1)
+    part = BatchPart(first_row=4, positions=(0, 1, 6, 7), tp=2, tp_rank=1)
     whole = torch.Size((8, 8, 6))
     assert part.place(2, torch.Size((1, 4, 6)), whole) == (slice(6, 7), (0, 1, 6, 7), slice(0, 6))
     assert part.place(0, torch.Size((1, 2, 6)), whole) == (slice(4, 5), (6, 7), slice(0, 6))

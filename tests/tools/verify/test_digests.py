@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from forge.runtime.errors import UserError
-from forge.tools.verify.borders import Part, Seen
+from forge.tools.verify.borders import BatchPart, Seen
 from forge.tools.verify.compare import Comparison
 from forge.tools.verify.digests import Expected, compare_digests, digest, held_by
 from forge.tools.verify.explain import explain
-from forge.tools.verify.pieces import Piece, part_of
+from forge.tools.verify.pieces import TensorPiece, part_of
 from forge.tools.verify.record import RankRecord, RankStep, WholeRecord
 
 ORDER = ["embedding", "layers.0", "norm"]
@@ -37,7 +37,7 @@ def ranks(whole: WholeRecord, spoiled: tuple[str, str] = ("", ""), by: float = 1
     for rank in (0, 1):
         steps = []
         for tensors in whole.steps:
-            step = RankStep(part=Part(2 * rank, tuple(range(8))))
+            step = RankStep(part=BatchPart(2 * rank, tuple(range(8))))
             for key, tensor in tensors.items():
                 mine = tensor.clone()
                 if key == spoiled and rank == 1:
@@ -49,7 +49,7 @@ def ranks(whole: WholeRecord, spoiled: tuple[str, str] = ("", ""), by: float = 1
                 place = tuple(slice(0, n) for n in mine.shape)
                 if key[0] == "gradient":
                     place = (rows, slice(0, 6))
-                step.pieces[key] = [Piece(part_of(mine, place), place)]
+                step.pieces[key] = [TensorPiece(part_of(mine, place), place)]
             steps.append(step)
         found.append(RankRecord(steps))
     return found

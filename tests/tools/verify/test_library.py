@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn import functional as F
 
-from forge.tools.verify.library import Parallelized, Request, verify_library
+from forge.tools.verify.library import LibraryRequest, Parallelized, verify_library
 from scripts.verify import main
 from tests.support.extension import apply_page
 from tests.support.pages import REPOSITORY
@@ -33,7 +33,7 @@ def page(tmp_path_factory):
 
 
 def verified(make: str, parallelize: str, world: int = 2, **more):
-    (outcome,) = verify_library(Request(make, parallelize, **more), [world], lambda outcome: None)
+    (outcome,) = verify_library(LibraryRequest(make, parallelize, **more), [world], lambda outcome: None)
     return outcome
 
 

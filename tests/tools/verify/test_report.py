@@ -5,7 +5,7 @@ import torch
 from forge.tools.verify.compare import Difference, difference_of
 from forge.tools.verify.explain import Finding
 from forge.tools.verify.layouts import Case
-from forge.tools.verify.pieces import Piece
+from forge.tools.verify.pieces import TensorPiece
 from forge.tools.verify.report import last_line, outcome_json, summary
 from forge.tools.verify.run import Outcome, Report
 
@@ -28,7 +28,7 @@ def test_a_difference_is_shown_with_the_part_of_the_rank_and_with_enough_digits(
     expected = torch.ones(4, 8, dtype=torch.float64)
     mine = torch.ones(2, 4, dtype=torch.float64)
     mine[1, 3] += 2**-50
-    piece = Piece(mine, (slice(2, 4), (0, 1, 6, 7)))
+    piece = TensorPiece(mine, (slice(2, 4), (0, 1, 6, 7)))
     found = difference_of(Difference(1, "output", "norm", 1, (), 0.0, 0.0, 0.0), expected, [piece], 1.0)
     outcome = Outcome(
         Case.of({"cp": 2}), "different", 1.0, finding=Finding("norm", "its output differs", found)

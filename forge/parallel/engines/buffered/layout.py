@@ -23,7 +23,7 @@ PART_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Item:
+class BufferItem:
     """A parameter to place in the buffer. alone: it gets a separate bucket."""
 
     name: str
@@ -58,15 +58,16 @@ class Bucket:
         return self.start + self.numel
 
     def kept(self, slot: Slot, part: int) -> tuple[int, int, int]:
-        """Return (start, stop, at): rank `part` keeps elements [start, stop) of the flattened parameter in `slot`, from
-        element `at` of its part of the bucket on. (0, 0, 0): it keeps none of them.
+        """Return (start, stop, at): rank `part` keeps elements [start, stop) of the flattened parameter in `slot`.
+
+        It keeps them from element `at` of its part of the bucket on. (0, 0, 0): it keeps none of them.
         """
         begin = self.start + part * self.part_numel
         start, stop = max(slot.start, begin), min(slot.stop, begin + self.part_numel)
         return (start - slot.start, stop - slot.start, start - begin) if start < stop else (0, 0, 0)
 
 
-def lay_out(items: Sequence[Item], *, parts: int, bucket_numel: int) -> tuple[Bucket, ...]:
+def lay_out(items: Sequence[BufferItem], *, parts: int, bucket_numel: int) -> tuple[Bucket, ...]:
     """Lay out `items` in their order. A bucket is closed once it holds `bucket_numel` elements; 0: one bucket for all."""
     buckets: list[Bucket] = []
     start = 0
@@ -126,8 +127,8 @@ def flat_boxes(local: Box, start: int, stop: int) -> tuple[Box, ...]:
     )
 
 
-def _divide(items: Sequence[Item], bucket_numel: int) -> Iterator[list[Item]]:
-    group: list[Item] = []
+def _divide(items: Sequence[BufferItem], bucket_numel: int) -> Iterator[list[BufferItem]]:
+    group: list[BufferItem] = []
     numel = 0
     for item in items:
         if group and (item.alone or group[-1].alone or (bucket_numel and numel >= bucket_numel)):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from forge.model import Transformer
 from forge.model.norm import promoted
-from forge.parallel.engines.buffered.layout import Bucket, Item, default_bucket_numel, lay_out
+from forge.parallel.engines.buffered.layout import Bucket, BufferItem, default_bucket_numel, lay_out
 from forge.parallel.layout import Layout
 from forge.parallel.parametrization import parameter_kinds
 from forge.parallel.precision import plan_units
@@ -56,8 +56,11 @@ class Groups:
 
 @dataclass(frozen=True)
 class Formats:
-    """Dtypes. compute: of the model's weights. storage: of the masters. gradient: of gradients accumulated over
-    microbatches. reduce: of gradients in collectives."""
+    """The dtypes of a buffer's tensors.
+
+    compute: of the model's weights. storage: of the masters. gradient: of gradients accumulated over microbatches.
+    reduce: of gradients in collectives.
+    """
 
     compute: torch.dtype
     storage: torch.dtype
@@ -91,13 +94,13 @@ def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
     """
     _, dtypes = plan_units(model, layout.precision)
     kinds = parameter_kinds(model)
-    members: dict[tuple[Formats, bool], list[Item]] = {}
+    members: dict[tuple[Formats, bool], list[BufferItem]] = {}
     for name, parameter in reversed(list(model.named_parameters())):
         expert = kinds.get(parameter) == "expert"
         key = _formats_of(parameter, dtypes[parameter], layout), expert
         # Both ends of a pipeline may hold it. In a bucket of its own it is cut the same way on both.
         alone = model.config.embedding_at_both_ends and name == "embedding.weight"
-        members.setdefault(key, []).append(Item(name, _slot_numel(parameter), alone))
+        members.setdefault(key, []).append(BufferItem(name, _slot_numel(parameter), alone))
     plans = []
     for (formats, expert), items in members.items():
         groups = _groups_of(layout, expert=expert)
@@ -108,8 +111,9 @@ def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
 
 
 def _groups_of(layout: Layout, *, expert: bool) -> Groups:
-    """Return the groups of an engine. ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy of the model
-    shard, or the ranks of all copies.
+    """Return the groups of an engine.
+
+    ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy of the model shard, or the ranks of all copies.
     """
     parallel, meshes = layout.parallel, layout.meshes
     axis = "ep_shard" if expert else "dp_shard_cp"
@@ -125,8 +129,9 @@ def _groups_of(layout: Layout, *, expert: bool) -> Groups:
 
 
 def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -> Formats:
-    """Return the dtypes. Gradients are accumulated in promote(float32, compute) at least, and reduced in
-    `precision.reduce`.
+    """Return the dtypes.
+
+    Gradients are accumulated in promote(float32, compute) at least, and reduced in `precision.reduce`.
     """
     reduce = layout.reduce
     if compute != layout.compute:  # pinned

@@ -57,8 +57,9 @@ class BucketGradients:
                 placed.parameter.grad = None
 
     def move(self) -> None:
-        """Copy the gradients of the step's first backward from autograd's tensors to the buffer. Autograd adds later ones
-        in place.
+        """Copy the gradients of the step's first backward from autograd's tensors to the buffer.
+
+        Autograd adds later ones in place.
         """
         if self.collected or not self._empty:
             return
@@ -135,8 +136,9 @@ class BucketGradients:
             own_part(kept, groups.shard).copy_(own_part(temporary, groups.shard))
 
     def _collect(self, placed: PlacedParameter) -> None:
-        """Add the parameter's `.grad` to its slot of the temporary bucket, which may have the part reported by a hook, and
-        free it.
+        """Add the parameter's `.grad` to its slot of the temporary bucket, and free `.grad`.
+
+        The slot may already have the part that a hook has reported.
         """
         assert placed.parameter.grad is not None
         flat, target = _complete(placed, placed.parameter.grad).detach().reshape(-1), self.sent(placed)

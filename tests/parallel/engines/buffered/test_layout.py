@@ -14,14 +14,14 @@ from forge.parallel.engines.buffered.layout import (
     PART_ALIGNMENT,
     SLOT_ALIGNMENT,
     Bucket,
-    Item,
+    BufferItem,
     default_bucket_numel,
     lay_out,
     slice_boxes,
 )
 
 ITEMS = st.lists(st.tuples(st.integers(1, 700), st.booleans()), min_size=1, max_size=12).map(
-    lambda drawn: [Item(f"p{i}", numel, alone) for i, (numel, alone) in enumerate(drawn)]
+    lambda drawn: [BufferItem(f"p{i}", numel, alone) for i, (numel, alone) in enumerate(drawn)]
 )
 PARTS = st.integers(1, 9)
 BUCKET_NUMEL = st.sampled_from([0, 1, 100, 1000])
@@ -32,7 +32,7 @@ LAYOUTS = st.builds(
     BUCKET_NUMEL,
 )
 
-Case = tuple[list[Item], int, tuple[Bucket, ...]]
+Case = tuple[list[BufferItem], int, tuple[Bucket, ...]]
 
 
 @given(LAYOUTS)
@@ -97,12 +97,12 @@ def test_an_item_that_is_alone_has_a_bucket_of_its_own(case: Case) -> None:
 
 
 @given(ITEMS, PARTS)
-def test_a_bucket_is_closed_once_it_is_full(items: list[Item], parts: int) -> None:
+def test_a_bucket_is_closed_once_it_is_full(items: list[BufferItem], parts: int) -> None:
     buckets = lay_out(items, parts=parts, bucket_numel=500)
     for bucket in buckets:
         sizes = [slot.stop - slot.start for slot in bucket.slots]
         assert sum(sizes[:-1]) < 500
-    plain = [Item(item.name, item.numel) for item in items]
+    plain = [BufferItem(item.name, item.numel) for item in items]
     assert len(lay_out(plain, parts=parts, bucket_numel=0)) == 1
     assert len(lay_out(plain, parts=parts, bucket_numel=1)) == len(items)
 
@@ -110,7 +110,7 @@ def test_a_bucket_is_closed_once_it_is_full(items: list[Item], parts: int) -> No
 @given(ITEMS, BUCKET_NUMEL)
 def test_how_a_lone_item_is_cut_does_not_depend_on_the_items_before_it(items, numel) -> None:
     # A tied embedding at both ends of a pipeline is cut in the same way, whatever else is in their buffers.
-    tied = Item("tied", 1234, alone=True)
+    tied = BufferItem("tied", 1234, alone=True)
     parts = 4
     first = lay_out([*items, tied], parts=parts, bucket_numel=numel)
     alone = lay_out([tied], parts=parts, bucket_numel=numel)
