@@ -82,13 +82,16 @@ class Hook:
         """At the start of the run, with everything built and `step` steps made (0: a new history)."""
 
     def after_rollback(self, step: int) -> None:
-        """After the run has rolled back to the state after `step`. Drop your records of later steps: they are repeated."""
+        """After the run has rolled back to the state after `step`.
+
+        Drop your records of later steps: they are repeated.
+        """
 
     def after_run(self) -> None:
         """At the end of the run, also after an error. Called in reverse order for hooks whose `before_run` has returned."""
 
     def before_step(self, step: int) -> None:
-        """Step `step`, counted from 1, is about to begin."""
+        """Before step `step`, counted from 1."""
 
     def before_data(self, step: int) -> None:
         """Before the batch is read."""
@@ -115,7 +118,7 @@ class Hook:
         """After the device has finished step `result.step`."""
 
     def after_evaluation(self, step: int, losses: Mapping[str, float]) -> None:
-        """Held-out losses after `step`, by name; equal on all ranks."""
+        """With the held-out losses after `step`, by name; equal on all ranks."""
 
     def before_save(self, step: int) -> None:
         """Before a checkpoint after `step` is made. Flush your files: a killed run resumes there."""
@@ -170,7 +173,7 @@ class Hooks:
         return found
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Give each hook its part of the result of `state`. Log hooks that start without state, and unused states."""
+        """Restore each hook from its part of the result of `state`. Log hooks that start without state, and unused states."""
         names = dict(self._with_state())
         for name, hook in names.items():
             if name in saved:
@@ -181,11 +184,14 @@ class Hooks:
                 )
         for name in sorted(saved.keys() - names.keys()):
             log.warning(
-                "the checkpoint's state of hook %s is left out: train.hooks has none", name, extra=NOTE
+                "the checkpoint's state of hook %s is ignored: train.hooks does not list it", name, extra=NOTE
             )
 
     def _with_state(self) -> Iterator[tuple[str, Hook]]:
-        """Yield the config's hooks with state under their paths. A second hook of one path is `PATH (2)`."""
+        """Yield (path, hook) for each hook from the config that has state.
+
+        The second hook of one path is named `PATH (2)`.
+        """
         seen: Counter[str] = Counter()
         for hook in self._hooks:
             if hook.name and type(hook).state_dict is not Hook.state_dict:

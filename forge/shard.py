@@ -36,9 +36,9 @@ class Box:
 class Rates:
     """Factors for one parameter.
 
-    Set by forge/parallel/parametrization.py: lr, orthogonal: factors of the learning rate for elementwise and for
-    orthogonalised updates (weight decay is divided by them); eps: factor of the epsilon added to the square root.
-    Set by optimizer.groups: scale: factor of the learning rate, for update and weight decay.
+    lr, orthogonal: factors of the learning rate for elementwise and for orthogonalised updates; weight decay is divided by
+    them. eps: factor of the optimizer's epsilon. forge/parallel/parametrization.py sets these three. scale: factor of the
+    learning rate, for update and weight decay, set by optimizer.groups.
     """
 
     lr: float = 1.0
@@ -55,8 +55,8 @@ class Shard:
     boxes: the local elements, one box after another, each in row-major order; empty if the rank holds none.
     replicas: group of ranks with copies of the same elements; None: only this rank holds them.
     heads: number of attention heads in the rows, one head after another; 1 if the rows do not belong to heads.
-    rates: factors of its updates.
-    boxes_on: returns the boxes of a rank, given its global number, if they can be computed; None: only that rank knows.
+    rates: factors of the parameter's updates.
+    boxes_on: function from a global rank to its boxes, if they can be computed; None: only that rank knows them.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Shard:
 
     @classmethod
     def whole(cls, name: str, parameter: Tensor, **more: Any) -> Shard:
-        """Return a shard with all of `parameter` on this rank. more: further fields."""
+        """Return a shard with all of `parameter` on this rank. more: further fields of `Shard`."""
         box = Box((0,) * parameter.ndim, tuple(parameter.shape))
         return cls(name, parameter.shape, (box,), parameter, **more)
 

@@ -52,7 +52,7 @@ def _run(given: argparse.Namespace) -> None:
 
 
 class _Progress:
-    """A progress line for each activity, one after another."""
+    """Shows a progress line for each activity in turn."""
 
     def __init__(self) -> None:
         self._activity = ""

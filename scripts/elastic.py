@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train on nodes that come and go.
+"""Train on a changing set of nodes.
 
 Start the meeting, then one agent per node, with one secret for all:
 

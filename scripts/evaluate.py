@@ -127,7 +127,7 @@ def _print_object(fields: dict[str, Any]) -> None:
 
 
 def _tasks() -> Any:
-    """Import the module for tasks, which needs lm-eval."""
+    """Return the module `forge.tools.inference.tasks`. Raises UserError if lm-eval is not installed."""
     try:
         from forge.tools.inference import tasks
     except ModuleNotFoundError as error:

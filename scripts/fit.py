@@ -3,8 +3,8 @@
 
     python scripts/fit.py runs/ladder-sweep --metric eval.python --budget 1e18 --predict 27e6 540e6
 
-RUN is a run directory, or a folder of them, such as a sweep's. Of runs with the same parameters and tokens the best counts
-for the law of the loss. --output writes a page with the figures (needs the extra forge[report]).
+RUN is a run directory, or a folder of runs, e.g. a sweep's. Among runs with the same parameters and tokens, the law of the
+loss uses only the best. --output writes a page with the figures (needs the extra forge[report]).
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def best_learning_rates(runs: list[MeasuredRun]) -> tuple[list[dict[str, float]], PowerLaw | None]:
-    """Return the best learning rate of each group of runs that differ only in it, and its law."""
+    """Return the best learning rate of each group of runs, and the power law of these rates.
+
+    Runs of a group differ only in the learning rate.
+    """
     groups: dict[tuple[float, float, float], list[MeasuredRun]] = defaultdict(list)
     for run in runs:
         groups[run.parameters, run.tokens, run.batch].append(run)
@@ -114,7 +117,10 @@ def best_learning_rates(runs: list[MeasuredRun]) -> tuple[list[dict[str, float]]
 
 
 def best_batches(runs: list[MeasuredRun]) -> tuple[list[dict[str, float]], PowerLaw | None]:
-    """Return the best batch, in tokens, for each pair of parameters and tokens, and its law; learning rates are the best."""
+    """Return the best batch, in tokens, for each pair of parameters and tokens, and the power law of these batches.
+
+    runs: at their best learning rates.
+    """
     groups: dict[tuple[float, float], list[MeasuredRun]] = defaultdict(list)
     for run in runs:
         groups[run.parameters, run.tokens].append(run)

@@ -38,7 +38,7 @@ from scripts.options import Options, count, exit_code_of, number, positive
 
 @dataclass
 class Writing:
-    """One prompt and its continuation; `shown` is text, or ids without a tokenizer."""
+    """One prompt and its continuation. shown: the text, or the ids without a tokenizer."""
 
     prompt: str | None
     prompt_tokens: list[int]
@@ -142,7 +142,7 @@ def _drafted(opened: TrainedModel, prompts: int) -> NextScores:
 
 
 def _begin(prompt: str | list[int], tokenizer: Tokenizer | None, opened: TrainedModel) -> Writing:
-    """Tokenize a prompt: text begins as a document does, ids are used as given."""
+    """Return a prompt's ids: text gets the begin token of a document, ids are used as given."""
     text: str | None = None
     if isinstance(prompt, list):
         tokens = prompt

@@ -1,4 +1,4 @@
-"""Shared by the plots: write an image and return the exit code. Figures are drawn by forge/tools/report/draw.py."""
+"""Shared by the plots: write an image and return the exit code. forge/tools/report/draw.py draws the figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forge.runtime.errors import BAD_CONFIG, FINISHED, UserError
 
 
 def stacked(drawings: Sequence[str]) -> str:
-    """Return SVG drawings, each with a viewBox, below each other in one SVG document."""
+    """Return one SVG document in which the given SVG drawings, each with a viewBox, are stacked vertically."""
     width, below, parts = 0.0, 0.0, []
     for drawing in drawings:
         match = re.search(r' viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing)

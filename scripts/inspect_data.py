@@ -6,7 +6,7 @@ The data are opened as in training. Keys are overridden as for train.py:
     python scripts/inspect_data.py --config debug.toml --mixture --steps 1:100
 
 If the run of that name has checkpoints, the output follows its history: with each mixture of the run, and without samples
-skipped after a rollback. It assumes that all steps had the config's sizes.
+skipped by a roll-back. It assumes that all steps had the step sizes of the config.
 """
 
 from __future__ import annotations

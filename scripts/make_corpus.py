@@ -2,9 +2,9 @@
 
 python scripts/make_corpus.py --size small --output data/corpus-small
 
-pip and apt-get fetch the packages; their own configuration says from where. Nothing of a package is installed or run.
-Exit code 0: the corpus has the hash of the manifest, or the manifest has none; 1: it has another, or a package is
-missing or another; 2: a wrong option or manifest. After an interruption the same command continues.
+pip and apt-get fetch the packages, from the registries in their own configuration. Nothing of a package is installed or
+run. Exit codes: 0 the corpus has the hash in the manifest, or the manifest has none; 1 its hash differs, or a package is
+missing or differs; 2 a wrong option or manifest. After an interruption the same command continues.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 python scripts/measure_hardware.py --output here.toml
 python train.py --config debug.toml --plan --world-size 2 --hardware here.toml
 
-Measures matrix products and attention by size, an elementwise operator by bytes, the overhead of an operator,
-and an all-reduce of two ranks: on a GPU if there is one (NCCL needs two), else on the CPU over gloo. Cores of a CPU
-slow each other down: for a plan of several ranks on it, measure with the same number of --processes.
+Measures matrix products and attention by size, an elementwise operator by bytes, the overhead of an operator, and an
+all-reduce of two ranks. It uses a GPU if there is one (the all-reduce over NCCL needs two), otherwise the CPU and gloo.
+Processes on a CPU slow each other down: for a plan of several ranks on it, measure with the same number of --processes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def main(argv: list[str]) -> int:
 
 
 def measure(threads: int, computing: int = 1, *, tiny: bool = False) -> dict[str, Any]:
-    """Return the keys of a hardware file, for each of `computing` processes of this machine with `threads` threads."""
+    """Return the keys of a hardware file.
+
+    computing: number of processes that compute at the same time; threads: of each of them.
+    """
     torch.set_num_threads(threads)
     card = torch.cuda.is_available()
     device = torch.device("cuda" if card else "cpu")
@@ -118,7 +121,7 @@ def _others(count: int, threads: int) -> Iterator[None]:
 
 
 def _compute(threads: int, ready: Any) -> None:
-    """Multiply and add until killed, or left alone, as a rank that trains does."""
+    """Multiply and add until killed or orphaned, like a rank that trains."""
     parent = os.getppid()
     torch.set_num_threads(threads)
     a, b = (torch.randn(512, 512) for _ in range(2))
@@ -128,10 +131,7 @@ def _compute(threads: int, ready: Any) -> None:
 
 
 def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> MeasuredRates:
-    """Time the three products of a linear layer in training, of shapes as in a model.
-
-    They are the output, and the gradients of input and weight.
-    """
+    """Time the three products of a linear layer in training, with a model's shapes: output, gradients of input and weight."""
     found = []
     size = 16
     while 2 * size <= largest:
@@ -152,7 +152,10 @@ def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clo
 
 
 def _in_turns(shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> Turns:
-    """Repeat several lists of tensors: so many that each has left the caches when its turn comes, as in a step."""
+    """Return several lists of tensors, to be used in turn.
+
+    There are so many that a list has left the caches before its next use, as in a training step.
+    """
     size = dtype.itemsize * sum(math.prod(shape) for shape in shapes)
     number = max(1, min(64, (1 << (30 if device.type == "cuda" else 27)) // size))
     return cycle(
@@ -161,7 +164,7 @@ def _in_turns(shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.
 
 
 def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> MeasuredRates:
-    """Causal attention of 8 heads of 64, forward and backward: 2 and 5 products of half the scores."""
+    """Time causal attention of 8 heads of 64, forward and backward: 2 and 5 products over half the scores."""
     found = []
     seq = 32
     while seq <= largest:
@@ -198,7 +201,7 @@ def _elementwise(device: torch.device, clock: Clock, largest: int) -> MeasuredRa
 
 
 def _operator_us(device: torch.device, clock: Clock, number: int = 100) -> float:
-    """Time of an operator on a few numbers, forward and backward, as the mean of both."""
+    """Return the time of an operator on a few numbers in microseconds, as the mean of forward and backward."""
     x = torch.zeros(8, device=device, requires_grad=True)
 
     def chain() -> None:
@@ -221,7 +224,7 @@ def _clock(device: torch.device, processes: int) -> Clock:
 
 
 def _link(card: bool, size: int) -> dict[str, float]:
-    """Latency and bandwidth of an all-reduce of two ranks: of a ring in one direction."""
+    """Return latency and bandwidth of an all-reduce of two ranks, the bandwidth as that of a ring in one direction."""
     if card and torch.cuda.device_count() < 2:
         print(
             "one GPU: the link between GPUs is not measured; write it into [node] and [cluster]",
@@ -257,7 +260,10 @@ def _rank(rank: int, port: int, card: bool, sizes: tuple[int, ...], answer: Any)
 
 
 def _together(tensor: torch.Tensor, device: torch.device, times: int = 40) -> float:
-    """Mean time of an all-reduce; ranks on a CPU compute before it. Both ranks make the same number of calls."""
+    """Return the mean time of an all-reduce.
+
+    Ranks on a CPU compute before each call. Both ranks make the same number of calls.
+    """
     found = []
     factor = torch.randn(384, 384)
     for _ in range(times):

@@ -18,7 +18,10 @@ Number = TypeVar("Number", int, float)
 
 
 class Options(argparse.ArgumentParser):
-    """Options of a command, with its docstring as help. A mistake is one sentence on stderr and exit code 2."""
+    """A command's parser, with the module's docstring as help.
+
+    A mistake ends the command with one sentence on stderr and exit code 2.
+    """
 
     def __init__(self, **rest: Any):
         super().__init__(
@@ -80,7 +83,10 @@ def exit_code_of_ranks(work: Callable[[Any], object], interrupted: str = "") -> 
 
 
 def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) -> Callable[[str], Number]:
-    """Return the `type` of an option for numbers that satisfy `holds`; `allowed` describes them, after "must be"."""
+    """Return the `type` of an option for numbers that satisfy `holds`.
+
+    allowed: describes them in messages, after "must be".
+    """
 
     def read(text: str) -> Number:
         value = kind(text)
@@ -102,7 +108,7 @@ def add_trust_option(add: Callable[..., object]) -> None:
 
 
 def add_input_options(add: Callable[..., object]) -> None:
-    """Add the options for the input text: the parameters of `find_corpus` and `read_documents`."""
+    """Add the options for the input text, which are the parameters of `find_corpus` and `read_documents`."""
     add("--input", nargs="+", required=True, metavar="PATH", help="files, or directories to search")
     add(
         "--text-key", default="text", metavar="KEY", help="key of the text in JSONL and Parquet (%(default)s)"

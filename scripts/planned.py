@@ -1,4 +1,4 @@
-"""The plan of an existing run, for the configuration and the number of processes of its latest start."""
+"""Plan an existing run, for the configuration and the number of processes of its latest start."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from forge.tools.report.read import RunRecord
 
 
 class Planner:
-    """Plans runs, each configuration once. hardware: a name or file; None: the run's own GPU, if it is known.
+    """Plans runs; each configuration is planned once. hardware: a name or file; None: the run's own GPU, if it is known.
 
-    trust: import classes and functions named by a run's config.toml; otherwise such a run has no plan.
+    trust: allow the import of classes and functions named by a run's config.toml. Without it, a run that names any has no
+    plan.
     """
 
     def __init__(self, hardware: str | None, trust: bool = False):

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Draw a plan as SVG images: memory over one step, and of a pipeline its timeline.
+"""Draw a plan as SVG images: memory over one step and, for a pipeline, its timeline.
 
 python train.py --config 7b --plan --world-size 64 --hardware h100 --json > plan.json
 python scripts/plot_plan.py --plan plan.json --output drawings
 
-Writes memory.svg for the rank that needs most memory: the most live bytes in each part of a step, over all
-microbatches, by kind. For a pipeline also pipeline.svg: the actions of each rank over time. Needs the extra forge[report].
+Writes memory.svg for the rank that needs most memory: the most live bytes in each part of a step, over all microbatches, by
+kind. For a pipeline it also writes pipeline.svg: the actions of each rank over time. Needs the extra forge[report].
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def draw_memory(plan: dict[str, Any]) -> str:
 
 
 def _places(peaks: Sequence[dict[str, Any]]) -> list[float]:
-    """Positions of the peaks: submodules in order, layers by their numbers, even if some are left out."""
+    """Return a position for each peak: submodules in order, layers at their numbers even if some are missing."""
     places: list[float] = []
     previous: int | None = None
     for peak in peaks:

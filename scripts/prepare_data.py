@@ -97,7 +97,7 @@ def _part(text: str) -> tuple[int, int]:
         found = _slurm_part()
         if found is None:
             raise argparse.ArgumentTypeError(
-                "slurm: this process is in no srun of several tasks and no job array"
+                "slurm: this process is neither in an srun step of several tasks nor in a job array"
             )
         return found
     number, _, count = text.partition("/")
@@ -107,7 +107,10 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _slurm_part() -> tuple[int, int] | None:
-    """Return (K, N): place K of this process among the N of a job array and its steps; None if it is alone."""
+    """Return this process's part and the number of parts, from the Slurm job array, the srun step, or both.
+
+    None outside of Slurm.
+    """
     variables = {
         name: os.environ.get(f"SLURM_{name}", "")
         for name in (

@@ -7,8 +7,9 @@
 
 The page is a single file that needs no network. --live serves it to browsers on this machine and follows the run; the
 printed address contains a token, and requests without it are refused.
-Each run is planned again from its config.toml, as by train.py --plan, for comparison with its measurements; the time of a
-step is planned for the run's GPU, or for --hardware. Needs the extra forge[report].
+
+Each run is planned again from its config.toml, as by train.py --plan, and the plan is shown next to the run's measurements.
+The step time is planned for the run's GPU, or for --hardware. Needs the extra forge[report].
 """
 
 from __future__ import annotations

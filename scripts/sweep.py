@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Make the runs of a sweep and rank them: grid, random search or successive halving over any keys.
+"""Train the runs of a sweep and rank them: grid, random search or successive halving over any keys.
 
     python scripts/sweep.py sweep.toml
     python scripts/sweep.py sweep.toml --slurm > array.sbatch
 
 Runs are ordinary run directories in OUTPUT_DIR/NAME/. After any stop the same command continues, and repeats no finished
-run. It ends with the table (table.json) and a page about the runs (report.html, which needs the extra forge[report]). The
-exit code is 1 if a trial has no result.
+run. At the end it writes the table (table.json) and a page about the runs (report.html, which needs the extra
+forge[report]). The exit code is 1 if a trial has no result.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="print a job array for sbatch of all pending runs, instead of making them",
     )
     given = parser.parse_args(arguments)
-    stopped = "interrupted; the runs have saved, and the same command goes on"
+    stopped = "interrupted; the runs have saved, and the same command continues"
     return exit_code_of(lambda: _run(given), stopped)
 
 
@@ -67,7 +67,7 @@ def _run(given: argparse.Namespace) -> None:
 
 
 class Live:
-    """The table, redrawn on a terminal; otherwise a line for each finished trial."""
+    """Shows the table of the sweep. On a terminal it is redrawn; otherwise a line is printed for each finished trial."""
 
     def __init__(self, sweep: Sweep):
         self._sweep, self._terminal = sweep, sys.stdout.isatty()
@@ -129,7 +129,7 @@ def _page(sweep: Sweep, results: list[SweepResult], winner: str) -> None:
 
 
 def _least(points) -> tuple[list[float], list[float]]:  # type: ignore[no-untyped-def]
-    """Return each x once with the least value, ascending."""
+    """Return each x once, with its least value, in ascending order."""
     least: dict[float, float] = {}
     for x, value in points:
         least[x] = min(value, least.get(x, value))

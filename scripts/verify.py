@@ -118,7 +118,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
 
 
 def _require_outcomes(report: Report, minutes: float) -> None:
-    """Raise UserError if no layout ran: nothing is verified then."""
+    """Raise UserError if no layout ran, because nothing has been verified then."""
     if report.outcomes:
         return
     if report.not_reached:
@@ -220,7 +220,7 @@ def _against(
 
 
 class ProgressPrinter:
-    """Prints a line for each layout; on a terminal, also the running one below them."""
+    """Prints a line for each layout. On a terminal it also shows the running layout below these lines."""
 
     def __init__(self, *, quiet: bool):
         self._quiet, self._shown = quiet, sys.stderr.isatty()

@@ -1,6 +1,6 @@
 """The commit protocol: a checkpoint appears complete or not at all, even if a process dies at any point.
 
-    make a partial folder and check the room on the disk (if it lacks, old checkpoints are removed early)
+    make a partial folder and check the room on the disk (if there is too little, remove old checkpoints early)
     -> every rank writes and syncs its tensors (DCP), then hashes its files
     -> rank 0 writes the other files and, last, the manifest, and syncs the folder
     -> rename to the final name, sync the parent folder
@@ -39,7 +39,10 @@ RANK_BYTES = 1024
 
 @dataclass(frozen=True)
 class Contents:
-    """The checkpoint of `step`: this rank's tensors by name; files by relative path and `layout`, which rank 0 writes."""
+    """The contents of the checkpoint of `step`.
+
+    Each rank gives its own tensors, by name. Rank 0 writes `files`, by relative path, and `layout`.
+    """
 
     step: int
     layout: dict[str, Any]
@@ -58,16 +61,19 @@ def write_checkpoint(
     keep_every: int,
     group: dist.ProcessGroup | None = None,
 ) -> bool:
-    """Write one checkpoint. Return False if the step already has a complete one, which stays. Collective over `group`.
+    """Write one checkpoint. Return False if the step already has a complete one, which is kept. Collective over `group`.
 
-    A rank may pass an exception in place of `contents`. Then, and after a failure on any rank, RanksFailed is raised on every
-    rank, and nothing is left on the disk.
+    A rank may pass an exception in place of `contents`. Then, and after a failure on any rank, every rank raises
+    RanksFailed, and nothing is left on the disk.
     """
     partial, final = root / f".partial-{folders.step_name(step)}", root / folders.step_name(step)
     rank = dist.get_rank(group)
 
     def begin() -> int | None:
-        """On rank 0 make the partial folder; None: the step has a complete checkpoint. Return the bytes to write, at most."""
+        """Make the partial folder on rank 0.
+
+        Return an upper bound of the bytes to write; None if the step has a complete checkpoint.
+        """
         if isinstance(contents, Exception):
             raise contents
         if rank == 0:
@@ -120,7 +126,7 @@ def fill_folder(
     rank = dist.get_rank(group)
 
     def own_files() -> dict[str, dict[str, Any]]:
-        """Read back and hash the files that DCP wrote on this rank, on rank 0 also DCP's index."""
+        """Read back and hash the files that DCP wrote on this rank, including DCP's index on rank 0."""
         names = [path.name for path in partial.glob(f"__{rank}_*.distcp")] + [".metadata"] * (rank == 0)
         return {name: entry(partial / name) for name in names}
 
@@ -129,7 +135,7 @@ def fill_folder(
 
 
 def make_room(root: Path, needed: int, keep_last: int, keep_every: int) -> None:
-    """Prune old checkpoints early if the new one does not fit. Raise OSError if that is not enough.
+    """Remove old checkpoints before the save if the new one does not fit. Raise OSError if that frees too little.
 
     The newest complete checkpoint always stays.
     """
@@ -145,9 +151,9 @@ def make_room(root: Path, needed: int, keep_last: int, keep_every: int) -> None:
 
 
 def require_room(root: Path, needed: int) -> None:
-    """Raise OSError if the checkpoint does not fit. Otherwise it would fill the disk, which metrics and other runs need.
+    """Raise OSError if the checkpoint does not fit on the disk. A full disk would also stop metrics and other runs.
 
-    Quotas show only during writing.
+    Quotas cannot be checked in advance: they show only during writing.
     """
     free = shutil.disk_usage(root).free
     if free < needed:
@@ -158,7 +164,7 @@ def require_room(root: Path, needed: int) -> None:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer with a fault point, and without the absolute path that it would put into the checkpoint."""
+    """DCP's writer with a fault point for tests. It keeps the absolute path out of the checkpoint."""
 
     def __init__(self, folder: Path, step: int, file_per_tensor: bool):
         # With a copy-ahead other than 0 it opens CUDA streams in this thread, although all tensors are on the CPU.
@@ -198,7 +204,7 @@ def save_tensors(partial: Path, contents: Contents, group: dist.ProcessGroup | N
 
 
 def _complete(partial: Path, final: Path, contents: Contents, parts: list[dict[str, dict[str, Any]]]) -> None:
-    """On rank 0: add the other files and the manifest, and give the folder its final name."""
+    """Add the other files and the manifest, and give the folder its final name. Call on rank 0."""
     files = {name: described for part in parts for name, described in part.items()}
     for name, content in contents.files.items():
         path = partial / name

@@ -45,9 +45,9 @@ def steps(root: Path, *, complete: bool = True) -> list[int]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint at `path`: the folder itself, or the newest complete one of the run there. Not verified.
+    """Return the checkpoint at `path`, which may be a checkpoint, or a run whose newest complete checkpoint is returned.
 
-    Raises UserError (exit 2) if there is none.
+    Does not verify it. Raises UserError (exit 2) if there is none.
     """
     if (path / MANIFEST).is_file():
         return path
@@ -85,7 +85,7 @@ def start_partial(root: Path, step: int) -> Path:
 
 
 def sweep(root: Path) -> None:
-    """Remove the leftovers of killed saves and removals. Log the others. Only one run may use the folder.
+    """Remove the leftovers of killed saves and removals, and log each one. Only one run may use the folder.
 
     NFS keeps `.nfs*` files in a removed folder as long as any process has them open.
     """
@@ -98,7 +98,7 @@ def sweep(root: Path) -> None:
 
 
 def prune(root: Path, keep_last: int, keep_every: int, step: int = -1) -> None:
-    """Remove all but the newest `keep_last` (0: keep all) and those whose step is a multiple of `keep_every`.
+    """Remove checkpoints, except the newest `keep_last` (0: keep all) and those whose step is a multiple of `keep_every`.
 
     step: the last saved one, for fault injection. Raises OSError if a manifest cannot be removed.
     """

@@ -1,4 +1,4 @@
-"""Load a checkpoint: its tensors into shards of any layout, and its JSON; never code.
+"""Load a checkpoint: its tensors into shards of any layout, and its JSON. Loading never runs code from the checkpoint.
 
 Every rank reads DCP's index and, from the files of all saving ranks, the pieces that overlap its own boxes. Ranks
 communicate only to agree that the checkpoint fits the model, and at the end that all of them could read it.
@@ -62,10 +62,11 @@ def load(
 
     fetch: called with the names of the files that this rank is about to read.
 
-    A section is `model` or `optimizer`: a name up to its first dot. Sections without any wanted tensor are ignored, so
-    weights can be loaded alone. Raises UserError on every rank: exit 2 for wanted names that the checkpoint lacks, for
-    different shapes, and for names of a wanted section that no rank wants, except endings in `unused`; exit 77 if a rank
-    cannot read the checkpoint.
+    The section of a tensor is its name up to the first dot: `model` or `optimizer`. Sections without any wanted tensor are
+    ignored, so weights can be loaded alone.
+
+    Raises UserError on every rank. Exit 2: the checkpoint lacks a wanted name, a shape differs, or no rank wants a name of
+    a wanted section (names that end with an entry of `unused` are exempt). Exit 77: a rank cannot read the checkpoint.
     """
     reader = TensorReader(path)
     wanted = {name: pair for name, pair in tensors.items() if pair[0].global_shape.numel()}
@@ -121,7 +122,7 @@ class TensorReader(dcp.FileSystemReader):
         }
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor `name` in its own dtype. Besides it, only one saved piece at a time is in memory."""
+        """Return the tensor `name` in its own dtype. At most one saved piece is in memory besides the tensor itself."""
         shape, dtype = self.tensors()[name]
         values = torch.empty(shape, dtype=dtype)
         _read(self, {name: (Shard.whole(name, values), values)})
@@ -216,10 +217,7 @@ _ADMITTED = {
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Return the enum member: the allowed use of `getattr` in a pickle. Otherwise raise UnpicklingError.
-
-    Python 3.11.0 to 3.11.3 pickle an enum member by class and name.
-    """
+    """Stand in for `getattr` in a pickle, for enum members only: Python 3.11.0 to 3.11.3 pickle these by class and name."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(f".metadata refers to an attribute {name!r}, which no checkpoint needs")
@@ -240,7 +238,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class IndexComparison:
-    """One rank's wanted tensors, compared with the index. Small, because it is sent to every rank."""
+    """The result of comparing one rank's wanted tensors with the index. Small, because it is sent to every rank."""
 
     missing: list[str]
     shapes: list[str]
@@ -300,8 +298,8 @@ def _some(items: list[str], separator: str = ", ") -> str:
 def require_tiled(plan: LoadPlan, targets: dict[str, ShardTensor]) -> None:
     """Check that the pieces to read cover each element of the targets exactly once. Raises ValueError.
 
-    DCP skips uncovered elements, and old values would stay in place. Boxes tile a box exactly if their corners, each with
-    the sign of its parity, add up to those of the box.
+    DCP skips uncovered elements, which would keep their old values. The check uses corners, each with the sign of its
+    parity: pieces tile a box exactly if their signed corners add up to the signed corners of the box.
     """
     corners: dict[tuple[str, tuple[int, ...]], Counter[tuple[int, ...]]] = defaultdict(Counter)
 

@@ -1,8 +1,8 @@
 """`LocalTier`: the newest states of a run in the memory or on the disks of its nodes, in addition to shared storage.
 
 A state is one checkpoint in the usual format whose files are spread over the nodes. On each node, `step-N` holds the
-manifest, DCP's index, all small files, the tensor files of the node's own ranks, and copies of those of the nodes whose peer
-it is. A restart needs every file on at least one surviving node.
+manifest, DCP's index, all small files, and the tensor files of the node's own ranks. It also holds copies of the tensor
+files of other nodes, as their peer. A restart needs every file on at least one surviving node.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _INDEX = ".metadata"
 
 
 class LocalTier:
-    """The states in `folder` of each node; `peers` other nodes keep copies. Methods are collective over all ranks."""
+    """The states in `folder` on every node.
+
+    `peers` other nodes keep copies of each file. Methods are collective over all ranks.
+    """
 
     def __init__(self, folder: Path, peers: int):
         self.folder, self._peers = folder, peers
@@ -57,9 +60,10 @@ class LocalTier:
         return self.folder / folders.step_name(step)
 
     def newest(self, after: int) -> int | None:
-        """Return the newest step later than `after` with a complete and undamaged state over all nodes.
+        """Return the newest step later than `after` whose state is complete over all nodes and undamaged.
 
-        Files are read and compared with their checksums. Every node then has all files except tensors, see `fetch`.
+        Files are read and compared with their checksums. Afterwards every node has all small files; `fetch` copies tensor
+        files.
         """
         self.problems = []
         held = gather_from_ranks("listing local states", lambda: self._held(after), self._group)
@@ -95,7 +99,10 @@ class LocalTier:
         on_every_rank("bringing files from other nodes", bring, self._group)
 
     def forget_after(self, step: int) -> list[SaveOutcome]:
-        """Remove the states of later steps (-1: all). Return the saves that ended since the last call, like `wait`."""
+        """Remove the states of later steps (-1: all).
+
+        Return the outcomes of saves that ended since the last call, like `wait`.
+        """
         outcomes = self.wait()
 
         def remove() -> None:
@@ -107,7 +114,7 @@ class LocalTier:
         return outcomes
 
     def end(self) -> list[SaveOutcome]:
-        """Remove all states and their folder after the end of the run; return as `wait` does."""
+        """Remove all states and their folder. Call at the end of the run. Returns the outcomes of saves, like `wait`."""
         outcomes = self.forget_after(-1)
         if self.nodes.leads:
             for folder in (self.folder, self.folder.parent):
@@ -116,7 +123,7 @@ class LocalTier:
         return outcomes
 
     def _held(self, after: int) -> dict[int, str]:
-        """Return step -> digest of the manifest, on the first rank of a node."""
+        """Return the steps of this node's states, each with its manifest's digest; empty except on the node's first rank."""
         found = {}
         for step in folders.steps(self.folder) if self.nodes.leads else ():
             if step > after:
@@ -127,7 +134,7 @@ class LocalTier:
         return found
 
     def _is_whole(self, step: int, holders: Collection[int]) -> bool:
-        """Verify the state of `step`. holders: ranks with its manifest."""
+        """Return whether all files of the state of `step` exist and are undamaged. holders: ranks with its manifest."""
         folder, nodes = self.path(step), self.nodes
 
         def intact() -> list[str]:
@@ -182,7 +189,7 @@ class LocalTier:
     def _check(
         self, step: int, files: Mapping[str, dict[str, Any]], tensors: list[str]
     ) -> tuple[list[str], list[str]]:
-        """Hash this rank's share of its node's tensor files; return the good ones, and a problem for each damaged one.
+        """Hash this rank's share of its node's tensor files. Return the good files, and a problem for each damaged one.
 
         Damaged files are removed, so that a copy can replace them.
         """
@@ -199,7 +206,10 @@ class LocalTier:
 
 
 def _problem(path: Path, expected: dict[str, Any]) -> str | None:
-    """Return the problem with a file of a local state, or None. An unreadable file is damaged: a peer has a copy."""
+    """Return the problem with a file of a local state, or None.
+
+    An unreadable file counts as damaged, because a peer has a copy.
+    """
     try:
         return None if entry(path) == expected else "has a wrong checksum"
     except OSError as error:
@@ -223,7 +233,7 @@ def write_parts(
 ) -> None:
     """Write each node's part of one checkpoint with the protocol of commit.py. Collective over `group`.
 
-    Raises RanksFailed on every rank if anything failed on any rank; no part is left then.
+    If anything fails on any rank, every rank raises RanksFailed, and no part is left.
     """
     part, final = root / f".partial-{folders.step_name(step)}", root / folders.step_name(step)
     own = nodes.own
@@ -297,7 +307,7 @@ def _own_files(part: Path, rank: int) -> dict[str, dict[str, Any]]:
 def _listing(
     part: Path, contents: Contents, parts: list[dict[str, dict[str, Any]]]
 ) -> tuple[bytes, dict[str, bytes], bytes]:
-    """On the first rank: DCP's index, the small files and the manifest, which are the same on all nodes."""
+    """Return DCP's index, the small files and the manifest, which are the same on all nodes. Call on the first rank."""
     index = (part / _INDEX).read_bytes()
     files = {name: file for of_rank in parts for name, file in of_rank.items()}
     files |= {name: _entry(content) for name, content in {_INDEX: index, **contents.files}.items()}

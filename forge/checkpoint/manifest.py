@@ -1,7 +1,7 @@
 """manifest.json: every file of a complete checkpoint with its size and SHA-256, and the one check for damage.
 
-A folder is a complete checkpoint exactly when it has a manifest, which is written last. The manifest contains its own digest
-and has only one valid spelling, so a flipped bit in any of its bytes is found, too.
+A folder is a complete checkpoint exactly when it has a manifest, which is written last. The manifest contains its own
+digest and has only one valid byte sequence, so a flipped bit in the manifest is found, too.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def find_damage(
     group: dist.ProcessGroup | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> str | None:
-    """Return the damage of the checkpoint in `folder`, or None without damage. Collective over `group`.
+    """Return a description of the damage of the checkpoint in `folder`, or None. Collective over `group`.
 
-    Sizes are compared first. Then each rank hashes its share of the files: all files with `contents`, else all but tensor
-    files. `report` gets the number of bytes hashed and to hash on this rank.
+    Sizes are compared first. Then the ranks divide the files among themselves and hash them: all files with `contents`,
+    otherwise all but tensor files. `report` gets the bytes hashed so far and the bytes to hash on this rank.
 
-    Raises UserError (exit 77) for another format. Raises RanksFailed if files cannot be read for an unrelated reason, e.g. an
-    unmounted file system.
+    Raises UserError (exit 77) for another format. Raises RanksFailed if files cannot be read for an unrelated reason, e.g.
+    an unmounted file system.
     """
     files, problem = on_first_rank("reading the manifest", lambda: _read_files(folder), group)
     if problem is not None:
@@ -90,7 +90,7 @@ def _read_files(folder: Path) -> tuple[dict[str, Any], str | None]:
 def _find_changed(
     folder: Path, files: dict[str, dict[str, Any]], report: Callable[[int, int], None]
 ) -> list[str]:
-    """Hash these files; return one sentence for each file with other content than saved."""
+    """Hash these files; return one sentence for each file whose content has changed since the save."""
     problems, done, total = [], 0, sum(expected["size"] for expected in files.values())
     for name, expected in files.items():
         try:
@@ -107,7 +107,10 @@ def _find_changed(
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Raise an OSError of the body as Damaged if it shows damage of the file `name`, else as an OSError with that name."""
+    """Turn an OSError of the body into Damaged if it shows damage of the file `name`.
+
+    Any other OSError becomes an OSError with that name.
+    """
     try:
         yield
     except OSError as error:
@@ -118,7 +121,7 @@ def _reading(name: str) -> Iterator[None]:
 def entry(path: Path) -> dict[str, Any]:
     """Return the manifest's entry for one file: its size in bytes and its SHA-256.
 
-    The system reads ahead during hashing, so the time is the slower of the two, not their sum.
+    The kernel reads ahead while this process hashes, so the time is the larger of the two, not their sum.
     """
     digest, size, asked = hashlib.sha256(), 0, 0
     buffer = memoryview(bytearray(_BLOCK))
@@ -149,7 +152,7 @@ def compose(step: int, world_size: int, layout: dict[str, Any], files: dict[str,
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint. Raises `Damaged` if it is not as it was written. Not collective."""
+    """Return the manifest of a checkpoint. Raises `Damaged` if it differs from the written one. Not collective."""
     try:
         with _reading(MANIFEST):
             if (folder / MANIFEST).exists() and not (folder / MANIFEST).is_file():
@@ -168,7 +171,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_digest(path: Path) -> str | None:
-    """Return the digest of the checkpoint's manifest, unique to it; None without a manifest. Not collective."""
+    """Return the digest of the checkpoint's manifest, which identifies the checkpoint; None without a manifest.
+
+    Not collective.
+    """
     try:
         return str(read_manifest(path)["digest"])
     except (Damaged, OSError):

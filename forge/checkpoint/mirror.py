@@ -44,10 +44,10 @@ log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Copies checkpoints of `root` to `url`. Only one process may do so; methods return at once unless they say otherwise.
+    """Copies checkpoints of `root` to `url`. Only one process may do so. Methods return at once unless they say otherwise.
 
-    The store keeps the newest `keep_last` (0: all) and the multiples of `keep_every` (0: none). A failure is logged, and the
-    next checkpoint is tried again.
+    The store keeps the newest `keep_last` (0: all) and the multiples of `keep_every` (0: none). A failed copy is logged and
+    not repeated; the next checkpoint is copied as usual.
     """
 
     def __init__(self, url: str, root: Path, keep_last: int, keep_every: int):
@@ -63,7 +63,10 @@ class Mirror:
         self._thread.start()
 
     def copy(self, step: int) -> None:
-        """Copy the complete checkpoint of `step`, unless a newer one is ready before the copy can begin."""
+        """Copy the complete checkpoint of `step` in the background.
+
+        It is not copied if a newer one is ready before the copy begins.
+        """
         self._newest, self._count = step, self._count + 1
         # Links, because the checkpoint may be removed before its copy; numbered, because a step may be saved again.
         links = self._root / f".mirrored-{folders.step_name(step)}.{self._count}"
@@ -132,7 +135,10 @@ class Mirror:
                     self._remove(later, recursive=False)
 
     def _remove(self, step: int, recursive: bool) -> None:
-        """Remove a copy that the index no longer lists, or only its manifest, so that a rebuilt index omits the copy."""
+        """Remove the manifest of a copy that the index no longer lists, so a rebuilt index omits the copy.
+
+        recursive: remove all of it.
+        """
         folder = join(self._url, folders.step_name(step))
         try:
             self._files.rm_file(join(folder, MANIFEST))

@@ -19,14 +19,14 @@ _CHUNK = 1 << 28
 
 @dataclass(frozen=True)
 class Nodes:
-    """The ranks of each node, ascending; nodes in the order of their first ranks. `rank` is this process's."""
+    """The ranks of each node, ascending. Nodes are in the order of their first ranks. rank: this process's rank."""
 
     ranks: tuple[tuple[int, ...], ...]
     rank: int
 
     @classmethod
     def of(cls, folder: Path, group: dist.ProcessGroup) -> Nodes:
-        """Group ranks by machine and by the absolute path of `folder` there. Collective over `group`, of all ranks."""
+        """Group ranks whose machine and absolute path of `folder` are equal. Collective over `group`, which has all ranks."""
         place = (socket.gethostname(), os.path.realpath(folder))
         places = gather_from_ranks("comparing local folders", lambda: place, group)
         ranks: dict[tuple[str, str], list[int]] = {}
@@ -48,12 +48,12 @@ class Nodes:
         return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
 
     def share(self, names: Sequence[str]) -> list[str]:
-        """Return this rank's share of work on files held by its whole node."""
+        """Divide `names` among the ranks of this node; return this rank's share."""
         ranks = self.ranks[self.own]
         return list(names[ranks.index(self.rank) :: len(ranks)])
 
     def peers(self, node: int, copies: int) -> list[int]:
-        """Return the nodes that keep copies of the files of `node`: up to `copies` nodes after it."""
+        """Return the nodes that keep copies of the files of `node`: the next `copies` nodes, if there are as many."""
         count = len(self.ranks)
         return [(node + step) % count for step in range(1, min(copies, count - 1) + 1)]
 
@@ -94,5 +94,5 @@ def exchange(folder: Path, transfers: Sequence[Transfer], rank: int, group: dist
 
 
 def _map(path: Path, size: int, writes: bool) -> Tensor:
-    """Map the file at `path` as a tensor of bytes; with `writes`, create the file, and writes to the tensor go to it."""
+    """Map the file at `path` as a tensor of bytes. writes: create the file; writes to the tensor go to the file."""
     return torch.from_file(str(path), shared=writes, size=size, dtype=torch.uint8)

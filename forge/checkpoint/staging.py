@@ -16,7 +16,7 @@ _ALIGNMENT = 64
 
 
 class Stager:
-    """Copies tensors into CPU buffers kept from one save to the next: only the latest copy is valid."""
+    """Copies tensors into CPU buffers that are reused by every save, so only the latest copy is valid."""
 
     def __init__(self) -> None:
         self._form: object = None
@@ -37,7 +37,7 @@ class Stager:
         return {name: ShardTensor(shard, self._buffers[name]) for name, (shard, _) in own.items()}
 
     def _allocate(self, tensors: dict[str, Tensor]) -> None:
-        """Make `_buffers` views of blocks with the shapes of `tensors`; kept while these do not change."""
+        """Make `_buffers`: views of blocks with the shapes of `tensors`. Does nothing while the shapes stay the same."""
         form = [(name, values.shape, values.dtype) for name, values in tensors.items()]
         if form == self._form:
             return

@@ -35,9 +35,11 @@ _TIMEOUT = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """The end of a save, `seconds` (on this rank) after the call of `save`; all else is equal on every rank.
+    """The result of a save.
 
-    error: None if the checkpoint of `step` is complete. cause: of a failure.
+    seconds: from the call of `save` to its end on this rank; all other fields are equal on every rank.
+
+    error: None if the checkpoint of `step` is complete. cause: the cause of a failure.
     """
 
     step: int
@@ -96,8 +98,9 @@ class Checkpoints:
         `state` (JSON) becomes trainer.json and `files` (by relative path) are added; rank 0 writes both. `layout` (JSON) is
         recorded in the manifest. Waits for a save in flight first. Does nothing if the step has a complete checkpoint.
 
-        Return the outcome of every save that ended since the last call of `save`, `poll` or `wait`. A failure known to all
-        ranks is an outcome. Any other, e.g. a lost rank, is raised here and by all methods that wait for the save.
+        Return the outcome of every save that ended since the last call of `save`, `poll` or `wait`. A failure that all
+        ranks know of is an outcome. Any other failure, e.g. a lost rank, is raised here and by all methods that wait for
+        the save.
         """
         began = time.monotonic()
         self._join()
@@ -119,11 +122,14 @@ class Checkpoints:
         return self.poll()
 
     def poll(self) -> list[SaveOutcome]:
-        """Return the saves that ended since the last call. Not collective: ranks may see an end at different times."""
+        """Return the outcomes of saves that ended since the last call.
+
+        Not collective: ranks may see an end at different times.
+        """
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
     def wait(self) -> list[SaveOutcome]:
-        """Wait for the save in flight, if any; return the saves that ended since the last call."""
+        """Wait for the save in flight, if any; return the outcomes of saves that ended since the last call."""
         self._join()
         return self.poll()
 
@@ -138,8 +144,8 @@ class Checkpoints:
         A damaged checkpoint is renamed `.damaged-step-n` with an error in the log, and the next older one is tried; see
         `fallbacks`. Without `verify`, tensor files are compared by name and size only.
 
-        Raises UserError (exit 77) if all checkpoints of the folder (without `at_most`) are damaged. Raises it, too, if a rank
-        cannot read one: that checkpoint may be good, so nothing is renamed.
+        Raises UserError (exit 77) if all checkpoints of the folder (without `at_most`) are damaged, or if a rank cannot
+        read a checkpoint. An unreadable checkpoint may be intact, so it is not renamed.
         """
         self._join()
         self.fallbacks = []
@@ -170,8 +176,8 @@ class Checkpoints:
         if at_most is None and (candidates or damaged):
             raise UserError(
                 f"every checkpoint in {self.folder} is damaged and was renamed .damaged-step-*: restore one, "
-                f"or start a new history under another run.name, or here with checkpoint.resume = none (if that began this "
-                f"history already, remove origin.json first)",
+                f"or start a new history under another run.name. To start it here, set checkpoint.resume = none, and "
+                f"remove origin.json if checkpoint.resume was none already",
                 NO_CHECKPOINT,
             )
         return None
@@ -202,7 +208,7 @@ class Checkpoints:
         return on_first_rank("setting checkpoints aside", rename, self._group)
 
     def _write(self, step: int, contents: Contents | Exception, began: float) -> None:
-        """Run in the thread. A failure known to all ranks becomes an outcome."""
+        """Write a checkpoint in the background thread. A failure that all ranks know of becomes an outcome."""
         error, cause = None, Cause.SAVE_FAILED
         try:
             self._write_one(
@@ -218,7 +224,10 @@ class Checkpoints:
         self._outcomes.append(self._last)
 
     def _join(self) -> None:
-        """Wait for the save in flight and count failures there: at the same call on every rank."""
+        """Wait for the save in flight and update `failures_in_row`.
+
+        All ranks do this in the same call, so their counts agree.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -1,8 +1,8 @@
 """A rank's part of a checkpoint's tensors, presented to DCP as boxes of global tensors.
 
-DCP asks an object in a state dict for three things, by the methods of its `_Checkpointable` protocol: the items to write, the
-chunks to read, and the memory of one chunk. `ShardTensor` answers for boxes. So a checkpoint can move between a DTensor's
-rows, a contiguous buffer's flat slices and whole tensors.
+DCP calls three methods of an object in a state dict (the protocol `_Checkpointable`). They return the items to write, the
+chunks to read, and the memory of one chunk. `ShardTensor` returns boxes. So a checkpoint can move between a DTensor's rows,
+a contiguous buffer's flat slices and whole tensors.
 """
 
 from __future__ import annotations
@@ -80,6 +80,9 @@ class ShardTensor(torch.Tensor):
 
 
 def writes(name: str, shard: Shard) -> bool:
-    """Return whether this rank writes its part of the tensor `name`. One replica does; names vary the choice."""
+    """Return whether this rank writes its part of the tensor `name`.
+
+    One replica of each part does. The name determines which one.
+    """
     copies = shard.replicas
     return copies is None or crc32(name.encode()) % copies.size() == copies.rank()

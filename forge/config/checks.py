@@ -1,7 +1,7 @@
 """Invalid combinations of keys.
 
-Each check yields problems: `model.n_kv_heads = 3: must divide model.n_heads = 8; use one of 1, 2, 4, 8`. A valid value of
-a key that the chosen options do not use is ignored, so a check first asks whether its keys are used.
+Each check yields problems: `model.n_kv_heads = 3: must divide model.n_heads = 8; use one of 1, 2, 4, 8`. A key that the
+chosen options do not use may have any valid value, so a check first tests whether its keys are used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EVEN = "must be even, because RoPE rotates pairs"
 
 
 def check(config: Config) -> list[Problem]:
-    """Return every problem of a config whose keys are valid one by one."""
+    """Return every problem of a config. Each of its keys must be valid by itself."""
     first = (_heads, _layers, _tensor, _tensor_plan, _rope_scaling, _moe)
     then = (_engine, check_stages, _precision, check_float8, _optimizer, _others, check_phases)
     found = with_values((one for some in (*first, *then) for one in some(config)), config)
@@ -30,7 +30,7 @@ def check(config: Config) -> list[Problem]:
 
 
 def _each_phase(config: Config) -> Iterator[Problem]:
-    """Check rules on step sizes for the sizes of each phase."""
+    """Check the rules on step sizes with the sizes of each phase."""
     for number, variant in variants(config):
         yield from with_values(
             (*_tensor(variant), *check_float8(variant), *_others(variant)), variant, number

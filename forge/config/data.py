@@ -93,5 +93,5 @@ class Data(Section):
 
     @property
     def synthetic(self) -> bool:
-        """Whether all sources that are read are synthetic."""
+        """Whether all sources with a weight other than 0 are synthetic."""
         return all(source.path == "synthetic" for source in self.sources if source.weight)

@@ -1,4 +1,4 @@
-"""Problems of values that the schema refuses: allowed values, the nearest name, and the origin of the value."""
+"""Explain values that the schema refuses: allowed values, the nearest name, and the origin of the value."""
 
 from __future__ import annotations
 
@@ -44,18 +44,21 @@ class Values:
         return f"{self.source} [{'.'.join(section)}]" if section else self.source
 
     def problem(self, path: KeyPath, allowed: str, remedy: str = "") -> Problem:
-        """Return a problem of the value at `path`."""
+        """Return a `Problem` about the value at `path`, with its origin."""
         value = value_at(self.tree, path)
         return Problem(path, allowed, remedy, value=value, source=self.origin(path))
 
 
 def key_path(path: KeyPath) -> KeyPath:
-    """Return `path` up to the first list index."""
+    """Return the part of `path` before its first list index."""
     return path[: next((i for i, part in enumerate(path) if isinstance(part, int)), len(path))]
 
 
 def explain(error: ValidationError, values: Values) -> dict[KeyPath, Problem | None]:
-    """Return path -> problem of each key or section that pydantic refused; None: a missing key, without a file."""
+    """Return path -> problem of each key or section that pydantic refused.
+
+    None in place of a problem: a required key is missing because no file is given.
+    """
     problems: dict[KeyPath, Problem | None] = {}
     for item in error.errors(include_url=False):
         path, table, field = _locate(item["loc"], values.schema)
@@ -78,9 +81,9 @@ def explain(error: ValidationError, values: Values) -> dict[KeyPath, Problem | N
 
 
 def _locate(location: KeyPath, table: type[Section]) -> tuple[KeyPath, type[Section], FieldInfo | None]:
-    """Return the path of the key that an error is about (not of a part of its value), its table and its field.
+    """Return the path of the key that an error is about, its table in the schema, and its field.
 
-    `table` is the schema. The field of an unknown key is None.
+    An error inside a value, e.g. in an item of a list, is about the key. The field of an unknown key is None.
     """
     for depth, part in enumerate(location, start=1):
         if isinstance(part, int):
@@ -108,7 +111,7 @@ def _missing(path: KeyPath, field: FieldInfo, values: Values) -> Problem | None:
 
 
 def _wrong(path: KeyPath, field: FieldInfo, value: Any, reason: str) -> tuple[str, str]:
-    """Return the allowed values and the remedy for a value that is not one of them. reason: of a check of forge's own."""
+    """Return the allowed values and the remedy for a refused value. reason: the message of one of forge's own validators."""
     if section := section_class(field):
         return f"must be a section, a table with the keys {', '.join(section.model_fields)}", ""
     allowed, remedies = describe(show(path), field).allowed, []
@@ -123,7 +126,7 @@ def _wrong(path: KeyPath, field: FieldInfo, value: Any, reason: str) -> tuple[st
 
 
 def _unknown(path: KeyPath, table: type[Section], value: Any) -> tuple[str, str]:
-    """Return the problem of an unknown key, and the nearest name in its table, the sections that have it, or the nearest."""
+    """Return the problem of an unknown key and a hint: sections that have the key, or else the nearest name."""
     *parents, name = path
     section, kind = show(parents), "section" if isinstance(value, dict) else "key"
     homes = [full.rpartition(".")[0] for full in (*keys(), *sections()) if full.endswith(f".{name}")]

@@ -1,4 +1,4 @@
-"""The keys that an optimizer of one's own adds to the configuration."""
+"""The keys that a user's own optimizer adds to the configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def import_paths(config: Config) -> dict[str, str]:
 
 
 def require_trust(config: Config, source: str, keys: Collection[str] | None = None) -> None:
-    """Raise UserError if a configuration names import paths. source: the opened file. keys: that are imported; None: all.
+    """Raise UserError if a configuration names import paths.
+
+    source: the opened file. keys: only these keys count; None: all.
 
     Importing a module runs its code, so a folder from someone else may not choose the module.
     """
@@ -47,10 +49,10 @@ class _Unchecked(Section):
 
 
 def schema_for(tree: dict[str, Any], import_classes: bool) -> tuple[type[Config], str | None]:
-    """Return the schema of the configuration `tree`, and the error in the optimizer class that it names, if any.
+    """Return the schema of the configuration `tree`, and the error in its optimizer class, if any.
 
-    An optimizer named by import path adds its table of keys to [optimizer]. If its class is invalid, or `import_classes`
-    is false, the table is accepted unchecked.
+    An optimizer named by import path adds its table of keys to [optimizer]. If its class is invalid, or `import_classes` is
+    false, the table is accepted unchecked.
     """
     table = tree.get("optimizer")
     name = table.get("name") if isinstance(table, dict) else None
@@ -102,6 +104,6 @@ def _derive(name: str, base: type[Any], fields: dict[str, Any]) -> Any:
 
 
 def _field(section: type[Section]) -> Any:
-    """Return type and default of a field that is `section`, which is required if one of its keys is."""
+    """Return the type and default of a field for `section`. The section is required if one of its keys is required."""
     required = any(field.is_required() for field in section.model_fields.values())
     return section, ... if required else section()

@@ -41,7 +41,7 @@ def check_float8(config: Config) -> Iterator[Problem]:
 
 
 def _blocks_of_tokens(config: Config, block: int) -> Iterator[Problem]:
-    """Each rank needs whole blocks of tokens: a block that two ranks share would have two scales."""
+    """Check that each rank has whole blocks of tokens: a block shared by two ranks would have two scales."""
     parallel, seq_len = config.parallel, config.train.seq_len
     # Context parallelism deals out 2 * cp chunks. Latent attention multiplies pieces of the sequence.
     chunks = 2 * parallel.cp if parallel.cp > 1 else 1
@@ -55,7 +55,10 @@ def _blocks_of_tokens(config: Config, block: int) -> Iterator[Problem]:
 
 
 def _partial_gradients(config: Config) -> Iterator[Problem]:
-    """Context parallelism gathers latents and expands all of them on every rank: the gradients there are parts of a sum."""
+    """Refuse context parallelism with latent attention in float8, unless "*.wkv_b" is excluded.
+
+    Every cp rank expands all gathered latents, so each rank's gradients of wkv_b are only terms of a sum.
+    """
     excluded = any(fnmatchcase("layers.0.attention.wkv_b", p) for p in config.precision.float8_exclude)
     if config.parallel.cp > 1 and config.model.latent is not None and not excluded:
         parts = "leaves each rank a part of the gradients of attention.wkv_b, and codes of the parts are not those of the sum"
@@ -64,7 +67,7 @@ def _partial_gradients(config: Config) -> Iterator[Problem]:
 
 
 def _blocks_of_features(config: Config, block: int) -> Iterator[Problem]:
-    """Each rank needs whole blocks of the features that the model's own plan splits."""
+    """Check that each rank has whole blocks of the features that the model's own plan splits."""
     tp = config.parallel.tp
     if tp == 1 or config.parallel.tp_plan != "auto":
         return
@@ -79,7 +82,7 @@ def _blocks_of_features(config: Config, block: int) -> Iterator[Problem]:
 
 
 def cut_block(recipe: str, sides: Mapping[str, int], tp: int) -> tuple[str, str] | None:
-    """Return the complaint and the remedy if `tp` ranks cut a block of `recipe`; None if each has whole blocks.
+    """Return the complaint and the remedy if a boundary between `tp` ranks cuts a block of `recipe`; None otherwise.
 
     A block shared by two ranks would have two scales. sides: the features that tensor parallelism splits, by layer.
     """
@@ -97,7 +100,7 @@ def cut_block(recipe: str, sides: Mapping[str, int], tp: int) -> tuple[str, str]
 
 
 def _split_features(model: ModelConfig) -> Iterator[tuple[str, int]]:
-    """Yield linear layers split by tensor parallelism, by their name in a layer, with the split features."""
+    """Yield each linear layer that tensor parallelism splits: its name within a layer, and the split features."""
     linear, moe, pattern = model.linear_attention, model.moe, model.layer_pattern
     if linear is not None:
         yield "attention.wk", linear.n_key_heads * linear.key_head_dim

@@ -25,7 +25,7 @@ LINE_WIDTH = 100
 
 @dataclass(frozen=True)
 class Key:
-    """One key. `default` is TOML, or words if it follows from other keys (`in_words`) or there is none."""
+    """One key. default: TOML, or words if the default follows from other keys (`in_words`) or does not exist."""
 
     name: str  # dotted: "model.moe.top_k"
     section: str  # "model.moe"
@@ -72,7 +72,7 @@ def sections(schema: type[Config] = Config) -> dict[str, type[Section]]:
 
 
 def lists(schema: type[Config] = Config) -> dict[str, type[Section]]:
-    """Return the name of each list of tables at the top, such as [[phase]] -> the class of its tables."""
+    """Return name -> table class of each top-level list of tables, e.g. [[phase]]."""
     found = {name: item_class(field) for name, field in schema.model_fields.items()}
     return {name: table for name, table in found.items() if table is not None}
 
@@ -105,7 +105,7 @@ def value_at(tree: Any, path: Iterable[Any]) -> Any:
 
 
 def tables(config: Config) -> dict[str, dict[str, Any]]:
-    """Return dotted section name -> its keys with values as TOML holds them, in schema order, without absent sections."""
+    """Return dotted section name -> its keys with TOML values, in schema order, without absent sections."""
     tree, found = config.model_dump(mode="json"), dict(sections(type(config)))
     for name in lists(type(config)):
         del found[name]
@@ -118,7 +118,9 @@ def tables(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Return (key, old value, new value) for every key that differs, in schema order; None in an absent section.
+    """Return (key, old value, new value) for every key that differs, in schema order.
+
+    The value of a key in an absent section is None.
 
     Secrets of URLs are redacted, and do not count as a difference.
     """
@@ -138,9 +140,9 @@ def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
 
 
 def to_toml(config: Config) -> str:
-    """Return `config` as TOML with every key, in schema order, except absent keys and sections (None).
+    """Return `config` as TOML with every key, in schema order. Absent keys and sections (None) are left out.
 
-    Secrets of URLs are redacted: the text is written into run directories and checkpoints.
+    Secrets of URLs are redacted, because the text is written into run directories and checkpoints.
     """
     blocks = []
     for section, table in tables(config).items():
@@ -155,7 +157,7 @@ def to_toml(config: Config) -> str:
 
 
 def _lists_of(config: Config) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return the lists of tables at the top by name, without absent keys."""
+    """Return the top-level lists of tables by name; absent keys are left out."""
     tree = config.model_dump(mode="json", exclude_none=True)
     return [(name, tree[name]) for name in lists(type(config))]
 
@@ -218,7 +220,7 @@ def section_class(field: FieldInfo) -> type[Section] | None:
 
 
 def item_class(field: FieldInfo) -> type[Section] | None:
-    """Return the table that each item of a list field is, or None."""
+    """Return the table class of the items of a list field; None for other fields."""
     items = get_args(field.annotation)[:1] if get_origin(field.annotation) is tuple else ()
     return next(filter(_is_section, items), None)
 
@@ -236,7 +238,7 @@ BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def read_toml(text: str) -> dict[str, Any]:
-    """Parse a TOML document. Raises ValueError with one sentence."""
+    """Parse a TOML document. Raises ValueError with a message of one sentence."""
     try:
         return loads(text)
     except RecursionError:

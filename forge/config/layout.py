@@ -117,7 +117,7 @@ class Parallel(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_styles(cls, values: Any) -> Any:
-        """Take tp_plan from its former key. A wrong style is left to the error about that key."""
+        """Copy tp_plan from its former key. An invalid style is reported under that key."""
         styles = values.get("tp_plan_styles") if isinstance(values, dict) else None
         if not isinstance(styles, dict) or not styles or values.get("tp_plan", "auto") != "auto":
             return values

@@ -57,7 +57,7 @@ class CommandLine:
 
 
 def parse_command_line(argv: list[str]) -> CommandLine:
-    """Parse `argv` (without the program's name). Raises nothing: see `CommandLine.problems`."""
+    """Parse `argv` (without the program's name). Errors are collected in `CommandLine.problems`, not raised."""
     rest, switches, raw = list(argv), set(), []
     problems: list[Problem] = []
     config: str | None = None
@@ -119,7 +119,7 @@ def parse_command_line(argv: list[str]) -> CommandLine:
 
 
 def _suggestion(option: str) -> str:
-    """Suggest a key of a section, or a flag, for an option without a dot."""
+    """Return a suggestion for an option without a dot: a key of a section, or a flag."""
     name = option.removeprefix("--").replace("-", "_")
     single = [key for key in keys().values() if key.section not in lists()]
     for key in single:
@@ -209,7 +209,7 @@ def _repaired(values: Values, refused: set[KeyPath]) -> dict[str, Any]:
 
 
 def _add_examples(table: dict[str, Any], schema: type[Section]) -> dict[str, Any]:
-    """Add a valid value for every required key that `table` lacks, also in its sections; return it."""
+    """Add a valid value for every required key that is missing in `table` or its sections. Return the table."""
     for name, field in schema.model_fields.items():
         section, item = section_class(field), item_class(field)
         if field.is_required() and name not in table:
@@ -263,7 +263,7 @@ def _read_text(text: str, source: str) -> Values:
 
 
 def _let_length_replace(values: Values) -> None:
-    """Drop the file's length of the run, in steps or tokens, if an override gives the other one."""
+    """Drop the file's run length if an override sets the other unit: train.steps replaces train.tokens, and vice versa."""
     train = values.tree.get("train")
     for given, other in (("tokens", "steps"), ("steps", "tokens")):
         replaces = ("train", given) in values.overridden and ("train", other) not in values.overridden
@@ -272,7 +272,7 @@ def _let_length_replace(values: Values) -> None:
 
 
 def _override(values: Values, key: str, text: str) -> Problem | None:
-    """Set `key` to the value that `text` stands for, creating its section if needed; returns the problem, if any."""
+    """Set `key` to the value of `text`, and create its section if needed. Return the problem, if any."""
     path, argument = tuple(key.split(".")), (f"--{key}={text}",)
     table = values.tree
     for depth, part in enumerate(path[:-1], start=1):

@@ -133,7 +133,7 @@ class MoEConfig(Section):
 
     @property
     def biased(self) -> bool:
-        """Whether the choice of experts has a bias that balances it."""
+        """Whether a bias is added to the scores when experts are chosen, to balance their load."""
         return self.balance in ("bias", "quantile")
 
 
@@ -147,7 +147,7 @@ class MTPConfig(Section):
 
 
 class LinearAttentionConfig(Section):
-    """The linear layers of model.layer_pattern. Absent: there are none."""
+    """The linear-attention layers of model.layer_pattern. Absent: there are none."""
 
     kind: Literal["gated_delta", "kimi_delta"] = "gated_delta"
     """gated_delta: Gated DeltaNet, one decay per head. kimi_delta: Kimi Delta Attention, one decay per key channel, with
@@ -262,7 +262,7 @@ class ModelConfig(Section):
 
     @property
     def embedding_at_both_ends(self) -> bool:
-        """Whether the part of the model with the head needs the embedding, too."""
+        """Whether the pipeline stage with the head needs the embedding, too."""
         return self.tie_embeddings or self.mtp is not None
 
     @property
@@ -278,7 +278,7 @@ class ModelConfig(Section):
 
     @property
     def pattern(self) -> tuple[LayerKind, ...]:
-        """The kinds of layers that repeat over the depth, whichever keys they follow from."""
+        """The repeating sequence of layer kinds, from whichever keys define it."""
         if self.layer_pattern:
             return self.layer_pattern
         if not self.sliding_window:
@@ -293,10 +293,7 @@ class ModelConfig(Section):
         return 0 if self.mtp is None else self.mtp.depth
 
     def streams_into(self, layer: int) -> int:
-        """Return the number of tensors that enter this layer: the stream, and earlier saved ones.
-
-        layer: its global index.
-        """
+        """Return the number of tensors that enter the layer: the stream, and earlier saved ones. layer: its global index."""
         saved = -(-layer // self.residual_block_size) if self.residual == "attention" else 0
         return 1 + saved
 
@@ -312,7 +309,10 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        """Fill in values that follow from other keys. A value that is not an integer stays 0; checks.py reports it."""
+        """Fill in values that follow from other keys.
+
+        A value that would not be an integer stays 0, and checks.py reports it.
+        """
         if not isinstance(values, dict):
             return values
         dim, n_heads = values.get("dim"), values.get("n_heads")

@@ -13,7 +13,8 @@ from forge.config.section import Count, ListOf, NonNegativeNumber, Section, Text
 class MuonConfig(Section):
     """muon: matrices inside blocks are updated by Muon.
 
-    All else (embedding, head, norms, biases, routers, convolutions) is updated by adamw with the keys of [optimizer].
+    All other parameters (embedding, head, norms, biases, routers, convolutions) are updated by adamw with the keys of
+    [optimizer].
     """
 
     lr: NonNegativeNumber = Field(default=0.0, json_schema_extra={"default": "optimizer.lr"})
@@ -56,7 +57,10 @@ class GroupConfig(Section):
 
 
 class MupConfig(Section):
-    """mup, completep: the model that the learning rate was chosen with. With its sizes they are the same as standard."""
+    """The base model of mup and completep: the model for which the learning rate was tuned.
+
+    For a model of the base sizes, both equal standard.
+    """
 
     base_dim: Annotated[Count, unused_if("optimizer.parametrization", "standard")] = 0
     """Its model.dim. All sizes inside a block are taken to grow in proportion to it."""

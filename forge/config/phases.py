@@ -21,10 +21,10 @@ RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The values of a step.
+    """The values of one step.
 
-    lr: the peak learning rate, by schedule.lr_rule. windows: of train.seq_len, that it reads.
-    weights: of the sources with a weight above 0 in some phase; None: the weights of [data].
+    lr: the peak learning rate, by schedule.lr_rule. windows: the number of windows of train.seq_len tokens that the step
+    reads. weights: one for each source with a weight above 0 in some phase; None: the weights of [data].
     """
 
     global_batch_size: int
@@ -45,7 +45,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class _Span:
-    """Values from token `start` up to `end` (None: forever). `first`: values before a ramp of the keys in `ramped`."""
+    """Values from token `start` up to `end` (None: no end). first: for keys in `ramped`, the value before the ramp."""
 
     start: int
     end: int | None
@@ -54,14 +54,14 @@ class _Span:
     ramped: frozenset[str]
 
     def share(self, tokens: int, stages: int = 0) -> float:
-        """Return the part of the span before `tokens`; with `stages`, rounded down to whole stages."""
+        """Return the completed share of the span after `tokens`, from 0 to 1; with `stages`, rounded down to whole stages."""
         assert self.end is not None
         done, length = tokens - self.start, self.end - self.start
         return done * stages // length / stages if stages else done / length
 
     @property
     def batches(self) -> tuple[int, int]:
-        """The step by which a ramped batch grows (negative: shrinks), and the number of these steps."""
+        """The increment of a ramped batch size (negative: the batch shrinks), and the number of increments."""
         first, last = self.first["global_batch_size"], self.last["global_batch_size"]
         unit = gcd(first, last)
         return (unit if last > first else -unit), abs(last - first) // unit
@@ -105,12 +105,12 @@ class Phases:
         self._constant = [None if span.ramped else self._plan(span.last) for span in self._spans]
 
     def at(self, tokens: int) -> StepPlan:
-        """Return the plan of the step before which `tokens` positions were trained on."""
+        """Return the plan of the next step after `tokens` positions have been trained on."""
         number = bisect_right(self._starts, tokens) - 1
         return self._constant[number] or self._plan(self._ramped(self._spans[number], tokens))
 
     def tokens_after(self, steps: int, tokens: int = 0) -> int:
-        """Return the tokens trained on after `steps` further steps."""
+        """Return the total of trained tokens after `steps` further steps."""
         while steps > 0:
             plan, border = self.at(tokens), self._next_change(tokens)
             some = steps if border is None else min(steps, -(-(border - tokens) // plan.tokens))
@@ -127,7 +127,10 @@ class Phases:
         return steps
 
     def sizes(self) -> Iterator[tuple[int, tuple[int, int, int]]]:
-        """Yield the number of each phase, from 1, with batch, microbatch and length of its steps; of a ramp its parts."""
+        """Yield (number of the phase, from 1; (batch size, microbatch size, sequence length) of its steps).
+
+        For a ramp it yields the first batch size, the last one, and the increment: all its batch sizes are sums of these.
+        """
         for number, span in enumerate(self._spans, 1):
             batches = {span.last["global_batch_size"]}
             if "global_batch_size" in span.ramped:
@@ -136,14 +139,17 @@ class Phases:
                 yield number, (batch, span.last["micro_batch_size"], span.last["seq_len"])
 
     def stretches(self) -> Iterator[tuple[int, StepPlan]]:
-        """Yield the first token and the plan of each phase; both its ends of one with a ramp."""
+        """Yield the first token and the plan of each phase.
+
+        A phase with a ramp yields two: the values before and after the ramp.
+        """
         for span, constant in zip(self._spans, self._constant, strict=True):
             yield span.start, constant or self._plan(span.first)
             if constant is None:
                 yield span.start, self._plan(span.last)
 
     def _next_change(self, tokens: int) -> int | None:
-        """Return the next number of tokens at which the size of a step may change; None: it does not."""
+        """Return the next number of tokens at which the size of a step may change; None if it never changes again."""
         span = self._spans[bisect_right(self._starts, tokens) - 1]
         if span.end is None or "global_batch_size" not in span.ramped:
             return span.end
@@ -191,7 +197,7 @@ class Phases:
 
 
 def used_sources(config: Config) -> list[int]:
-    """Return the numbers of the sources that are read at some time."""
+    """Return the indices of the sources that have a weight above 0 in some phase."""
     weights = [
         tuple(source.weight for source in config.data.sources),
         *(phase.weights for phase in config.phase if phase.weights),
@@ -211,7 +217,7 @@ def _between(first: float, last: float, share: float) -> float:
 
 
 def with_steps(config: Config) -> Config:
-    """Return `config` with `train.steps` as `train.tokens` makes them, if that is set."""
+    """Return `config` with `train.steps` computed from `train.tokens`, if that is set."""
     if not config.train.tokens:
         return config
     steps = Phases(config).steps_to(config.train.tokens)
@@ -219,7 +225,7 @@ def with_steps(config: Config) -> Config:
 
 
 def variants(config: Config) -> Iterator[tuple[int, Config]]:
-    """Yield `config` without phases for each size of steps that they bring, with the number of the phase, from 1."""
+    """Yield (number of the phase, from 1; a config without phases that has the phase's step sizes)."""
     train = config.train
     seen = {(train.global_batch_size, train.micro_batch_size, train.seq_len)}
     for number, sizes in Phases(config).sizes():
@@ -256,7 +262,7 @@ def check_phases(config: Config) -> Iterator[Problem]:
 
 
 def _problems(config: Config, phase: Phase) -> Iterator[tuple[str, ...]]:
-    """Yield key, allowed values and remedy, and the other keys, of each problem of one phase."""
+    """Yield the problems of one phase: key, allowed values, remedy, and the other keys involved."""
     train, sources = config.train, len(config.data.sources)
     if phase.ramp == "linear" and not phase.until_tokens:
         yield "ramp", "needs until_tokens, where it is done", "set it"

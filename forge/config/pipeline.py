@@ -20,7 +20,7 @@ IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 
 
 def number_of_stages(config: Config) -> int:
-    """Return the number of stages of the whole pipeline; 0 if only the schedule's CSV file determines it."""
+    """Return the number of stages of the whole pipeline; 0 if it is known only from the schedule's CSV file."""
     chosen = config.pipeline.layers_per_stage
     if isinstance(chosen, tuple):
         return len(chosen)
@@ -40,7 +40,10 @@ def _fewest_stages(config: Config) -> int:
 
 
 def _accepts(config: Config, stages: int) -> bool:
-    """Return whether the schedule works with this many stages, each with a layer unless a list gives their layers."""
+    """Return whether the schedule works with this many stages.
+
+    Each stage must get a layer, unless pipeline.layers_per_stage is set.
+    """
     fewest, pp = _fewest_stages(config), config.parallel.pp
     if stages > config.model.n_layers and not isinstance(config.pipeline.layers_per_stage, tuple):
         return False
@@ -91,7 +94,7 @@ def _remedy(config: Config) -> str:
 
 
 def check_microbatches(config: Config, microbatches: int) -> Iterator[Problem]:
-    """Yield why the schedule is impossible with this many microbatches per optimizer step."""
+    """Yield the reasons why the schedule is impossible with this many microbatches per optimizer step."""
     schedule, pp = config.pipeline.schedule, config.parallel.pp
     if pp == 1 or schedule.endswith(".csv"):
         return

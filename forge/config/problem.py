@@ -49,13 +49,13 @@ class Problem:
 
 
 def problem(key: str, allowed: str, remedy: str = "", *others: str) -> Problem:
-    """Return the problem of a dotted key; `others` are dotted, too."""
+    """Return a `Problem` about `key`. key, others: dotted names."""
     path, *paths = (tuple(name.split(".")) for name in (key, *others))
     return Problem(path, allowed, remedy, tuple(paths))
 
 
 def with_values(problems: Iterable[Problem], config: Config, phase: int = 0) -> list[Problem]:
-    """Return `problems` with their values in `config`, which is that of the phase with number `phase`."""
+    """Return `problems` with the values of their keys in `config`, the configuration of the phase with number `phase`."""
     found = list(problems)
     tree = config.model_dump(mode="json") if found else {}
     return [replace(one, value=value_at(tree, one.key), phase=phase) for one in found]
@@ -76,6 +76,6 @@ def show(path: Sequence[Any]) -> str:
 
 
 def multiples(number: int, unit: int) -> str:
-    """Return the multiples of `unit` next to `number`, below (if positive) and above."""
+    """Return the two multiples of `unit` that are nearest to `number`, below it (if positive) and above it."""
     lower = number // unit * unit
     return " or ".join(str(n) for n in (lower, lower + unit) if n)

@@ -1,4 +1,4 @@
-"""The whole configuration: one typed section per concern. [model], [data] and the parallel layout have files."""
+"""The whole configuration: one typed section per concern. [model], [data] and the parallel layout have their own files."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class OptimizerConfig(Section):
     mup: MupConfig = MupConfig()
 
     def table(self, keys: type[S]) -> S:
-        """Return the table within [optimizer] whose class is `keys`."""
+        """Return the table within [optimizer] whose class is `keys`, e.g. MuonConfig."""
         return next(value for _, value in self if isinstance(value, keys))
 
 
@@ -256,7 +256,7 @@ class Metrics(Section):
 
     @property
     def trackers(self) -> dict[str, str]:
-        """Return the project or experiment at each tracker, by its key."""
+        """Return tracker -> its project or experiment."""
         return {"wandb": self.wandb, "mlflow": self.mlflow}
 
 

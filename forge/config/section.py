@@ -28,7 +28,10 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Unused:
-    """Metadata of a key: a reason why it has no effect. holds: whether the reason applies to a configuration."""
+    """Metadata of a key: the reason why it may have no effect.
+
+    holds(config): whether the reason applies to a configuration.
+    """
 
     reason: str
     holds: Callable[[Any], bool]

@@ -1,4 +1,4 @@
-"""Valid keys that the chosen options do not use: no error, but named in one line when a run starts."""
+"""Find valid keys that the chosen options do not use. They are not errors: a run logs them in one line at its start."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from forge.config.section import Unused
 
 
 def unused_keys(config: Config, parameters: Iterable[str]) -> list[str]:
-    """Return `keys (reason)` for each reason why keys have no effect. parameters: names of the model's.
+    """Return a text `keys (reason)` for each reason why keys have no effect. parameters: names of the model's parameters.
 
-    A key with its default value is not named: it requests nothing.
+    A key with its default value is not listed: it requests nothing.
     """
     by_reason: dict[str, list[str]] = defaultdict(list)
     for key, field in _changed(config):
@@ -34,7 +34,7 @@ def unused_keys(config: Config, parameters: Iterable[str]) -> list[str]:
 
 
 def _changed(config: Config) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the keys of present sections that have another value than their default."""
+    """Yield the keys of present sections whose value differs from their default."""
     for section, table in sections(type(config)).items():
         value: Any = config
         for part in section.split("."):

@@ -41,11 +41,11 @@ class Degrees:
 
     @property
     def ep_shard(self) -> int:
-        """Ranks that share one expert's parameters: ep_shard * ep = dp_shard * cp * tp."""
+        """The number of ranks that share one expert's parameters: ep_shard * ep = dp_shard * cp * tp."""
         return self.dp_shard * self.cp * self.tp // self.ep
 
     def on_nodes(self, config: Config, size: int) -> Degrees:
-        """Resolve `parallel.ep_node_size` = auto for nodes with `size` ranks each; 0: unknown, or of different sizes."""
+        """Resolve `parallel.ep_node_size` = auto for nodes with `size` ranks each. size 0: unknown, or nodes differ."""
         if config.parallel.ep_node_size != "auto" or size < 1 or self.ep % size or self.world % size:
             return self
         return replace(self, ep_nodes=self.ep // size)
@@ -141,7 +141,8 @@ def _check_batch(config: Config, dp: int) -> Iterator[Problem]:
 def choose_layout(command: CommandLine, config: Config, world_size: int) -> tuple[Config, Degrees, str]:
     """Return the config to train with on `world_size` processes, its layout, and the chosen fallback ("": none).
 
-    command: the command line that `config` was loaded from. Raises UserError for an invalid fallback, or if nothing fits.
+    command: the command line that `config` was loaded from. Raises UserError if a fallback is invalid, or if neither the
+    config nor any fallback fits.
     """
     fallbacks = [(text, _with(command, text)) for text in config.parallel.fallbacks]
     try:

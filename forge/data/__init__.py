@@ -1,6 +1,6 @@
 """Token shards -> ordered samples -> batches.
 
-forge/tools/prepare makes token shards from text.
+(forge/tools/prepare makes token shards from text.)
 
     format.py      opens a dataset folder (docs/reference/data-format.md)
     raw.py, synthetic.py    token files of other programs, and a stream without a file
@@ -17,5 +17,5 @@ forge/tools/prepare makes token shards from text.
     held_out.py    batches of held-out sources
     build.py       all of it from a config
 
-All are pure functions. The state is the number of the next global sample and the short history of mixtures.
+All are pure functions. The only state is the number of the next global sample and the short history of mixtures.
 """

@@ -24,7 +24,7 @@ class Array(Protocol):
 
 
 class RemoteArray:
-    """An `Array` of `count` numbers in a remote file, from byte `offset` on; None: up to its end."""
+    """An `Array` of `count` numbers in a remote file, starting at byte `offset`. count None: up to the end of the file."""
 
     def __init__(
         self,

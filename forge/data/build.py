@@ -28,7 +28,7 @@ NO_TOKENIZER = "none"
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run, and the fingerprints by which a resumed run recognises them."""
+    """The data of a run, and the fingerprints with which a resumed run compares them."""
 
     dataset: PackedDataset
     validation: dict[str, Source]
@@ -46,7 +46,10 @@ def open_data(config: Config) -> RunData:
 
 
 def build_dataset(config: Config) -> PackedDataset:
-    """Open the training samples. UserError if a source is missing, damaged, too short or of another tokenizer."""
+    """Open the training samples.
+
+    UserError if a source is missing, damaged or too short, or was made with another tokenizer.
+    """
     used = [config.data.sources[number] for number in used_sources(config)]
     sources = _open(config, used, "train")
     leaves_out = config.data.at_cap == "leave_out"
@@ -66,7 +69,7 @@ def build_dataset(config: Config) -> PackedDataset:
 
 
 def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]) -> list[float]:
-    """Return the weights under `data.temperature`, to six digits: exact enough, and short in messages."""
+    """Return the weights of the sources after `data.temperature`. Six significant digits keep messages short."""
     temperature = config.data.temperature
     if not temperature:
         return list(weights)
@@ -111,7 +114,10 @@ def build_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def input_fingerprints(dataset: PackedDataset, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the inputs that a resume must not change: key -> fingerprint, as JSON. Equal ones give the same samples."""
+    """Return key -> fingerprint (JSON) of the inputs that a resume must not change.
+
+    Equal fingerprints give the same samples.
+    """
     fingerprints: dict[str, Any] = {
         "data.tokenizer": tokenizer.fingerprint if tokenizer else None,
         "run.seed": dataset.order.seed,
@@ -133,7 +139,7 @@ def open_cache(config: Config) -> BlockCache:
 
 
 def _open(config: Config, streams: Sequence[Stream], purpose: str) -> list[Source]:
-    """Open the sources; each synthetic source draws its own stream from the same chain."""
+    """Open the sources. All synthetic sources have the same Markov chain; each draws its own stream."""
     vocab_size = config.model.vocab_size
     sources = []
     cache = open_cache(config) if any(is_url(stream.path) for stream in streams) else None

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """Return the default folder for blocks (no `data.cache_dir`): on this machine, of this user."""
+    """Return the folder for blocks if `data.cache_dir` is not set: one per user on this machine."""
     return Path(tempfile.gettempdir()) / f"forge-cache-{os.geteuid()}"
 
 
@@ -78,7 +78,10 @@ class BlockCache:
             ) from None
 
     def _take(self, layout: bytes, gib: float) -> None:
-        """Lock the folder for this layout. Another layout is replaced if nobody uses it; otherwise raises UserError."""
+        """Lock the folder for this layout.
+
+        If it has another layout, empty it, provided that no process uses it; otherwise raise UserError.
+        """
         path = self.folder / "layout.json"
         with suppress(BlockingIOError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,14 +156,17 @@ class BlockCache:
         if not self._is_full:
             self._is_full = True
             log.warning(
-                "data.cache_dir %s: %s, below data.cache_gib: blocks that do not fit are fetched whenever they are needed",
+                "data.cache_dir %s: %s, before data.cache_gib is reached: blocks that do not fit are fetched at every use",
                 self.folder,
                 error.strerror,
                 extra=Cause.NOTE.mark,
             )
 
     def _make_room(self, folder: Path, more: int) -> None:
-        """Evict blocks until the set has room for one, and `more` beyond that, in the order of `in_order_of_need`."""
+        """Evict blocks until the set has room for one more block and for `more` further ones.
+
+        `in_order_of_need` chooses them.
+        """
         names = [name for name in os.listdir(folder) if not name.startswith(".")]
         surplus = len(names) - self._set_blocks + 1
         if more:
@@ -172,7 +178,7 @@ class BlockCache:
                 os.unlink(folder / name)
 
     def in_order_of_need(self, folder: Path, names: list[str]) -> list[str]:
-        """Return the blocks of a set, ordered by next use, the latest at the end."""
+        """Return the blocks of a set in the order of their next use. The block with the latest next use is last."""
         need = np.full(len(names), np.inf)
         of_file: dict[str, list[int]] = {}
         for place, name in enumerate(names):
@@ -194,7 +200,10 @@ def _partial(path: Path) -> Path:
 
 @contextmanager
 def _claim(path: Path) -> Iterator[int | None]:
-    """Hold the right to fetch a block. Yield the file to write, or None if another thread or process has fetched it."""
+    """Claim the right to fetch a block.
+
+    Yield the file to write. Yield None if another thread or process has fetched the block.
+    """
     partial = _partial(path)
     while True:
         file = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
@@ -229,7 +238,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is_unmarked_cache(folder: Path) -> bool:
-    """Return whether an earlier forge, without markers, made this folder: it holds a layout and only cache files."""
+    """Return whether a version of forge without markers made this folder: it holds a layout and only cache files."""
     names = [name for name in os.listdir(folder) if name != MARKER]
     try:
         known = set(json.loads((folder / "layout.json").read_bytes())) == {

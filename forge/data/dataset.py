@@ -58,14 +58,14 @@ class PackedDataset:
         self._permutation = lru_cache(maxsize=2 * len(self.sources) + 2)(Permutation)
 
     def following(self, order: Order, document_mask: bool | None = None) -> PackedDataset:
-        """Return the same data in another order, and if given with another document mask."""
+        """Return a dataset of the same sources in another order and, if given, with another document mask."""
         dataset = copy(self)
         dataset.order = order
         dataset.document_mask = self.document_mask if document_mask is None else document_mask
         return dataset
 
     def continuing(self, order: Order, position: int, weights: Sequence[float] | None = None) -> Order:
-        """Return a history's order up to global sample `position`, continued with these sources and weights.
+        """Return an order that follows the history up to global sample `position`, then reads these sources and weights.
 
         weights: one per source; None: the sources' own.
         """
@@ -89,7 +89,7 @@ class PackedDataset:
     def __getitem__(self, global_sample: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return tokens `[seq_len + 1]`, and with `document_mask` each token's document, int32 `[seq_len + 1]`, from 0.
 
-        Under a packing there may be fewer.
+        With a packing plan, a sample may have fewer tokens.
         """
         name, _, window = self.locate(global_sample)
         return self.samples[name].read(window, self.document_mask)

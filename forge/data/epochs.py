@@ -53,7 +53,10 @@ def sources_of(dataset: PackedDataset, samples: Sequence[int]) -> Tensor:
 
 
 def log_left_out(dataset: PackedDataset, position: int, last: int) -> None:
-    """Log the global samples from which sources are left out. UserError if all reach their cap before `last`."""
+    """Log from which global sample on a source is left out because it has reached max_epochs.
+
+    Raises UserError if all sources reach max_epochs before sample `last`.
+    """
     order = dataset.order
     limits = [dataset.caps.get(name) for name in order.sources]
     for segment in order.segments:
@@ -64,7 +67,7 @@ def log_left_out(dataset: PackedDataset, position: int, last: int) -> None:
             for name, weight in zip(order.sources, segment.weights, strict=False)
             if not weight and dataset.weights.get(name)
         ]
-        log.info("from sample %d on %s is left out: read max_epochs times", segment.start, ", ".join(out))
+        log.info("from sample %d on, not read because of max_epochs: %s", segment.start, ", ".join(out))
     end = order.capped_at(max(position, order.segments[-1].start), limits)
     if end is not None and end < last:
         raise UserError(

@@ -125,7 +125,7 @@ class TokenDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of `dataset.json` without its origin, so of the content; the same after a copy or a move."""
+        """A hash of the content: of `dataset.json` without its origin. A copied or moved dataset has the same fingerprint."""
         # It also excludes derived fields that older datasets lack.
         content = self.index.model_dump(exclude={"origin": True, "shards": {"__all__": {"block_file"}}})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -148,7 +148,10 @@ class TokenDataset:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """Return int32 `[count]`: 0 for the document of the first of these tokens, 1 for the next document, ..."""
+        """Return the document of each of `count` tokens, int32 `[count]`.
+
+        The first token's document is 0, the next one is 1, ...
+        """
         assert start >= 0 and start + count <= self.tokens
         steps = np.zeros(count, np.int32)
         done = 0
@@ -163,7 +166,7 @@ class TokenDataset:
         return np.cumsum(steps, dtype=np.int32)
 
     def _spans(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (number of the shard, first, end), offsets within the shard, for a range of the stream."""
+        """Yield (shard number, first, end) for a range of the stream; first and end are offsets within the shard."""
         number, end = bisect_right(self._firsts, start) - 1, start + count
         while start < end:
             first, stop = self._firsts[number], min(end, self._firsts[number + 1])
@@ -205,7 +208,10 @@ class TokenDataset:
         return RemoteArray(file, cache, dtype)
 
     def _checksums(self, number: int, record: FileRecord, block_file: FileRecord) -> Callable[[int], bytes]:
-        """Return a function from the index of a block of `record` to its checksum. Checksums stay in the file: too many."""
+        """Return a function from a block's index in `record` to its checksum.
+
+        Checksums are read on demand, not held in memory.
+        """
         shard, first = self.index.shards[number], 0
         if record is shard.document_file:
             first = -(-shard.token_file.bytes // BLOCK_BYTES)
@@ -213,7 +219,7 @@ class TokenDataset:
         return lambda block: self._open(number, block_file, dtype)[first + block].tobytes()
 
     def _open_block_file(self, path: str, record: FileRecord, dtype: np.dtype) -> Array:
-        """Return the checksums of a shard, compared with their own checksum if a single read can do that."""
+        """Return the checksums of a shard. If one read returns them all, compare them with the checksum of their file."""
         if self._cache is None:
             sums = map_array(path, dtype)
             if hashlib.sha256(sums.view(np.uint8).data).hexdigest() != record.sha256:
@@ -230,7 +236,7 @@ class TokenDataset:
         return RemoteArray(file, self._cache, dtype)
 
     def _need_of(self, number: int, blocks: np.ndarray) -> np.ndarray:
-        """Return the distance of each block of a shard's tokens to its next use; 0 if unknown."""
+        """Return, for each block of a shard's tokens, the number of samples until its next use; 0 if unknown."""
         if self.next_use is None:
             return np.zeros(len(blocks))
         each = BLOCK_BYTES // self.index.token_dtype.itemsize
@@ -247,8 +253,8 @@ class TokenDataset:
         totals = sum(s.tokens for s in index.shards), sum(s.documents for s in index.shards)
         if totals != (index.tokens, index.documents):
             raise UserError(
-                f"{where}: its totals (tokens, documents) {(index.tokens, index.documents)} are not its "
-                f"shards' {totals}"
+                f"{where}: its totals (tokens, documents) are {(index.tokens, index.documents)}, but those of its "
+                f"shards add up to {totals}"
             )
         if index.documents < 1:
             raise UserError(f"{self.path}: holds no document; prepare it again from input that has text")

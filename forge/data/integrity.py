@@ -81,7 +81,10 @@ def check_files(dataset: str | Path) -> Iterator[FileCheck]:
 
 
 def _check(path: Path, record: FileRecord | PlanFile, sums: Path | None, first: int) -> FileCheck:
-    """Compare a file with its SHA-256; name damaged blocks by the checksums in `sums`, from index `first` on."""
+    """Compare a file with its SHA-256.
+
+    Find damaged blocks by the checksums in the file `sums`; this file's checksums begin at entry `first`.
+    """
     digest, size, changed = hashlib.sha256(), 0, []
     try:
         expected = np.fromfile(sums, f"V{DIGEST_BYTES}")[first:] if sums else np.zeros(0, f"V{DIGEST_BYTES}")

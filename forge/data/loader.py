@@ -27,9 +27,9 @@ from forge.runtime.errors import caused_by
 class Loader:
     """Endless iterator over the batches of data rank `rank` of `ranks`, from global sample `start_sample`.
 
-    Each step takes the next samples: `global_batch_size` of them, or the sizes of `plan_at` (see `steps_from`). Rank r has
-    the r-th contiguous part of the rows, so a step's samples do not depend on `ranks`. Samples outside the dataset's order
-    are skipped. A thread prefetches `prefetch` batches; the following `next` raises its exceptions.
+    A step takes the next `global_batch_size` samples. With `plan_at`, it takes the samples of its plan (see `steps_from`).
+    Rank r has the r-th contiguous part of the rows, so a step's samples do not depend on `ranks`. Samples outside the
+    dataset's order are skipped. A thread prefetches `prefetch` batches. Its exceptions are raised by the following `next`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Loader:
         return batch.to(self._device)
 
     def close(self) -> None:
-        """End the thread, also during a wait for a store; further `next` calls raise StopIteration. May be called twice."""
+        """End the thread, even while it waits for a store. Further `next` calls raise StopIteration. May be called twice."""
         self._closed.set()
         self._thread.join()
 

@@ -1,9 +1,12 @@
 """The source of global sample i: a pure function of (weights, seed, block, i).
 
-Samples come in blocks of B. With cumulative normalised weights C_0 = 0, ..., C_S = 1, source s has had
+A turn of a source is one global sample that is taken from it. Samples come in blocks of B. With cumulative normalised
+weights C_0 = 0, ..., C_S = 1, source s has had
+
     turns_s(b) = floor(b B C_{s+1}) - floor(b B C_s)
-turns when block b starts: within one of its share, and all counts add up to b B. Within the block the sources' turns
-are shuffled by key. forge/data/order.py selects the source's sample for each turn.
+
+turns when block b starts. The number differs from the source's exact share by less than one, and the numbers of all sources
+add up to b B. Within a block the turns are shuffled by key. forge/data/order.py selects the source's sample for each turn.
 
 Weights are exact fractions and samples exact integers, so nothing drifts at 10^13 samples.
 """
@@ -25,7 +28,7 @@ _SMALLEST_SHARE = Fraction(1, 10**6)
 
 
 class Mixture:
-    """Global order of turns of the sources, in proportion to `weights` (any sum; 0: never).
+    """The order of the sources' turns, in proportion to `weights` (which may have any sum; 0: never).
 
     `block` is B above. It grows to at least 1/(smallest positive share): in a smaller block the rounded cumulative shares
     could take a sample back from a source. UserError for a share below 1e-6.
@@ -44,8 +47,8 @@ class Mixture:
         smallest = min(share for share in shares if share > 0)
         if smallest < _SMALLEST_SHARE:
             raise UserError(
-                f"data.sources: of weights {list(weights)} the smallest is less than a millionth of all; "
-                "raise it, or make it 0 to leave the source out"
+                f"data.sources: the smallest of the weights {list(weights)} is less than a millionth of their sum; "
+                "raise it, or set it to 0 to leave the source out"
             )
         self.block = max(block, ceil(1 / smallest))
         self._denominator = lcm(*(share.denominator for share in shares))
@@ -56,7 +59,7 @@ class Mixture:
         )  # the loader reads within one block, or at the end of one
 
     def turn(self, sample: int) -> tuple[int, int]:
-        """Return the source of global sample `sample`, counted from 0, and the number of its earlier turns."""
+        """Return the source of global sample `sample`, counted from 0, and the number of earlier samples of that source."""
         block, position = divmod(sample, self.block)
         sources, ranks = self._order(block)
         source = int(sources[position])
@@ -64,19 +67,19 @@ class Mixture:
         return source, before[source + 1] - before[source] + int(ranks[position])
 
     def turns(self, sample: int) -> list[int]:
-        """Return the number of turns of each source before global sample `sample`."""
+        """Return each source's number of turns (samples) before global sample `sample`."""
         block, position = divmod(sample, self.block)
         before = self._before(block)
         within = np.bincount(self._order(block)[0][:position], minlength=len(before) - 1).tolist()
         return [end - start + more for start, end, more in zip(before[:-1], before[1:], within, strict=True)]
 
     def _before(self, block: int) -> list[int]:
-        """floor(b B C_s) for s = 0 ... S."""
+        """Return floor(b B C_s) for s = 0 ... S."""
         samples = block * self.block
         return [samples * cumulative // self._denominator for cumulative in self._cumulative]
 
     def _make_order(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each position of the block: its source, and the number of earlier positions of that source in the block."""
+        """Return, for each position of the block, its source and the number of earlier positions with the same source."""
         before, after = self._before(block), self._before(block + 1)
         firsts = [end - start for start, end in zip(before, after, strict=True)]
         counts = np.diff(firsts)

@@ -1,14 +1,14 @@
 """The source and its sample for global sample i, in a history of changing mixtures and skipped ranges.
 
-Each source is read in its own order, independently of its turns: its m-th sample, m = 0, 1, ..., is window
-permutation_e(m mod n) of its n windows, in its epoch e = m div n. So an epoch shows each window once before the next one
+Each source is read in its own order, independently of the other sources. It has n windows. Its m-th sample, m = 0, 1, ...,
+is in epoch e = m div n and is window permutation_e(m mod n). So an epoch shows each window once before the next epoch
 begins. An exhausted source, or one smaller than a batch, continues with its next epoch.
 
-A history is a list of segments, each with a mixture (forge/data/mixture.py). Under a new mixture each source continues at its
-own position, also a source that was left out and comes back. Sources are recognised by their content. A roll-back skips a
-range of global numbers, which are not read, and a range of m of each source, which is skipped under any later mixture.
+A history is a list of segments, each with a mixture (forge/data/mixture.py). Under a new mixture each source continues at
+its own position, even if it was left out in between. Sources are identified by their content. A roll-back skips a range of
+global numbers, which are not read. It also skips a range of m of each source, under any later mixture.
 
-Given seed, segments and ranges, all of it is a pure function of i, with O(sources x changes) state.
+For a given seed, segments and ranges, everything is a pure function of i, with O(sources x changes) state.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Segment:
-    """From global sample `start` on, `weights` apply, in blocks of `block`. drawn: samples drawn before, per source.
+    """`weights` apply from global sample `start` on, in blocks of `block`.
 
-    Both have an entry for each source of the history so far, in the order of first use.
+    drawn: samples of each source read before. Both have an entry for each source of the history so far, in the order of first
+    use.
     """
 
     start: int
@@ -42,7 +43,8 @@ class Segment:
 class PassedOver:
     """Skipped samples: global samples from `first_sample` up to, not including, `end_sample`.
 
-    drawn: per source, a skipped range [from, up to] in its own order; the same samples, unless the mixture has changed.
+    drawn: source -> [from, up to), a skipped range in the source's own order. Both describe the same samples, unless the
+    mixture has changed since.
     """
 
     first_sample: int
@@ -96,14 +98,17 @@ class Order:
             self._stretches.append(Stretch(begin, mixture, drawn, self._padded(mixture.turns(begin))))
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Return (source, m) of global sample `sample`: the m-th sample of that source. `sample` must be in no gap."""
+        """Return (source, m): global sample `sample` is the m-th sample of that source.
+
+        `sample` must not be in a skipped range.
+        """
         stretch = self._stretches[bisect_right(self._starts, sample) - 1]
         source, turns = stretch.mixture.turn(sample)
         taken = turns - stretch.turns[source]
         return source, nth_outside(stretch.drawn[source], taken, self._skipped[source])
 
     def drawn(self, sample: int, stretch: Stretch | None = None) -> list[int]:
-        """Return the m of each source's first sample at or after global sample `sample`."""
+        """Return, for each source, the m of its first sample at or after global sample `sample`."""
         stretch = stretch or self._stretches[bisect_right(self._starts, sample) - 1]
         # No source has a turn in the gap after a stretch.
         sample = min([sample, *(first for first, _ in self.gaps if first >= stretch.start)])
@@ -118,7 +123,7 @@ class Order:
         return [*counts, *[0] * (len(self.sources) - len(counts))]
 
     def nth(self, position: int, n: int) -> int:
-        """Return the n-th global sample (from 0) at or after `position` that is in no gap."""
+        """Return the n-th global sample (from 0) at or after `position`; skipped ranges do not count."""
         return nth_outside(position, n, self.gaps)
 
     def key(self, source: int, epoch: int) -> int:
@@ -134,9 +139,9 @@ class Order:
         position: int,
         caps: Mapping[str, int] | None = None,
     ) -> Order:
-        """Return this order up to global sample `position`, continued with these weights of sources by name.
+        """Return this order up to global sample `position`, continued with `weights` (source name -> weight).
 
-        caps: the number of samples after which a source is left out, by name. Once all sources are left out, the order
+        caps: source name -> number of samples after which the source is left out. Once all sources are left out, the order
         continues with the last ones: see `capped_at`.
         """
         caps = caps or {}
@@ -165,7 +170,7 @@ class Order:
     def capped_at(self, position: int, limits: Sequence[int | None]) -> int | None:
         """Return the first global sample after `position` at which a source of the last mixture has reached its limit.
 
-        None: never. limits: of `self.sources`, in that order; None: no limit.
+        None: no source ever does. limits: one per entry of `self.sources`; None: no limit.
         """
         weights = self.segments[-1].weights
         capped = [
@@ -190,13 +195,13 @@ class Order:
         return high
 
     def passing_over(self, ranges: Iterable[PassedOver]) -> Order:
-        """Return this order with exactly these ranges skipped."""
+        """Return this order with exactly these ranges skipped, instead of its own."""
         return Order(self.seed, self.sources, self.segments, ranges)
 
     def between(self, first: int, end: int, later: Order | None = None) -> dict[str, list[int]]:
-        """Return, for each source, the range in its own order that global samples first ... end - 1 read.
+        """Return source -> range of its own samples that global samples first ... end - 1 read.
 
-        later: the order after a change of the mixture in between.
+        later: the order after a change of the mixture, if one happened since `first`.
         """
         later = later or self
         ranges = zip(later.sources, later._padded(self.drawn(first)), later.drawn(end), strict=True)
@@ -227,7 +232,7 @@ class Order:
 def _uncapped(
     weights: Sequence[float], drawn: Sequence[int], limits: Sequence[int | None]
 ) -> tuple[float, ...]:
-    """Return the weights without sources at their limit; empty if none is left."""
+    """Return the weights of the sources that are below their limits; empty if there are none."""
     left = tuple(
         0.0 if limit is not None and given >= limit else weight
         for weight, given, limit in zip(weights, drawn, limits, strict=True)
@@ -236,7 +241,7 @@ def _uncapped(
 
 
 def numbered(names: Iterable[str]) -> list[str]:
-    """Return the same names, repeated ones with a number: an `Order` names sources by their fingerprints."""
+    """Return `names` with a number added to each repeated name."""
     counts: Counter[str] = Counter()
     found = []
     for name in names:
@@ -246,7 +251,7 @@ def numbered(names: Iterable[str]) -> list[str]:
 
 
 def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return sorted, disjoint ranges `(first, end)` of the same numbers; end is the first one after a range."""
+    """Return the union of the ranges `(first, end)` as sorted, disjoint ranges; end is exclusive."""
     merged: list[tuple[int, int]] = []
     for first, end in sorted((first, end) for first, end in ranges if first < end):
         if merged and first <= merged[-1][1]:
@@ -257,7 +262,7 @@ def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def nth_outside(position: int, n: int, ranges: Ranges) -> int:
-    """Return the n-th number (from 0) at or after `position` outside all ranges (see `merge`)."""
+    """Return the n-th number (from 0) at or after `position` that is outside all ranges (see `merge`)."""
     for first, end in ranges:
         if end <= position:
             continue

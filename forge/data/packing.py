@@ -1,7 +1,7 @@
 """Packing plans: the documents, or parts of documents, of each sequence (made by forge/tools/prepare/pack.py).
 
     packing-best_fit-2048.json              a `PlanIndex`
-    packing-best_fit-2048-sequences.bin     uint64 [sequences + 1]: the first piece of each; then their number
+    packing-best_fit-2048-sequences.bin     uint64 [sequences + 1]: each sequence's first piece; then the number of pieces
     packing-best_fit-2048-pieces.bin        (uint64, uint32) [pieces]: first token in the stream, number of tokens
 
 A sequence is read with three small reads, so nothing is held in memory.
@@ -40,8 +40,8 @@ class PlanFile(BaseModel):
 class PlanIndex(BaseModel):
     """The description of a plan.
 
-    `cut_documents` are longer than a sequence and continue in further ones with `cut_tokens`. `lost_tokens` are in no
-    sequence.
+    `cut_documents` documents are longer than a sequence. Their remainders, `cut_tokens` tokens, continue in other
+    sequences. `lost_tokens` are in no sequence.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -62,7 +62,7 @@ class PlanIndex(BaseModel):
 
 
 def plan_name(kind: str, seq_len: int) -> str:
-    """Return the name of a plan's index without `.json`."""
+    """Return the name of a plan's index, without the ending `.json`."""
     return f"packing-{kind}-{seq_len}"
 
 

@@ -16,7 +16,10 @@ _ROUNDS = 8  # four make a Feistel network pseudo-random; more are needed for ti
 
 
 def key_of(*parts: int | str) -> int:
-    """Return a 64-bit key of (seed, purpose, ...); distinct parts give unrelated keys, the same on every machine."""
+    """Return a 64-bit key of (seed, purpose, ...).
+
+    Different parts give unrelated keys, which are the same on every machine.
+    """
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
@@ -35,7 +38,7 @@ def _scramble_all(values: np.ndarray) -> np.ndarray:
 
 
 def hash_positions(start: int, stop: int, key: int) -> np.ndarray:
-    """64 random bits, uint64, for each position start ... stop - 1: `scramble` of a counter that starts at `key`."""
+    """Return 64 random bits, uint64, for each position start ... stop - 1: `scramble` of a counter that starts at `key`."""
     bits = np.uint64(key) + np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return _scramble_all(bits)
 
@@ -59,7 +62,7 @@ class Permutation:
         return value
 
     def inverse(self, values: np.ndarray) -> np.ndarray:
-        """Return i for each value `permutation(i)`: integers `[k]` below n, n up to 2^62, to int64 `[k]`."""
+        """Return the i with permutation(i) = value, for each of `values`: int64 `[k]`. n is at most 2^62."""
         found = values.astype(np.uint64)
         pending = np.arange(len(found))
         while len(pending):

@@ -81,7 +81,7 @@ class MappedIds:
         self.tokens = len(self._ids)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return ids start ... start + count - 1 `[count]`, in the file's dtype, as a view of it.
+        """Return ids start ... start + count - 1 `[count]` in the file's dtype, as a view of the file.
 
         Raises UserError with the first id outside the model's vocabulary.
         """
@@ -130,7 +130,10 @@ class RawTokens(MappedIds):
         return f"raw-{self.dtype.name}-{self._eos_id}-{sampled_digest(self._file)}"
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """Return int32 `[count]`: 0 for the document of the first of these tokens, 1 for the next document, ..."""
+        """Return the document of each of `count` tokens, int32 `[count]`.
+
+        The first token's document is 0, the next one is 1, ...
+        """
         if self._eos_id is None:
             return np.zeros(count, np.int32)
         ends = self.read(start, count) == self._eos_id
@@ -153,8 +156,8 @@ def sampled_digest(file: _CachedFile) -> str:
 class MegatronTokens(MappedIds):
     """A `Source`: the ids of a Megatron dataset as one stream. `path` is the common prefix, or the `.idx`.
 
-    Opening checks the whole index for consistency with itself and the size of the `.bin`. Raises UserError if they disagree,
-    and in `read` for an id at or beyond `vocab_size`. The index is mapped, not held in memory.
+    Opening checks the whole index for consistency with itself and with the size of the `.bin`. It raises UserError if they
+    disagree. `read` raises UserError for an id at or beyond `vocab_size`. The index is mapped, not held in memory.
     """
 
     def __init__(self, path: str | Path, vocab_size: int, cache: BlockCache | None = None):
@@ -187,7 +190,10 @@ class MegatronTokens(MappedIds):
         return f"megatron-{sampled_digest(self._tokens)}-{sampled_digest(self._index_file)}"
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """Return int32 `[count]`: 0 for the document of the first of these tokens, 1 for the next document, ..."""
+        """Return the document of each of `count` tokens, int32 `[count]`.
+
+        The first token's document is 0, the next one is 1, ...
+        """
         documents = range(self.documents)
         low = bisect_left(documents, start, key=self._start_of)
         high = bisect_left(documents, start + count, key=self._start_of)
@@ -197,14 +203,14 @@ class MegatronTokens(MappedIds):
         return np.cumsum(steps, dtype=np.int32)
 
     def _start_of(self, document: int) -> int:
-        """Return the document's first token. Empty documents at the end begin at the end of the tokens."""
+        """Return the position of a document's first token. Trailing empty documents begin at the end of the stream."""
         sequence = int(self._firsts[document])
         if sequence == len(self._pointers):
             return self.tokens
         return int(self._pointers[sequence]) // self.dtype.itemsize
 
     def _check_sequences(self) -> None:
-        """Check that sequences follow each other without a gap, as Megatron writes them, and fill the .bin."""
+        """Check that sequences follow each other without a gap, as Megatron writes them, and that they fill the .bin."""
         total = 0
         for begin in range(0, len(self._lengths), _BLOCK):
             lengths = self._lengths[begin : begin + _BLOCK].astype(np.int64)

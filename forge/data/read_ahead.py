@@ -1,4 +1,4 @@
-"""Read-ahead: threads read samples of remote sources in the global order; a stall reports the reads it waited for."""
+"""Read-ahead: threads read samples of remote sources in the global order. A stall is reported with its cause."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ Result = TypeVar("Result")
 def in_order(
     work: Callable[[Item], Result], items: Iterable[Item], ahead: int, closed: threading.Event | None = None
 ) -> Iterator[Result]:
-    """Yield `work(item)` of each item, in order, with up to `ahead` of them running. Closing it ends the threads.
+    """Yield `work(item)` for each item, in order.
 
-    Raises CancelledError once `closed` is set, also during a wait for a store: the threads are daemons, so neither this call
-    nor the process waits for outstanding requests.
+    Up to `ahead` items are in work at once. Closing the generator ends the threads.
+
+    Raises CancelledError once `closed` is set, even while a store is slow. The threads are daemons, so neither this
+    generator nor the process waits for outstanding requests.
     """
     ended = threading.Event()
     tasks: queue.SimpleQueue[tuple[futures.Future[Result], Item] | None] = queue.SimpleQueue()
@@ -81,7 +83,9 @@ def in_order(
 def read_samples(
     dataset: PackedDataset, samples: Iterable[tuple[PackedDataset, int]], ahead: int, closed: threading.Event
 ) -> Generator[tuple[np.ndarray, np.ndarray | None]]:
-    """Yield each sample of its dataset, in order; up to `ahead` samples of remote sources are read at once.
+    """Yield the sample of each pair (dataset, sample number), in order.
+
+    Up to `ahead` samples of remote sources are read at once.
 
     All datasets have the sources of `dataset`, but may have other orders and masks. closed: ends a wait, see `in_order`.
     """
@@ -109,7 +113,7 @@ def is_remote(source: Source) -> bool:
 def _next_use(
     dataset: PackedDataset, name: str, position: list[int], first: np.ndarray, end: np.ndarray
 ) -> np.ndarray:
-    """Return the approximate number of samples until tokens first ... end - 1 of a source are read again."""
+    """Return, for each range of tokens first ... end - 1, the approximate number of samples until it is read again."""
     order, windows = dataset.order, dataset.samples[name]
     number = order.sources.index(name)
     ranges = windows.over(first, end)
@@ -123,14 +127,14 @@ def _next_use(
 
 @dataclass(frozen=True)
 class Stall:
-    """A wait for data of `seconds`, and the reading threads' own waits at its end."""
+    """A wait for data: its duration in seconds, and the last cause that the reading threads reported."""
 
     seconds: float
     cause: str
 
 
 def wait_for(batches: queue.Queue[Result]) -> tuple[Result, Stall | None]:
-    """Return the next of `batches` and its stall, if any. A wait for a store of at least STALL_S is logged meanwhile."""
+    """Return the next of `batches`, and the stall if there was one. Log a wait for a store every STALL_S seconds."""
     began, cause = time.monotonic(), ""
     while True:
         try:
@@ -147,10 +151,10 @@ def wait_for(batches: queue.Queue[Result]) -> tuple[Result, Stall | None]:
 def next_uses(
     first: np.ndarray, end: np.ndarray, drawn: int, windows: int, permutation: Callable[[int], Permutation]
 ) -> np.ndarray:
-    """Return, for each range of windows first ... end - 1, the samples of the source until its earliest next read.
+    """Return, for each range of windows first ... end - 1, the number of the source's samples until its next read.
 
-    first, end: int64 `[n]`, non-empty ranges of about equal length. drawn: samples of the source read so far.
-    permutation: of an epoch of `windows` windows.
+    first, end: int64 `[n]`, non-empty ranges of about equal length. drawn: samples of the source read so far. permutation:
+    epoch number -> permutation of `windows` windows.
     """
     epoch, now = divmod(drawn, windows)
     width = int((end - first).max())

@@ -34,7 +34,10 @@ class Source(Protocol):
         """Return tokens start ... start + count - 1 `[count]`, any integer dtype; read-only."""
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """Return int32 `[count]`: 0 for the document of the first of these tokens, 1 for the next document, ..."""
+        """Return the document of each of `count` tokens, int32 `[count]`.
+
+        The first token's document is 0, the next one is 1, ...
+        """
 
 
 def open_source(
@@ -86,10 +89,13 @@ def count_windows(source: Source, seq_len: int) -> int:
 
 
 def held_out_windows(windows: int, sequences: int) -> Sequence[int]:
-    """Return the windows that an evaluation of `sequences` sequences reads, ascending. windows: the source's number of them.
+    """Return the windows that an evaluation of `sequences` sequences reads, ascending.
 
-    One fixed permutation selects them: neighbours, e.g. the first ones, would cover only a few documents. They depend on both
-    numbers alone, so all runs, seeds, steps and layouts read the same windows. Fewer sequences are a subset.
+    windows: number of windows in the source.
+
+    One fixed permutation selects them, because neighbouring windows would cover only a few documents. The result depends on
+    `windows` and `sequences` alone, so all runs, seeds, steps and layouts read the same windows. A smaller evaluation reads
+    a subset of a larger one's windows.
     """
     if sequences >= windows:
         return range(windows)

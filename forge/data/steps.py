@@ -1,8 +1,8 @@
 """The samples of each data rank in each step, under changing step sizes and mixtures.
 
 A step of B sequences of S tokens takes the next B S / L samples, which are windows of L = train.seq_len tokens. Each window
-is cut into L / S rows of the batch. So with any step sizes, every token is read once per epoch, and the samples of a step
-depend only on the samples and tokens before it.
+is cut into L / S rows of the batch. So whatever the step sizes, every token is read once per epoch. The samples of a step
+depend only on the number of earlier samples and tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Row = tuple[np.ndarray, np.ndarray | None]
 
 @dataclass(frozen=True)
 class StepRows:
-    """A data rank's reads of a step: row i is part `parts[i]`, of `seq_len` tokens, of global sample `samples[i]`."""
+    """The reads of one data rank in one step: row i is part `parts[i]` of global sample `samples[i]`.
+
+    Each part has `seq_len` tokens.
+    """
 
     dataset: PackedDataset
     samples: list[int]
@@ -30,11 +33,13 @@ class StepRows:
     seq_len: int
 
     def reads(self) -> Iterator[tuple[PackedDataset, int]]:
-        """Yield each sample once, in order, with its dataset."""
+        """Yield each sample number of the step once, in order, with its dataset."""
         return ((self.dataset, sample) for sample, _ in groupby(self.samples))
 
     def cut(self, windows: Iterator[Row]) -> Iterator[Row]:
-        """Yield tokens and labels `[seq_len + 1]` of each row, and their documents; shorter at the end of a sample.
+        """Yield the tokens and labels `[seq_len + 1]` of each row, and their documents.
+
+        Rows at the end of a short sample are shorter.
 
         windows: samples from `reads()`, consumed in order.
         """
@@ -46,7 +51,10 @@ class StepRows:
 
 
 def part_of(window: Row, part: int, seq_len: int) -> Row:
-    """Return part `part` of a window: `seq_len` inputs and labels. Past the window's end: one token without a label."""
+    """Return part `part` of a window: `seq_len` inputs and labels.
+
+    Past the end of a short window, return one token, which has no label.
+    """
     tokens, owners = window
     start = min(part * seq_len, len(tokens) - 1)
     chosen = slice(start, part * seq_len + seq_len + 1)
@@ -57,7 +65,7 @@ def part_of(window: Row, part: int, seq_len: int) -> Row:
 class StepSizes:
     """The samples of a step: `windows` whole samples of `dataset`, from global sample `sample` on.
 
-    They are in the step's order, cut into `batch` rows of `seq_len` tokens.
+    They are cut into `batch` rows of `seq_len` tokens.
     """
 
     dataset: PackedDataset
@@ -67,7 +75,7 @@ class StepSizes:
     windows: int
 
     def rows(self, rank: int, ranks: int) -> StepRows:
-        """Return the reads of data rank `rank` of `ranks`: the rank's part of the rows."""
+        """Return the part of the step's rows that data rank `rank` of `ranks` reads."""
         parts, order = self.batch // self.windows, self.dataset.order
         rows = range(rank * self.batch // ranks, (rank + 1) * self.batch // ranks)
         places = {window: order.nth(self.sample, window) for window in {row // parts for row in rows}}
@@ -84,10 +92,10 @@ def steps_from(
     sample: int = 0,
     tokens: int = 0,
 ) -> Iterator[StepSizes]:
-    """Yield each step from global sample `sample` on. tokens: positions trained on before it.
+    """Yield each step from global sample `sample` on. tokens: positions trained on before the first of these steps.
 
-    The order of `dataset` is the history's; the plan's mixture continues it.
-    Without `plan_at` all steps have `global_batch_size` whole samples.
+    The order of `dataset` is the history's; the mixture of `plan_at` continues it. Without `plan_at` all steps have
+    `global_batch_size` whole samples.
     """
     batch, seq_len, windows = global_batch_size, dataset.seq_len, global_batch_size
     before: StepPlan | None = None

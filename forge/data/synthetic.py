@@ -51,7 +51,10 @@ class SyntheticSource:
         return tokens[start - begin :]
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """Return int32 `[count]`: 0 for the document of the first of these tokens, 1 for the next document, ..."""
+        """Return the document of each of `count` tokens, int32 `[count]`.
+
+        The first token's document is 0, the next one is 1, ...
+        """
         bits, jump = self._draw(start, start + count)
         starts = jump & ((bits >> np.uint64(1)) & np.uint64(63) == 0)
         starts[0] = False

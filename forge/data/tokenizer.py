@@ -40,9 +40,9 @@ _PATTERNS = (
 
 
 class Tokenizer(Protocol):
-    """`vocab_size` ids. bos_id, eos_id: None if it has none. fingerprint: identifies its content.
+    """A tokenizer with `vocab_size` ids. bos_id, eos_id: None if it has none. fingerprint: identifies its content.
 
-    unk_id: the id of text outside the vocabulary; None if there is no such text.
+    unk_id: the id of text outside the vocabulary; None if the vocabulary covers every text.
     """
 
     vocab_size: int
@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
 
     @property
     def can_cut(self) -> bool:
-        """Return whether `cut` finds places in usual text."""
+        """Return whether `cut` usually finds a place in ordinary text."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of the text without special tokens. UnicodeEncodeError for surrogates."""
@@ -75,7 +75,7 @@ class Tokenizer(Protocol):
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load "bytes", a SentencePiece .model file, a tokenizer.json, or a folder with one (see `save`).
 
-    A tokenizer.json in a folder takes precedence: it also has tokens added to a SentencePiece model later.
+    In a folder, tokenizer.json takes precedence over a SentencePiece model: it has the tokens that were added later, too.
     Raises UserError with the file and its problem.
     """
     if str(path) == BYTES:

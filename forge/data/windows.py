@@ -23,16 +23,20 @@ class Windows(Protocol):
         """Return the ranges of the stream in a sample, in order: first token and number of tokens."""
 
     def read(self, window: int, documents: bool) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return tokens `[seq_len + 1]` or fewer, and if requested each token's document, int32, ascending from 0."""
+        """Return tokens `[seq_len + 1]` or fewer.
+
+        If requested, also return each token's document, int32, ascending from 0.
+        """
 
     def over(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the windows first ... end - 1 with tokens of each range of the stream; None: unknown."""
+        """Return, for each range of the stream, the windows first ... end - 1 that overlap it; None: unknown."""
 
 
 class StreamWindows:
-    """Window k of a source of T tokens is tokens k S ... k S + S inclusive: S inputs and, shifted by one, S labels.
+    """Window k of a source is tokens k S ... k S + S inclusive: S inputs and, shifted by one, S labels.
 
-    There are (T - 1) // S windows, so every token but the first is a label once, except for a remainder shorter than S.
+    There are (T - 1) // S windows for T tokens, so every token but the first is a label once, except for a remainder
+    shorter than S.
     """
 
     def __init__(self, source: Source, seq_len: int):
@@ -52,7 +56,7 @@ class StreamWindows:
 
 
 class PackedWindows:
-    """Sequences of a plan: whole documents, or parts of longer ones, one after the other (forge/data/packing.py)."""
+    """The sequences of a packing plan (forge/data/packing.py): whole documents, or parts of longer ones, in a row."""
 
     def __init__(self, source: Source, plan: PackingPlan):
         self.source, self._plan = source, plan
@@ -90,7 +94,10 @@ def windows_of(source: Source, seq_len: int, packing: str) -> Windows:
 def read_window(
     source: Source, window: int, seq_len: int, documents: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return tokens `[seq_len + 1]` of a window, fewer at the end of the source, and if requested their documents, int32."""
+    """Return tokens `[seq_len + 1]` of a window, or fewer at the end of the source.
+
+    If requested, also return their documents, int32.
+    """
     start = window * seq_len
     count = min(seq_len + 1, source.tokens - start)
     return source.read(start, count), source.document_ids(start, count) if documents else None

@@ -1,4 +1,4 @@
-"""The mathematics, on tensors, with the loss: knows no rank, mesh, file or config path."""
+"""The mathematics of the model and its loss, on tensors. Nothing here knows of ranks, meshes, files or the config's path."""
 
 from forge.model.attention import Attention, AttentionFunction, GroupedAttention, HeadIndices, Sinks
 from forge.model.embedding import Embedding, Head

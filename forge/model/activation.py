@@ -1,4 +1,4 @@
-"""The functions between the projections of a feed-forward, dense or of experts."""
+"""The functions between the projections of a feed-forward, for dense layers and experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forge.config.model import ModelConfig
 
 
 class Activation(NamedTuple):
-    """`function` of the results of `inputs` projections, all of one shape: gate and up, or one projection alone."""
+    """`function` takes the outputs of `inputs` projections, all of one shape: gate and up, or a single one."""
 
     function: Callable[..., Tensor]
     inputs: int = 2
@@ -47,7 +47,10 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """g sigmoid(1.702 g) * (u + 1), with g = gate up to `limit` and u = up from -limit to limit (gpt-oss's experts)."""
+    """Compute g sigmoid(1.702 g) * (u + 1) (gpt-oss).
+
+    g: the gate, at most `limit`. u: up, clamped to [-limit, limit].
+    """
     gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
 

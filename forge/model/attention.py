@@ -21,12 +21,13 @@ from forge.model.sdpa import sdpa_attention
 
 
 class Shared:
-    """Inputs that all blocks of one forward share: RoPE's tables at its positions, and the mask of each window.
+    """Inputs shared by all blocks in one forward: RoPE's tables at the forward's positions, and the mask of each window.
 
-    cos, sin: `[tables, seq, 1, head_dim / 2]` or `[tables, batch, seq, 1, head_dim / 2]`, promote(float32, compute).
-    masks: window (0: none) -> AttentionMask.
-    labels: int64 `[batch, seq]`; tokens labelled IGNORE do not count in load balancing; None: all count.
-    saved: with attention residuals, the streams that entered earlier residual blocks, each shaped like a block's input.
+    cos, sin: `[tables, seq, 1, head_dim / 2]` or `[tables, batch, seq, 1, head_dim / 2]`, promote(float32, compute). masks:
+    window (0: none) -> AttentionMask. labels: int64 `[batch, seq]`; tokens labelled IGNORE do not count in load balancing;
+    None: all count. saved: with attention residuals, the streams that entered earlier residual blocks, each shaped like a
+    block's input.
+
     Not a dataclass, so that FSDP does not cast the tables (see AttentionMask).
     """
 
@@ -53,10 +54,13 @@ class Shared:
 
 
 class AttentionFunction(Protocol):
-    """Causal attention of one forward; the inner part of `Attention`, without parameters of its own."""
+    """The parameterless inner part of `Attention`: causal attention of one forward."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        """Return the mask with its table, once per forward and window; x `[batch, seq, dim]` gives dtype, device, sizes."""
+        """Return the mask with its table.
+
+        Called once per forward and window. x `[batch, seq, dim]` gives dtype, device and sizes.
+        """
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
@@ -71,8 +75,8 @@ class AttentionFunction(Protocol):
 class Attention(nn.Module):
     """The base of every kind of attention: window, rotation, and the modules between the heads and the stream.
 
-    rotation: index of RoPE's tables; None: no positions. qk_dim: size of a query head; every attention
-    function divides scores by its root. `factor` multiplies queries if the divisor is to be another number.
+    rotation: index of RoPE's tables; None: no positions. qk_dim: size of a query head; every attention function divides
+    scores by its square root. factor: multiplies the queries, for models that divide scores by another number.
     """
 
     wo: nn.Linear
@@ -87,7 +91,10 @@ class Attention(nn.Module):
         self.sinks = Sinks(config.n_heads) if config.attention_sinks else None
 
     def output(self, out: Tensor, x: Tensor) -> Tensor:
-        """out `[batch, heads, seq, v_dim]`, of input x `[batch, seq, dim]` -> gated and projected `[batch, seq, dim]`."""
+        """Gate and project out `[batch, heads, seq, v_dim]` to `[batch, seq, dim]`.
+
+        x `[batch, seq, dim]`: the input that out was computed from.
+        """
         out = out.transpose(1, 2)
         if self.wg is not None:
             out = out * self.wg(x).unflatten(-1, (out.shape[2], -1)).sigmoid()
@@ -102,7 +109,10 @@ class Attention(nn.Module):
         return q if self.factor == 1.0 else q * self.factor
 
     def rotated(self, x: Tensor, shared: Shared) -> Tensor:
-        """Rotate x `[batch, seq, heads, head_dim]` by its positions, if the layer has any."""
+        """Rotate x `[batch, seq, heads, head_dim]` by the tokens' positions.
+
+        Returns x itself in a layer without positions.
+        """
         if self.rotation is None:
             return x
         return rotate(x, shared.cos[self.rotation], shared.sin[self.rotation])
@@ -143,7 +153,7 @@ class GroupedAttention(Attention):
 
 
 class HeadIndices(nn.Module):
-    """The heads of a process, by their numbers in the whole layer; for constants of each head, e.g. slopes.
+    """The global indices of this process's heads, for constants of each head, e.g. slopes.
 
     Tensor parallelism divides `heads` if the module's name is colwise in the plan.
     """

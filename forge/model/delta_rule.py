@@ -140,7 +140,10 @@ lower_triangle.register_autograd(_triangle_backward, setup_context=_keep_number)
 
 
 def outputs(chunks: Chunks, states: Tensor, seq: int) -> Tensor:
-    """Return `[batch, seq, heads, value_dim]`; states `[chunks, batch, heads, key_dim, value_dim]`, of each chunk's begin."""
+    """Return `[batch, seq, heads, value_dim]`.
+
+    states `[chunks, batch, heads, key_dim, value_dim]`: at the start of each chunk.
+    """
     corrected = chunks.u - chunks.w @ states
     out = chunks.reads @ states + chunks.scores @ corrected  # [chunks, batch, heads, size, value_dim]
     return out.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :seq]
@@ -165,7 +168,10 @@ def recurrent_delta_rule(
     resets: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `chunked_delta_rule`, token by token, from `state` `[batch, heads, key_dim, value_dim]` (None: an empty one)."""
+    """Compute the same as `chunked_delta_rule`, token by token.
+
+    state `[batch, heads, key_dim, value_dim]`: the initial one; None: zeros.
+    """
     if state is None:
         state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
     outs = []
@@ -192,8 +198,8 @@ def _chunked(x: Tensor, size: int) -> Tensor:
 def affine_scan(transition: Tensor, addition: Tensor, initial: Tensor) -> Tensor:
     """Return all states of S_{n+1} = transition_n S_n + addition_n: `[steps + 1, ..., rows, columns]`, S_0 = initial.
 
-    transition `[steps, ..., rows, rows]`, addition `[steps, ..., rows, columns]`, initial `[..., rows, columns]`.
-    An operator of its own, so that a compiler sees one node however many steps there are.
+    transition `[steps, ..., rows, rows]`, addition `[steps, ..., rows, columns]`, initial `[..., rows, columns]`. A custom
+    operator, so a compiler sees one node for any number of steps.
     """
     states = initial.new_empty(len(transition) + 1, *initial.shape)
     states[0] = initial
@@ -213,7 +219,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _scan_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of states are such a scan too, from the last to the first: G_n = transition_n^T G_{n+1} + grad_n."""
+    """Compute the gradients of the states by the same scan in reverse: G_n = transition_n^T G_{n+1} + grad_n."""
     transition, states = ctx.saved_tensors
     back = affine_scan(transition.mT.flip(0), grad[:-1].flip(0), grad[-1]).flip(0)
     return back[1:] @ states[:-1].mT, back[1:], back[0]

@@ -13,7 +13,7 @@ from forge.model.norm import promoted
 
 
 class Dispatcher(Protocol):
-    """Sends tokens through their experts; the parameterless inner part of `MoE`, and an extension point."""
+    """Sends tokens through their experts. The parameterless inner part of `MoE`, and an extension point."""
 
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
@@ -27,7 +27,7 @@ class Dispatcher(Protocol):
 
 
 class LocalDispatcher:
-    """All experts are in this process. `drops`: some choices may have no expert."""
+    """A dispatcher for experts that are all in this process. drops: some choices may have no expert."""
 
     def __init__(self, n_experts: int, drops: bool):
         self.n_experts, self.drops = n_experts, drops
@@ -47,7 +47,7 @@ class LocalDispatcher:
 
 
 class DispatchPlan(NamedTuple):
-    """The stable order of choices by expert; choice j of token t has number t * top_k + j.
+    """The stable order of choices by expert. Choice j of token t has number t * top_k + j.
 
     order: int64 `[tokens * top_k]`, the choice of each row. places: int64 `[tokens, top_k]`, the row of each choice.
     counts: int64 `[n_experts]`, rows of each expert; choices without an expert come last.
@@ -70,7 +70,7 @@ def sort_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
 def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
     """Return the plan of `sort_by_expert` by counting: a few passes if compiled, slow if not.
 
-    No token chooses an expert twice, except n_experts.
+    Requires that no token chooses an expert twice; n_experts may be repeated.
     """
     indices = torch.arange(n_experts + 1, device=experts.device).unsqueeze(1)
     columns = experts.unbind(1)
@@ -89,7 +89,7 @@ def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
 
 
 def plan_rows(experts: Tensor, n_experts: int) -> DispatchPlan:
-    """Return the plan for experts int64 `[tokens, top_k]`, in the way that is faster: by counting if compiled."""
+    """Return the plan for experts int64 `[tokens, top_k]`: by counting if this code is compiled, otherwise by sorting."""
     return (count_by_expert if torch.compiler.is_compiling() else sort_by_expert)(experts, n_experts)
 
 
@@ -100,7 +100,9 @@ def spread_rows(x: Tensor, experts: Tensor, n_experts: int) -> tuple[Tensor, Dis
 
 
 def group_by_expert(arriving: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Group `total` rows, which are sorted by rank, then expert, by expert; arriving int64 `[ranks, local experts]`.
+    """Reorder `total` rows from (rank, expert) order to expert order.
+
+    arriving int64 `[ranks, local experts]`: number of rows of each.
 
     Return order and places, int64 `[total]`, and counts, int64 `[local experts]`, with the meanings that `DispatchPlan` has.
     """
@@ -123,7 +125,7 @@ def _inverse(permutation: Tensor) -> Tensor:
 
 
 def _at(rows: Tensor, column: Tensor, missing: bool) -> Tensor:
-    """Return `rows[column]`. missing: some places are past the last row; there it is 0."""
+    """Return `rows[column]`. missing: indices past the last row are allowed and give zeros."""
     if not missing:
         return rows.index_select(0, column)
     if rows.shape[0] == 0:
@@ -133,7 +135,7 @@ def _at(rows: Tensor, column: Tensor, missing: bool) -> Tensor:
 
 
 def add_choices(rows: Tensor, places: Tensor) -> Tensor:
-    """rows `[n, dim]` -> the sum of each token's, `[tokens, dim]`; summed in promote(float32, rows).
+    """rows `[n, dim]` -> for each token the sum of its choices' rows, `[tokens, dim]`; summed in promote(float32, rows).
 
     places int64 `[tokens, top_k]`; places >= n have no row and add nothing.
     """
@@ -156,7 +158,7 @@ def weigh_choices(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
 def weigh_backward(
     grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `weigh_choices` for rows and weights. grad `[tokens, dim]`: that of its result."""
+    """Return the gradients of `weigh_choices` with respect to rows and weights. grad `[tokens, dim]`: of its result."""
     grad = grad.to(promoted(rows.dtype))
     missing = rows.shape[0] < places.numel()
     if missing or torch.compiler.is_compiling():
@@ -174,7 +176,7 @@ def weigh_backward(
 
 
 class Kernels(NamedTuple):
-    """Functions that move and add rows. An extension point of dispatchers: replaced by the compiled functions."""
+    """Functions that move and add rows, which dispatchers call. `apply_blocks` replaces them by compiled ones."""
 
     plan: Callable[..., DispatchPlan] = plan_rows
     spread: Callable[..., tuple[Tensor, DispatchPlan]] = spread_rows
@@ -201,7 +203,7 @@ def take(x: Tensor, plan: DispatchPlan, n: int, kernels: Kernels = EAGER) -> Ten
 
 
 def add_up(rows: Tensor, plan: DispatchPlan, kernels: Kernels = EAGER) -> Tensor:
-    """rows `[n, dim]`, the first of the plan -> the sum of each token's, `[tokens, dim]`."""
+    """rows `[n, dim]`, the first n of the plan -> for each token the sum of its choices' rows, `[tokens, dim]`."""
     return _AddUp.apply(rows, plan.order, plan.places, kernels)
 
 
@@ -216,7 +218,7 @@ def combine(rows: Tensor, weights: Tensor, plan: DispatchPlan, kernels: Kernels 
 
 
 def permute(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """rows `[n, dim]` -> `rows[order]`; order and places int64 `[n]` undo each other."""
+    """rows `[n, dim]` -> `rows[order]`. order and places, int64 `[n]`, are inverse permutations."""
     return _Permute.apply(rows, order, places)
 
 

@@ -24,20 +24,20 @@ class Embedding(nn.Module):
         return x if self.scale == 1.0 else x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return 0: a look-up multiplies nothing. As a tied head the model counts it."""
+        """Return 0: a look-up multiplies nothing. The model counts the product of a tied head."""
         return 0.0
 
     def output(self, hidden: Tensor, labels: Tensor | None, loss: nn.Module) -> Tensor:
-        """Return the same as `Head.forward`. No module hooks run, so under FSDP the weight must be in the root's unit."""
+        """Compute the same as `Head.forward`.
+
+        No module hooks run, so under FSDP the weight must belong to the root's unit.
+        """
         # Without hooks nothing else casts to the dtype that the weight computes in.
         return loss(hidden.to(self.weight.dtype), self.weight, labels)
 
 
 class Head(nn.Module):
-    """The output matrix.
-
-    Computes the loss inside its forward, because parallel engines have gathered the weight there.
-    """
+    """The output matrix. It computes the loss inside its forward, where data-parallel engines have gathered the weight."""
 
     # Losses and logits are never rounded to the compute dtype.
     exact_output = True

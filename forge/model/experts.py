@@ -57,7 +57,7 @@ class Experts(nn.Module):
         w13_bias: Tensor | None,
         w2_bias: Tensor | None,
     ) -> Tensor:
-        """`forward` with the weights of some of the experts, whose counts these are."""
+        """Compute `forward` with the given weights, of some of the experts. counts: of these experts."""
         groups = RowGroups(counts)
         projected = self.multiply(rows, w13, groups, w13_bias)
         return self.multiply(self.activate(projected), w2, groups, w2_bias)
@@ -81,7 +81,7 @@ class RowGroups:
 
     @functools.cached_property
     def sizes(self) -> list[int]:
-        """The counts on the host. The first use waits for the device, once for all products of a layer."""
+        """The counts, on the host. The first access waits for the device; all products of a layer share the result."""
         return list(host.read(self.counts))
 
 
@@ -89,7 +89,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor
     """rows `[n, in]` in `groups`, weight `[groups, out, in]`, bias `[groups, out]` -> `[n, out]`.
 
     One grouped product, without a host sync. Its gradient must not be an expanded tensor. Without a kernel (see
-    `has_kernel`), a loop over the groups; the host reads their sizes.
+    `has_kernel`), it loops over the groups, and the host reads their sizes.
     """
     if bias is not None:
         return grouped_linear(rows, weight, groups) + bias_of_rows(rows, bias, groups)
@@ -116,10 +116,10 @@ def grouped_outer(left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
 
 
 def has_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Whether PyTorch computes the grouped product without a host sync.
+    """Return whether PyTorch computes the grouped product without a host sync.
 
-    It takes rows of a multiple of 16 bytes. On CUDA its kernel is for bfloat16 on Hopper (9.x) and Blackwell (10.x): other
-    products wait for the device, each of them and each of their gradients.
+    The size of a row must be a multiple of 16 bytes. On CUDA there is a kernel only for bfloat16 on Hopper (9.x) and
+    Blackwell (10.x). Other products, and each of their gradients, wait for the device.
     """
     aligned = all(side * rows.element_size() % 16 == 0 for side in weight.shape[1:])
     if rows.is_cuda:
@@ -131,9 +131,10 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 
 
 def bias_of_rows(rows: Tensor, bias: Tensor, groups: RowGroups) -> Tensor:
-    """bias `[groups, out]` -> each row's group's, `[n, out]`; zeros past the last group, whose gradients mean nothing.
+    """bias `[groups, out]` -> for each row the bias of its group, `[n, out]`; zeros past the last group.
 
-    In promote(float32, bias) until the end, because the gradient of a group's bias is a sum over its rows.
+    In promote(float32, bias) until the end, because the gradient of a group's bias is a sum over its rows. Gradients past
+    the last group are ignored.
     """
     index = torch.arange(rows.shape[0], device=rows.device)
     # The number of groups for rows past the last one.

@@ -35,6 +35,6 @@ class UngatedFeedForward(FeedForward):
 
 
 def make_feed_forward(dim: int, hidden_dim: int, activation: Activation, bias: bool) -> FeedForward:
-    """Build the feed-forward that `activation` asks for, with a gate or without."""
+    """Build the feed-forward for `activation`, with or without a gate."""
     kind = FeedForward if activation.inputs == 2 else UngatedFeedForward
     return kind(dim, hidden_dim, activation, bias)

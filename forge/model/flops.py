@@ -1,4 +1,4 @@
-"""Count the parameters and the floating-point operations of a model as it was built, also of a class of your own."""
+"""Count the parameters and the floating-point operations of a built model, including classes of the user's own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Number of parameters; `active`: used by one token, including the whole embedding."""
+    """The number of parameters of a model. active: the number used by one token, including the whole embedding."""
 
     total: int
     active: int
@@ -18,7 +18,7 @@ class ParameterCounts:
 def parameter_counts(model: nn.Module) -> ParameterCounts:
     """Count the parameters of `model`, which may be on the meta device.
 
-    A module reports as `idle_parameters` the parameters that a token does not use: experts that it is not routed to.
+    A module's `idle_parameters` are those that one token does not use: experts to which it is not routed.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     idle = sum(getattr(module, "idle_parameters", 0) for module in model.modules())
@@ -28,18 +28,18 @@ def parameter_counts(model: nn.Module) -> ParameterCounts:
 def flops_per_token(module: nn.Module, seq_len: int) -> float:
     """Return the floating-point operations of forward and backward per token, for matrix products only.
 
-    A module with a method `flops_per_token(seq_len)` answers for itself and all within it; for any other see
-    `matrix_flops`. Document masks are not subtracted, and recomputation is not added.
+    The method `flops_per_token(seq_len)` of a module counts the module and all its submodules. Modules without the method
+    are counted by `matrix_flops`. Document masks are not subtracted, and recomputation is not added.
     """
     method = getattr(module, "flops_per_token", None)
     return matrix_flops(module, seq_len) if method is None else method(seq_len)
 
 
 def matrix_flops(module: nn.Module, seq_len: int) -> float:
-    """Return 6 * (elements of the module's own matrices that a token uses) + the FLOPs of the modules within it.
+    """Return 6 * (elements of the module's own matrices that a token uses) + the FLOPs of its submodules.
 
-    A multiply and an add, forward and twice that backward. Parameters of fewer than two dimensions (norms, biases) and
-    look-ups do not count.
+    Forward has a multiply and an add per element, backward twice as many. Parameters of fewer than two dimensions (norms,
+    biases) and look-ups do not count.
     """
     own = (
         0
@@ -51,6 +51,9 @@ def matrix_flops(module: nn.Module, seq_len: int) -> float:
 
 
 def mean_keys(seq_len: int, window: int) -> float:
-    """Return the mean over a sequence of min(i + 1, window), the keys that token i sees; window 0: no limit."""
+    """Return the mean number of keys that a token sees: the mean of min(i + 1, window) over a sequence.
+
+    window 0: no limit.
+    """
     reach = min(window or seq_len, seq_len)
     return (reach * (reach + 1) / 2 + (seq_len - reach) * reach) / seq_len

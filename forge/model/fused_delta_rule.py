@@ -1,10 +1,10 @@
 """The gated delta rule by the Triton kernels of flash-linear-attention (fla), if installed.
 
-fla is one operator in this file, and its gradient another: a compiler sees one node and needs only its shapes.
+Forward is one custom operator, and its gradient another, so a compiler sees one node and needs only its shapes.
 
 fla separates documents by `cu_seqlens`, whose length depends on the data: the host would wait for the device once per
-layer, and the compiler would see new shapes. A document begins with a decay of exp(RESET) instead, which is nearly 0.
-fla takes any decay: no exponent of its kernels is above 0.
+layer, and the compiler would see new shapes. Here a document begins with a decay of exp(RESET) instead, which is nearly 0.
+fla accepts any decay: no exponent of its kernels is above 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RESET = -50.0
 
 
 def is_for_kernels(v: Tensor) -> bool:
-    """Whether fla computes values `v`: it is installed, and its kernels compute in bfloat16 on CUDA."""
+    """Return whether fla can compute with values `v`: it is installed, and `v` is bfloat16 on CUDA."""
     return INSTALLED and v.is_cuda and v.dtype == torch.bfloat16
 
 
@@ -36,7 +36,7 @@ def fused_delta_rule(
     resets: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `recurrent_delta_rule`, with outputs in the dtype of v and the last state in that of `log_decay`."""
+    """Compute the same as `recurrent_delta_rule`. Outputs have the dtype of v, the last state that of `log_decay`."""
     if resets is not None:
         log_decay = log_decay.masked_fill(resets[..., None, None], RESET)
     if state is None:
@@ -70,7 +70,7 @@ def _gradient(
     beta: Tensor,
     state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute forward again, which an operator cannot keep, and its backward."""
+    """Recompute forward and run its backward. An operator cannot keep the graph of its forward."""
     with _autograd():
         inputs = [x.detach().requires_grad_() for x in (q, k, v, log_decay, beta, state)]
         results = kernel_for(log_decay)(*inputs)
@@ -97,7 +97,7 @@ _operator.register_autograd(_backward, setup_context=_keep)
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Record gradients in the body of an operator's implementation, where PyTorch switches autograd off."""
+    """Enable autograd in the body of an operator's implementation, where PyTorch has disabled it."""
     keys = torch._C.DispatchKey
     with ExitStack() as stack:
         for key in (keys.AutogradFunctionality, keys.ADInplaceOrView):
@@ -107,7 +107,7 @@ def _autograd() -> Iterator[None]:
 
 
 def kernel_for(log_decay: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the kernel for decays by channel or by head; it has the operator's arguments."""
+    """Return the kernel for decays per channel or per head; it takes the operator's arguments."""
     # At the first use: fla imports Triton, and takes seconds.
     if log_decay.shape[-1] > 1:
         from fla.ops.kda import chunk_kda as chunked

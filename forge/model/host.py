@@ -1,7 +1,7 @@
-"""Numbers that the host reads from the device inside a layer.
+"""Read numbers from the device inside a layer.
 
-Each read waits for the device. Activation checkpointing runs a forward again in backward: the second run reuses the
-numbers of the first, and does not wait.
+Each read waits for the device. Activation checkpointing runs a forward again in backward. That second run reuses the
+numbers of the first run and does not wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class HostReads:
-    """The reads of one checkpointed forward, in order."""
+    """The numbers that one checkpointed forward reads, in order."""
 
     def __init__(self) -> None:
         self._values: list[Any] = []
@@ -23,7 +23,7 @@ class HostReads:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the reads of the body, a forward. Every later run of the same forward gets the values of the first."""
+        """Record the reads of the body, which is a forward. When the same forward runs again, return the recorded numbers."""
         self._next = 0
         token = _current.set(self)
         try:
@@ -32,7 +32,7 @@ class HostReads:
             _current.reset(token)
 
     def read(self, x: Tensor) -> Any:
-        """Return the next value, `x.tolist()` in the first run."""
+        """Return the next recorded number, or in the first run `x.tolist()`."""
         if self._next == len(self._values):
             self._values.append(x.tolist())
         self._next += 1

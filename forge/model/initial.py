@@ -29,7 +29,7 @@ class Normal:
     std: float
 
     def of(self, drawn: Tensor) -> Tensor:
-        """Turn draws from the standard normal distribution, which are overwritten, into draws from this one."""
+        """Turn draws from the standard normal distribution into draws from this one, in place."""
         return drawn.mul_(self.std)
 
 
@@ -50,10 +50,10 @@ class Uniform:
 
 
 def initial_values(model: nn.Module, config: ModelConfig) -> dict[str, float | Normal | Uniform]:
-    """Return the initial value of every parameter of `model`, a part or all of the model of `config`, by name.
+    """Return the initial value of every parameter of `model`, by name. The model may be a part of the model of `config`.
 
-    A module of a class of one's own says it itself, by a method `initial_value(name)`. Raises TypeError for a parameter of
-    an unknown type of module, so none is left uninitialised.
+    A module of the user's own class has a method `initial_value(name)`. Raises TypeError for a parameter of an unknown type
+    of module, so no parameter stays uninitialised.
     """
     return {
         f"{path}.{leaf}".removeprefix("."): _start(module, path, leaf, config)

@@ -42,29 +42,32 @@ class Recurrence(Protocol):
     """The parameterless inner part of `LinearAttention`: all that looks across tokens."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        """Return the mask with its table, once per forward: the age of every token (see `ages`); None: one document.
+        """Return the mask with its table: the age of every token (see `ages`); None: one document. Called once per forward.
 
-        x `[batch, seq, dim]` gives dtype, device, sizes.
+        x `[batch, seq, dim]` gives dtype, device and sizes.
         """
 
     def convolve(self, x: Tensor, weight: Tensor, mask: AttentionMask) -> Tensor:
-        """x `[batch, seq, channels]`, weight `[channels, size]`, the last element for the token itself -> shaped like x."""
+        """Convolve x `[batch, seq, channels]` with weight `[channels, size]`; the result is shaped like x.
+
+        The last element of the weight multiplies the token itself.
+        """
 
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
     ) -> Tensor:
         """Read the states.
 
-        q, k `[batch, seq, heads, key_dim]`, v `[..., value_dim]`, beta `[batch, seq, heads]`, log_decay
-        `[..., 1 or key_dim]`.
+        q, k `[batch, seq, heads, key_dim]`, v `[..., value_dim]`, beta `[batch, seq, heads]`, log_decay `[..., 1 or
+        key_dim]`.
 
-        The result is shaped like v. All are in promote(float32, compute), only v is in the compute dtype, as the result may
-        be. size: tokens per chunk.
+        Returns the shape of v. v is in the compute dtype, all other inputs are in promote(float32, compute). The result may
+        be in either. size: tokens per chunk.
         """
 
 
 class Narrow(nn.Linear):
-    """The first half of a low-rank projection, whose second half is an `Up`: into features that all heads share."""
+    """The first half of a low-rank projection: to features that all heads share. `Up` is the second half."""
 
 
 class LinearAttention(nn.Module):
@@ -123,14 +126,14 @@ class LinearAttention(nn.Module):
 
 
 def _projection(dim: int, features: int, rank: int) -> tuple[nn.Module, nn.Linear]:
-    """Return the halves of a projection through `rank` features; 0: nothing and all of it."""
+    """Return the two halves of a low-rank projection through `rank` features. rank 0: an identity and a full projection."""
     if rank:
         return Narrow(dim, rank, bias=False), Up(rank, features, bias=False)
     return nn.Identity(), nn.Linear(dim, features, bias=False)
 
 
 class ShortConvolution(nn.Module):
-    """silu of a causal convolution along the sequence, each channel by itself; weights `[channels, size]`."""
+    """silu of a causal, depthwise convolution along the sequence; weights `[channels, size]`."""
 
     def __init__(self, keys: int, values: int, size: int):
         super().__init__()
@@ -141,7 +144,7 @@ class ShortConvolution(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, convolve: Callable[..., Tensor], mask: AttentionMask
     ) -> list[Tensor]:
-        """q, k `[batch, seq, keys]`, v `[batch, seq, values]` -> the same shapes. `convolve`: of `Recurrence`."""
+        """q, k `[batch, seq, keys]`, v `[batch, seq, values]` -> the same shapes. convolve: `Recurrence.convolve`."""
         mixed = convolve(torch.cat([q, k, v], dim=-1), torch.cat(self.weights()), mask)
         return list(F.silu(mixed).split([x.shape[-1] for x in (q, k, v)], dim=-1))
 
@@ -182,10 +185,10 @@ class Decay(nn.Module):
         return [self.a_log, self.dt_bias]
 
     def initial_value(self, name: str) -> float | Uniform:
-        """Return the values of Qwen3-Next: rates from 0.01 to 16, times around softplus(1).
+        """Return the values of Qwen3-Next for decays per head: rates from 0.01 to 16, times around softplus(1).
 
-        For times by channel, return Mamba 2's values, as in Kimi Linear: rates from 1 to 16, times from 0.001 to 0.1.
-        With a bound, return the middle of the sigmoid.
+        For decays per channel, return Mamba 2's values, as in Kimi Linear: rates from 1 to 16, times from 0.001 to 0.1.
+        With a bound, return values in the middle of the sigmoid.
         """
         if self.channels == 1:
             return Uniform(0.01, 16.0, torch.log) if name == "a_log" else 1.0
@@ -229,10 +232,10 @@ def ages(documents: Tensor) -> Tensor:
 
 
 def causal_convolution(x: Tensor, weight: Tensor, age: Tensor | None) -> Tensor:
-    """Convolve along the sequence, each channel by itself, within documents.
+    """Convolve along the sequence, each channel separately, within documents.
 
     x `[batch, size - 1 + seq, channels]` begins with the tokens before the sequence; weight `[channels, size]`; age
-    `[batch, seq]` as of `ages` -> `[batch, seq, channels]`. Sums in promote(float32, x.dtype).
+    `[batch, seq]` from `ages` -> `[batch, seq, channels]`. Sums in promote(float32, x.dtype).
     """
     size, exact = weight.shape[1], promoted(x.dtype)
     seq = x.shape[1] - size + 1

@@ -126,16 +126,22 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class Vocabulary:
-    """Which columns of the logits this process has: all. An extension point: loss parallelism replaces it."""
+    """The columns of the logits that this process has: all of them.
+
+    An extension point: loss parallelism replaces this class.
+    """
 
     def locate(self, target: Tensor, columns: int) -> tuple[Tensor, Tensor | None]:
-        """target int64 `[chunk, 1]` -> its column, of the `columns` here, and whether it is one of them (None: always)."""
+        """target int64 `[chunk, 1]` -> (column of the target on this rank, mask of the targets that are on this rank).
+
+        columns: number of columns on this rank. A mask of None: all targets are on this rank.
+        """
         return target, None
 
     def combine(self, lse: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logsumexp and the target's logit for all columns, from those of this shard, all `[chunk, 1]`.
+        """Combine the logsumexp and the target's logit over all shards of the vocabulary, both `[chunk, 1]`.
 
-        The target's logit is 0 if the target is not in this shard.
+        The target's logit is 0 on a shard that does not have the target.
         """
         return lse, target_logit
 
@@ -153,11 +159,13 @@ def chunk_loss(
     wants_grad: bool,
     vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Tensor, Tensor | None]:
-    """One chunk: hidden `[chunk, dim]`, weight `[vocab, dim]`, target int64 and valid bool `[chunk, 1]`.
+    """Compute the loss of one chunk.
 
-    Returns `[cross_entropy, z_loss]` of its tokens, `[2, chunk, 1]` in promote(float32, compute), and the gradient
-    of their objective with respect to the logits before the cap, `[chunk, vocab]` in hidden's dtype (None unless wanted).
-    In rows that are not valid it is finite and has no meaning.
+    hidden `[chunk, dim]`, weight `[vocab, dim]`, target int64 and valid bool `[chunk, 1]`.
+
+    Returns `[cross_entropy, z_loss]` of its tokens, `[2, chunk, 1]` in promote(float32, compute), and the gradient of their
+    objective with respect to the logits before the cap, `[chunk, vocab]` in hidden's dtype (None unless wanted). In rows
+    that are not valid the gradient is finite and meaningless.
     """
     logits = head_logits(hidden, weight, soft_cap)  # [chunk, vocab]
     column, here = vocabulary.locate(target, logits.shape[-1])

@@ -43,7 +43,7 @@ class AttentionMask:
         return AttentionMask(self.window, self.documents, self.soft_cap, table, self.sinks)
 
     def is_causal(self, seq: int) -> bool:
-        """Whether the causal mask is all there is to it, for `seq` tokens, as PyTorch's own kernels compute it."""
+        """Whether the mask for `seq` tokens is plain causal, which PyTorch's own kernels compute."""
         reaches = not self.window or self.window >= seq
         return reaches and self.documents is None and not self.soft_cap and not self.sinks
 
@@ -133,12 +133,12 @@ def _tiles(
 
 
 def _whole(index: Tensor) -> Tensor:
-    """Tiles within the sequence, bool `[tiles]`: a tile that exceeds it is never full, so its rule is evaluated."""
+    """Return which tiles lie wholly within the sequence, bool `[tiles]`. Others are never full, so the rule is evaluated."""
     return torch.arange(BLOCK, len(index) + BLOCK, BLOCK, device=index.device) <= len(index)
 
 
 def _ranges(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Lowest and highest value in each run of BLOCK tokens of `[batch, tokens]`: two `[batch, tiles]`."""
+    """Return the lowest and the highest value in each run of BLOCK tokens of `[batch, tokens]`: two `[batch, tiles]`."""
     batch, tokens = values.shape
     # Padded with the last token's value, which changes neither end of the range.
     padded = torch.cat([values, values[:, -1:].expand(batch, -tokens % BLOCK)], dim=1).view(batch, -1, BLOCK)
@@ -146,7 +146,10 @@ def _ranges(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """bool `[batch, rows, columns]` -> flex_attention's form: count per row, and columns, chosen first; int32."""
+    """Convert bool `[batch, rows, columns]` to flex_attention's form, int32.
+
+    It is a count per row, and the columns with the chosen ones first.
+    """
     index = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     count = chosen.sum(dim=-1)
     return count[:, None].to(torch.int32), index[:, None].to(torch.int32).contiguous()

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1; details missing there follow its code).
 
-A token's keys and values of all heads are products of one small vector, the latent. Beside it there is one key part,
-rotated by RoPE and shared by all heads. Generation keeps only these two.
+The keys and values of all heads are products of one small vector per token, the latent. One further part of the keys is
+rotated by RoPE and shared by all heads. Generation caches only the latent and this part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class Up(nn.Linear):
 
 
 class Latents(nn.Module):
-    """The latent and the key part that all heads share, on their way to the heads: an extension point."""
+    """Passes on the latent and the key part that all heads share.
+
+    An extension point: tensor parallelism replaces this module.
+    """
 
     def forward(self, latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """latent `[batch, seq, rank]`, key `[batch, seq, rope_dim]` -> the same."""
@@ -78,7 +81,7 @@ class LatentAttention(Attention):
         return self.output(out, x)
 
     def queries(self, x: Tensor, shared: Shared) -> Tensor:
-        """x `[batch, seq, dim]` -> `[batch, heads, seq, qk_dim]`, rotated, and scaled by the factor on scores."""
+        """x `[batch, seq, dim]` -> `[batch, heads, seq, qk_dim]`, rotated, and multiplied by `Attention.factor`."""
         if self.wq_a is None:
             assert self.wq is not None
             q = self.wq(x)
@@ -99,11 +102,11 @@ class LatentAttention(Attention):
     def absorbed(
         self, attend: AttentionFunction, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
     ) -> Tensor:
-        """Attention by `attend` on the latents themselves, as one key/value head: for few queries and many keys.
+        """Attend to the latents themselves, as one key/value head. Efficient for few queries and many keys.
 
-        q `[batch, heads, seq, qk_dim]`, latent `[batch, keys, rank]`, key `[batch, keys, rope_dim]` -> `[batch, heads, seq,
-        v_dim]`. The matrix that makes keys of latents is multiplied into the queries, the one that makes values into the
-        result (DeepSeek-V2, section 2.1.2).
+        q `[batch, heads, seq, qk_dim]`, latent `[batch, keys, rank]`, key `[batch, keys, rope_dim]` ->
+        `[batch, heads, seq, v_dim]`. The matrix from latents to keys is multiplied into the queries, the matrix from
+        latents to values into the result (DeepSeek-V2, section 2.1.2).
         """
         weight = self.wkv_b.weight.to(q.dtype).unflatten(0, (-1, self.nope_dim + self.v_dim))
         up_k, up_v = weight.split([self.nope_dim, self.v_dim], dim=1)  # [heads, nope_dim or v_dim, rank]

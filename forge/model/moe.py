@@ -17,7 +17,7 @@ from forge.model.router import Router
 
 
 class Piecewise(nn.Linear):
-    """A projection of the tokens that this process routes."""
+    """A projection of this process's tokens. With tensor parallelism it reads this rank's piece of the sequence."""
 
 
 class MoE(nn.Module):
@@ -56,7 +56,10 @@ class MoE(nn.Module):
         self.dispatch: Dispatcher = LocalDispatcher(moe.n_experts, drops=moe.capacity_factor > 0)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """x `[batch, seq, dim]`, labels int64 `[batch, seq]` (IGNORE: not balanced) -> `[batch, seq, dim]`."""
+        """x `[batch, seq, dim]`, labels int64 `[batch, seq]` -> `[batch, seq, dim]`.
+
+        Tokens labelled IGNORE do not count in balancing.
+        """
         if self.shared is None:
             return self.routed(x, labels)
         # First: under expert parallelism `routed` makes the host wait for other ranks' counts, and the GPU computes
@@ -85,7 +88,7 @@ class MoE(nn.Module):
 
 
 class SharedGate(nn.Module):
-    """How much of the shared experts a token takes: the sigmoid of a projection to one number."""
+    """The weight of the shared experts for each token: the sigmoid of a projection to one number."""
 
     def __init__(self, dim: int):
         super().__init__()

@@ -36,7 +36,7 @@ class Join(nn.Module):
 
 
 class Ahead(nn.Module):
-    """Additions to a block for multi-token prediction; the block's class comes next in the order of bases."""
+    """Adds multi-token prediction to a block. In a class definition, the block's class comes after this base."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
@@ -46,21 +46,24 @@ class Ahead(nn.Module):
         self.output_norm = norm_of(config, config.dim)
 
     def forward(self, x: Tensor, embedded: Tensor, shared: Any) -> Tensor:
-        """x, the hidden states of the module before, and the embeddings, both `[batch, seq, dim]` -> `[batch, seq, dim]`."""
+        """Combine hidden states and embeddings, both `[batch, seq, dim]`, to `[batch, seq, dim]`.
+
+        x: the hidden states of the previous module.
+        """
         joined = self.projection(self.embedding_norm(embedded), self.hidden_norm(x))
         return self.output_norm(super().forward(joined, shared))
 
 
 def ahead_of(block: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of blocks like `block` that predict further ahead."""
+    """Return the subclass of `block` that predicts tokens further ahead."""
     return type(f"Ahead{block.__name__}", (Ahead, block), {})
 
 
 def look_ahead(tokens: Tensor, labels: Tensor, documents: Tensor | None, depth: int) -> Tensor:
-    """Return each module's token and label at every place: int64 `[batch, seq, depth, 2]`.
+    """Return each module's token and label at every position: int64 `[batch, seq, depth, 2]`.
 
-    tokens, labels int64 and documents `[batch, seq]`, whole sequences. Nothing is predicted across the border of a document,
-    nor beyond the sequence: such labels are IGNORE.
+    tokens, labels int64 and documents `[batch, seq]`, whole sequences. A label beyond the end of its document or of the
+    sequence is IGNORE.
     """
     modules = []
     for distance in range(1, depth + 1):
@@ -76,7 +79,7 @@ def look_ahead(tokens: Tensor, labels: Tensor, documents: Tensor | None, depth: 
 
 
 def sums_with_ahead(model: Any, x: Tensor, labels: Tensor, ahead: Tensor, shared: Any) -> Tensor:
-    """Return the sums of `FusedLoss` with the modules' losses in the objective.
+    """Return the sums of `FusedLoss`, with the modules' losses added to the objective.
 
     model: a Transformer; x: its hidden states `[batch, seq, dim]` after the final norm; ahead: from `look_ahead`.
     """
@@ -91,17 +94,17 @@ def sums_with_ahead(model: Any, x: Tensor, labels: Tensor, ahead: Tensor, shared
 
 
 def hidden_ahead(model: Any, module: int, x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Return one module's (0: the first) hidden states for some tokens of a text: `[batch, n, dim]`.
+    """Return the hidden states of module `number` (0: the first) for some tokens of a text: `[batch, n, dim]`.
 
-    x `[batch, n, dim]`: the hidden states of the previous module; tokens int64 `[batch, n]`: the tokens ahead;
-    positions int64 `[batch, n]`.
+    x `[batch, n, dim]`: the hidden states of the previous module; tokens int64 `[batch, n]`: the tokens ahead; positions
+    int64 `[batch, n]`.
     """
     shared = model.shared_inputs(x, x.shape[1], None, positions, None)
     return model.layers[model.ahead[module]](x, model.embedding(tokens), shared)
 
 
 class _Averaged:
-    """In place of the loss, for hidden states and labels of the model and of each module, stacked."""
+    """Replaces the loss function: takes the stacked hidden states and labels of the model and of each module."""
 
     def __init__(self, model: Any):
         self._loss, self._coefficient = model.loss, model.config.mtp.loss_coef

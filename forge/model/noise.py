@@ -1,4 +1,4 @@
-"""Random numbers that are functions of keys, without a generator: the same in any batch, layout or repetition."""
+"""Random numbers as functions of keys, without a generator. They are the same in any batch, layout or repetition."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _LABEL, _POSITION, _LAYER, _EXPERT = (
 def token_noise(labels: Tensor, layer: int, n: int, dtype: torch.dtype) -> Tensor:
     """Return standard normal numbers `[batch, seq, n]`, without a generator.
 
-    Keyed by (labels int64 `[batch, seq]` of the whole row, position, layer, index), so they do not depend on a sample's
-    row in the batch, recomputation, microbatches or the data-parallel layout; a sequence must not be split over processes.
+    The key is (labels int64 `[batch, seq]` of the whole row, position, layer, index). So the noise does not depend on a
+    sample's row in the batch, recomputation, microbatches or the data-parallel layout. A sequence must not be split over
+    processes.
     """
     position = torch.arange(labels.shape[1], device=labels.device)
     index = torch.arange(n, device=labels.device)
@@ -42,5 +43,5 @@ def mix(key: Tensor) -> Tensor:
 
 
 def _shifted(key: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; PyTorch's is arithmetic."""
+    """Shift logically to the right; PyTorch's own shift is arithmetic."""
     return (key >> bits) & ((1 << (64 - bits)) - 1)

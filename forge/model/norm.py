@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
 
 
 class ProjectionNorm(RMSNorm):
-    """RMSNorm over all heads of a token together, with a weight for each of their elements."""
+    """RMSNorm over all heads of a token together, with one weight per element."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[batch, seq, heads, head_dim]` -> the same shape."""
@@ -40,13 +40,13 @@ class ProjectionNorm(RMSNorm):
 def zero_centered_norm(
     x: Tensor, shape: torch.Size, weight: Tensor, eps: float, norm: Callable[..., Tensor] = F.rms_norm
 ) -> Tensor:
-    """`norm` with 1 + weight, which is not rounded to the dtype of x: near 1 bfloat16 has steps of 1/128."""
+    """Compute `norm` with weight 1 + w. The sum is not rounded to the dtype of x: bfloat16 has steps of 1/128 near 1."""
     exact = promoted(x.dtype)
     return norm(x.to(exact), shape, 1.0 + weight.to(exact), eps).to(x.dtype)
 
 
 def norm_of(config: ModelConfig, dim: int) -> RMSNorm:
-    """Return a norm over `dim` elements as `config` has it."""
+    """Return the norm over `dim` elements that `config` selects."""
     return RMSNorm(dim, config.norm_eps, config.zero_centered_norms)
 
 

@@ -1,10 +1,10 @@
 """Quantile balancing (Kimi Team 2026, arXiv:2607.24653, 2.3.3 and appendix D): solve the biases of experts once per step.
 
-A token's cutoff is the best biased score that it does not choose, the (k+1)-th. With the bias cutoff - score an expert
-would be at the cutoff of this token. So the k / n quantile of these biases over the tokens of a step gives it k / n of
-them: an even share. The quantile is read from a histogram of BINS equal bins over [lowest bias - 1, highest bias + 1].
-All required biases lie in this range, because scores are from 0 to 1. Counts are integers, so they add up in any order,
-and all ranks solve the same.
+A token's cutoff is its (k+1)-th highest biased score, the best one that it does not choose. An expert is at this cutoff if
+its bias is cutoff - score: the required bias. The k / n quantile of an expert's required biases, over the tokens of a step,
+makes k / n of the tokens choose it: an even share. The quantile is read from a histogram of BINS equal bins over [lowest
+bias - 1, highest bias + 1]. All required biases lie in this range, because scores are from 0 to 1. Counts are integers, so
+their sum does not depend on the order, and all ranks get the same solution.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def count_required(scores: Tensor, experts: Tensor, bias: Tensor, valid: Tensor)
 def solve(counts: Tensor, biases: Tensor, top_k: int) -> Tensor:
     """Return the next biases float32 `[routers, n_experts]`, whose mean is 0 in each router.
 
-    counts: integers `[routers, n_experts, BINS]`, over all ranks. Within its bin a quantile is interpolated. A router that
-    counted no token keeps its biases `[routers, n_experts]`.
+    counts: integers `[routers, n_experts, BINS]`, over all ranks. A quantile is interpolated within its bin. A router that
+    counted no token keeps its biases, float32 `[routers, n_experts]`.
     """
     low, width = _bins(biases.double())
     upto = counts.cumsum(-1, dtype=torch.int64)
@@ -50,6 +50,6 @@ def solve(counts: Tensor, biases: Tensor, top_k: int) -> Tensor:
 
 
 def _bins(bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the start of the bins of biases `[..., n_experts]`, and their width, both `[..., 1]`."""
+    """biases `[..., n_experts]` -> the start of the first bin and the width of a bin, both `[..., 1]`."""
     low, high = bias.amin(-1, keepdim=True) - 1, bias.amax(-1, keepdim=True) + 1
     return low, (high - low) / BINS

@@ -1,14 +1,14 @@
 """Attention residuals (Kimi Team 2026, "Attention Residuals", arXiv:2603.15031), by blocks of layers, as Kimi K3 has them.
 
-In place of the residual stream, attention, feed-forward and the head read a mix over depth. Layers l with l % block_size = 0
-begin a block: the stream x is saved, and starts again with the layer's attention. With the saved streams v_1 ... v_n and
-v_(n+1) = x, and a query q that each place of the model learns:
+Attention, feed-forward and the head read a mix over depth in place of the residual stream. Layers l with l % block_size = 0
+begin a block: the stream x is saved, and a new stream starts with the layer's attention. With the saved streams v_1 ...
+v_n, v_(n+1) = x, and a learned query q for each attention, feed-forward and head:
 
     score_i = q . v_i / sqrt(mean(v_i^2) + eps)        mix = sum over i of softmax(score)_i v_i
 
-A gain of the norm on keys would be one factor with the query, so there is none. Queries begin at 0: a plain mean.
-Layer 0 has nothing to mix before its attention. A module of multi-token prediction is a block by itself, and begins with no
-saved streams. Every later layer reads all saved streams, so a stage of a pipeline passes all of them on.
+The norm of the keys has no gain: it would be redundant with the query. Queries begin at 0, which gives a plain mean. Layer
+0 has nothing to mix before its attention. A module of multi-token prediction is a block by itself, and begins with no saved
+streams. Every later layer reads all saved streams, so a pipeline stage passes all of them on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forge.model.norm import promoted
 
 
 class DepthMix(nn.Module):
-    """The mix over depth at one place of the model, with its query `[dim]`."""
+    """The mix over depth before one attention, feed-forward or head, with its query `[dim]`."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -41,12 +41,12 @@ class DepthMix(nn.Module):
         return self.query
 
     def initial_value(self, name: str) -> float:
-        """Return 0, for equal weights at first (2603.15031, 4)."""
+        """Return 0, which weighs all streams equally (2603.15031, 4)."""
         return 0.0
 
 
 class Mixed(nn.Module):
-    """Overrides how a block reads and writes the stream; the block's class comes next in the order of bases."""
+    """Overrides how a block reads and writes the stream. In a class definition, the block's class comes after this base."""
 
     attention_branch: Any
     ffn_branch: Any
@@ -76,12 +76,16 @@ class Mixed(nn.Module):
 
 
 def mixed_of(block: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of blocks like `block` with attention residuals."""
+    """Return the subclass of `block` with attention residuals."""
     return type(f"Mixed{block.__name__}", (Mixed, block), {})
 
 
 class _Mix(torch.autograd.Function):
-    """Keeps references to the streams and two numbers per token and stream: autograd would keep copies in float32."""
+    """Autograd function of the mix over depth.
+
+    It saves references to the streams and two numbers per token and stream; autograd would save float32 copies of the
+    streams.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, eps: float, *streams: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from forge.model.norm import promoted
 def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of every position's angles: two float64 CPU tensors `[tables, seq_len, rope_dim / 2]`.
 
-    A second table is for sliding layers, if `config.sliding_rope_theta` gives them their own base, without scaling.
+    If `config.sliding_rope_theta` is set, sliding-window layers have a second table, with this base and without scaling.
     YaRN's attention factor is multiplied into both tensors, so attention scores grow by its square.
     """
     bases = [(config.rope_theta, config.rope_scaling)]
@@ -63,10 +63,12 @@ def score_factor(scaling: RopeScalingConfig | None) -> float:
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
-    """Llama 3.1 (Meta's llama-models, `apply_scaling`): keep fast rotations, divide slow ones by `factor`.
+    """Scale frequencies like Llama 3.1 (Meta's llama-models, `apply_scaling`).
 
-    In between it blends, linearly in the number of rotations over the original context, from low_freq_factor
-    to high_freq_factor.
+    It keeps high frequencies and divides low ones by `factor`.
+
+    Between them it blends both, linearly in the number of rotations over the original context, from low_freq_factor to
+    high_freq_factor.
     """
     rotations = scaling.original_max_position * frequencies / (2 * pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -85,7 +87,7 @@ def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tens
     pairs = len(frequencies)
 
     def index_of(rotations: float) -> float:
-        """Return the (real-valued) pair that rotates this often over the original context."""
+        """Return the (real-valued) index of the pair that rotates this often over the original context."""
         return pairs * log(scaling.original_max_position / (rotations * 2 * pi)) / log(theta)
 
     low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)

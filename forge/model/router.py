@@ -81,7 +81,7 @@ class Router(nn.Module):
     def route(
         self, x: Tensor, labels: Tensor | None, noise: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return experts and weights like `forward`, and the additions to each sum.
+        """Return experts and weights like `forward`, and what to add to `counts`, `losses`, `dropped` and `required`.
 
         Changes no state, so it can be compiled. noise `[batch, seq, n_experts]` is added to the logits.
         """
@@ -225,13 +225,19 @@ def update_routers(
 
 
 def _relative(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the load relative to an even load: n_experts * count / sum; ones if the sum is 0."""
+    """Return the load of each expert, relative to an even load: n_experts * count / sum.
+
+    counts `[..., n_experts]`. The load is one for all experts if the sum is 0.
+    """
     total = counts.sum(-1, keepdim=True)
     return torch.where(total > 0, counts.shape[-1] * counts.to(dtype) / total.clamp(min=1), 1.0)
 
 
 def _first_indices(scores: Tensor, k: int) -> Tensor:
-    """Return the indices of the k highest along the last dim, best first. Unlike topk, ties go to the lower index."""
+    """Return the indices of the k highest values along the last dim, best first, ties by lower index.
+
+    topk does not order ties.
+    """
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :k]
 
 

@@ -1,4 +1,4 @@
-"""The attention function for a sequence that is whole in this process: PyTorch's kernels, one choice per device."""
+"""The attention function for a sequence that is whole in this process. It chooses PyTorch's kernel by mask and device."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def has_flex(x: Tensor) -> bool:
 def _plain_attention(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, soft_cap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Attention by its formula, for cases without SDPA support: capped scores and sinks; in promote(float32, q.dtype).
+    """Compute attention by its formula, for soft caps and sinks, which SDPA does not support; in promote(float32, q.dtype).
 
     Shapes as for `AttentionFunction`; table bool `[batch, 1, seq, keys]`.
     """
@@ -83,7 +83,7 @@ def _plain_attention(
 def flex_with_lse(
     q: Tensor, k: Tensor, v: Tensor, table: BlockMask, soft_cap: float
 ) -> tuple[Tensor, Tensor]:
-    """flex_attention's result and `[batch, heads, seq]` float32, the logarithm of each row's sum of exp(score)."""
+    """Return flex_attention's result, and the logsumexp of each row's scores, float32 `[batch, heads, seq]`."""
     attend: Any = flex_for(q.device.type)
     aux = AuxRequest(lse=True)
     mod = capped(soft_cap)
@@ -93,14 +93,14 @@ def flex_with_lse(
 
 @functools.cache
 def flex_for(device_type: str) -> Callable[..., Tensor]:
-    """flex_attention, compiled at first use on CUDA; eager (unfused) elsewhere."""
+    """Return flex_attention: compiled at first use on CUDA, eager (unfused) elsewhere."""
     attend: Callable[..., Tensor] = flex_attention
     return torch.compile(attend) if device_type == "cuda" else attend
 
 
 @functools.cache
 def capped(soft_cap: float) -> Callable[..., Tensor] | None:
-    """flex's score_mod for a soft cap; one function object per value, so that flex compiles it once."""
+    """Return flex's score_mod for a soft cap. Each cap has one function object, so flex compiles it once."""
     if not soft_cap:
         return None
 

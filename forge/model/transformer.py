@@ -56,11 +56,11 @@ class Block(nn.Module):
         return x + self.ffn_branch(x, shared)
 
     def attention_branch(self, x: Tensor, shared: Shared) -> Tensor:
-        """Return the attention half's addend to the stream, for input x `[batch, seq, dim]`."""
+        """Return what the attention half adds to the stream, for input x `[batch, seq, dim]`."""
         return self.attention(self.attention_norm(x), shared)
 
     def ffn_branch(self, x: Tensor, shared: Shared) -> Tensor:
-        """Return the feed-forward half's addend to the stream, for input x `[batch, seq, dim]`."""
+        """Return what the feed-forward half adds to the stream, for input x `[batch, seq, dim]`."""
         return self.fed(self.ffn_norm(x), shared)
 
     def fed(self, x: Tensor, shared: Shared) -> Tensor:
@@ -163,21 +163,20 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         ahead: Tensor | None = None,
     ) -> Tensor:
-        """One pass over `[batch, seq]`; every tensor argument has the batch first.
+        """Run the model on `[batch, seq]` tokens; every tensor argument has the batch first.
 
-        x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` if another part embeds. With attention
-        residuals
+        x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` if another part embeds. With attention residuals
             hidden states are `[1 + saved, batch, seq, dim]`: the stream, then the saved streams.
         labels: int64 `[batch, seq]`, IGNORE for positions without a target. In a mixture of experts, parts without
             a head need them too: ignored tokens do not count in load balancing.
         positions: int64 `[batch, seq]`, below `seq_len`, used by RoPE only; None: 0, 1, ...
         documents: int `[batch, seq]`; a token attends only to its own document; None: one document.
-        ahead: int64 `[batch, seq, depth, 2]`, from `forge.model.mtp.look_ahead`; multi-token prediction needs it if x has
-            no tokens, or not the whole sequence's.
+        ahead: int64 `[batch, seq, depth, 2]`, from `forge.model.mtp.look_ahead`. Multi-token prediction needs it if x is not
+            tokens, or not a whole sequence.
 
-        Returns hidden states, shaped like the input's, if another part has the head; else with labels the three
-        sums of `FusedLoss`, without labels logits `[batch, seq, vocab]` in promote(float32, compute).
-        Raises ValueError if the sequence is longer than the model was built for.
+        Without a head, returns hidden states, shaped like the input's. With a head and labels, returns the three sums of
+        `FusedLoss`. With a head but no labels, returns logits `[batch, seq, vocab]` in promote(float32, compute). Raises
+        ValueError if the sequence is longer than the model was built for.
         """
         saved: list[Tensor] = []
         if self.mixes and not self.embeds:
@@ -219,7 +218,7 @@ class Transformer(nn.Module):
         positions: Tensor | None,
         documents: Tensor | None,
     ) -> Shared:
-        """Make the blocks' shared inputs once; x is their input, and attention sees `seq` tokens."""
+        """Build the inputs that all blocks share. x: the first block's input. seq: number of tokens that attention sees."""
         if seq > self.seq_len:
             raise ValueError(f"a sequence of {seq} tokens; the model was built for {self.seq_len}")
         chosen = slice(seq) if positions is None else positions
@@ -259,7 +258,10 @@ class Transformer(nn.Module):
         return matrix_flops(self, seq_len) + product * (tied + len(self.ahead))
 
     def heads(self) -> dict[str, int]:
-        """Return how many heads the rows of projections to queries, keys and values are, by the name of the parameter."""
+        """Return parameter name -> number of heads, for the query, key and value projections.
+
+        Their rows are divided into heads.
+        """
         attentions: dict[str, Any] = {layer: block.attention for layer, block in self.layers.items()}
         return {
             f"layers.{layer}.attention.{leaf}.weight": number
@@ -268,7 +270,10 @@ class Transformer(nn.Module):
         }
 
     def initial_values(self) -> dict[str, float | Normal | Uniform]:
-        """Return the initial value of each parameter of this part, by name; it does not depend on the part."""
+        """Return the initial value of each parameter of this part, by name.
+
+        It is the same in every part with this parameter.
+        """
         return initial_values(self, self.config)
 
     def reset_buffers(self, dtype: torch.dtype) -> None:
@@ -290,7 +295,7 @@ def _feed_forward(config: ModelConfig, layer: int) -> FeedForward | MoE:
 
 
 def attention_for(config: ModelConfig, layer: int) -> Attention | LinearAttention:
-    """Build the token-mixing module of the block with this global index; add new kinds of layers in this function."""
+    """Build the attention or linear attention of the block with this global index. New kinds of layers are added here."""
     if config.kind_of(layer) == "linear":
         return LinearAttention(config)
     kind = GroupedAttention if config.latent is None else LatentAttention
@@ -303,7 +308,7 @@ def window_of(config: ModelConfig, layer: int) -> int:
 
 
 def rotation_of(config: ModelConfig, layer: int) -> int | None:
-    """Return which of the tables of `forge.model.rope.rope_tables` rotates this layer; None: it has no positions."""
+    """Return the index of the table of `forge.model.rope.rope_tables` for this layer; None: it has no positions."""
     kind = config.kind_of(layer)
     if kind == "nope":
         return None
@@ -336,7 +341,7 @@ def build_model(config: ModelConfig, seq_len: int, **parts: Any) -> Any:
     model = builder(config, seq_len, **parts)
     if config.mtp is not None and not hasattr(model, "ahead"):
         raise UserError(
-            f'[model.mtp] adds modules behind the last block, and model.kind = "{kind}" has no place for them (no attribute '
+            f'[model.mtp] adds modules after the last block, and model.kind = "{kind}" has no place for them (no attribute '
             "`ahead`, as forge.model.Transformer has); leave the table out"
         )
     return model

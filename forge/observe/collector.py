@@ -1,4 +1,4 @@
-"""Garbage collection at chosen steps only. At a random time it would stop one rank, and so all ranks that wait for it."""
+"""Collect garbage at chosen steps only. An automatic collection on one rank would delay all ranks that wait for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goodput: the wall time of a run over all its starts, by kind; only counted steps are useful."""
+"""Goodput: the wall time of a run over all its starts, by kind. Only steps that count in the end are useful."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read_past(events: Path, status: Path) -> Past:
 
 
 class Ledger:
-    """Counts this process's time by kind, as a listener to phases, on top of `past`.
+    """Counts this process's time by kind, as a listener to phases, and adds it to `past`.
 
     began: start of the process on the monotonic clock. `report_event("goodput", ...)` is called after the first step and
     after each save, so that a killed process loses little.

@@ -110,8 +110,8 @@ class JsonLines:
     def cut(self, after_step: int, aside: bool = False) -> Path | None:
         """Drop all lines with a `step` greater than `after_step`, so that a resumed run writes no step twice.
 
-        Torn and unreadable lines are dropped too. The file is replaced atomically, if at all. Lines that wait for room on
-        the disk are cut like the others. With `aside`, keep the old file and return its new name.
+        Torn and unreadable lines are dropped, too, and so are lines that still wait for room on the disk. A replaced file
+        is replaced atomically. With `aside`, keep the old file and return its new name.
         """
         self.close()
         written = self.path.read_bytes() if self.path.exists() else b""
@@ -151,9 +151,9 @@ class JsonLines:
 
 
 def warn_of_gap(path: Path, step: int, interval: int) -> None:
-    """Log missing training lines before `step`, if the last one is further away than usual.
+    """Log missing training lines before `step`, if the last line is further back than usual.
 
-    interval: usual distance in steps; a greater distance between the last lines in the file counts instead.
+    interval: the usual distance in steps. If the last lines in the file are further apart, their distance is used instead.
     """
     steps = [0, *(line["step"] for line in read_lines(path, "loss"))]
     usual = max(interval, *map(operator.sub, steps[-10:], [0, *steps][-11:-1]))

@@ -32,7 +32,7 @@ class TrainingLine(NamedTuple):
 
 
 class Means:
-    """A curve of any length as at most MOST means of equally many values; the last mean has the remaining values."""
+    """A curve of any length, held as at most MOST means over equally many values each. The last mean covers the rest."""
 
     def __init__(self) -> None:
         self._means: list[float] = []

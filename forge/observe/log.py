@@ -26,9 +26,9 @@ def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
 
     live: on a terminal, rank 0 keeps a live view below its messages.
 
-    forge's own messages are logged from INFO up, all others, with Python's warnings, from WARNING up. Rank 0 prints them all
-    to stderr; other ranks print only errors, with their rank. No message waits for the reader of stderr. One warning is
-    logged if the folder is not writable.
+    forge's own messages are logged from INFO up. Others, and Python's warnings, are logged from WARNING up. Rank 0 prints
+    all of them to stderr; other ranks print only errors, with their rank. A slow reader of stderr delays no message. One
+    warning is logged if the folder is not writable.
     """
     reset_logging()
     logging.getLogger().setLevel(logging.WARNING)
@@ -86,7 +86,7 @@ class _Redacting(logging.Formatter):
 
 
 class _Dated(_Redacting):
-    """Gives the local time with its offset from UTC, so that logs can be read on another machine.
+    """Adds the local time with its offset from UTC, so that logs can be read on another machine.
 
     `mark` is the record's cause, for programs: `[killed]`, or `[killed:2,3]` with ranks; empty without a cause.
     """
@@ -121,7 +121,10 @@ class _Short(_Redacting):
 
 
 def _route_torch() -> None:
-    """Send torch's messages to our handlers; its own print on every rank. Does nothing if TORCH_LOGS is set."""
+    """Send torch's messages to forge's handlers.
+
+    Remove torch's own handlers, which print on every rank. Does nothing if TORCH_LOGS is set.
+    """
     logging.getLogger(_NOISY).setLevel(logging.ERROR)
     if "TORCH_LOGS" in os.environ:
         return

@@ -91,7 +91,7 @@ class MetricsWriter(Hook):
         self._step_data_s = time.perf_counter() - self._step_began
 
     def after_step(self, step: int) -> None:
-        """Count this step's wall time; the time of evaluations and saves counts as a pause after it.
+        """Count this step's wall time. The time of evaluations and saves after the step counts as a pause.
 
         On a GPU the host waits for a step's work during the next step, so a mean over several steps is exact except for a
         shift by one step.
@@ -119,7 +119,7 @@ class MetricsWriter(Hook):
         return self._log is not None and (self.is_due(result.step) or result.skipped)
 
     def publish(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Add fields to the training line of `step`. Call before this hook's `after_result`, which writes the line."""
+        """Add fields to the training line of `step`. Call before `after_result` of this writer, which writes the line."""
         if self._published.get("step") != step:
             self._published = {"step": step}
         self._published |= fields
@@ -260,7 +260,7 @@ class MetricsWriter(Hook):
         log.info("%s", progress.text(), extra={"progress": progress})
 
     def _steps_left(self, result: StepResult) -> float:
-        """Return the remaining run in steps of the present size."""
+        """Return the number of remaining steps, counted in steps of the present size."""
         total = self._phases.tokens_after(self._config.train.steps)
         return max(0, total - result.tokens) / self._phases.at(result.tokens).tokens
 
@@ -272,7 +272,7 @@ class MetricsWriter(Hook):
 def mfu_of_rate(
     config: Config, device: torch.device, products: str, world_size: int, flops_per_token: float
 ) -> float | None:
-    """Return the MFU at one token per second for the whole run; None if the peak of `products` is unknown."""
+    """Return the MFU that corresponds to one token per second of the whole run; None if the peak of `products` is unknown."""
     peak = config.metrics.peak_tflops * 1e12 or peak_flops(device, products)
     return flops_per_token / (peak * world_size) if peak else None
 

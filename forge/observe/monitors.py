@@ -13,7 +13,7 @@ maximum over the rows is taken afterwards. Nothing waits for the device.
     experts      mean entropy of a router's scores, and of the load: 1 is even, 0 is one expert for all
     gradients    L2 norm of the gradient of each parameter, before clipping
     weights      L2 norm of each parameter, after the update
-    updates      L2 norm of the change of each parameter, relative to its own
+    updates      L2 norm of the change of each parameter, relative to the norm of the parameter
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Monitors:
 
     parts, shards: this rank's. names: the parameters of the whole model. n_layers: of the whole model. units: the largest
     number of units of a feed-forward. world: (this rank, number of ranks); tp: the same within tensor parallelism.
-    compiled: blocks are compiled, so attention and units, inside their graph, are not measured.
+    compiled: blocks are compiled, so attention and feed-forward units, which are inside the graphs, are not measured.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Monitors:
         return torch.ones(len(self._maxima["activations"]))
 
     def _add_squares(self, name: str, tensors: Sequence[tuple[Shard, Tensor]]) -> None:
-        """Add the sum of squares of each shard's tensor to the row of its parameter; count each element on one rank only."""
+        """Add the sum of squares of each shard's tensor to the row of its parameter. Each element counts on one rank only."""
         kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
         for shard, tensor in tensors:
             if shard.boxes and shard.counted and shard.name in self._rows:
@@ -209,9 +209,10 @@ class Monitors:
         return self._index[rows]
 
     def _watch(self, layer: int, block: Any) -> None:
-        """Watch a block: keep its tensors, and measure them after it returns.
+        """Register hooks on a block.
 
-        Activation checkpointing would record any computation inside the block.
+        They only keep tensors; these are measured after the block returns. Activation checkpointing would record
+        any computation inside.
         """
         seen = self._seen[layer] = []
         if "attention" in self._chosen and not self._compiled and hasattr(block.attention, "attend"):
@@ -249,7 +250,7 @@ class Monitors:
             getattr(self, f"_measure_{kind}")(layer, *tensors)
 
     def _measure_gate(self, layer: int, gate: Tensor, units: int) -> None:
-        """gate `[batch, seq, n]`: all `units`, or the units of this tensor-parallel rank."""
+        """Count open units. gate `[batch, seq, n]`: of all `units`, or of this tensor-parallel rank's."""
         opened = (local(gate) > 0).flatten(0, -2)
         tokens, own = opened.shape
         rank, ranks = self._tp
@@ -266,7 +267,10 @@ class Monitors:
         _add(self._of_layer["experts"][layer], entropy, len(scores))
 
     def _measure_attention(self, layer: int, q: Tensor, k: Tensor, mask: Any, split: Any) -> None:
-        """q `[batch, heads, seq, head_dim]`, k `[batch, kv_heads, seq, head_dim]`, of this rank's part of the sequence."""
+        """Measure logits and entropy.
+
+        q `[batch, heads, seq, head_dim]`, k `[batch, kv_heads, seq, head_dim]`, of this rank's part.
+        """
         if split is not None:
             k = split.in_order(compat.all_gather(k.contiguous().unsqueeze(0), split.group))
         where, positions = chosen_queries(k.shape[2], split, q.device)
@@ -305,7 +309,7 @@ class _WatchedAttention:
 
 
 class _WatchedLatents(_WatchedAttention):
-    """The same for an attention function on the latents of multi-head latent attention."""
+    """Like `_WatchedAttention`, for an attention function on the latents of multi-head latent attention."""
 
     def attend_latent(self, layer: Any, q: Tensor, latent: Tensor, key: Tensor, mask: Any) -> Tensor:
         with torch.no_grad():
@@ -335,7 +339,8 @@ def _keep_scores(seen: list[tuple[Any, ...]], choose: Callable[[Tensor], Tensor]
 def chosen_queries(seq: int, split: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the indices of this rank's measured queries and their positions in the sequence; both int64 `[n]`.
 
-    The positions are the last ones of QUERIES equal parts of the sequence; all positions of a shorter one.
+    The sequence is divided into QUERIES equal parts, and the last position of each is measured; all positions if the
+    sequence is shorter.
     """
     count = min(QUERIES, seq)
     wanted = torch.tensor([(part + 1) * seq // count - 1 for part in range(count)])
@@ -349,7 +354,7 @@ def _counted(shards: Sequence[Shard]) -> Iterator[Shard]:
 
 
 def _add(place: Sequence[Tensor], value: Tensor, count: int) -> None:
-    """Add to a sum and to its count. A number on the host becomes a kernel argument, so nothing is copied."""
+    """Add to a sum and to its count. A number on the host becomes a kernel argument, so no copy to the device is needed."""
     total, number = place
     total += value
     number += count

@@ -73,9 +73,9 @@ def format_count(number: float) -> str:
 class StepTimes:
     """Times of steps and of the pauses between them, to estimate the remaining time.
 
-    The estimate uses the mean of the last `window` steps, so that an early slow stretch is forgotten. The first step compiles
-    and warms up, so it counts only until there is a second one. Pauses are evaluations, samples and saves, which come at
-    intervals: their mean per step counts, from the start to the last long pause.
+    The estimate uses the mean of the last `window` steps, so that an early slow stretch is forgotten. The first step
+    compiles and warms up, so it counts only until there is a second one. Pauses are evaluations, samples and saves, which
+    come at intervals. Their mean time per step is taken from the start to the last long pause.
     """
 
     def __init__(self, window: int = 50):

@@ -30,7 +30,7 @@ RunPhase = Literal["set-up", "first step", "data", "step", "evaluation", "save",
 
 
 class RunPhases(Hook):
-    """The run's current phase, for listeners that bound or count the time of each phase."""
+    """The run's current phase. Listeners limit or measure the time of each phase."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[RunPhase, int], None]] = []
@@ -93,7 +93,7 @@ class Reporter:
             self.phases.listen(self._ledger.enter)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append a line to events.jsonl. A `Cause` is its own kind, and the event's `cause` unless `fields` has another."""
+        """Append a line to events.jsonl. A `Cause` as kind is also the event's `cause`, unless `fields` has another."""
         if self._events is not None:
             cause = {"cause": kind} if isinstance(kind, Cause) else {}
             self._events.append(time=utc_now(), event=kind, **cause | fields)
@@ -106,7 +106,9 @@ class Reporter:
         )
         if self._fallback:
             log.info(
-                "the layout does not fit %d processes: %s (parallel.fallbacks)", world.size, self._fallback
+                "the configured layout does not fit %d processes; using this entry of parallel.fallbacks: %s",
+                world.size,
+                self._fallback,
             )
             self.event("layout_fallback", world_size=world.size, override=self._fallback)
 
@@ -117,7 +119,7 @@ class Reporter:
         self.running(step)
 
     def running(self, step: int | None = None) -> None:
-        """Report that the run has made `step` updates; None: as many as before this start."""
+        """Report that the run has made `step` updates in total. None: as many as before this start."""
         self.step = self.step if step is None else step
         self._write_status("running", "", None)
 

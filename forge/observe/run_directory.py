@@ -146,7 +146,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _require_writable(folder: Path) -> None:
-    """Make `folder` and write an unnamed file to it, so that none can be left there."""
+    """Make `folder` and check that it is writable, by a file without a name, which cannot be left behind."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:

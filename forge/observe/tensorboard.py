@@ -16,10 +16,10 @@ _FLUSH_SECONDS = 10
 
 
 class Board:
-    """Context manager; writes below `folder` if `enabled`; for rank 0 only.
+    """A TensorBoard writer for rank 0, used as a context manager. It writes below `folder` if `enabled`.
 
-    Points of earlier starts after step `after_step` are hidden, because these steps are trained again. The writer is made at
-    its first use, because its import is slow. After any failure one warning is logged and the board is off.
+    Points of earlier starts after step `after_step` are hidden, because these steps are trained again. The writer is made
+    at its first use, because its import is slow. After any failure one warning is logged and the board is off.
     """
 
     def __init__(self, folder: Path, enabled: bool = True, after_step: int = 0):

@@ -1,9 +1,9 @@
-"""Trackers: a run's curves at Weights & Biases or MLflow. A failure of theirs never ends or delays a run.
+"""Trackers: a run's curves at Weights & Biases or MLflow. A failing tracker never ends or delays a run.
 
 A run has one record at each tracker. `trackers.json` in the run's folder names the record and its last step. A resumed run
 continues that record with the missing steps, from metrics.jsonl. After a roll-back, or when a new history begins in the
-folder, the record would contain steps that no longer count: it is marked as superseded, and a new one gets the whole history
-so far.
+folder, the record contains steps that no longer count. forge then marks it as superseded, and a new record gets the whole
+history so far.
 """
 
 from __future__ import annotations
@@ -125,10 +125,10 @@ SERVICES: dict[str, Callable[[str, Path], Service]] = {"wandb": Wandb, "mlflow":
 
 
 class Tracker:
-    """Writes curves to a `service` in its own thread; for rank 0 only. After a failure it is off, with one warning.
+    """Writes curves to a `service` in a separate thread; for rank 0 only. After a failure it is off, with one warning.
 
-    kind: its key of [metrics]. folder: the run's. config: keys and values of the run. history: returns the curves of
-    metrics.jsonl so far.
+    kind: the tracker's key of [metrics]. folder: the run's. config: keys and values of the run. history: returns the curves
+    of metrics.jsonl so far.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Tracker:
         self._do(lambda: self._write(step, numbers))
 
     def discard_after(self, step: int, history_ends: bool) -> None:
-        """Continue after `step`. history_ends: the record's later steps will not be repeated with equal values."""
+        """Continue after `step`. history_ends: the run will not repeat the record's later steps with equal values."""
         self._do(lambda: self._restart(step, history_ends))
 
     def close(self) -> None:

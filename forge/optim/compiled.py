@@ -30,9 +30,9 @@ SKIP_BIT = 16
 
 
 class CompiledAdamW(AdamW):
-    """AdamW whose update is compiled as `compiled` says; moments are in bfloat16 or in the dtype of the arithmetic.
+    """AdamW with an update compiled by `compiled`. Moments are in bfloat16 or in the dtype of the arithmetic.
 
-    copies: narrower copies of parameters, which each step also writes.
+    copies: compute copies of parameters in a narrower dtype, which each step also writes.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class CompiledAdamW(AdamW):
     def _boxes(
         self, shard: Shard, tensors: Sequence[Tensor | None], skip: Tensor
     ) -> Iterator[tuple[list[Tensor | None], tuple[Tensor, ...]]]:
-        """Yield each tensor's part in one box, `[rows, columns]`, with the noise of both moments."""
+        """Yield, for each box, the boxed part `[rows, columns]` of every tensor, and the noise of both moments."""
         assert all(t is None or t.is_contiguous() for t in tensors), "a part would be a copy"
         if (rounding := self.moments.rounding) is None:
             yield [None if t is None else t.view(1, -1) for t in tensors], ()
@@ -117,8 +117,9 @@ def update_elements(
 ) -> None:
     """Update elements `[rows, columns]` in place, like torch.optim.adamw with fused=True, in the dtype of `numbers`.
 
-    rounded: receives the new values in its dtype. noise: () or, for each moment, the factors from
-    `StochasticRounding.factors`, with SKIP_BIT of the first set to change nothing. numbers: `CompiledAdamW._numbers`.
+    rounded: a tensor that receives the new values in its own dtype; None: there is none. noise: for each moment, the
+    factors from `StochasticRounding.factors`; () without rounding. If SKIP_BIT is set in the first factor, nothing changes.
+    numbers: from `CompiledAdamW._numbers`.
     """
     keep, share, decay_rate, square_share, eps, step_size, root, factor, skip = numbers.unbind()
     wide, skipped = numbers.dtype, (noise[0] >> SKIP_BIT if noise else skip) > 0
@@ -136,12 +137,15 @@ def update_elements(
 
 
 def _at_its_start(tensor: Tensor) -> Tensor:
-    """Return the same memory without a storage offset: the compiler makes separate kernels for offset 0."""
+    """Return a view of the same memory without a storage offset.
+
+    The compiler makes other kernels for other offsets.
+    """
     return tensor if tensor.storage_offset() == 0 else from_dlpack(to_dlpack(tensor))
 
 
 def _round(wide: Tensor, factors: tuple[Tensor, ...]) -> Tensor:
-    """Round like `StochasticRounding.copy_`: bfloat16 is the upper half of float32, and noise carries into it."""
+    """Round like `StochasticRounding.copy_`: add the noise to the lower half of the float32 bits and keep the upper half."""
     rows, columns = factors
     bits = wide.to(torch.float32).view(torch.int32) + ((rows ^ columns) & 0xFFFF)
     return (bits & -0x10000).view(torch.float32)

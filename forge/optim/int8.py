@@ -28,10 +28,12 @@ ZERO = {"exp_avg_sq": -128}
 
 @dataclass
 class Region:
-    """Columns of all rows of one box: whole quantisation blocks, or one part of a block per row, cut by a shard boundary.
+    """Columns of all rows of one box: whole quantisation blocks, or one partial block per row.
 
-    codes `[rows, columns]`, scales `[rows, blocks]`. saved: this rank saves the scales. For cut blocks only: agreed: each
-    row's index into the scales that ranks all-reduce, int64 `[rows]`, otherwise `[0]`; pending: values and their noise, kept
+    A shard boundary has cut a partial block.
+
+    codes `[rows, columns]`, scales `[rows, blocks]`. saved: this rank saves the scales. For cut blocks only: agreed, int64
+    `[rows]`, otherwise `[0]`: each row's index into the scales that ranks all-reduce; pending: values and their noise, kept
     until the scales are known.
     """
 
@@ -45,7 +47,7 @@ class Region:
     pending: tuple[Tensor, ...] = ()
 
     def part_of(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Return the region's part of a tensor laid out like the shard's data, given by box: `[rows, columns]`."""
+        """Return the region's part `[rows, columns]` of a box of a tensor that is laid out like the shard's data."""
         piece = pieces[self.box]
         return piece.reshape(-1, piece.shape[-1] if piece.dim() else 1)[:, self.columns]
 
@@ -54,7 +56,7 @@ class Region:
         values.copy_(_decode(self.codes.to(values.dtype), self.signed) * self._by_element())
 
     def write(self, values: Tensor, noise: Tensor) -> None:
-        """Replace the values. Cut blocks wait until ranks agree on `scales`, and are then encoded."""
+        """Replace the values. Values of cut blocks are kept until the ranks agree on `scales`, and are then encoded."""
         if len(self.agreed):
             self.pending = values.clone(), noise.clone()
             return
@@ -114,7 +116,7 @@ def make_regions(
 
 
 def cut_blocks(shape: torch.Size, boxes: Iterable[Box]) -> NDArray[np.int64]:
-    """Return the blocks of a tensor of global shape `shape` that `boxes` cut, in order, by row and column."""
+    """Return the blocks that the boundaries of `boxes` cut, in order, by row and column. shape: the tensor's global shape."""
     cut = [blocks for box in boxes for *_, blocks in _divide(shape, box)]
     return np.unique(np.concatenate(cut)) if cut else np.empty(0, dtype=np.int64)
 
@@ -122,7 +124,7 @@ def cut_blocks(shape: torch.Size, boxes: Iterable[Box]) -> NDArray[np.int64]:
 def _divide(shape: torch.Size, box: Box) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
     """Divide a box at block boundaries.
 
-    Yield columns [start, stop) of the global tensor and, for cut blocks, the block's number in each row: `[rows]`,
+    Yield columns [start, stop) of the global tensor and, for cut blocks, the number of the block in each row: `[rows]`,
     otherwise `[0]`.
     """
     *counts, columns = shape or (1,)

@@ -77,12 +77,12 @@ class WholeMatrices:
 
     @property
     def batches(self) -> list[MatrixBatch]:
-        """Return all matrices that this rank owns, in the order in which the function gets them."""
+        """Return all matrices that this rank owns, in the order of the calls of the function."""
         return [batch for one in self._rounds for batch in one.batches]
 
     @torch.no_grad()
     def replace(self, tensors: Sequence[Tensor], function: Function) -> None:
-        """Replace every matrix by the function of it, in all local parts of `tensors`. Collective.
+        """Replace every matrix by `function` of it, in all local parts of `tensors`. Collective.
 
         tensors: gradients or momenta, one per shard, contiguous and laid out like its `data`. function(matrices, batch):
         from `[batch.count, rows, columns]` to the same shape; called once per batch. Does not wait for the device.
@@ -132,7 +132,7 @@ class _PartLocation(NamedTuple):
 
 
 class _Round:
-    """The matrices of `runs`: sent from the holders of parts to their owners, and back."""
+    """The matrices of `runs`, which are sent from the holders of their parts to their owners, and back."""
 
     def __init__(
         self, runs: Sequence[MatrixRun], held: Sequence[MatrixPart], group: dist.ProcessGroup | None
@@ -185,7 +185,7 @@ class _Round:
 
 
 class _Exchange:
-    """One all-to-all. transfers: this rank's, and any others, in the same order on all ranks.
+    """One all-to-all. transfers: this rank's transfers, and possibly others, in the same order on all ranks.
 
     source, target: location of a part in the tensors to read from, and in those to write to. travels: whether any rank
     sends to another one, the same on all ranks.
@@ -218,7 +218,7 @@ class _Exchange:
         self._numels_by = [sum(part.numel for part in parts) for parts in by]
 
     def start(self, sources: list[Tensor], targets: list[Tensor], empty: Tensor) -> Callable[[], None]:
-        """Begin to send in the dtype of `empty`; return a function that completes the writes to `targets`."""
+        """Start the transfer in the dtype of `empty`. Return a function that waits and completes the writes to `targets`."""
         if self._kept:
             read, write = ([pair[side] for pair in self._kept] for side in (0, 1))
             torch._foreach_copy_([p.of(targets) for p in write], [p.of(sources) for p in read])

@@ -20,9 +20,9 @@ from forge.shard import Shard
 
 
 class Moments:
-    """Moments `slots` of `shards` in the dtype `narrow`; None: in `wide_dtype`, without rounding.
+    """The moments named `slots` of `shards`, stored in the dtype `narrow`. None: in `wide_dtype`, without rounding.
 
-    stored: by slot and name, laid out like the data of the shard, zero at the start.
+    stored: slot -> name -> tensor, laid out like the data of the shard, zero at the start.
     """
 
     def __init__(self, shards: Sequence[Shard], slots: Sequence[str], narrow: torch.dtype | None):
@@ -35,7 +35,7 @@ class Moments:
         }
 
     def draw(self, updates: Tensor) -> None:
-        """Draw the noise of the next update. updates: counts of past updates; the largest is used."""
+        """Draw the noise of the next update. updates: numbers of past updates; the largest is used."""
         if self.rounding is not None:
             self.rounding.draw(updates.max() if updates.dim() else updates)
 
@@ -52,7 +52,7 @@ class Moments:
         """Complete the writes of an update. Collective."""
 
     def share_loaded(self) -> None:
-        """Complete the state after a checkpoint has been loaded into `tensors`. Collective."""
+        """Send scales loaded from a checkpoint to all ranks that need them. Call after a load into `tensors`. Collective."""
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """Yield the state as `Optimizer.tensors` does."""

@@ -49,7 +49,7 @@ class Muon:
         group: ProcessGroup | None = None,
         adamw: Callable[..., AdamW] = AdamW,
     ):
-        """Make the state. adamw: makes the optimizer of the other parameters from their shards, `config` and `group`."""
+        """Make the state. adamw(shards, config, group): makes the optimizer of the parameters that Muon does not update."""
         self._config, self._keys = config, config.muon
         self._shards = [shard for shard in shards if _is_muons(shard)]
         self._all, self._logits = shards, dict[str, tuple[Tensor, Tensor]]()
@@ -105,7 +105,7 @@ class Muon:
                 piece.mul_(of_rows.view(-1, *[1] * (piece.dim() - 1)))
 
     def bound_logits(self, logits: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Bound these logits in each step. logits: parameter -> (largest per head, powers), see `LargestLogits`."""
+        """Bound these logits in each step. logits: parameter -> (largest logit per head, powers), see `LargestLogits`."""
         self._logits = logits
 
     def _update(self, shard: Shard, skip: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class Muon:
 class _RowMoments:
     """Second moments of the rows of orthogonalised matrices, each held by the matrix's owner.
 
-    shards: named like `shards`, without their last dimension; this rank's owned part of each.
+    shards: this rank's owned rows of each matrix parameter, named like the parameter, without its last dimension.
     """
 
     def __init__(self, shards: list[Shard], batches: list[MatrixBatch], decay: float):
@@ -199,7 +199,9 @@ class _RowMoments:
 
 
 def _is_muons(shard: Shard) -> bool:
-    """Return whether Muon updates this parameter: a matrix or expert matrices inside a block, but no router or convolution.
+    """Return whether Muon updates this parameter: a matrix, or a stack of expert matrices, inside a block.
+
+    Routers and convolutions are excluded.
 
     Raises UserError (exit 2) for a parameter inside a block that is neither a vector nor made of matrices.
     """
@@ -217,7 +219,9 @@ def _is_muons(shard: Shard) -> bool:
 
 
 def _least_update(shard: Shard, dtype: torch.dtype) -> float:
-    """Return the size below which an element of an orthogonal update may be rounding noise, with a layout-dependent sign.
+    """Return the size below which an element of an orthogonal update may be rounding noise.
+
+    The sign of rounding noise depends on the layout.
 
     An orthogonal matrix has elements of about 1 / sqrt(longer side).
     """

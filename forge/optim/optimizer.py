@@ -23,26 +23,31 @@ from forge.shard import Box, Shard
 class Optimizer(Protocol):
     """Updates this rank's shards. Built as `Class(shards, config, group)` by `build_optimizer`.
 
-    Optional members: `follow(config)`, which phases call before a step; `scale_by(factor)`, which gets the clip coefficient
-    of the next step; `bound_logits(logits)`, which gets the largest attention logits (forge/parallel/logits.py); and
-    `copies`, the compute copies of parameters that each step writes.
+    Optional members:
+
+    - `follow(config)`: phases call it before a step.
+    - `scale_by(factor)`: gets the clip coefficient of the next step.
+    - `bound_logits(logits)`: gets the largest attention logits (forge/parallel/logits.py).
+    - `copies`: the compute copies of parameters, which each step writes.
     """
 
     def step(self, lr: float, skip: Tensor) -> None:
         """Make one update with the shards' gradients. If the device scalar `skip` is 1.0, change nothing at all."""
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        """Yield (slot, shard, values) for all tensors. The shard is the parameter's, or a new one for state of another shape.
+        """Yield (slot, shard, values) for all tensors.
 
-        Checkpoints save each as `optimizer.<parameter>.<slot>` and load into `values` in place. So they must exist from the
-        start, laid out like the data of `shard`.
+        The shard is the parameter's, or a new one for state of another shape.
+
+        Checkpoints save each as `optimizer.<parameter>.<slot>` and load into `values` in place. So the tensors must exist
+        from the start, laid out like the data of `shard`.
         """
 
     def state(self) -> dict[str, Any]:
         """Return the rest of the state as JSON, equal on all ranks. May wait for the device."""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`. Ignore further keys, e.g. of a weight average that is no longer kept."""
+        """Restore the result of `state`. Ignore unknown keys, e.g. those of a weight average that is no longer kept."""
 
 
 OptimizerClass: TypeAlias = Callable[[list[Shard], OptimizerConfig, ProcessGroup | None], Optimizer]
@@ -71,7 +76,7 @@ def optimizer_class(name: str) -> OptimizerClass:
 
 
 def gradient(shard: Shard) -> Tensor:
-    """Return the shard's local gradient; zeros without a backward, e.g. for an expert without tokens."""
+    """Return the shard's local gradient. It is zeros if backward made none, e.g. for an expert without tokens."""
     grad = shard.grad
     return torch.zeros_like(shard.data) if grad is None else grad
 
@@ -99,7 +104,7 @@ def with_scales(shards: Sequence[Shard], config: OptimizerConfig) -> list[Shard]
 
 
 def _of_groups(name: str, config: OptimizerConfig, key: str) -> float | None:
-    """Return `key` of the last group that matches `name` and has this key; None without one."""
+    """Return `key` of the last group that matches `name` and sets `key`; None if no such group exists."""
     for group in reversed(config.groups):
         value: float | None = getattr(group, key)
         if value is not None and any(fnmatchcase(name, glob) for glob in group.names):
@@ -139,7 +144,10 @@ def update_groups(shards: Sequence[Shard], config: OptimizerConfig, max_numel: i
 def gather_shard_boxes(
     shards: Sequence[Shard], group: dist.ProcessGroup | None
 ) -> list[list[tuple[Box, ...]]]:
-    """Return the boxes of each of `shards` on every rank of `group`, in its order; None: this process alone. Collective."""
+    """Return, for each of `shards`, its boxes on every rank of `group`, in rank order.
+
+    group None: this process. Collective.
+    """
     if group is None or group.size() == 1:
         return [[shard.boxes for shard in shards]]
     known = [shard.boxes_on for shard in shards if shard.boxes_on is not None]

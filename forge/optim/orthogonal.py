@@ -34,7 +34,7 @@ LEAST_NORM = 1e-7
 
 
 def orthogonalize_(matrices: Tensor, steps: int, method: Method = "newton_schulz") -> Tensor:
-    """Overwrite matrices `[n, rows, columns]`, computed in their dtype, and return them. Zeros stay zeros."""
+    """Orthogonalise matrices `[n, rows, columns]` in place, in their dtype, and return them. A zero matrix stays zero."""
     # A GPU computes all in one product. A CPU takes one after another anyway; separately, temporaries stay in its cache, and
     # products of two matrices are faster than batches of one.
     for some in [matrices] if matrices.is_cuda else matrices.unbind():
@@ -43,7 +43,7 @@ def orthogonalize_(matrices: Tensor, steps: int, method: Method = "newton_schulz
 
 
 def _iterate_(matrices: Tensor, coefficients: list[tuple[float, float, float]], room: float) -> None:
-    """Overwrite matrices `[n, rows, columns]`, or one, `[rows, columns]`."""
+    """Iterate on matrices `[n, rows, columns]`, or on one `[rows, columns]`, and overwrite them."""
     tall = matrices.shape[-2] > matrices.shape[-1]
     add_product = torch.addmm if matrices.ndim == 2 else torch.baddbmm
     norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)

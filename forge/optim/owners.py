@@ -23,7 +23,7 @@ from forge.shard import Box, Shard
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """The rows and columns `box` of `count` matrices of shard `number`, from its matrix `first` on."""
+    """Rows and columns `box` of `count` matrices of shard `number`, starting at its matrix `first`."""
 
     number: int
     first: int
@@ -42,7 +42,7 @@ PartTransfer: TypeAlias = tuple[MatrixPart, int, int]
 class Holders:
     """The ranks that hold a matrix.
 
-    of_box: for each box of the matrix its ranks, in the same order on all ranks. numels: the elements that each rank holds.
+    of_box: the ranks of each box of the matrix, in the same order on all ranks. numels: the elements that each rank holds.
     """
 
     def __init__(self, of_box: dict[Box, list[int]]):
@@ -54,7 +54,7 @@ class Holders:
 
     @cached_property
     def preferred(self) -> np.ndarray:
-        """The ranks, int64 `[ranks]`: those with most elements first, then in order."""
+        """The ranks, int64 `[ranks]`, sorted by their number of elements, the most first, then by rank."""
         return np.array(sorted(self.numels, key=lambda rank: (-self.numels[rank], rank)))
 
     def have_all(self, rank: int) -> bool:
@@ -80,7 +80,7 @@ class MatrixRun:
 
     @property
     def work(self) -> int:
-        """Multiplications of one orthogonalisation step: the Gram matrix, its square, and a product with it."""
+        """Multiplications of one orthogonalisation step: the Gram matrix, its square, and one product with the matrix."""
         short, long = sorted(self.shape)
         return self.count * short * short * (2 * long + short)
 
@@ -124,7 +124,7 @@ def parts_of(
 def find_runs(
     shards: Sequence[Shard], heads: Sequence[int], group: dist.ProcessGroup | None
 ) -> list[MatrixRun]:
-    """Return the matrices of `shards` in order, with their holders and without owners. Collective."""
+    """Return runs of consecutive matrices of `shards` with the same holders, in order, without owners. Collective."""
     everyones = gather_shard_boxes(shards, group)
     runs = []
     for number, (shard, number_of_heads) in enumerate(zip(shards, heads, strict=True)):
@@ -159,7 +159,7 @@ def find_runs(
 
 
 def choose_owners(runs: Sequence[MatrixRun]) -> list[MatrixRun]:
-    """Divide runs, and give each, most work first, to the least loaded rank among its holders."""
+    """Divide runs. Assign each one, the most work first, to the least loaded rank among its holders."""
     divided = []
     for run in runs:
         ways = min(run.count, len(run.holders.numels))
@@ -180,7 +180,7 @@ def choose_owners(runs: Sequence[MatrixRun]) -> list[MatrixRun]:
 
 
 def divide_into_rounds(runs: Sequence[MatrixRun], round_numel: int) -> list[list[MatrixRun]]:
-    """Divide into rounds; in each an owner has at most `round_numel` elements, or one matrix."""
+    """Divide runs into rounds. In each round an owner has at most `round_numel` elements, or a single matrix."""
     rounds: list[list[MatrixRun]] = []
     current: Counter[int] = Counter()  # owner -> its latest round
     filled: Counter[int] = Counter()  # owner -> elements in that round

@@ -27,8 +27,9 @@ _POSITION = -7046029254386353131
 class StochasticRounding:
     """Rounds `slots` of the optimizer state of `shards`, with layout-independent noise, in two cheap passes.
 
-    The noise of an element is the exclusive or of one uniform number per dimension, each a hash of (name, slot, dimension,
-    global index along it, updates so far): uniform for each element, and independent for any two.
+    An element's noise is the exclusive or of one uniform number per dimension. Each number is a hash of (name, slot,
+    dimension, global index along it, updates so far). The noise of an element is uniform, and that of any two elements is
+    independent.
     """
 
     def __init__(self, shards: Sequence[Shard], slots: Iterable[str]):
@@ -63,7 +64,9 @@ class StochasticRounding:
             yield box, functools.reduce(operator.xor, along).view(box.sizes)
 
     def factors(self, shard: Shard, slot: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this update's noise of each box as factors for rows `[rows, 1]` and columns `[columns]`, to be xored.
+        """Yield this update's noise of each box as two factors, to be combined by xor.
+
+        The factors are rows `[rows, 1]` and columns `[columns]`.
 
         A row runs along the last dimension; a vector is one row.
         """
@@ -89,7 +92,10 @@ class StochasticRounding:
 
 
 def noise_bits(keys: Tensor, updates: Tensor) -> Tensor:
-    """Return 16 uniform bits for each of `keys`, int64 `[n]`, at the next update: int32 `[n]`. updates: past updates."""
+    """Return 16 uniform bits for each of `keys`, int64 `[n]`, at the next update: int32 `[n]`.
+
+    updates: number of past ones.
+    """
     return (mix(keys + mix(updates.to(torch.int64) * _POSITION)) & 0xFFFF).to(torch.int32)
 
 

@@ -9,9 +9,10 @@ from forge.config.schema import ScheduleConfig
 
 
 def planned_rate(config: Config, phases: Phases, step: int, tokens: int) -> float:
-    """Return the learning rate of update `step`: `learning_rate` with the phase's peak. tokens: trained before the update.
+    """Return the learning rate of update `step`: `learning_rate` with the phase's peak.
 
-    With `schedule.unit = "tokens"` the schedule counts the tokens up to the end of the update.
+    tokens: trained before the update. With `schedule.unit = "tokens"` the schedule counts the tokens up to the end of the
+    update.
     """
     plan, steps = phases.at(tokens), config.train.steps
     if config.schedule.unit == "steps":

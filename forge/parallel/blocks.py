@@ -1,13 +1,14 @@
 """How blocks run: recomputed in backward, compiled, and in which dtype. Nothing else replaces the forward of a module.
 
 A forward is replaced, never a module, so parameters keep their names. Hooks of the module itself (FSDP's, and tensor
-parallelism's on a child) run outside of the new forward: recomputation does not gather again, and the hooks
-are in no graph. From the inside out:
+parallelism's on a child) run outside of the new forward: recomputation does not gather again, and the hooks are in no
+graph. From the inside out:
 
     selective recomputation  the compiler has to see the results that the checkpoint keeps
     compile                  the block as it will run
-    full recomputation       nothing inside is kept, so the compiler gains nothing from seeing the checkpoint, and inside
-                             of one PyTorch 2.13 fails to trace tensor parallelism with SDPA (it saves a DeviceMesh)
+    full recomputation       nothing inside is kept, so the compiler gains nothing from seeing the checkpoint. With a
+                             checkpoint inside the graph, PyTorch 2.13 fails to trace tensor parallelism with SDPA (it
+                             saves a DeviceMesh)
     wait                     the first block only: compiled code must not get the promise of a collective's result
     cast                     last, so that graph and recomputation see the module's compute dtype
 
@@ -119,7 +120,7 @@ def apply_blocks(model: Transformer, layout: Layout) -> None:
 
 
 class BlockPolicy:
-    """Which forwards of a block are recomputed and compiled."""
+    """The decision which forwards of a block are recomputed and which are compiled."""
 
     def __init__(self, layout: Layout):
         self._recomputation = layout.activation_checkpoint
@@ -179,9 +180,10 @@ class BlockPolicy:
             moe.dispatch.kernels = Kernels(*map(compiler, moe.dispatch.kernels))
 
     def _compiler_within_a_checkpoint(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile `function`, which selective recomputation runs as a whole again.
+        """Compile `function` inside a selective checkpoint, which recomputes it as a whole.
 
-        The checkpoint must not see operators of compiled code, which writes to the results of its matrix products.
+        The checkpoint must not see the operators of the compiled code, because that code writes into the results of its
+        matrix products.
         """
         assert self._compiler is not None
         compiled = self._compiler(function)
@@ -197,7 +199,7 @@ class BlockPolicy:
 
 
 class Recomputed:
-    """`forward` under a checkpoint: called again in backward. `selective`: expensive results are kept."""
+    """`forward` under an activation checkpoint, which runs it again in backward. selective: expensive results are kept."""
 
     def __init__(self, forward: Callable[..., Any], *, selective: bool):
         functools.update_wrapper(self, forward)
@@ -222,7 +224,7 @@ class Recomputed:
 
 
 def selective_context() -> Any:
-    """Return the context managers for `checkpoint`'s forward and recomputation under `keep_expensive`."""
+    """Return the two context managers of `checkpoint`, for forward and recomputation, by the rule `keep_expensive`."""
     return create_selective_checkpoint_contexts(keep_expensive)
 
 
@@ -253,22 +255,22 @@ def compiler_for(chosen: Compile) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def compile_chunks(loss: Any, compiler: Callable[..., Any]) -> None:
-    """Compile the work of `loss` per chunk of tokens; the loop itself stays outside, or it would be unrolled.
+    """Compile the computation of one chunk of tokens in `loss`. The loop over chunks stays outside: it would be unrolled.
 
     Raises UserError for a loss without chunks.
     """
     if not hasattr(loss, "chunk"):
-        raise UserError(f"compile.loss = true does not go with {type(loss).__name__}; use false")
+        raise UserError(f"compile.loss = true does not work with {type(loss).__name__}; use false")
     chunk = compiler(loss.chunk)
     # Parameters without their gradients, as in `hiding_gradients`: a chunk runs inside an autograd function anyway.
     loss.chunk = lambda *args: chunk(*(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
 
 
 def hiding_gradients(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` that takes gradients of another dtype off the parameters of `module` while it runs.
+    """Return a `forward` that, while it runs, removes gradients of another dtype from the parameters of `module`.
 
-    Parameters in bfloat16 may accumulate gradients in float32 (torch.Tensor.grad_dtype); PyTorch 2.11 to 2.13 refuse to
-    trace these.
+    Parameters in bfloat16 may accumulate gradients in float32 (torch.Tensor.grad_dtype). PyTorch 2.11 to 2.13 refuse to
+    trace such parameters.
     """
     parameters: list[nn.Parameter] = []
 
@@ -291,10 +293,10 @@ def hiding_gradients(module: nn.Module, forward: Callable[..., Any]) -> Callable
 
 
 def waiting(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` that waits for its first argument.
+    """Return a `forward` that waits for its first argument before it runs.
 
-    Under a user's plan of tensor parallelism the embedding may return an AsyncCollectiveTensor, a promise of a
-    collective's result; compiled code takes it for a plain tensor and fails in backward.
+    Under a user's plan of tensor parallelism the embedding may return an AsyncCollectiveTensor, a promise of a collective's
+    result. Compiled code takes it for a plain tensor and fails in backward.
     """
 
     @functools.wraps(forward)
@@ -308,8 +310,9 @@ def waiting(forward: Callable[..., Any]) -> Callable[..., Any]:
 def cast_at_borders(model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype], policy: torch.dtype) -> None:
     """Let each largest subtree of `model` with another compute dtype than `policy` cast its inputs and outputs.
 
-    The subtree gets floating-point arguments in its own dtype and returns results in `policy`; a module whose class sets
-    `exact_output` returns its own dtype. The whole model is left alone: it takes tokens and returns losses.
+    The subtree gets floating-point arguments in its own dtype and returns results in `policy`. A module whose class sets
+    `exact_output` returns its own dtype. If the whole model is such a subtree, it is left alone: it takes tokens and
+    returns losses.
     """
     for child in model.children():
         for subtree, compute in maximal_subtrees(child, dtypes):
@@ -321,7 +324,7 @@ def cast_at_borders(model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype], p
 def casting(
     forward: Callable[..., Any], inside: torch.dtype, outside: torch.dtype | None
 ) -> Callable[..., Any]:
-    """Return `forward` with floating-point arguments cast to `inside` and results to `outside` (None: left alone)."""
+    """Return a `forward` that casts floating-point arguments to `inside` and results to `outside` (None: no cast)."""
 
     @functools.wraps(forward)
     def cast(*args: Any) -> Any:
@@ -336,14 +339,14 @@ def _to(value: Any, dtype: torch.dtype) -> Any:
 
 
 def check_modules(model: Transformer, chosen: ActivationCheckpoint) -> None:
-    """Raise UserError for a name in `chosen.modules`, if used, that is not a child of any block of `model`."""
+    """Raise UserError if `chosen.modules` is used and has a name that is not a child of any block of `model`."""
     if chosen.mode not in ("full", "selective"):
         return
     known = sorted({name for block in model.layers.values() for name, _ in block.named_children()})
     for name in chosen.modules:
         if name not in known:
             raise UserError(
-                f'activation_checkpoint.modules: "{name}" is no part of a block; the parts are {", ".join(known)}'
+                f'activation_checkpoint.modules: "{name}" is not a module of a block; the modules are {", ".join(known)}'
                 + did_you_mean(name, known)
             )
 

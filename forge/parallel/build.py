@@ -70,8 +70,8 @@ def build_parallel_model(
 ) -> ParallelModel:
     """Return the model of `config` over all ranks, with its initial values. Collective.
 
-    values: fills the shards. attention: returns a replacement for a layer's attention function. memory: a
-    context in which the shards are allocated, e.g. one of fake tensors.
+    values: fills the shards. attention: returns a replacement for a layer's attention function. memory: a context in which
+    the shards are allocated, e.g. a context of fake tensors.
     """
     layout = make_layout(config, meshes)
 
@@ -108,7 +108,7 @@ class Builder:
         self._done: list[str] = []
 
     def begin(self, step: str) -> None:
-        """Note that `step` is applied. Raises RuntimeError if it or a later step has been applied before."""
+        """Record that `step` is applied. Raises RuntimeError if `step` or a later one has already been applied."""
         if step in self._done:
             raise RuntimeError(f"{step} has been applied to this model already; each step is applied once")
         later = [other for other in self._done if STEPS.index(other) > STEPS.index(step)]
@@ -123,7 +123,10 @@ class Builder:
         return APPLY[step](self.model, self.layout) if needed(self.layout) else None
 
     def apply_all(self) -> DataParallel:
-        """Make the model this rank's part of it, without memory yet; return the engine that shares it. Collective."""
+        """Apply all steps.
+
+        Afterwards the model is this rank's part, without memory. Return the data-parallel engine. Collective.
+        """
         results = [self.apply(step) for step in APPLY]
         return results[-1]
 
@@ -158,7 +161,7 @@ def check_groups(model: Transformer, config: Config) -> None:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Return `names` with `*` for numbers, and the end of each after `*.`, which patterns usually are."""
+    """Return `names` with `*` in place of numbers, and the last component of each after `*.`: the usual forms of patterns."""
     general = sorted(for_all_layers(names))
     ends = {
         f"*.{'.'.join(parts[at:])}"

@@ -61,9 +61,10 @@ def through_experts(
     compute: Callable[[Tensor, Tensor], Tensor],
     kernels: Kernels,
 ) -> Tensor:
-    """Send rows `[n, dim]`, sorted by expert, to the ranks of `group`, compute there, and bring `[n, dim]` back.
+    """Send rows `[n, dim]`, sorted by expert, to the ranks of `group`, compute there, and return `[n, dim]`.
 
-    sends: rows for each rank. receives: rows from each; by expert they are `arriving`, int64 `[ranks, local experts]`.
+    sends: number of rows for each rank. receives: number of rows from each rank. arriving, int64 `[ranks, local experts]`:
+    the received rows of each rank by expert.
     """
     rows = compat.all_to_all(rows, group, receives, sends)
     # Rows came sorted by rank; the experts take them sorted by expert.
@@ -73,13 +74,13 @@ def through_experts(
 
 
 def exchange(numbers: Tensor, group: dist.ProcessGroup, *sizes: list[int]) -> Tensor:
-    """Send `numbers`, which have no gradient, as `compat.all_to_all` does; sizes: receives and sends, or none."""
+    """All-to-all of `numbers`, without a gradient. sizes: (receives, sends) in rows of each rank; none: equal parts."""
     receives, sends = sizes or (None, None)
     return functional.wait_tensor(functional.all_to_all_single(numbers.contiguous(), receives, sends, group))
 
 
 def sizes_from_counts(leaving: Tensor, arriving: Tensor) -> tuple[list[int], list[int]]:
-    """Return how many rows go to each rank and come from it; both int64 `[ranks, local experts]`.
+    """Return how many rows go to each rank and how many come from it. leaving, arriving: int64 `[ranks, local experts]`.
 
     Waits for the device, except in recomputation.
     """
@@ -88,7 +89,9 @@ def sizes_from_counts(leaving: Tensor, arriving: Tensor) -> tuple[list[int], lis
 
 
 class NodeDispatcher:
-    """A Dispatcher for experts spread over nodes. across: the ranks with this rank's place in each node; within: this node's.
+    """A Dispatcher for experts spread over nodes.
+
+    across: ranks with this rank's position in each node; within: ranks of this node.
 
     Experts are in the order of nodes, then of ranks: equally many on each.
     """
@@ -133,13 +136,16 @@ class NodeDispatcher:
 
 
 def _counts(experts: Tensor, n_experts: int) -> Tensor:
-    """Return how many of experts int64 are 0, 1, ... n_experts - 1. Unlike bincount it does not wait for the device."""
+    """Count the elements of experts, int64, that are 0, 1, ... n_experts - 1.
+
+    Unlike bincount it does not wait for the device.
+    """
     flat = experts.flatten()
     return flat.new_zeros(n_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:-1]
 
 
 def first_visits(nodes: Tensor, n_nodes: int) -> Tensor:
-    """nodes int64 `[tokens, top_k]` of each choice -> the same, with n_nodes for a node that an earlier choice has."""
+    """Replace repeated nodes of a token by n_nodes. nodes: int64 `[tokens, top_k]`, the node of each choice."""
     columns = nodes.unbind(1)
     kept = [columns[0]]
     for j, column in enumerate(columns[1:], start=1):
@@ -151,9 +157,10 @@ def first_visits(nodes: Tensor, n_nodes: int) -> Tensor:
 def node_sizes_from_counts(
     to_nodes: Tensor, from_nodes: Tensor, leaving: Tensor, arriving: Tensor
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return the rows to and from each node, int64 `[nodes]`, then each rank of this node; `[ranks, local experts]`.
+    """Return four lists: rows to each node, rows from each node, rows to each rank of this node, rows from each rank of it.
 
-    Waits for the device, except in recomputation.
+    to_nodes, from_nodes: int64 `[nodes]`. leaving, arriving: int64 `[ranks, local experts]`. Waits for the device, except
+    in recomputation.
     """
     numbers = [to_nodes, from_nodes, leaving.sum(1), arriving.sum(1)]
     read = iter(host.read(torch.cat(numbers)))

@@ -1,10 +1,10 @@
 """Expert parallelism: the ranks of the ep axis share the experts of a layer, and each routes its own tokens.
 
-Only the inside of a mixture of experts changes: its weights are split over ep by expert, and the dispatcher sends
-tokens to their experts. The ep axis may span data, context and tensor ranks; tensor parallelism never splits an
-expert. With sequence parallelism a tensor rank routes its own piece of the sequence; without, it routes its share of
-the whole sequence, and the outputs are gathered. So no token is computed twice, and a router's weight, whole on every
-rank, has partial gradients over tp (forge/parallel/tensor/apply.py). forge/parallel/dispatch.py sends tokens.
+Only the inside of a mixture of experts changes: its weights are split over ep by expert, and the dispatcher
+(forge/parallel/dispatch.py) sends tokens to their experts. The ep axis may span data, context and tensor ranks; tensor
+parallelism never splits an expert. With sequence parallelism a tensor rank routes its own piece of the sequence. Without
+it, the rank routes its share of the whole sequence, and the outputs are gathered. So no token is computed twice. A router's
+weight, whole on every rank, has partial gradients over tp (forge/parallel/tensor/apply.py).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _dispatcher(meshes: Meshes, n_experts: int) -> Dispatcher:
 
 
 class LocalExperts(Experts):
-    """The experts of a rank, of weights that are split over ep."""
+    """The experts on this rank. Their weights are DTensors split over ep by expert."""
 
     def __init__(self, plain: Experts, mesh: DeviceMesh):
         n_experts, dim, hidden_dim = plain.w2.shape
@@ -72,7 +72,7 @@ class LocalExperts(Experts):
             self.register_parameter(name, distributed(weight, mesh, Split(0)))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows `[n, dim]`, sorted by expert, counts int64 `[n_experts / ep]` of each one's -> `[n, dim]`."""
+        """rows `[n, dim]`, sorted by expert; counts int64 `[n_experts / ep]`, rows of each expert -> `[n, dim]`."""
         biases = (None if bias is None else local_tensor(bias) for bias in (self.w13_bias, self.w2_bias))
         return self.compute(rows, counts, local_tensor(self.w13), local_tensor(self.w2), *biases)
 
@@ -93,7 +93,7 @@ class PieceRoutedMoE(MoE):
         self.mesh, self.whole_stream = layout.meshes.tp, not layout.parallel.sequence_parallel
 
     def routed(self, x: Tensor, labels: Tensor | None) -> Tensor:
-        """x `[batch, seq / tp, dim]`, or the whole sequence on every rank, labels `[batch, seq]` -> shaped like x."""
+        """x `[batch, seq / tp, dim]`, or `[batch, seq, dim]` equal on every rank; labels `[batch, seq]` -> shaped like x."""
         if labels is not None:
             labels = own_piece(labels, self.mesh)
         if not self.whole_stream:

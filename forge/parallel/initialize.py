@@ -23,9 +23,9 @@ LONGEST_SPAN = 1 << 22
 
 
 def initialize(shards: list[Shard], values: dict[str, float | Normal | Uniform], seed: int) -> None:
-    """Fill every shard in place with the start value that `values` gives for its parameter's name.
+    """Fill every shard in place with the initial value that `values` has for its parameter's name.
 
-    Raises KeyError if a shard's name has no start value: nothing is ever left as memory came.
+    Raises KeyError if a shard's name has no initial value, so no memory stays uninitialised.
     """
     for shard in shards:
         start = values[shard.name]
@@ -39,7 +39,10 @@ def initialize(shards: list[Shard], values: dict[str, float | Normal | Uniform],
 def fill_random(
     out: Tensor, box: Box, global_shape: torch.Size, start: Normal | Uniform, seed: int, name: str
 ) -> None:
-    """Write the elements of `box` of the global tensor `name`, drawn from `start`, into `out` (shaped like the box)."""
+    """Draw the elements of `box` of the global tensor `name` from the distribution `start` into `out`.
+
+    `out` has the box's shape.
+    """
     if box.numel == 0:
         return
     strides = [prod(global_shape[d + 1 :]) for d in range(len(global_shape))]

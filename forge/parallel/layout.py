@@ -21,7 +21,7 @@ from forge.shard import Box
 
 @dataclass(frozen=True)
 class Layout:
-    """How one model is spread over ranks. Every `apply_*` takes a model and a Layout.
+    """The distribution of one model over ranks. Every `apply_*` takes a model and a Layout.
 
     tensor_plan: the function named by `parallel.tp_plan`, called with a model; it may import the user's code.
     check_replicas: whether ranks with the same values compare them during the run.
@@ -53,13 +53,16 @@ class Layout:
 
     @property
     def sequence_pieces(self) -> int:
-        """Into how many pieces tensor parallelism divides the sequence: for the residual stream, or to route it."""
+        """Return the number of pieces into which tensor parallelism divides the sequence.
+
+        It divides it for the residual stream or for routing.
+        """
         divided = self.parallel.sequence_parallel or self.model.moe is not None
         return self.parallel.tp if divided else 1
 
 
 def bounds_logits(config: Config) -> bool:
-    """Whether the update needs the largest attention logits of the step."""
+    """Return whether the optimizer needs the largest attention logits of each step."""
     return config.optimizer.name == "muon" and config.optimizer.muon.qk_clip > 0
 
 
@@ -91,9 +94,9 @@ def make_layout(config: Config, meshes: Meshes) -> Layout:
 def own_box(parameter: DTensor, at: Mapping[str, int] | None = None) -> Box:
     """Return the one box of the global tensor on this rank, or on the rank at position `at`, by mesh axis.
 
-    FSDP2 splits the parts left by tensor parallelism, although its axis comes first in the mesh: if both split
-    the same dimension (`_StridedShard`), outer mesh axes divide the parts of inner ones. So each axis divides the box,
-    the last axis first, into equal pieces, rounded up, as torch.chunk does.
+    If FSDP2 and tensor parallelism split the same dimension (`_StridedShard`), FSDP2 splits the parts left by tensor
+    parallelism, although its axis comes first in the mesh. So the mesh axes divide the box in turn, the last axis first,
+    into equal pieces, rounded up, as torch.chunk does.
     """
     offsets, sizes = [0] * parameter.ndim, list(parameter.shape)
     mesh = parameter.device_mesh

@@ -1,11 +1,9 @@
-"""The largest attention logit of each head in a step, over all ranks.
+"""The largest attention logit of each head in a step, over all ranks. QK-clip (forge/optim/muon.py) bounds it.
 
-QK-clip (forge/optim/muon.py) bounds this quantity.
-
-Each attention function is wrapped: in a forward with a gradient it takes the maximum over this rank's queries, and one
-all-reduce per step takes it over ranks. A maximum does not depend on microbatches, on the split of heads, sequences and
-batches, or on repeated forwards in recomputation. The logits are computed once more, some queries at a time: half of the
-work of attention's forward, and memory for ROWS queries against all keys.
+Each attention function is wrapped. In a forward with a gradient the wrapper takes the maximum over this rank's queries, and
+one all-reduce per step takes the maximum over ranks. A maximum does not depend on microbatches, on the split of heads,
+sequences and batches, or on repeated forwards in recomputation. The logits are computed a second time, ROWS queries at a
+time. That takes half of the work of attention's forward, and memory for ROWS queries against all keys.
 """
 
 from __future__ import annotations
@@ -39,9 +37,9 @@ ROWS = 256
 class LargestLogits:
     """The largest logits of the layers of `parts`.
 
-    by_parameter: for the projections to queries and keys, the logits of the heads, float64 `[heads]`, one after another over
-    the rows of the parameter, equal on all ranks after `complete`; and powers, float64 `[rows of a head]`. Rows times
-    c ** power, in each parameter of a head, scale its logits by c.
+    by_parameter: query or key projection -> (logits, powers). logits, float64 `[heads]`: one per head, in the order of the
+    parameter's rows, equal on all ranks after `complete`. powers, float64 `[rows of a head]`: if each row of a head is
+    multiplied by c ** power, in both projections, the head's logits are multiplied by c.
     """
 
     def __init__(self, parts: Sequence[Transformer], shards: Sequence[Shard], layout: Layout):
@@ -61,8 +59,8 @@ class LargestLogits:
             if powers is None:
                 kind = type(attention).__name__
                 raise UserError(
-                    f"optimizer.muon.qk_clip scales the projections to queries and keys, of which the logits of {kind} in "
-                    f"layer {layer} are not products; use 0"
+                    f"optimizer.muon.qk_clip scales query and key projections, but the logits of {kind} in layer {layer} "
+                    f"are not their products; use 0"
                 )
             latent = hasattr(attention.attend, "attend_latent")
             observed = ObservedLatents if latent else ObservedAttention
@@ -84,10 +82,11 @@ class LargestLogits:
 
 
 def _powers(attention: Any, shared_keys: bool) -> dict[str, list[float]] | None:
-    """Return the powers of the rows of a head, by projection (see `LargestLogits`); None for an unknown kind of attention.
+    """Return projection -> powers of the rows of a head (see `LargestLogits`). None for an unknown kind of attention.
 
-    Queries and keys take a half each. Parts shared by several query heads stay unchanged, as in arXiv:2507.20534: grouped
-    keys, and in latent attention the one key part with positions.
+    Rows of queries and keys have power 1/2. If several query heads share a key, the key has power 0, so it stays unchanged,
+    and the query has power 1, as in arXiv:2507.20534. Shared keys are grouped keys and, in latent attention, the key part
+    with positions.
     """
     if isinstance(attention, LatentAttention):
         nope, rope, v = attention.nope_dim, attention.rope_dim, attention.v_dim
@@ -100,14 +99,14 @@ def _powers(attention: Any, shared_keys: bool) -> dict[str, list[float]] | None:
 
 
 class ObservedAttention:
-    """An attention function that records its logits in `largest`, `[heads]` of the whole model."""
+    """An attention function that records its logits in `largest`, which covers all heads of the model: `[heads]`."""
 
     def __init__(self, attend: AttentionFunction, largest: Tensor, layout: Layout, split: SequenceSplit):
         self._attend, self._largest, self._split, self._tp = attend, largest, split, layout.meshes.tp
 
     @property
     def split(self) -> SequenceSplit | None:
-        """How context parallelism divides the sequence, as its attention functions say; None without it."""
+        """Return the division of the sequence by context parallelism, from its attention function; None without it."""
         return getattr(self._attend, "split", None)
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
@@ -127,7 +126,7 @@ class ObservedAttention:
         own.copy_(torch.maximum(own, found))
 
     def _own_heads(self, heads: int) -> slice:
-        """Which of the model's heads this rank has: all, or by tensor parallelism as many as every rank."""
+        """Return this rank's heads, as a slice of the model's: all heads, or 1 / tp of them."""
         first = 0 if heads == len(self._largest) else heads * self._tp.get_local_rank()
         return slice(first, first + heads)
 
@@ -155,7 +154,7 @@ class ObservedAttention:
 
 
 class ObservedLatents(ObservedAttention):
-    """The same for an attention function that takes the latents of latent attention."""
+    """Like `ObservedAttention`, for an attention function that takes the latents of latent attention."""
 
     def attend_latent(
         self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask

@@ -4,10 +4,9 @@
     experts      (pp, dp_replicate, ep_shard, ep)           mesh of experts' DTensors; ep = ep_node x ep_local
     data         (pp, dp_replicate, dp_shard, cp, tp)       which rank reads which part of which samples
 
-All are views of the same ranks in the same order; tp is the fastest axis, so that its ranks are neighbours on one node,
-and ep_shard * ep = dp_shard * cp * tp. Meshes and groups are made once and kept under a name here; nothing slices them
-by axis name later. Axes of size 1 stay, so code need not check for an axis, and issue no collective; all of them
-have one group.
+All are views of the same ranks in the same order, and ep_shard * ep = dp_shard * cp * tp. tp is the fastest axis, so its
+ranks are neighbours on one node. Meshes and groups are made once and kept under a name here; nothing slices them by axis
+name later. Axes of size 1 stay, so no code tests whether an axis exists. They share one group and issue no collective.
 """
 
 from __future__ import annotations
@@ -30,13 +29,14 @@ _IN_LAYERS = frozenset(("tp", "ep", "ep_node", "ep_local", "cp"))
 class Meshes:
     """Meshes and groups of this rank.
 
-    fsdp: the mesh for fully_shard, (dp_shard x cp), preceded by dp_replicate if there are replicas. fsdp_experts: the
-    same for experts, (ep_shard) or (dp_replicate, ep_shard). tp, ep: the 1-D meshes of tensor and expert parallelism.
-    ep_local: the ranks of ep on this rank's node; ep_node: the ranks with its position in each node. cp: ranks that share
-    a sequence; sequence: cp ranks and the ranks added by tensor parallelism (cp x tp). loss: ranks whose losses and token
-    counts add up to the global batch (dp x cp). stage: all ranks with parts of the same layers (dp x cp x tp). pp: the
-    ranks of one pipeline. pipeline: pp ranks and the ranks whose losses add up (pp x dp x cp). copies: for the mesh axes
-    over which a parameter is replicated, the ranks with the same elements.
+    fsdp: the mesh for fully_shard, (dp_shard x cp), preceded by dp_replicate if there are replicas. fsdp_experts: the same
+    for experts, (ep_shard) or (dp_replicate, ep_shard). tp, ep: the 1-D meshes of tensor and expert parallelism.
+    ep_local: the ranks of ep on this rank's node. ep_node: the ranks of ep at this rank's position in each node.
+    cp: ranks that share a sequence. sequence: cp ranks and the ranks added by tensor parallelism (cp x tp).
+    loss: ranks whose losses and token counts add up to the global batch (dp x cp).
+    stage: all ranks with parts of the same layers (dp x cp x tp). pp: the ranks of one pipeline. pipeline: pp ranks and the
+    ranks whose losses add up (pp x dp x cp).
+    copies: the mesh axes over which a parameter is replicated -> the group of the ranks with the same elements.
     """
 
     degrees: Degrees
@@ -121,7 +121,7 @@ class _View:
         return DeviceMesh.from_group(groups, device_type, mesh=self._ranks, mesh_dim_names=self._axes)
 
     def group(self, *axes: str, on_cpu: bool = False) -> dist.ProcessGroup:
-        """Return the group of the ranks that have this rank's place on all other axes. on_cpu: see `new_group`."""
+        """Return the group of the ranks that differ from this rank only along the given axes. on_cpu: see `new_group`."""
         places = [self._axes.index(axis) for axis in axes]
         last = self._ranks.movedim(places, list(range(-len(places), 0)))
         sets = last.reshape(-1, math.prod(last.shape[-len(places) :])).tolist()
@@ -129,10 +129,10 @@ class _View:
 
 
 class _Groups:
-    """Process groups, one per set of ranks: each costs connections, memory and time at the start.
+    """Process groups, one per set of ranks, because each costs connections, memory and time at the start.
 
-    The operations of one group wait for one another. So groups that layers wait for (`in_layers`: tp, ep, cp) are
-    separate from FSDP's background groups on the same ranks.
+    The operations of one group wait for one another. So groups that layers wait for (`in_layers`: tp, ep, cp) are separate
+    from FSDP's background groups on the same ranks.
     """
 
     def __init__(self, all_on_cpu: bool) -> None:
@@ -140,7 +140,7 @@ class _Groups:
         self._made: dict[tuple[bool, str], dist.ProcessGroup] = {}
 
     def one_of(self, sets: list[list[int]], in_layers: bool, on_cpu: bool) -> dist.ProcessGroup:
-        """Return the group of the set that this rank is in. Collective; `sets` divide all ranks."""
+        """Return the group of the set that contains this rank. Collective. sets: a partition of all ranks."""
         world, size = dist.group.WORLD, len(sets[0])
         assert world is not None
         in_layers = in_layers and size > 1
@@ -153,9 +153,9 @@ class _Groups:
 
 
 def new_group(world: dist.ProcessGroup, sets: list[list[int]], *, on_cpu: bool) -> dist.ProcessGroup:
-    """Make a group of each of `sets`, which divide all ranks; return that of this rank. Collective.
+    """Make a group for each of `sets`, a partition of all ranks; return this rank's group. Collective.
 
-    on_cpu: beside NCCL the group has gloo, for objects and CPU tensors. Gloo connects every two ranks of a group, which
+    on_cpu: the group has gloo besides NCCL, for objects and CPU tensors. Gloo connects every two ranks of a group, which
     takes long and many sockets for hundreds of ranks.
     """
     if world.bound_device_id is not None:  # NCCL divides the communicator of all ranks, all sets at once

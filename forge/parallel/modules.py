@@ -1,4 +1,7 @@
-"""Modules by name: the patterns that keys of the configuration hold, and replacing one without losing its hooks."""
+"""Functions on modules by name.
+
+They match the name patterns of configuration keys, and replace a module together with its hooks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ HOOKS = (
 def matches_exact_depth(pattern: str, name: str) -> bool:
     """Return whether `pattern` matches `name` component by component: `layers.*.wq` is not `layers.0.attention.wq`.
 
-    For plans of tensor parallelism, which say how each module is split: a pattern must not match more than was meant.
+    Used for plans of tensor parallelism: a pattern that matched other modules by accident would split them.
     """
     patterns, names = pattern.split("."), name.split(".")
     return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))
@@ -44,12 +47,12 @@ def matches_any_depth(pattern: str, name: str) -> bool:
 
 
 def has_all_names(model: nn.Module) -> bool:
-    """Return whether a name that `model` does not have is a mistake: stages of a pipeline have only some of the names."""
+    """Return whether `model` is a whole model, not a pipeline stage. Only then an unknown name is a mistake."""
     return getattr(model, "is_whole", True)
 
 
 def for_all_layers(names: Iterable[str]) -> set[str]:
-    """Return `names` with `*` in the place of numbers, to suggest instead of the same name in every layer."""
+    """Return `names` with numbers replaced by `*`, to suggest a pattern instead of one name per layer."""
     return {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
 
 
@@ -60,7 +63,10 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
 
 
 def carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give `new` the forward hooks and pre-hooks of `old`, in their order, with or without keyword arguments."""
+    """Give `new` all forward hooks and pre-hooks of `old`, in order.
+
+    A hook that takes keyword arguments gets them from `new` too.
+    """
     for name in HOOKS:
         # The dictionaries themselves, so that a hook's handle can still remove it.
         setattr(new, name, getattr(old, name))

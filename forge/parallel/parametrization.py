@@ -62,7 +62,7 @@ def describe(
 ) -> tuple[dict[str, float | Normal | Uniform], list[Shard]]:
     """Return the initial values of `model` by name, and its `shards` with the kind, heads and rates of their parameters.
 
-    Whatever builds shards for an optimizer calls this: optimizers treat a parameter by its kind, heads and rates.
+    Call it for all shards that an optimizer gets: optimizers treat a parameter by its kind, heads and rates.
     """
     known: Any = model
     kinds, heads = parameter_kinds(model), known.heads() if hasattr(model, "heads") else {}
@@ -74,7 +74,7 @@ def describe(
 def parametrize(
     starts: Mapping[str, float | Normal | Uniform], shards: Sequence[Shard], config: Config
 ) -> tuple[dict[str, float | Normal | Uniform], list[Shard]]:
-    """Return `starts`, the initial values by name under the standard rules, scaled, and `shards` with their rates."""
+    """Return `starts` (initial values by name under the standard rules) after scaling, and `shards` with their rates."""
     scaled = dict(starts)
     if config.optimizer.parametrization == "standard":
         return scaled, list(shards)
@@ -93,7 +93,7 @@ def parametrize(
 
 
 def factors(shard: Shard, config: Config) -> tuple[float, Rates]:
-    """Return the factor of a parameter's initial values, and its rates."""
+    """Return the factor of a parameter's initial values, and the parameter's `Rates`."""
     name, optimizer, model = shard.name, config.optimizer, config.model
     base, deep = optimizer.mup, optimizer.parametrization == "completep"
     width = model.dim / base.base_dim
@@ -116,7 +116,7 @@ def factors(shard: Shard, config: Config) -> tuple[float, Rates]:
 
 
 def _multiplier(name: str, config: Config, width: float, depth: float) -> float:
-    """Return the product of the multipliers that are part of this parameter."""
+    """Return the parameter's multiplier in the table above, as a product over all rows that apply to it."""
     model = config.model
     embedding = (
         1 / sqrt(width) if model.scale_embeddings else 1.0
@@ -140,16 +140,16 @@ def _multiplier(name: str, config: Config, width: float, depth: float) -> float:
 
 
 def _head_growth(config: Config) -> float:
-    """Return how many times larger a head of queries is than in the base."""
+    """Return the size of a query head divided by that in the base model."""
     base, latent = config.optimizer.mup.base_head_dim, config.model.latent
     size = config.model.head_dim if latent is None else latent.qk_nope_head_dim + latent.qk_rope_head_dim
     return size / base if base else 1.0
 
 
 def parameter_kinds(model: nn.Module) -> dict[nn.Parameter, Kind]:
-    """Return the kind of the parameters of experts, routers and convolutions in `model`; all others are dense.
+    """Return parameter name -> kind for experts, routers and convolutions in `model`. All other parameters are dense.
 
-    The gate of shared experts is a router of one row.
+    The gate of shared experts counts as a router with one row.
     """
     classes: dict[type[nn.Module], Kind] = {
         Experts: "expert",

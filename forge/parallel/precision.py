@@ -1,14 +1,14 @@
 """The compute dtype of every parameter, and FSDP's units, each with one compute dtype.
 
-Results depend on the dtypes alone, not on the units: each largest subtree of modules in another dtype than the policy's
-casts its inputs to its own dtype and its outputs back (forge/parallel/blocks.py), so a module in float32 leaves a
-bfloat16 stream unchanged. A model with a few float32 modules beside bfloat16 is cut along these borders. In each part of
-the model:
+The results depend on the dtypes alone, not on the units. The policy is precision.compute. A largest subtree of modules
+whose dtype differs from it casts its inputs to its own dtype, and its outputs back (forge/parallel/blocks.py). So a module
+in float32 leaves a bfloat16 stream unchanged. Where parts of the model (the embedding, a block, ...) have several dtypes,
+they are divided along these borders:
 
-    one dtype    the part is one unit
-    more         the largest subtrees of all but the most frequent one (by elements) are units, the rest is one
+    one dtype      the part is one unit
+    several        the dtype with the most elements forms one unit; each largest subtree in another dtype is a unit
 
-The routed experts of a layer are units by themselves, because other ranks share them.
+The routed experts of a layer are separate units, because other ranks share them.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def compute_dtypes(
     policy: torch.dtype,
     pinned: Collection[nn.Parameter] = frozenset(),
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the compute dtype of each parameter: promote(float32, policy) if it is pinned, else the policy.
+    """Return the compute dtype of each parameter: promote(float32, policy) if the parameter is pinned, else the policy.
 
-    A parameter that does not hold floating-point numbers keeps its own.
+    Parameters that are not floating-point keep their dtype.
     """
 
     def resolve(parameter: nn.Parameter) -> torch.dtype:
@@ -73,7 +73,7 @@ def compute_dtypes(
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules whose parameters are gathered together, the dtype they are gathered in, and whether they are experts."""
+    """Modules whose parameters are gathered together, the dtype of the gather, and whether the modules are routed experts."""
 
     modules: tuple[nn.Module, ...]
     compute: torch.dtype
@@ -85,9 +85,8 @@ def plan_units(
 ) -> tuple[list[list[Unit]], dict[nn.Parameter, torch.dtype]]:
     """Return the units of `model` in the order of forward, and the compute dtype of every parameter.
 
-    One group of units for each part that is gathered separately, the root last. A group has several units if dtypes
-    differ; then an inner unit comes before its outer one. Raises UserError if precision.fp32_modules cannot be
-    followed.
+    Each part that is gathered separately has one group of units; the root's is last. A group has several units if dtypes
+    differ, an inner unit before its outer one. Raises UserError if precision.fp32_modules cannot be followed.
     """
     pinned, policy = pinned_parameters(model, precision.fp32_modules), DTYPES[precision.compute]
     groups: list[list[Unit]] = []
@@ -104,9 +103,9 @@ def plan_units(
 
 
 def _parts(model: Transformer) -> list[list[nn.Module]]:
-    """Return embedding, each block, norm with head; parts that share a parameter are joined.
+    """Return the parts of the model: embedding, each block, norm with head.
 
-    A tied embedding is left to the root.
+    Parts that share a parameter are joined. A tied embedding is left to the root.
     """
     parts: list[list[nn.Module | None]] = [[layer] for layer in model.layers.values()]
     if model.config.tie_embeddings:
@@ -131,8 +130,8 @@ def uniform_units(
 ) -> list[Unit]:
     """Return units of one compute dtype for all parameters of `modules` in `dtypes`; inner ones first.
 
-    Parameters `apart` have their own units: only the unit of all other parameters may enclose them.
-    Raises UserError if one module has parameters of different dtypes, so that no border runs between them.
+    Parameters in `apart` get separate units, inside the unit of all other parameters. Raises UserError if one module has
+    parameters of different dtypes, because units consist of whole modules.
     """
     keys = {p: dtypes[p] for p in _parameters(modules) if p in dtypes and p not in apart}
     sizes: Counter[torch.dtype] = Counter()
@@ -155,8 +154,8 @@ def uniform_units(
     if missed:
         names = [name for module in modules for name, p in module.named_parameters() if p in missed]
         raise UserError(
-            f"{', '.join(names)} of {type(modules[0]).__name__} cannot compute in another dtype than what lies beside "
-            f"them in the same module. Put them into a module of their own, or leave them out of precision.fp32_modules."
+            f"{', '.join(names)} of {type(modules[0]).__name__} cannot compute in another dtype than the other "
+            f"parameters of their module. Put them into a separate module, or remove them from precision.fp32_modules."
         )
     units = []
     for group in joined_by_parameters([[subtree] for subtree, _ in subtrees]):
@@ -169,8 +168,8 @@ def uniform_units(
 def maximal_subtrees(module: nn.Module, keys: dict[nn.Parameter, Any]) -> list[tuple[nn.Module, Any]]:
     """Return (subtree, key) of the largest subtrees of `module` whose parameters all have one key, in modules' order.
 
-    Parameters without a key do not count, nor do subtrees without any. Containers that are never called
-    (ModuleList, ModuleDict) do not count as subtrees, but their children do. No subtree is inside another.
+    Parameters without a key are ignored, and so are subtrees without parameters. Containers that are never called
+    (ModuleList, ModuleDict) are not subtrees, but their children are. No subtree is inside another.
     """
     found = [pair for child in module.children() for pair in maximal_subtrees(child, keys)]
     held = {keys[p] for p in module.parameters() if p in keys}
@@ -179,7 +178,7 @@ def maximal_subtrees(module: nn.Module, keys: dict[nn.Parameter, Any]) -> list[t
 
 
 def joined_by_parameters(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    """Return `groups` of modules; groups that share a parameter are joined at the position of the first."""
+    """Join `groups` of modules that share a parameter, at the position of the first of them."""
     joined: list[list[nn.Module]] = []
     for group in groups:
         owned = set(_parameters(group))

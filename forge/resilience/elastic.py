@@ -1,4 +1,4 @@
-"""Tell on each rank of an elastic run whether a stop concerns the run or another node.
+"""Decide on each rank of an elastic run whether a stop concerns the whole run, this node or another node.
 
 `scripts/elastic.py` sets FORGE_NODES, e.g. 2:3, in the environment of its ranks.
 """
@@ -40,12 +40,12 @@ def exit_code_after_stop(
 ) -> int:
     """Return the exit code of a rank after the run has stopped and saved. Collective in an elastic run.
 
-    reason: this rank's reason to stop; None if it has not asked for the stop.
+    reason: this rank's reason to stop; None if another rank requested the stop.
 
     A launcher with restarts left would restart a planned stop at once, unless the code is 0; job scripts read status.json.
     In an elastic run, a signal to the ranks of some nodes means that these nodes leave, or that all agents are about to
-    repeat the rendezvous. A rank without a signal then waits for its agent's signal. Without one it ends with 75, so that its
-    agent joins the rendezvous again.
+    repeat the rendezvous. A rank without a signal then waits for its agent's signal. If none comes, it ends with 75, so
+    that its agent joins the rendezvous again.
     """
     code = FINISHED if restarts_left > 0 else STOPPED
     if not is_elastic():

@@ -1,4 +1,4 @@
-"""Spikes of loss and gradient norm, detected by medians over a window, which outliers do not move."""
+"""Spikes of loss and gradient norm, detected by medians over a window, because outliers do not change a median."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Limits:
-    """A step above one of these is a spike."""
+    """The largest loss and gradient norm of a step that is not a spike."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -29,8 +29,8 @@ class SpikeWindow:
     """Loss and gradient norm of the latest steps; a part of the training state.
 
     Limits derive from the median and the median absolute deviation. So a spike in the window does not hide another, and a
-    lasting new level becomes the usual one. Non-finite numbers are left out. The limits of a step use steps at least two
-    before it: every run knows these at launch, even just after a resume.
+    lasting new level becomes the usual one. Non-finite numbers are left out. The limits of step n use steps up to n - 2,
+    whose results every rank has when step n is launched, even just after a resume.
     """
 
     size: int = 128
@@ -59,7 +59,7 @@ class SpikeWindow:
         return list(self.entries)
 
     def load(self, state: Iterable[tuple[int, float, float]]) -> None:
-        """Load the result of `state`, from a window of any size."""
+        """Load the result of `state`, which may come from a window of another size."""
         self.entries = [(int(step), float(loss), float(norm)) for step, loss, norm in state][-self.size - 1 :]
 
 

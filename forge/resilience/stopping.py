@@ -55,7 +55,7 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def defer(self) -> None:
-        """From now on finish the step and save before stopping."""
+        """Stop later: after this call a request lets the run finish the step and save first."""
         self.deferred = True
 
     def __enter__(self) -> StopSignals:
@@ -90,7 +90,10 @@ class StopSignals:
         self.reason = self.reason or signal.Signals(number).name
 
     def _count_requests(self, listening: int) -> None:
-        """Print the effect of each request, and end the process if it asks for that. Return when the pipe is closed."""
+        """Print the effect of each request, and end the process after the third one, or after the first before `defer`.
+
+        Returns when the pipe is closed.
+        """
         requests, last = 0, -math.inf
         speak = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
         while numbers := os.read(listening, 64):
@@ -161,7 +164,7 @@ class TimeLimit:
         self._phase, self._since = phase, now
 
     def near(self, save_s: float) -> bool:
-        """Return whether it is time to stop. save_s: duration of the slowest save so far; 0: none yet."""
+        """Return whether the run must stop now. save_s: duration of the slowest save so far; 0: no save yet."""
         if not self._limit_s:
             return False
         # In the worst case a save is in flight, and the final one has to wait for it.

@@ -31,7 +31,7 @@ LEAST_S = 0.01
 
 
 class Stragglers(Hook):
-    """Compares all ranks every `straggler_interval` steps, and names those that lengthen a step by `straggler_factor`.
+    """Compares all ranks every `straggler_interval` steps, and logs those that lengthen a step by `straggler_factor`.
 
     The forward of the last block of `parts` shows this rank's compute speed. Ranks of one tensor- or context-parallel group
     wait for each other in it, so they are slow together. `report_event(kind, **fields)` writes an event.
@@ -73,7 +73,10 @@ class Stragglers(Hook):
         self._spans["optimizer"].append((self._optimizer_began, self._now()))
 
     def after_step(self, step: int) -> None:
-        """Gather the times every `straggler_interval` steps. Collective without a wait: they are read one step later."""
+        """Compare the ranks every `straggler_interval` steps; collective then.
+
+        Does not wait: the times are read one step later.
+        """
         self._timing_forward = False
         if self._gathering is not None:
             self._compare(*self._gathering)
@@ -154,9 +157,9 @@ class Stragglers(Hook):
 
 
 def slow_ranks(table: Sequence[Sequence[float]], factor: float) -> list[tuple[int, str, float, float]]:
-    """Return (rank, phase, its seconds, the median rank's) of ranks whose delay lengthens a step by `factor`.
+    """Return (rank, phase, its seconds, the median rank's seconds) for ranks whose delay lengthens a step by `factor`.
 
-    table: for each rank the seconds of data, forward, optimizer and of the whole step. One block's forward stands for all
+    table: for each rank the seconds of data, forward, optimizer and of the whole step. One block's forward represents all
     computation: the step loses the same fraction of its time. A forward of 0 means that the rank has timed none.
     """
     step_s = median_low([row[len(PHASES)] for row in table])

@@ -50,9 +50,9 @@ def bounds(config: Resilience) -> dict[str, tuple[float, str]]:
 
 
 def step_bound(configured: float, seconds: Sequence[float]) -> float:
-    """Return a step's time limit in seconds, after steps of `seconds`; at most `configured` (0: no limit).
+    """Return a step's time limit in seconds, after earlier steps of `seconds`. It is at most `configured` (0: no limit).
 
-    A bound generous enough for the first step would be expensive on 1,000 idle GPUs.
+    The limit of later steps is shorter than that of the first one, which would be expensive on 1,000 idle GPUs.
     """
     if not configured or len(seconds) < STEPS // 4:
         return configured
@@ -60,7 +60,7 @@ def step_bound(configured: float, seconds: Sequence[float]) -> float:
 
 
 def patience(config: Resilience) -> float:
-    """Return the timeout of collectives in seconds. It is longer than any phase, because the watchdog knows more.
+    """Return the timeout of collectives in seconds. It is longer than any phase, because the watchdog can report more.
 
     PyTorch's own timeout then ends hangs that the watchdog cannot see.
     """
@@ -69,7 +69,7 @@ def patience(config: Resilience) -> float:
 
 
 class Alarm(NamedTuple):
-    """Why ranks end, and their exit code. ranks: those at fault, if known."""
+    """The reason why ranks are ended, and their exit code. ranks: those at fault, if known."""
 
     reason: str
     exit_code: int
@@ -78,17 +78,17 @@ class Alarm(NamedTuple):
 
 
 class Watchdog:
-    """Context manager; in its body each phase must end within its bound, else the process exits with code 76.
+    """Context manager. In its body each phase must end within its bound, otherwise the process exits with code 76.
 
-    bounds: phase -> (seconds, the key that sets it); a missing phase or 0 seconds has no limit, and steps use `step_bound`.
+    bounds: phase -> (seconds, the key that sets it). A missing phase or 0 seconds has no limit, and steps use `step_bound`.
     When a bound is exceeded, `stacks-rank-R.txt` (Python stacks of all threads) and `collectives-rank-R` (PyTorch's flight
     recorder, for `torchfrtrace FOLDER --prefix collectives-rank-`) are written to `folder`. Then `report(alarm, step)` is
     called in its own thread: it may write, or wait for other ranks, for at most `grace_s` seconds.
 
-    The same happens, with the alarm's exit code, when `alarm()`, called every `alarm_s` seconds, returns one. Without it, a
-    rank could wait too long: a collective does not always fail after a participant has raised, and ranks that wait for a
-    hanging one may be in a phase with a longer bound. If `alarm` itself raises repeatedly, the process with the rendezvous
-    store is gone, and this process ends, unless it is already at its end.
+    `alarm()` is called every `alarm_s` seconds. If it returns an alarm, the same happens, with the alarm's exit code.
+    Otherwise a rank could wait too long: a collective does not always fail after a participant has raised, and ranks that
+    wait for a hanging rank may be in a phase with a longer bound. If `alarm` itself raises repeatedly, the process with the
+    rendezvous store is gone, and this process ends, unless it is already at its end.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Watchdog:
         return self._expired.is_set()
 
     def wait_for_end(self) -> None:
-        """Block for ever if the process is being ended, so that an error caused by a peer's end does not end it first."""
+        """Block for ever if the process is being ended. Otherwise an error caused by a peer's end could end it first."""
         while self.expired:
             time.sleep(1)
 
@@ -177,7 +177,7 @@ class Watchdog:
             self._wake.clear()
 
     def _listen(self) -> None:
-        """Run in a thread of its own, because `alarm` may hang as well."""
+        """Call `alarm` repeatedly. Runs in a separate thread, because `alarm` may hang as well."""
         assert self._alarm is not None
         failures = 0
         while not self._closed.wait(self._alarm_s):

@@ -46,7 +46,9 @@ CONTEXT = (
 
 
 def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False) -> None:
-    """Log changed keys since the checkpoint at `path`. Raises UserError for a change with which its history cannot continue.
+    """Log changed keys since the checkpoint at `path`.
+
+    Raises UserError for a change under which the history cannot continue.
 
     branch: the config names this checkpoint and branches from it.
     """
@@ -92,7 +94,7 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
     """Raise UserError (exit 2) if data or tokenizer differ from those of the checkpoint at `path`.
 
     before, inputs: fingerprints in the checkpoint and now. new: the run's config. With `checkpoint.allow_changed_data`,
-    changed data are accepted. Return one sentence per accepted change.
+    changed data are accepted. Returns one sentence per accepted change.
     """
     changed = [key for key in sorted(set(before) | set(inputs)) if before.get(key) != inputs.get(key)]
     if not changed:
@@ -126,10 +128,10 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
 
 
 def _as_written(key: str, there: object, now: object, old: Config, new: Config) -> list[tuple[str, str, str]]:
-    """Return changes as (key, old value, new value), in the user's own terms.
+    """Return changes as (key, old value, new value), in the form that the user wrote.
 
-    key, there, now: one of `input_fingerprints` (forge/data/build.py), which has computed weights and caps, and numbers only
-    the sources in use.
+    key, there, now: one of `input_fingerprints` (forge/data/build.py), and its values in the checkpoint and now. A
+    fingerprint has computed weights and caps, and covers only the sources in use.
     """
     source = re.fullmatch(r"data\.sources\[(\d+)\]\.(path|weight|max_epochs)", key)
     if source is None:
@@ -167,7 +169,7 @@ def _lines(changes: list[tuple[str, object, object]]) -> str:
 
 
 def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> None:
-    """Raise UserError if a branch from the plateau would have begun to decay before its own first step."""
+    """Raise UserError for a branch from the plateau whose decay would begin before its first step."""
     if new.schedule.name != "wsd" or new.schedule.unit == "tokens":
         return
     start, before = decay_start(new.schedule, new.train.steps), decay_start(old.schedule, old.train.steps)
@@ -175,14 +177,14 @@ def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> Non
         share = (new.train.steps - step) / new.train.steps
         raise UserError(
             f"checkpoint.resume = {str(path)!r}: step {step} was on the plateau, and with train.steps = {new.train.steps} "
-            f"the decay would have begun after step {start}; resume from a checkpoint up to there, raise train.steps, or set "
-            f"schedule.decay_fraction = {share:.3g}, which decays from step {step} on",
+            f"the decay would have begun after step {start}; resume from a checkpoint up to step {start}, raise train.steps, "
+            f"or set schedule.decay_fraction = {share:.3g}, which decays from step {step} on",
             cause=Cause.CHANGED_SETTINGS,
         )
 
 
 def _warn_of_jump(path: Path, step: int, old: Config, new: Config) -> None:
-    """Warn if the learning rate had begun to decay and now rises again, e.g. because of more steps."""
+    """Warn if the learning rate has already begun to decay and now rises again, e.g. because train.steps was raised."""
     if step >= new.train.steps:
         return  # no further step
     start = decay_start(old.schedule, old.train.steps)

@@ -30,7 +30,7 @@ PATIENCE_S = 8.0
 
 
 class CrashReporter:
-    """One start of a run on all ranks. The constructor is collective, the methods are not."""
+    """Reports the failures of one start of a run, on all ranks. The constructor is collective, the methods are not."""
 
     def __init__(self, reporter: Reporter):
         self._reporter, self._world = reporter, reporter.world
@@ -79,11 +79,11 @@ class CrashReporter:
         self._reporter.ended("failed", *found)
 
     def once(self, work: Callable[[], None], patience_s: float) -> None:
-        """Call `work` on the first rank that asks. The others wait for its end, `patience_s` seconds at most."""
+        """Call `work` on the first rank that asks. The others wait until it ends, for at most `patience_s` seconds."""
         self._roll_call.once(work, patience_s)
 
     def _find_first(self, own: Alarm, quiet_s: float) -> Alarm:
-        """Return the first rank that failed or did not answer. own: this rank's trouble."""
+        """Return the first rank that failed or did not answer. own: this rank's failure."""
         if self._world.size == 1:
             return own
         try:
@@ -126,20 +126,23 @@ def _read(written: bytes) -> Alarm:
 
 
 class RollCall:
-    """The roll call of one rank, over a `store` that no other thread uses. `name` is new at every start of the run."""
+    """The roll call as seen by one rank. store: used by no other thread. name: unique to this start of the run."""
 
     def __init__(self, store: Store, rank: int, world: int, name: str):
         self._store, self._rank, self._world, self._name = store, rank, world, name
 
     def answer(self, trouble: Alarm) -> Alarm:
-        """Answer the roll call with this rank's trouble. Return the trouble of the first rank that answered."""
+        """Answer the roll call with this rank's failure. Return the failure of the first rank that answered."""
         named = trouble._replace(reason=f"rank {self._rank}: {trouble.reason}")
         first = self._store.compare_set(f"{self._name}/first", "", json.dumps(named))
         self._store.set(f"{self._name}/{self._rank}", "here")
         return _read(first)
 
     def once(self, work: Callable[[], None], patience_s: float) -> None:
-        """Call `work` if no other rank does, else wait for its end. Raises DistStoreError after `patience_s` seconds."""
+        """Call `work`, unless another rank does; then wait until that call ends.
+
+        Raises DistStoreError after `patience_s` seconds.
+        """
         done, own = f"{self._name}/once", f"rank {self._rank}"
         if self._store.compare_set(f"{done}/by", "", own).decode() != own:
             self._store.wait([done], timedelta(seconds=patience_s))
@@ -159,7 +162,10 @@ class RollCall:
         return _read(self._store.get(key)) if self._store.check([key]) else None
 
     def missing(self, patience_s: float, quiet_s: float = 1.0) -> list[int]:
-        """Return ranks without an answer after `patience_s` seconds, or once no new answer has come for `quiet_s`."""
+        """Return the ranks that have not answered.
+
+        Waits for at most `patience_s` seconds, or until no new answer comes for `quiet_s`.
+        """
         missing = [rank for rank in range(self._world) if rank != self._rank]
         now = time.monotonic()
         end, quiet_until = now + patience_s, now + quiet_s

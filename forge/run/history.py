@@ -1,4 +1,4 @@
-"""The trainer's view of the run's history: the state at the start, and the states of roll-backs."""
+"""The history of a run, for its trainer: load the state at the start, and the states of roll-backs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class History:
-    """The checkpoints and the run directory of a trainer. All methods are collective."""
+    """Loads states from checkpoints and the run directory into a trainer. All methods are collective."""
 
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints):
         self._trainer, self._checkpoints = trainer, checkpoints
@@ -35,7 +35,10 @@ class History:
         self._restart(start)
 
     def roll_back(self, required: RollbackRequired) -> None:
-        """Roll back to the newest good checkpoint before the trouble. Raises UserError (exit 1) if that is impossible."""
+        """Roll back to the newest good checkpoint before the first bad step.
+
+        Raises UserError (exit 1) if that is impossible.
+        """
         trainer = self._trainer
         progress, reporter = trainer.progress, trainer.reporter
         assert required.last_step == progress.step
@@ -57,7 +60,7 @@ class History:
         trainer.hooks.call("after_rollback", point.step)
 
     def _restart(self, start: Start, rollbacks: Sequence[Rollback] = ()) -> None:
-        """Load the checkpoint of `start`, set aside checkpoints and metrics after it, and open the data there.
+        """Load the checkpoint of `start`, set aside later checkpoints and metrics, and open the data at that step.
 
         rollbacks: added to the history. Checkpoints and metrics of another history are set aside, too.
         """

@@ -32,7 +32,10 @@ from forge.train.trainer import Trainer
 
 
 def load_hooks(config: Config) -> list[tuple[str, type[Hook]]]:
-    """Return path and class of each hook in the config. Raises UserError, also if a tracker is not installed."""
+    """Return path and class of each hook in the config.
+
+    Raises UserError if one cannot be loaded or a tracker is not installed.
+    """
     require_packages(config.metrics.trackers)
     samples = [TEXT_SAMPLES] if config.evaluate.sample_interval else []
     tasks = [TASK_SCORES] if config.evaluate.tasks and config.evaluate.tasks_interval else []
@@ -45,7 +48,7 @@ def make_hooks(
     loaded: list[tuple[str, type[Hook]]],
     local: LocalTier | None = None,
 ) -> list[Hook]:
-    """Return all hooks of a run except those that are off. Collective. local: the node-local checkpoints.
+    """Return all enabled hooks of a run. Collective. local: the node-local checkpoints.
 
     Saves come last, because a checkpoint follows all other output of its step.
     """
@@ -106,7 +109,7 @@ class DataStalls(Hook):
 
 
 class Epochs(Hook):
-    """Reports epochs at the start and in the training lines of the metrics."""
+    """Reports the epochs of each source, at the start and in the training lines of the metrics."""
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer

@@ -200,7 +200,7 @@ def _train(
         if point.step >= config.train.steps:
             reporter.running(point.step)
             done = f"step {point.step} of {config.train.steps}"
-            log.info("%s is finished: %s. Raise train.steps to go on.", config.run.name, done)
+            log.info("%s is finished: %s. Raise train.steps to continue.", config.run.name, done)
             return None
 
     trainer = Trainer(config, degrees, data, reporter, signals)

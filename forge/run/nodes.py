@@ -56,7 +56,7 @@ class Recovery(Hook):
 
 
 def _cost(before: dict[str, Any], resumed: int) -> dict[str, Any]:
-    """Return the seconds since the previous status was written, and the steps between it and the resumed state."""
+    """Return the seconds since the previous start last wrote its status, and the number of steps that must be repeated."""
     try:
         stood_s = (datetime.now(UTC) - datetime.fromisoformat(before["time"])).total_seconds()
         return {"seconds": round(stood_s, 3), "steps_lost": max(0, int(before["step"]) - resumed)}

@@ -1,4 +1,6 @@
-"""The origin of the history in a run directory: `origin.json`, which makes an origin on the command line count only once.
+"""The origin of the history in a run directory, recorded in `origin.json`.
+
+Because of the record, an origin in the command counts only once.
 
 A history is one sequence of updates. A run directory holds one history: checkpoints, metrics and roll-backs. If a person,
 torchrun or Slurm repeats the command that began it, the command names the same origin and continues the history. Another
@@ -33,7 +35,7 @@ class Origin:
     """The origin of a history.
 
     resume, init: the keys of [checkpoint] as written in the command. path: absolute path of the continued checkpoint; None:
-    step 0. digest: of its manifest, to recognise the checkpoint after a move.
+    step 0. digest: of the checkpoint's manifest, to recognise the checkpoint after a move.
     """
 
     resume: str
@@ -72,7 +74,7 @@ def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
 
 
 def origin_of(config: Config) -> Origin:
-    """Return the origin of a new history of `config`. Its step is known once the checkpoint is read."""
+    """Return the origin of a new history of `config`. The step is filled in once the checkpoint is read."""
     resume, init = config.checkpoint.resume, config.checkpoint.init
     if resume in ("auto", "none"):
         return Origin(resume, init)
@@ -88,7 +90,7 @@ def read_origin(directory: RunDirectory) -> Origin | None:
         return None
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{directory.origin} cannot be read ({error}); remove it if checkpoint.resume shall count again"
+            f"{directory.origin} cannot be read ({error}); remove it to let checkpoint.resume take effect again"
         ) from None
 
 
@@ -100,7 +102,7 @@ def write_origin(directory: RunDirectory, origin: Origin | None) -> None:
 
 
 def new_history_because(config: Config, directory: RunDirectory, finished: bool) -> str | None:
-    """Return why `config` begins a new history in `directory`; None if it continues the present one.
+    """Return the reason why `config` begins a new history in `directory`; None if it continues the present one.
 
     finished: the last start ended with all steps done. Without checkpoints, the history is repeated from its origin.
     """
@@ -137,7 +139,7 @@ def log_that_origins_count_once(config: Config, path: Path) -> None:
 
 
 def _changed_settings(config: Config, directory: RunDirectory) -> str:
-    """Return the sections that differ from the last start, as text; empty if none differs."""
+    """Return the sections that differ from those of the last start, as text; empty if none differs."""
     try:
         before = read_toml(directory.config.read_text("utf-8"))
     except (OSError, ValueError):

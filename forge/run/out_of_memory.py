@@ -44,7 +44,10 @@ _SAME_CURVE = "; the curve stays the same"
 def explaining_exhaustion(
     report: MemoryReport, config: Config, degrees: Degrees, once: Once
 ) -> Iterator[None]:
-    """Turn an out-of-memory error of the body into the table, three keys to change, their plans, and UserError (exit 1)."""
+    """Handle an out-of-memory error of the body: log the memory table, three keys to change and their plans.
+
+    Then raise UserError (exit 1).
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -83,8 +86,8 @@ def _log_plans(
     device: torch.device,
     patience_s: float,
 ) -> None:
-    """Log the planned peak of the run and with each of `changes`, as far as planned after `patience_s` seconds."""
-    log.info("planning what these keys free, for %.0f s at most", patience_s)
+    """Log the planned peak of the run, and that with each of `changes`, as far as planned within `patience_s` seconds."""
+    log.info("planning the memory with each of these keys, for at most %.0f s", patience_s)
     configs = [(config, degrees.world)]
     configs += [(changed, _world(change, degrees)) for change, changed in changes]
     now, *then = planned_peaks(configs, device, patience_s)
@@ -109,7 +112,7 @@ def _log_plans(
 def planned_peaks(
     configs: list[tuple[Config, int]], device: torch.device, patience_s: float
 ) -> list[int | None]:
-    """Plan every configuration with its number of processes, all at the same time. Return the bytes of each peak.
+    """Plan all configurations at the same time, each for its number of processes. Return the bytes of each peak.
 
     None: planning failed or took longer than `patience_s` seconds.
     """
@@ -146,7 +149,7 @@ def _number(child: subprocess.Popen[str]) -> int | None:
 
 
 def _world(change: Change, degrees: Degrees) -> int:
-    """Return the number of processes with this change."""
+    """Return the number of processes after this change."""
     return degrees.world * (2 if change[0] == "parallel.dp_shard" else 1)
 
 
@@ -205,7 +208,10 @@ def _on_state(config: Config, degrees: Degrees) -> Iterator[Change]:
 
 
 def _on_host(config: Config, on_gpu: bool) -> Iterator[Change]:
-    """Yield the last resort: the optimizer runs on the CPU, and every microbatch moves state over the bus."""
+    """Yield the last resort: parameters and optimizer state in host memory.
+
+    The optimizer then runs on the CPU, and every microbatch moves weights over the PCIe bus.
+    """
     if on_gpu and not config.parallel.cpu_offload:
         yield "parallel.cpu_offload", True, "state in host memory, slow" + _SAME_CURVE
 

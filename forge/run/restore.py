@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def load_weights(path: Path, model: ParallelModel) -> None:
-    """Overwrite parameters only, with those of the verified checkpoint at `path`. Collective."""
+    """Overwrite the parameters, and nothing else, with those of the verified checkpoint at `path`. Collective."""
     load(path, model_tensors(model))
     model.after_update()
 
@@ -32,8 +32,9 @@ def load_training_state(
 ) -> bool:
     """Overwrite parameters and optimizer state with the checkpoint's. Collective.
 
-    A slot of STARTS_ALONE that only one of the two has starts afresh, or is left out. Return False if the checkpoint's
-    optimizer state is of another kind than `optimizer`, named `name`: build a new optimizer then.
+    STARTS_ALONE lists slots that may exist only in the run or only in the checkpoint: such a slot starts with its initial
+    value, or is ignored. Return False if the checkpoint's optimizer state is of another kind than `optimizer`, named
+    `name`: build a new optimizer then.
     """
     fresh = _fresh_slots(point.path, point.state.get("optimizer_name"), optimizer, name)
     if fresh is None:
@@ -59,9 +60,11 @@ def _slot(name: str) -> str | None:
 def _fresh_slots(
     path: Path, saved_name: str | None, optimizer: Optimizer, name: str | None
 ) -> set[str] | None:
-    """Return the slots of `optimizer` that the checkpoint at `path` lacks; None if its state is of another kind. Collective.
+    """Return the slots of `optimizer` that the checkpoint at `path` lacks; None if its state is of another kind.
 
-    The kind is the same if the name is (None: not compared) and the slots differ only by STARTS_ALONE. Logs skipped state.
+    Collective.
+
+    The kind is the same if the name is (None: not compared) and the slots differ only by STARTS_ALONE. Logs ignored state.
     Raises UserError (exit 77) if the checkpoint cannot be read.
     """
 

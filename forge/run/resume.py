@@ -1,4 +1,7 @@
-"""Find the start of a run: its newest usable checkpoint, one named by the user, another model's weights, or step 0."""
+"""Find the start of a run.
+
+It is the newest usable checkpoint, a checkpoint named by the user, another model's weights, or step 0.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +44,10 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts, or returns to: at the checkpoint `point`; None: at step 0.
+    """The point at which a run starts or to which it rolls back: the checkpoint `point`; None: step 0.
 
-    kept: the last step of this history in the run directory; -1: it holds another history. origin: the history's origin if it
-    begins now. replaces: the directory may hold another history, which is then set aside.
+    kept: the last step of this history in the run directory; -1: it holds another history. origin: the history's origin if
+    it begins now. replaces: the directory may hold another history, which is then set aside.
     """
 
     point: ResumePoint | None
@@ -56,8 +59,8 @@ class Start:
 def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier) -> Start:
     """Find the start from `checkpoint.resume` and the run directory; checkpoints are verified. Collective.
 
-    Raises UserError: exit 77 if checkpoints exist, or existed, but none is usable, or the named one is damaged; exit 2 if the
-    named one does not exist or the config changes a key that a resume must not change.
+    Raises UserError. Exit 77: checkpoints exist or existed but none is usable, or the named checkpoint is damaged. Exit 2:
+    the named checkpoint does not exist, or the config changes a key that a resume must not change.
     """
     wanted, verify = config.checkpoint.resume, config.checkpoint.verify
     asked, replaced, saved = on_first_rank(
@@ -95,7 +98,7 @@ def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory
 
 
 def resume_point(path: Path, config: Config, branch: bool = False, fetch: Fetch | None = None) -> ResumePoint:
-    """Return the checkpoint at `path` as one to continue. Raises UserError if `config` cannot continue it."""
+    """Return the checkpoint at `path` as a resume point. Raises UserError if `config` cannot continue it."""
     point = ResumePoint(path, read_state(path), fetch)
     if "progress" not in point.state:
         raise UserError(

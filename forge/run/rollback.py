@@ -35,9 +35,11 @@ def find_rollback_point(
     directory: RunDirectory,
     report_event: Callable[..., None],
 ) -> ResumePoint:
-    """Return the newest good checkpoint before the trouble, or else the one from which the history began. Collective.
+    """Return the newest good checkpoint before the first bad step, or else the one from which the history began.
 
-    Raises UserError (exit 1) if there is none, or if too many roll-backs have not helped.
+    Collective.
+
+    Raises UserError (exit 1) if there is none, or if there have been too many roll-backs.
     """
     limit, verify = config.resilience.max_rollbacks, config.checkpoint.verify
     origin = on_first_rank("reading origin.json", lambda: _origin(directory))
@@ -76,9 +78,9 @@ def find_rollback_point(
 def sync_rollback_history(
     directory: RunDirectory, start: Start, progress: Progress, new: Sequence[Rollback] = ()
 ) -> None:
-    """Give `progress`, as loaded from `start`, and `rollbacks.json` the same history. Collective.
+    """Make the roll-backs in `progress`, as loaded from `start`, and in `rollbacks.json` equal. Collective.
 
-    The history is the union of both, followed by the `new` roll-backs.
+    The result is the union of both, followed by the `new` roll-backs.
     """
     own = start.kept >= 0
 
@@ -104,14 +106,14 @@ def read_rollbacks(directory: RunDirectory) -> list[dict[str, Any]]:
         found = error
     if not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
         raise UserError(
-            f"{directory.rollbacks} cannot be read as JSON. Remove it: the newest checkpoint holds the roll-backs before its "
-            "step, and a later one is made again if its cause is met again"
+            f"{directory.rollbacks} cannot be read as JSON. Remove it: the newest checkpoint has the roll-backs up to its "
+            "step, and a later roll-back is repeated if its cause recurs"
         )
     return found
 
 
 def _origin(directory: RunDirectory) -> Origin | None:
-    """Return the origin of the history; None, with a warning, if only a checkpoint can be the target."""
+    """Return the recorded origin of the history. None, with a warning, if it cannot be read."""
     try:
         return read_origin(directory)
     except UserError as error:

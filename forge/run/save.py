@@ -35,7 +35,7 @@ class Saves(Hook):
         """Duration in seconds of the slowest save so far, until it was on disk, as seen by this rank."""
 
     def before_gradients(self, step: int) -> None:
-        """Request a save by the first rank's clock if minutes are configured; all ranks save after the same step."""
+        """With `interval_minutes`, request a save when the first rank's clock says so. All ranks save after the same step."""
         if self._config.interval is None and self._trainer.reporter.world.rank == 0:
             seconds = 60 * self._config.interval_minutes
             if 0 < seconds <= time.monotonic() - self._saved_at:
@@ -55,7 +55,7 @@ class Saves(Hook):
         self._saved_step = step
 
     def prepare(self, step: int) -> None:
-        """Write all pending output about the step first, and refuse a state known to be bad."""
+        """Write all pending output about the step. Refuse to save a state known to be bad."""
         trainer = self._trainer
         trainer.process_last_result()
         trainer.hooks.call("before_save", step)
@@ -99,7 +99,10 @@ class Saves(Hook):
         return tensors, state, self._files, layout
 
     def save_and_wait(self) -> None:
-        """Save the current step unless that is done, and wait until it is on disk. Raises UserError (exit 1) on failure."""
+        """Save the current step, unless it is already saved, and wait until it is on disk.
+
+        Raises UserError (exit 1) on failure.
+        """
         self._wait()
         step = self._trainer.progress.step
         if self._saved_step != step or self._error is not None:
@@ -142,7 +145,7 @@ class Saves(Hook):
 
 
 def _files(config: Config, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Return config.toml and the tokenizer, so that a checkpoint can be used alone."""
+    """Return config.toml and the tokenizer's files, so that the checkpoint is self-contained."""
     files = {"config.toml": to_toml(config).encode()}
     if tokenizer is not None:
         with tempfile.TemporaryDirectory() as folder:

@@ -59,7 +59,7 @@ class Tiers:
             self._open(self._number)
 
     def find_start(self, earlier: Earlier, reporter: Reporter) -> Start:
-        """Return the start of the run: the newest complete state, on the nodes or else on the shared storage.
+        """Return the start of the run: the newest complete state on the nodes or on shared storage.
 
         Raises UserError like `resume.find_start`.
         """
@@ -118,7 +118,10 @@ class Tiers:
         self.local.forget_after(start.kept)
 
     def _read_record(self) -> tuple[str, list[str]]:
-        """Return, on the first rank, the number of the directory's history ("" without one) and its states' places."""
+        """Return, on the first rank, the number of the directory's history and the places of its states.
+
+        The number is "" if there is no history.
+        """
         text = self._record.read_text("utf-8") if self._record.exists() else ""
         number, *places = text.splitlines() or [""]
         return number, places
@@ -150,7 +153,10 @@ class Tiers:
 
 
 class LocalSaves(Hook):
-    """Saves a state on the nodes every `checkpoint.local_interval` steps. Comes after `Saves`. All methods are collective."""
+    """Saves a state on the nodes every `checkpoint.local_interval` steps.
+
+    Called after `Saves`. All methods are collective.
+    """
 
     def __init__(self, trainer: Trainer, saves: Saves, local: LocalTier):
         self._trainer, self._saves, self._local = trainer, saves, local
@@ -178,7 +184,7 @@ class LocalSaves(Hook):
 
 
 def _holds_unmarked_states(folder: Path) -> bool:
-    """Return whether an earlier forge, without markers, made this folder: it holds only folders of histories."""
+    """Return whether a version of forge without markers made this folder: it holds only folders of histories."""
     runs = [path for path in folder.iterdir() if path.name != MARKER]
     histories = [path for run in runs if is_directory(run) for path in run.iterdir()]
     return all(_RUN.fullmatch(run.name) and is_directory(run) for run in runs) and all(

@@ -1,1 +1,1 @@
-"""The ground: processes, files, networks, errors and library versions. Imports nothing else of forge."""
+"""The lowest layer: processes, files, networks, errors and library versions. Imports nothing else of forge."""

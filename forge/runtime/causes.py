@@ -12,7 +12,7 @@ from enum import IntEnum, StrEnum
 
 
 class Severity(IntEnum):
-    """The cost of a cause, the worst first."""
+    """The consequence of a cause, the worst first."""
 
     ENDS = 0
     STOPS = 1
@@ -26,7 +26,7 @@ _ENDS, _STOPS, _COSTS, _NOTE = Severity
 
 
 class Cause(StrEnum):
-    """A stable id. meaning, remedy: sentences for the user, with Markdown."""
+    """One kind of fault with a stable id. meaning, remedy: sentences for the user, with Markdown."""
 
     severity: Severity
     meaning: str

@@ -53,9 +53,10 @@ def side_stream(device: torch.device) -> torch.cuda.Stream | None:
 def communication_memory(
     device: torch.device, groups: Sequence[dist.ProcessGroup], *, symmetric: bool
 ) -> Iterator[None]:
-    """Allocate memory in the body as NCCL symmetric memory, at the same address on every rank of `groups`.
+    """Allocate the body's memory as NCCL symmetric memory, at the same address on every rank of `groups`.
 
-    NCCL's kernels then need fewer multiprocessors. With `symmetric` this needs CUDA and is collective, else it does nothing.
+    NCCL's kernels then need fewer multiprocessors. With `symmetric`, this needs CUDA and is collective. Without, it does
+    nothing.
     """
     if not (symmetric and groups):
         yield
@@ -86,9 +87,12 @@ def communication_backend(device: torch.device) -> str:
 
 
 def split_group(world: dist.ProcessGroup, sets: list[list[int]], backend: str | None) -> dist.ProcessGroup:
-    """Split `world`, whose NCCL communicator exists, into the groups of `sets` at once; return this rank's. Collective.
+    """Split `world`, whose NCCL communicator exists, into the groups of `sets`, all at once.
 
-    backend: part of `world`'s backend for the groups, e.g. "cuda:nccl"; None: the whole backend, as always in 2.11.
+    Return this rank's group. Collective.
+
+    backend: the part of `world`'s backend that the groups get, e.g. "cuda:nccl". None: the whole backend, which PyTorch
+    2.11 always uses.
     """
     options: dict[str, Any] = {}
     if backend is not None and "backend" in inspect.signature(dist.split_group).parameters:
@@ -147,7 +151,7 @@ def fsdp_parameter_groups(model: FSDPModule) -> list[Any]:
 
 
 def end_fsdp_backward(model: FSDPModule) -> None:
-    """Run FSDP2's end-of-backward work for the root `model`, with the flags that are set on it."""
+    """Run FSDP2's end-of-backward work for the root `model`, under the flags currently set on it."""
     model._get_fsdp_state()._root_post_backward_final_callback()
 
 
@@ -174,7 +178,10 @@ class _Same(torch.autograd.Function):
 
 
 def keep_buffers_of_compiled_backward() -> None:
-    """Let a backward through compiled functions, e.g. flex_attention, run with retain_graph=True. Call before compilation."""
+    """Let a backward through compiled functions, e.g. flex_attention, run with retain_graph=True.
+
+    Call before their compilation.
+    """
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False
@@ -195,7 +202,9 @@ def share_memory(group: dist.ProcessGroup) -> None:
 def weigh_meshes_as_nothing() -> bool:
     """Let the compiler's memory budget count the device meshes of tensor parallelism as zero bytes.
 
-    From 2.12 on, meshes are among the values saved for backward. 2.13 has a setting; returns False under 2.12.
+    Return whether that is possible.
+
+    From 2.12 on, meshes are among the values saved for backward. 2.13 has a setting for it, 2.12 has none.
     """
     key = "unsafe_treat_script_objects_as_zero_size"
     if hasattr(torch._functorch.config, key):
@@ -207,7 +216,7 @@ def weigh_meshes_as_nothing() -> bool:
 def raise_timeouts(seconds: float) -> None:
     """Raise the collective timeout of every existing process group to at least `seconds`.
 
-    New groups get PyTorch's default (10 minutes on NCCL), not the timeout of the first group.
+    Needed because new groups get PyTorch's default (10 minutes on NCCL), not the timeout of the first group.
     """
     wanted = timedelta(seconds=seconds)
     # 2.14 has a public name for this function.
@@ -220,7 +229,7 @@ def raise_timeouts(seconds: float) -> None:
 
 
 def flight_record() -> bytes | None:
-    """Return PyTorch's record of this process's latest collectives, a pickle for `torchfrtrace`, or None."""
+    """Return PyTorch's record of this process's latest collectives, a pickle for `torchfrtrace`; None if there is none."""
     import torch._C._distributed_c10d as c10d
 
     # NCCL and gloo keep separate records. On a CUDA machine NCCL's collectives hang, not gloo's.
@@ -239,7 +248,10 @@ def versions() -> dict[str, str]:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's mesh cache. It would reuse an equal mesh of an earlier process group with other groups."""
+    """Clear DTensor's cache of meshes.
+
+    A new process group could otherwise get an equal mesh with the groups of an earlier one.
+    """
     from torch.distributed.tensor import debug
 
     clear = getattr(debug, "_clear_sharding_prop_cache", None)

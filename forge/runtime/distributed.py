@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class RanksFailed(UserError):
-    """Raised on every rank when work of the group failed on some rank. That rank's log has the traceback."""
+    """`work` failed on some rank. Raised on every rank of the group. The failed rank's log has the traceback."""
 
     def __init__(self, message: str, cause: Cause = Cause.ERROR):
         super().__init__(message, FAILED, cause)
@@ -29,7 +29,7 @@ class RanksFailed(UserError):
 def on_first_rank(what: str, work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """Run `work` on the first rank of `group` (None: of all) and return its result on every rank. Collective.
 
-    If it raises, every rank raises: a UserError unchanged, any other exception as RanksFailed with the text `what`. The
+    If `work` raises, every rank raises: a UserError unchanged, any other exception as RanksFailed with the text `what`. The
     result must be picklable. Only one thread at a time may use a group.
     """
     outcome: list[Any] = [_attempt(what, work) if dist.get_rank(group) == 0 else None]
@@ -44,7 +44,7 @@ def gather_from_ranks(
 ) -> list[Result]:
     """Run `work` on every rank of `group` and return all results, in rank order, on every rank. Collective.
 
-    If it raises on any rank, every rank raises, as in `on_first_rank`.
+    If `work` raises on any rank, every rank raises, as in `on_first_rank`.
     """
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, _attempt(what, work), group=group)
@@ -55,7 +55,7 @@ def gather_from_ranks(
 def on_every_rank(what: str, work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """Run `work` on every rank of `group` and return this rank's own result, which is not sent. Collective.
 
-    If it raises on any rank, every rank raises, as in `on_first_rank`.
+    If `work` raises on any rank, every rank raises, as in `on_first_rank`.
     """
     own: list[Result] = []
     gather_from_ranks(what, lambda: own.append(work()), group)
@@ -106,7 +106,7 @@ _BROKEN_CONNECTION = re.compile(r"gloo/transport/|Connection (?:closed|reset) by
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Return the cause of a run that ends with `error`. Reads only the text of PyTorch's own errors."""
+    """Return the cause of a run that ends with `error`. Parses text only of PyTorch's errors, never of forge's."""
     if isinstance(error, UserError):
         return error.cause
     if isinstance(error, OSError):

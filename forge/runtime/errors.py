@@ -27,8 +27,8 @@ USUAL_CAUSES = {
 class UserError(Exception):
     """Ends the program with `message` on rank 0 and `exit_code` on every rank.
 
-    The message names the given value, the allowed values and the next action. Secrets of URLs in it are redacted.
-    cause: by default the usual one of the exit code.
+    The message names the given value, the allowed values and the next action. Secrets of URLs in it are redacted. cause: by
+    default derived from the exit code.
     """
 
     def __init__(self, message: str, exit_code: int = BAD_CONFIG, cause: Cause | None = None):
@@ -39,7 +39,7 @@ class UserError(Exception):
 
 @contextmanager
 def caused_by(cause: Cause) -> Iterator[None]:
-    """Give a UserError of the body this cause, unless it already has one."""
+    """Set this cause on a UserError raised in the body, unless the error already has a cause."""
     try:
         yield
     except UserError as error:
@@ -88,7 +88,10 @@ _SECRET = re.compile(
 
 
 def redact(text: str) -> str:
-    """Return `text` with the secrets of each URL replaced by REDACTED: user and password, and values, e.g. `sig=...`."""
+    """Return `text` with the secrets of each URL replaced by REDACTED.
+
+    Secrets are user and password, and secret query values, e.g. `sig=...`.
+    """
     if "://" not in text:
         return text
     return _SECRET.sub(rf"\g<1>{HIDDEN}", _LOGIN.sub(f"://{HIDDEN}@", text))

@@ -16,7 +16,8 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 def replace_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
     """Write `content` beside `path`, sync it and rename it over `path`. On OSError `path` is unchanged.
 
-    Without `sync` it takes no time; a crash of the machine, but not of the process, may then leave an empty file.
+    Without `sync` it does not wait for the disk. A crash of the machine, but not of the process, may then leave an empty
+    file.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -53,7 +54,8 @@ def read_json(text: str | bytes) -> Any:
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
     """Lock an open file with flock. Return False if its file system has no locks.
 
-    Raises BlockingIOError if another process holds the lock, unless `wait`, and OSError if the file cannot be locked.
+    If another process holds the lock, wait for it with `wait`, and otherwise raise BlockingIOError. Raises OSError if the
+    file cannot be locked.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))

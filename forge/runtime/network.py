@@ -25,9 +25,10 @@ _SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
 
 
 def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return host and port of the rendezvous for this Slurm step: MASTER_ADDR and MASTER_PORT if they are set.
+    """Return host and port of the rendezvous for this Slurm step.
 
-    Otherwise the step's first node, and a port that depends on the job and the step.
+    They are MASTER_ADDR and MASTER_PORT if set, otherwise the step's first node and a port derived from the job and the
+    step.
     """
     host = environment.get("MASTER_ADDR") or _first_host(environment)
     if port := environment.get("MASTER_PORT"):
@@ -50,7 +51,7 @@ def _first_host(environment: Mapping[str, str]) -> str:
 
 
 def name_start(store: Store, rank: int, size: int, timeout: timedelta) -> str:
-    """Agree on a name of this start, unique among all starts. Call on every rank.
+    """Agree on a unique name for this start. Call on every rank.
 
     A store that outlives starts holds keys of earlier ranks, whose number may differ. So each rank writes a nonce. Rank 0
     publishes the nonces that it finds, until every rank has seen its own nonce there and has counted itself under rank 0's

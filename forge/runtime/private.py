@@ -23,10 +23,10 @@ _TEXT = b"forge keeps temporary data here and removes it. Do not put other files
 
 
 class PrivateFolder:
-    """The private folder `path`, made if it does not exist. Safe for processes that race.
+    """The private folder `path`, made if it does not exist. Several processes may make it at the same time.
 
-    An empty folder of this user becomes private. So does a folder without a marker if `adopts` recognises it as made by an
-    earlier forge. key: the configuration key of the folder, for messages.
+    An empty folder of this user becomes private. So does a folder without a marker, if `adopts` recognises it as made by a
+    version of forge without markers. key: the configuration key of the folder, for messages.
 
     Raises UserError for a folder that is a link, belongs to another user, is open to other users, or holds other files.
     """
@@ -51,7 +51,10 @@ class PrivateFolder:
             return None
 
     def make(self, *names: str) -> Path:
-        """Make the directory `path`/names[0]/names[1]/... and return it. Raises OSError if one is a link or a file."""
+        """Make the directory `path`/names[0]/names[1]/... and return it.
+
+        Raises OSError if one of these is a link or a file.
+        """
         made = self.path
         for name in names:
             made /= name
@@ -61,7 +64,7 @@ class PrivateFolder:
         return made
 
     def remove(self, names: re.Pattern[str], *within: str, keep: str = "") -> None:
-        """Remove the directories below `path`/within... whose names match `names`, except `keep`.
+        """Remove the directories below `path`/within[0]/within[1]/... whose names match `names`, except `keep`.
 
         Links are neither followed nor removed. A directory that cannot be removed stays.
         """
@@ -89,7 +92,10 @@ def _make(folder: Path) -> None:
 
 
 def _problem(folder: Path, key: str, adopts: Callable[[Path], bool]) -> str | None:
-    """Return why the existing `folder` cannot be private, with the remedy, or None. Add the marker if allowed."""
+    """Return the reason why the existing `folder` cannot be private, with the remedy; None if it can.
+
+    If it has no marker but may become private, add the marker.
+    """
     is_marked = os.path.lexists(
         folder / MARKER
     )  # before the mode: a racing process sets the mode before it adds the marker

@@ -105,20 +105,21 @@ _thread = threading.local()
 
 
 def give_up_on(event: threading.Event) -> None:
-    """Make no further attempt in this thread once `event` is set."""
+    """From now on, make no further attempt in this thread once `event` is set."""
     _thread.given_up = event
 
 
 def waiting_for() -> str:
-    """Return the waits of this process's threads as text, the longest first; empty without a wait."""
+    """Return the current waits of this process's threads for a store, as text, the longest first; empty if there are none."""
     waits = list(_waits.values())
     return "; ".join(waits[:3]) + (f"; and {len(waits) - 3} more" if len(waits) > 3 else "")
 
 
 def with_retries(what: str, work: Callable[[], Result]) -> Result:
-    """Call `work`; repeat it after a transient error, with growing random pauses. what: the URL and the operation.
+    """Call `work`. After a transient error, repeat it, with growing random pauses. what: the URL and the operation.
 
-    Raises UserError at once for any other error, after RETRY_S seconds for a transient one, and when `give_up_on` says so.
+    Raises UserError at once for any other error, after RETRY_S seconds of transient errors, and once the event of
+    `give_up_on` is set.
     """
     what = redact(what)
     given_up: threading.Event = getattr(_thread, "given_up", None) or threading.Event()
@@ -150,10 +151,10 @@ def with_retries(what: str, work: Callable[[], Result]) -> Result:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a store's error may be transient: by its type, else its HTTP status, else its errno.
+    """Return whether a store's error may be transient. Its type decides, or else its HTTP status, or else its errno.
 
-    File systems translate errors, so the original errors (`raise ... from`) count as well: fsspec reports an unreachable
-    server as FileNotFoundError, and s3fs an unknown status as EIO.
+    File systems translate errors, so the original errors (`raise ... from`) are examined as well. fsspec reports an
+    unreachable server as FileNotFoundError, and s3fs an unknown status as EIO.
     """
     chain = [error]
     while (cause := chain[-1].__cause__) is not None:
@@ -210,7 +211,7 @@ def read_range(files: Any, url: str, begin: int, end: int, size: int) -> bytes:
         data = files.cat_file(url, start=begin, end=end)
         if len(data) != end - begin:
             if len(data) == size:
-                raise UserError(f"{url}: its server ignores ranges of bytes, which are needed")
+                raise UserError(f"{url}: its server ignores HTTP range requests, which forge needs")
             raise Corrupt(f"received {len(data)} bytes instead of {end - begin}")
         return data
 
@@ -222,10 +223,10 @@ def _bytes(url: str, begin: int, end: int) -> str:
 
 
 class RemoteFile:
-    """One object, read in blocks. `key` identifies its content in a cache: equal keys, equal bytes.
+    """One object, read in blocks. key: identifies its content in a cache; equal keys mean equal bytes.
 
     expected: returns the digest of each block, recorded when the dataset was written. Without it the object must keep the
-    version (ETag, or time) that it had at opening. Either way a changed object is a UserError with its URL.
+    version (ETag, or time) that it had at opening. Either way a changed object raises UserError with its URL.
     """
 
     def __init__(
@@ -260,8 +261,8 @@ class RemoteFile:
         if self._expected is None or self._digest is None:
             if (now := self._look()) != self._version:
                 raise UserError(
-                    f"{self.url}: was changed while it was in use (from {self._version} to {now}); a run's data must stay "
-                    "what they were: restore it, or give the new data another path"
+                    f"{self.url}: was changed while it was in use (from {self._version} to {now}); a run's data must not "
+                    "change: restore the object, or give the new data another path"
                 )
             return data
         if not self.is_intact(block, data):
@@ -269,8 +270,8 @@ class RemoteFile:
             data = read_range(self._files, self.url, begin, end, self.size)
             if not self.is_intact(block, data):
                 raise UserError(
-                    f"{_bytes(self.url, begin, end)}: have another checksum than when the dataset was written; the object "
-                    "was changed or is damaged: copy the dataset there again"
+                    f"{_bytes(self.url, begin, end)}: have another checksum than when the dataset was written, so the object "
+                    "was changed or is damaged; copy the dataset to this store again"
                 )
         return data
 
@@ -285,7 +286,7 @@ class RemoteFile:
 
 
 def open_remote(url: str) -> io.BufferedReader:
-    """Open an object for reading; each block is read like in `with_retries`."""
+    """Open an object for reading. Reading a block retries like `with_retries`."""
     return io.BufferedReader(_Reader(url), _READ_BYTES)
 
 
@@ -352,7 +353,7 @@ def _size(url: str, about: dict[str, Any]) -> int:
 
 
 def version_of(url: str) -> str:
-    """Return a value that changes with the object: its ETag or time; empty if the store has neither."""
+    """Return a value that changes when the object changes: its ETag or modification time; empty if the store has neither."""
     return _version(with_retries(url, lambda: filesystem_of(url).info(url)))
 
 

@@ -1,7 +1,7 @@
-"""Writing to stderr without waiting for its reader.
+"""Write to stderr without waiting for its reader.
 
-A pipe whose reader hangs fills up, and the next write blocks for ever: a logging process would neither train nor stop.
-O_NONBLOCK does not help, because other processes share the pipe. So a thread of this process writes.
+If the reader of a pipe hangs, the pipe fills up and the next write blocks for ever: the process would neither train nor
+stop. O_NONBLOCK does not help, because other processes share the pipe. So a thread of this process writes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ PATIENCE_S, MOST = 1.0, 1000
 
 
 class PatientStream:
-    """A text stream on a file descriptor. `write` returns when the text is written, after PATIENCE_S at the latest.
+    """A text stream on a file descriptor. `write` returns when the text is written, or after PATIENCE_S.
 
-    While the reader does not read, texts are kept and `write` returns at once. Texts beyond MOST are dropped; once the reader
-    reads again, a line reports their number. Errors of the descriptor are ignored: the reader may be gone.
+    While the reader does not read, texts are kept and `write` returns at once. Texts beyond MOST are dropped. When the
+    reader reads again, a line reports how many were dropped. Errors of the descriptor are ignored, because the reader may
+    no longer exist.
     """
 
     def __init__(self, descriptor: int, encoding: str = "utf-8"):
@@ -31,7 +32,7 @@ class PatientStream:
         os.register_at_fork(after_in_child=self._restart)
 
     def _restart(self) -> None:
-        """Begin without a thread: a forked child does not inherit its parent's."""
+        """Reset the state in a forked child, which does not inherit its parent's thread."""
         self._changed = threading.Condition()
         self._texts: deque[str] = deque()
         self._thread: threading.Thread | None = None
@@ -86,7 +87,10 @@ stderr = PatientStream(2)
 
 
 def patient(stream: TextIO | None) -> TextIO | PatientStream:
-    """Return `stream` as one that does not wait for its reader; `stream` itself if it has no file descriptor."""
+    """Return a stream that writes to `stream` without waiting for its reader.
+
+    It is `stream` itself if that has no file descriptor.
+    """
     if stream is None:
         return stderr
     try:
@@ -101,7 +105,10 @@ _DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return `text` with control characters, direction marks and lone surrogates escaped. keep: characters to leave."""
+    """Return `text` with control characters, direction marks and lone surrogates escaped.
+
+    keep: characters that are not escaped.
+    """
     return "".join(
         character.encode("unicode_escape").decode()
         if character not in keep

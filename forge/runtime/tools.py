@@ -1,4 +1,4 @@
-"""Tools that training code starts by module name: modules outside `forge/tools/` import nothing from it."""
+"""Tools that training code starts by module name. Modules outside `forge/tools/` import nothing from that folder."""
 
 PLANNER = "forge.tools.plan.command:plan"
 PEAK_PLANNER = "forge.tools.plan.peak"

@@ -33,9 +33,9 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class World:
-    """A process among all. restarts_left: how many more times the launcher would restart the run.
+    """The place of this process among all ranks. restarts_left: how many more times the launcher would restart the run.
 
-    local_size: processes on this machine (0: unknown). bound: Slurm may have given this process a GPU of its own.
+    local_size: processes on this machine (0: unknown). bound: Slurm may have assigned one GPU to this process.
     """
 
     rank: int
@@ -53,18 +53,20 @@ class World:
 
     @property
     def first_process(self) -> int:
-        """The id of the process on this machine that outlives restarts: torchrun's agent, else this process."""
+        """The id of a process on this machine that survives restarts of the ranks: torchrun's agent, else this process."""
         return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
     @property
     def restarted(self) -> bool:
-        """True if torchrun, or Slurm by a requeue, has started this command before."""
+        """Return whether this command has been started before: torchrun restarted the ranks, or Slurm requeued the job."""
         counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
         return any(os.environ.get(name, "0") != "0" for name in counts)
 
 
 def read_world(environment: Mapping[str, str] = os.environ) -> World:
-    """Read the launcher's environment: torchrun's variables, else those of an srun step, else a single process.
+    """Read the rank and the number of ranks from the launcher's environment: torchrun's, or else an srun step's.
+
+    Without a launcher, the process is the only one.
 
     Raises UserError for a missing or non-numeric variable, and for a rank that is not below the number of ranks.
     """
@@ -162,7 +164,7 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
 
 
 def _meet(world: World, timeout: timedelta) -> dist.Store:
-    """Connect to the store at MASTER_ADDR and MASTER_PORT, which rank 0 opens unless torchrun has."""
+    """Connect to the store at MASTER_ADDR and MASTER_PORT. Rank 0 opens the store, unless torchrun has opened it."""
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     opens = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     silence = threading.Timer(
@@ -187,7 +189,10 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
 
 
 def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
-    """Return on rank 0 once all processes have connected; report their number while that takes long."""
+    """Return once all processes have connected.
+
+    Only rank 0 waits. It reports the number of connected processes if that takes long.
+    """
     arrived = store.add("arrived", 1)
     began = time.monotonic()
     speak_s = SILENT_S
@@ -235,11 +240,11 @@ def _raise_file_limit() -> None:
 
 
 def _fresh(store: dist.Store, world: World, timeout: timedelta, environment: Mapping[str, str]) -> dist.Store:
-    """Return a view of `store` without the keys of workers before a restart.
+    """Return a view of `store` without the keys written before a restart.
 
-    torchrun keeps one store over all restarts, but PyTorch assumes a new one each time: a group could connect to the address
-    of a dead worker, and hang. On one node the number of restarts distinguishes the starts. The agents of several nodes count
-    differently, because a change of nodes does not count as a restart.
+    torchrun keeps one store over all restarts, but PyTorch assumes a new one each time: a group could connect to the
+    address of a dead worker, and hang. On one node the number of restarts identifies a start. The agents of several nodes
+    count restarts differently, because a change of nodes does not count as one.
     """
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
         return dist.PrefixStore(f"start-{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

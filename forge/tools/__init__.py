@@ -1,1 +1,1 @@
-"""Tools around training. Training code names them only through `forge.runtime.tools`."""
+"""Tools around training. Training code refers to them only through `forge.runtime.tools`."""

@@ -1,8 +1,8 @@
 """Policy for anomalous steps: skip and diagnose a non-finite step or spike, and roll back after too many of them.
 
-The device skips a non-finite step at once. The step's numbers reach the host while the device works on the next step, before
-the next update. The model is then still in its state before the bad step, so the step can be recomputed and examined. Every
-decision uses numbers that are equal on all ranks.
+The device skips a non-finite step at once. The step's numbers reach the host while the device works on the next step,
+before the next update. The model is then still in its state before the bad step, so the step can be recomputed and
+examined. Every decision uses numbers that are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of recomputing a skipped step. where: ranks and tensors with non-finite values."""
+    """The result of recomputing a skipped step. where: the ranks and tensors that have non-finite values."""
 
     cause: Cause
     loss: float
@@ -43,9 +43,9 @@ class Diagnosis:
 
 
 class AnomalyPolicy:
-    """Decides how training continues after each step. Every rank has one, and all of them decide the same.
+    """Decides how training continues after each step. Every rank has its own, and all decide the same.
 
-    compute_gradients: the trainer's. report_event: `report_event(kind, **fields)` writes an event.
+    compute_gradients: the trainer's method. report_event: `report_event(kind, **fields)` writes an event.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class AnomalyPolicy:
         self._limits = Limits()
 
     def examine(self, step: int, batch: Batch, sums: Sums, report: GradientReport) -> GradientReport:
-        """Record the step that is about to be updated; `process_result` then gets its result.
+        """Record the step that is about to be updated. `process_result` gets its result later.
 
-        Return the report. If `resilience.spikes` asks for it, the device marks a spike there to be skipped.
+        Return the report. If `resilience.spikes` is set to skip, the device marks a spike in it as a step to skip.
         """
         self._batch, self._limits = batch, self._progress.spikes.limits(step)
         if self._config.spikes == "skip" and self._limits != Limits():
@@ -78,7 +78,8 @@ class AnomalyPolicy:
     def process_result(self, result: StepResult) -> bool:
         """Act on the result of the last examined step. Collective if the step was skipped.
 
-        Return True if a diagnosis has discarded the gradients of the next step. Raises RollbackRequired.
+        Return True if a diagnosis has discarded the gradients of the next step. Raises RollbackRequired if a roll-back is
+        needed.
         """
         progress, skipped = self._progress, result.skipped
         diagnose = skipped and self._config.rerun_skipped_steps
@@ -146,7 +147,7 @@ class AnomalyPolicy:
         return Diagnosis(Cause.DETERMINISTIC if bad else Cause.TRANSIENT, loss, norm, where)
 
     def _not_finite(self) -> list[str]:
-        """Return ranks and tensors with non-finite local gradients, a few per rank."""
+        """Return the ranks and tensors with non-finite local gradients, at most a few tensors per rank."""
         own = []
         for shard in self._model.shards:
             if shard.grad is not None and not torch.isfinite(shard.grad).all():

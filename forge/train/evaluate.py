@@ -54,7 +54,7 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
 def held_out_losses(
     model: ParallelModel, sources: Mapping[str, Source], config: Config, meshes: Meshes, device: torch.device
 ) -> dict[str, float]:
-    """Return the mean cross-entropy over all valid tokens of `evaluate.sequences` windows of each source. Collective.
+    """Return source name -> mean cross-entropy over all valid tokens of `evaluate.sequences` windows. Collective.
 
     Losses and tokens are summed over batches and ranks before the division, so every token has the same weight in any
     layout. Raises UserError on every rank if any rank could not read its data.

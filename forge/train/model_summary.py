@@ -15,7 +15,10 @@ log = logging.getLogger(__name__)
 def summarize(
     model: ParallelModel, whole: Transformer, config: Config, degrees: Degrees, memory: MemoryReport
 ) -> None:
-    """Log the model's size, memory and layout, and the unused keys of the config. whole: the full model on meta."""
+    """Log the model's size, memory and layout, and the unused keys of the config.
+
+    whole: the whole model, on the meta device.
+    """
     counts = parameter_counts(whole)
     log.info("%s: %s", model.engine_name, memory.per_parameter(counts.total))
     size = f"{counts.total:,} parameters"

@@ -1,4 +1,4 @@
-"""The hook that applies phases. The loader applies the keys that concern data; this hook applies all others."""
+"""The hook that applies phases, except for keys that concern data, which the loader applies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ class PhaseChanges(Hook):
 
 
 def apply_plan(plan: StepPlan, before: StepPlan | None, models: Iterable[Any], optimizer: Optimizer) -> None:
-    """Set the sliding windows and the optimizer keys that differ from the plan of the step `before` (None: set all)."""
+    """Set the sliding windows and the optimizer keys that differ between `plan` and `before`.
+
+    before: the previous step's plan; None: set all.
+    """
     if plan.sliding_window and (before is None or plan.sliding_window != before.sliding_window):
         for block in (block for model in models for block in model.layers.values()):
             if block.attention.window > 0:

@@ -17,7 +17,9 @@ from forge.parallel.step.routers import RouterReport
 
 
 class StepResults:
-    """A queue of at most one step. All ranks push and pop the same numbers and so take the same decisions.
+    """A queue of at most one step.
+
+    All ranks push and pop the same numbers in the same order, so they take the same decisions.
 
     A result includes router values if `with_routers(step)` is true.
     """
@@ -89,7 +91,7 @@ class DelayedRead:
         self._free: list[Tensor] = []
 
     def push(self, key: Any, vector: Tensor) -> None:
-        """Take a snapshot of `vector` [n], any dtype, on the current stream; it may change afterwards."""
+        """Take a snapshot of `vector` `[n]`, any dtype, on the current stream. `vector` may change afterwards."""
         vector = vector.detach()
         if not self._on_cuda:
             self._waiting.append((key, vector.clone(), None))
@@ -101,7 +103,10 @@ class DelayedRead:
         self._waiting.append((key, host, event))
 
     def pop(self, flush: bool = False) -> tuple[Any, list[float]] | None:
-        """Return the oldest snapshot and its key. None without one, or if only the newest is left and not `flush`."""
+        """Return the oldest snapshot and its key.
+
+        None if there is no snapshot, or if only the newest is left and `flush` is false.
+        """
         if len(self._waiting) < (1 if flush else 2):
             return None
         key, host, event = self._waiting.popleft()

@@ -33,7 +33,7 @@ class LossCounter:
         self._done = 0
 
     def begin(self, inputs: Batch) -> None:
-        """Call before each forward: the next losses belong to these tokens."""
+        """Call before each forward. The losses that `count` gets next belong to these tokens."""
         self._inputs, self._done = inputs, 0
 
     def count(self, losses: Tensor) -> None:
@@ -103,7 +103,7 @@ class SourceLosses(Hook):
         self._unwatch()
 
     def _means(self, values: list[float]) -> dict[str, Any]:
-        """Return the means. A source without a valid token in the step is omitted; such an interval is null."""
+        """Return the means. A source without a valid token in the step is omitted. An interval without one is null."""
         number = len(self._names)
         values, ahead = values[:-number], values[-number:]
         pairs = list(zip(values[::2], values[1::2], strict=True))

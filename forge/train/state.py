@@ -19,7 +19,7 @@ from forge.shard import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback(PassedOver):
-    """A roll-back from `from_step` to the checkpoint of `to_step`. Training skips the samples read since then."""
+    """A roll-back from `from_step` to the checkpoint of `to_step`. Training skips the samples that were read in between."""
 
     from_step: int
     to_step: int
@@ -60,7 +60,7 @@ class Progress:
         return Rollback(first, end, drawn, from_step=self.step, to_step=then.step)
 
     def pass_over(self, rollbacks: Sequence[Rollback]) -> None:
-        """Skip the samples of `rollbacks` from now on. `rollbacks`: all of this history."""
+        """Skip the samples of `rollbacks` from now on. rollbacks: all roll-backs of this history."""
         self.rollbacks = list(rollbacks)
         self.order = self.order.passing_over(rollbacks)
         self.next_sample = self.order.nth(self.next_sample, 0)

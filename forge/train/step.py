@@ -1,4 +1,4 @@
-"""One optimizer step, for trainer, planner, verifier and benchmarks. Collective; no synchronisation with the device."""
+"""One optimizer step, used by trainer, planner, verifier and benchmarks. Collective; does not synchronise with the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def optimizer_step(
 
 
 def compute_gradients(model: ParallelModel, batch: Batch) -> Sums:
-    """Leave the global batch's gradient in the shards; return the sums of its losses."""
+    """Compute the global batch's gradient into the shards; return the sums of its losses."""
     sums = model.forward_backward(batch, model.count_tokens(batch))
     model.finalize_gradients()
     return sums

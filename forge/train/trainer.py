@@ -33,10 +33,10 @@ from forge.train.step import apply_gradients, compute_gradients
 
 
 class Trainer:
-    """A model and its training state on the joined ranks. All methods but `request_stop` and `is_due` are collective.
+    """A model and its training state on all ranks. All methods except `request_stop` and `is_due` are collective.
 
     The constructor builds everything with initial weights and writes no file. `History` (forge/run/history.py) loads the
-    start state and opens the data there.
+    start state and opens the data at its step.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Trainer:
         return self.signals.reason or "another rank was asked to stop"
 
     def step(self) -> None:
-        """Make one optimizer step. The host waits for the device to finish the previous step, never for this one."""
+        """Make one optimizer step. The host waits until the device has finished the previous step, but never for this one."""
         config, step, plan = self.config, self.progress.step + 1, self.plan
         lr = planned_rate(config, self.phases, step, self.progress.tokens)
         with self.hooks.around("data", step):
@@ -123,7 +123,7 @@ class Trainer:
         )
 
     def compute_gradients(self, batch: Batch) -> tuple[Sums, GradientReport]:
-        """Leave the global batch's gradient in the shards; return the losses and the gradient norm."""
+        """Compute the global batch's gradient into the shards; return the losses and the gradient norm."""
         sums = compute_gradients(self.model, batch)
         stop = self.signals.reason is not None
         self._reported_save = self._wants_save
@@ -131,9 +131,10 @@ class Trainer:
         return sums, report
 
     def process_last_result(self) -> bool:
-        """Wait for the last step's result and act on it, unless that is done. Call before an evaluation or a save.
+        """Wait for the last step's result and act on it, unless that has been done. Call before an evaluation or a save.
 
-        Return True if the current gradients were discarded and must be recomputed. Raises RollbackRequired.
+        Return True if the current gradients were discarded and must be recomputed. Raises RollbackRequired if a roll-back
+        is needed.
         """
         result = self.results.pop()
         if result is None:
@@ -152,16 +153,16 @@ class Trainer:
         return self.progress.step >= self.config.train.steps or self.results.stop_requested
 
     def is_due(self, interval: int) -> bool:
-        """Return whether work done every `interval` steps (0: never) and after the last step is due after this step."""
+        """Return whether work that is done every `interval` steps (0: never), and after the last one, is due now."""
         step = self.progress.step
         return interval > 0 and (step % interval == 0 or step == self.config.train.steps)
 
     def request_stop(self, reason: str) -> None:
-        """Ask all ranks to end the run. The request travels with the next gradient norm."""
+        """Ask all ranks to end the run. The request is sent with the next gradient norm."""
         self.signals.reason = self.signals.reason or reason
 
     def request_save(self) -> None:
-        """Ask all ranks for a checkpoint. The request travels with the next gradient norm."""
+        """Ask all ranks for a checkpoint. The request is sent with the next gradient norm."""
         self._wants_save = True
 
     def renew_optimizer(self) -> None:
@@ -181,7 +182,7 @@ class Trainer:
         )
 
     def open_data(self) -> None:
-        """Open this data rank's batches at `progress`. From there the config's mixture applies."""
+        """Open this data rank's batches at `progress`. The config's mixture applies from this point on."""
         dataset, progress = self.data.dataset, self.progress
         self.batches = Loader(
             dataset.following(progress.order),

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Run one task of a job array: make a sweep's run, requeue the task after a stop, and end with the exit code of the run.
+"""Run one task of a job array: train a sweep's run, requeue the task after a stop, and end with the run's exit code.
 
     python scripts/slurm/array_task.py RUN COMMAND...
 
-`scripts/sweep.py --slurm` writes this command. RUN is the run directory, COMMAND trains the run. A task is requeued until it
-has been stopped MAX_TURNS_WITHOUT_PROGRESS times in a row (3 unless set) without a new checkpoint.
+`scripts/sweep.py --slurm` writes this command. RUN is the run directory, COMMAND trains the run. A task is requeued until
+it has been stopped MAX_TURNS_WITHOUT_PROGRESS times in a row (3 unless set) without a new checkpoint.
 """
 
 from __future__ import annotations

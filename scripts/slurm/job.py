@@ -1,6 +1,8 @@
-"""One turn of a Slurm job, for train.sbatch: check the configuration, start the workers, requeue the job if that helps.
+"""One job run for train.sbatch.
 
-elastic.sbatch asks it whether to repeat a stopped turn.
+It checks the configuration, starts the workers, and requeues the job if another job run may help.
+
+elastic.sbatch calls it after a stop, to decide whether to requeue.
 
 On a login node this checks a configuration for 64 processes, and trains nothing:
 
@@ -45,7 +47,7 @@ NOT_FOR_THE_STEP = (
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """What a run directory shows. `status`: the text of status.json. `checkpoints`: the complete ones, with their times."""
+    """The state of a run directory. status: the text of status.json. checkpoints: the complete ones, with their times."""
 
     status: str
     checkpoints: frozenset[tuple[str, int]]
@@ -64,9 +66,9 @@ class RunSnapshot:
 
 @dataclass
 class JobHistory:
-    """Numbers of consecutive turns of one job that failed, and that were stopped or killed before a new save.
+    """Numbers of consecutive job runs of one job that failed, and that were stopped or killed without a new save.
 
-    newest: for an elastic job, the newest checkpoint at the end of the previous turn.
+    newest: for an elastic job, the newest checkpoint at the end of the previous job run.
     """
 
     job: str
@@ -85,7 +87,7 @@ class JobHistory:
 
 @dataclass(frozen=True)
 class RequeueLimits:
-    """How often a job goes on by itself."""
+    """The numbers of consecutive job runs after which the job ends."""
 
     restarts: int
     failed_turns: int
@@ -100,9 +102,10 @@ def decide(
     limits: RequeueLimits,
     restarts: int,
 ) -> tuple[JobAction, str]:
-    """Return the action after the step has ended with `code`, and its reason; count the turn in `history`.
+    """Return the action after the step has ended with `code`, and its reason. Count the job run in `history`.
 
-    before, after: the run directory at the start and the end of the turn. restarts: how often this turn has restarted.
+    before, after: the run directory at the start and the end of the job run. restarts: number of restarts within this job
+    run.
     """
     status = json.loads(after.status) if after.status and after.status != before.status else {}
     state = status.get("state", "not begun")
@@ -119,7 +122,7 @@ def decide(
         if history.without_progress < limits.turns_without_progress:
             when = "after a save" if saved else "before it had saved anything new"
             return "requeue", f"was stopped {when}"
-        turns = f"{history.without_progress} turns in a row have"
+        turns = f"{history.without_progress} consecutive job runs have"
         return "end", f"was stopped, and {turns} saved nothing new: ask for more --time"
     if status.get("exit_code") in (BAD_CONFIG, NO_CHECKPOINT) or (code == FINISHED and not status):
         return "end", f"is {state}, exit code {code}"
@@ -130,16 +133,16 @@ def decide(
         # By the loss of a node, most often: srun ends before Slurm has noticed it.
         history.without_progress += code == KILLED
         if code != KILLED or history.without_progress >= limits.turns_without_progress:
-            return "end", f"is {state}, exit code {code}, and this turn has saved nothing"
-        return "requeue", f"is {state}, a worker was killed, and this turn has saved nothing"
+            return "end", f"is {state}, exit code {code}, and this job run has saved nothing"
+        return "requeue", f"is {state}, a worker was killed, and this job run has saved nothing"
     if history.failed > limits.failed_turns:
-        return "end", f"is {state}, exit code {code}, after {history.failed} turns in a row that failed"
+        return "end", f"is {state}, exit code {code}, after {history.failed} consecutive job runs that failed"
     history.without_progress = 0
     return "requeue", f"is {state}, exit code {code}, after it had saved a checkpoint"
 
 
 def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Run one turn of the job with train.py's arguments `argv` and return the exit code of the job."""
+    """Make one job run with train.py's arguments `argv` and return the exit code of the job."""
     job, nodes = environment.get("SLURM_JOB_ID", "0"), _number(environment, "SLURM_JOB_NUM_NODES", 1)
     workers = workers_per_node(environment)
     limits = _limits(environment)
@@ -151,7 +154,7 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
     turn = _number(environment, "SLURM_RESTART_COUNT", 0) + 1
     now, each = time.strftime("%Y-%m-%d %H:%M:%S"), f"{workers} worker{'s' if workers > 1 else ''}"
     _print(
-        f"{now}: job {job}, turn {turn}, {ends}: {nodes} x {each} on {environment.get('SLURM_JOB_NODELIST')}, {run}"
+        f"{now}: job {job}, job run {turn}, {ends}: {nodes} x {each} on {environment.get('SLURM_JOB_NODELIST')}, {run}"
     )
     if left is not None and left < SHORT_S:
         _print(
@@ -170,7 +173,7 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
         job_state = _output_of("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip()
         if job_state not in ("", "RUNNING"):
             # A node has died, or the job was cancelled or preempted.
-            _print(f"Slurm has ended this turn of job {job} ({job_state}), and requeues it where it does")
+            _print(f"Slurm has ended this run of job {job} ({job_state}), and decides whether to requeue it")
             return code
         action, why = decide(before, RunSnapshot.read(run), code, history, limits, restarts)
         if action != "restart":
@@ -190,7 +193,7 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
 
 
 def count_stop(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Count a stopped turn of elastic.sbatch. Return 75 if another one may make progress, else 1."""
+    """Count a stopped job run of elastic.sbatch. Return 75 if another one may make progress, else 1."""
     config, job = load_config(argv), environment.get("SLURM_JOB_ID", "0")
     run = (Path(config.run.output_dir) / config.run.name).absolute()
     history, after = JobHistory.read(run / "requeues.json", job), RunSnapshot.read(run)
@@ -205,14 +208,17 @@ def count_stop(argv: list[str], environment: Mapping[str, str] = os.environ) -> 
 
 
 def check(argv: list[str], world: int) -> Config:
-    """Return the configuration of train.py's arguments. Raises UserError, also if it does not fit `world` processes."""
+    """Return the configuration of train.py's arguments.
+
+    Raises UserError if it is invalid or does not fit `world` processes.
+    """
     config = load_config(argv)
     check_world(config, world)
     return config
 
 
 def workers_per_node(environment: Mapping[str, str]) -> int:
-    """Return PROCESSES_PER_NODE, or the number of GPUs from Slurm, or from nvidia-smi, or 1."""
+    """Return PROCESSES_PER_NODE, or else the number of GPUs from Slurm, from nvidia-smi, or 1."""
     for name in ("PROCESSES_PER_NODE", "SLURM_GPUS_ON_NODE"):
         if number := _number(environment, name, 0):
             return number
@@ -243,7 +249,7 @@ def step_environment(workers: int, environment: Mapping[str, str]) -> dict[str, 
 
 
 def time_limit(config: Config, left_s: float) -> list[str]:
-    """Return the argument to stop the run before the job's time limit, unless the configuration stops it earlier."""
+    """Return the argument that stops the run before the job's time limit, unless the configuration stops it earlier."""
     limit = max(1, round(left_s - min(MARGIN_S, left_s / 10)))
     if 0 < config.resilience.time_limit_s <= limit:
         return []
@@ -251,7 +257,7 @@ def time_limit(config: Config, left_s: float) -> list[str]:
 
 
 def time_left_s(text: str) -> int | None:
-    """Return the seconds of squeue's %L, `[days-][[hours:]minutes:]seconds`; None without a limit."""
+    """Parse squeue's %L, `[days-][[hours:]minutes:]seconds`, to seconds; None without a limit."""
     match = re.fullmatch(r"(?:(\d+)-)?((?:\d+:){0,2}\d+)", text.strip())
     if match is None:
         return None

@@ -61,7 +61,7 @@ def test_the_start_says_when_sources_are_left_out_and_refuses_a_run_without_any(
     caplog.set_level(logging.INFO)
     dataset = data({"a": 1, "b": 1}, SIZES, {"a": 1})
     log_left_out(dataset, 0, 500)
-    assert "is left out: read max_epochs times" in caplog.text
+    assert "not read because of max_epochs" in caplog.text
     capped = data({"a": 1, "c": 1}, SIZES, {"a": 1, "c": 2})
     log_left_out(capped, 0, 139)
     with pytest.raises(

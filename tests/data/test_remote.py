@@ -296,7 +296,7 @@ def test_a_server_without_ranges_is_refused(store, monkeypatch) -> None:
     store.objects["bucket/big"] = bytes(2 * BLOCK_BYTES)
     file = RemoteFile(store.url("bucket/big"))
     monkeypatch.setattr(file._files, "cat_file", lambda *_args, **_options: bytes(2 * BLOCK_BYTES))
-    with pytest.raises(UserError, match="ignores ranges"):
+    with pytest.raises(UserError, match="ignores HTTP range requests"):
         file.fetch(0)
 
 

@@ -146,7 +146,9 @@ def test_names_stay() -> None:
 
 
 def test_a_module_that_is_no_part_of_a_block_is_refused_with_the_nearest() -> None:
-    with pytest.raises(UserError, match=r'"atention" is no part of a block; .*; did you mean "attention"'):
+    with pytest.raises(
+        UserError, match=r'"atention" is not a module of a block; .*; did you mean "attention"'
+    ):
         build('mode = "full"\nmodules = ["atention"]')
 
 

@@ -139,7 +139,7 @@ def test_a_loss_without_chunks_cannot_be_compiled() -> None:
     config = parse_toml_text(tiny_config() + SECTION.format(backend="aot_eager"))
     model = build_meta_model(config)
     model.loss = nn.Identity()
-    with pytest.raises(UserError, match=r"compile.loss = true does not go with Identity"):
+    with pytest.raises(UserError, match=r"compile.loss = true does not work with Identity"):
         apply_blocks(model, layout_without_ranks(config))
 
 

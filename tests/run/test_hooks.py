@@ -172,7 +172,7 @@ def test_a_hook_without_a_saved_state_starts_afresh_and_one_that_is_gone_is_name
     assert f"no state of hook {HERE}:Remembering, which starts without one" in run.output()
     assert json.loads((run.path / "remembered.json").read_text())["began"] == [[4, 0]]
     assert run("--train.hooks=[]", "--train.steps=8") == 0
-    assert f"state of hook {HERE}:Remembering is left out" in run.output()
+    assert f"state of hook {HERE}:Remembering is ignored" in run.output()
 
 
 def test_a_state_that_is_not_json_ends_the_run_with_the_name_of_the_hook(tmp_path) -> None:

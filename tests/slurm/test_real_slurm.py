@@ -70,7 +70,7 @@ def wait_until(condition: Callable[[], object], job: Job) -> None:
 
 
 def assert_finished_in_turn(job: Job, turn: int) -> None:
-    wait_until(lambda: f"turn {turn}," in job.log(), job)
+    wait_until(lambda: f"job run {turn}," in job.log(), job)
     wait_until(job.ended, job)
     assert job.state() == "finished", job.log()
     steps = [line["step"] for line in job.run.metrics()]

@@ -101,7 +101,7 @@ def test_p6_a_worker_that_dies_is_started_again_as_long_as_turns_save_something_
     job = cluster.submit("--checkpoint.mode=sync", FORGE_FAULT="step:5:0")
     assert job.wait(LONG_S) != 0
     assert cluster.requeues() == 3
-    assert "this turn has saved nothing; not requeued" in cluster.log()
+    assert "this job run has saved nothing; not requeued" in cluster.log()
 
 
 # A step that only leaves a status.json behind: what the script decides, without the seconds that a launch takes.
@@ -119,7 +119,7 @@ def test_p6_an_end_without_a_new_checkpoint_is_not_requeued(cluster, state: str,
 def test_p6_a_job_that_is_stopped_before_it_saves_anything_is_not_requeued_for_ever(cluster) -> None:
     assert cluster.submit(STANDIN_STEP="exit 75").wait(LONG_S) == 75
     assert cluster.requeues() == 2
-    assert "3 turns in a row have saved nothing new" in cluster.log()
+    assert "3 consecutive job runs have saved nothing new" in cluster.log()
 
 
 def test_p6_a_node_that_is_lost_before_the_first_save_is_requeued_and_counted(cluster) -> None:
@@ -130,7 +130,7 @@ def test_p6_a_node_that_is_lost_before_the_first_save_is_requeued_and_counted(cl
 def test_p6_a_job_that_was_cancelled_is_not_brought_back_by_a_requeue(cluster) -> None:
     assert cluster.submit(STANDIN_STEP=leave("stopped", 75), STANDIN_STATE="COMPLETING").wait(LONG_S) == 75
     assert cluster.requeues() == 0
-    assert "Slurm has ended this turn" in cluster.log()
+    assert "Slurm has ended this run" in cluster.log()
 
 
 def test_p6_the_status_of_an_earlier_turn_does_not_count(cluster) -> None:
@@ -148,7 +148,7 @@ def test_a_mistake_in_the_configuration_or_layout_is_reported_before_any_worker_
     job = cluster.submit(option, slurm=("--nodes=2",), PROCESSES_PER_NODE="4")
     assert job.wait(LONG_S) == 2
     assert option[2:].partition("=")[0] in cluster.log() and "Traceback" not in cluster.log()
-    assert len(cluster.log().splitlines()) == 2  # "turn 0" and one sentence
+    assert len(cluster.log().splitlines()) == 2  # "job run 0" and one sentence
     assert not (cluster.folder / "srun.log").exists() and cluster.requeues() == 0
 
 

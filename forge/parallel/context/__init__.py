@@ -1,7 +1,7 @@
 """Context parallelism: the ranks of the cp axis share every sequence; each holds an early and a late part of it.
 
-Only attention looks across tokens, so only its inner function is replaced (`Attention.attend`). Linear layers pass states
-instead of keys and values, whichever form of parallel.context attention has (forge/parallel/context/states.py). Parameters
+Only attention looks across tokens, so only its inner function is replaced (`Attention.attend`). Linear-attention layers
+pass states instead of keys and values, under every value of parallel.context (forge/parallel/context/states.py). Parameters
 are not touched: data parallelism shards them over dp_shard x cp and sums their gradients there.
 """
 
@@ -29,7 +29,7 @@ FUNCTIONS: dict[str, Callable[[SequenceSplit], AttentionFunction]] = {
 
 
 def apply_context(model: Transformer, layout: Layout) -> None:
-    """Replace the attention function of `model` by one that reaches the whole sequence over the cp ranks.
+    """Replace the attention function of each layer of `model` by one that covers the whole sequence over the cp ranks.
 
     Raises UserError for the ring in compiled blocks on CUDA, and for an attention without `attend`.
     """

@@ -19,7 +19,7 @@ from forge.runtime import compat
 
 
 class AllGatherAttention:
-    """Attention of a rank's queries to the keys and values of the whole sequence, by `inner`."""
+    """Attention of this rank's queries to the keys and values of the whole sequence, computed by `inner`."""
 
     def __init__(self, split: SequenceSplit, inner: SdpaAttention = sdpa_attention):
         self.split, self._inner = split, inner
@@ -46,7 +46,7 @@ class AllGatherAttention:
         return self._attend(q, k, v, mask, layer.sink_logits())
 
     def _whole(self, *parts: Tensor) -> list[Tensor]:
-        """Gather several `[..., seq / cp, width]` over the ranks, in one collective: each `[..., seq, width]`."""
+        """Gather several `[..., seq / cp, width]` over the ranks in one collective. Return each as `[..., seq, width]`."""
         gathered = compat.all_gather(torch.cat(parts, dim=-1).unsqueeze(0), self.split.group)
         return list(self.split.in_order(gathered).split([part.shape[-1] for part in parts], dim=-1))
 
@@ -57,7 +57,10 @@ class AllGatherAttention:
 
 
 def lower_right(split: SequenceSplit, tokens: int) -> tuple[Any, ...]:
-    """Return the masks of this rank's two chunks of queries, `tokens` together: a `CausalBias` each, up to its end."""
+    """Return a `CausalBias` for each of this rank's two chunks of queries, over the keys up to the chunk's end.
+
+    tokens: in both chunks together.
+    """
     # Loads PyTorch's compiler, which takes most of a second: not for runs without context parallelism.
     from torch.nn.attention.bias import causal_lower_right
 
@@ -66,11 +69,11 @@ def lower_right(split: SequenceSplit, tokens: int) -> tuple[Any, ...]:
 
 
 def causal_chunks(q: Tensor, k: Tensor, v: Tensor, masks: tuple[Any, ...]) -> Tensor:
-    """Plain causal attention of this rank's two chunks of queries; `masks`: of `lower_right`.
+    """Compute plain causal attention of this rank's two chunks of queries. masks: from `lower_right`.
 
     q `[batch, heads, seq / cp, head_dim]`, k `[batch, kv_heads, seq, head_dim]`, v `[..., v_dim]` -> `[..., v_dim]`. For
-    CUDA, where FlashAttention implements this mask for head_dim = v_dim; elsewhere PyTorch would build it as a tensor in
-    every call. cuDNN does not implement it; `ulysses` needs no such mask.
+    CUDA only: FlashAttention implements this mask for head_dim = v_dim, while elsewhere PyTorch would build it as a tensor
+    in every call. cuDNN does not implement it.
     """
     scale, v_dim = q.shape[-1] ** -0.5, v.shape[-1]
     if q.shape[-1] != v_dim:

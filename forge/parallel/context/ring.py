@@ -1,8 +1,8 @@
-"""Context parallelism on a ring: keys and values travel from rank to rank; each rank merges its attention over each part.
+"""Context parallelism on a ring: keys and values travel from rank to rank; each rank merges its attention to each part.
 
-cp - 1 exchanges per layer and forward; in backward keys and values go around again, and their gradients with them until
-they are back (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"). Never more than
-two ranks' keys and values are held. An exchange runs while the block before it is computed.
+There are cp - 1 exchanges per layer and forward. In backward, keys and values go around again with their gradients, until
+the gradients are back at their rank (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite
+Context"). A rank holds the keys and values of at most two ranks. An exchange runs while the previous block is computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forge.runtime import compat
 
 
 class Pair(NamedTuple):
-    """A chunk of this rank's queries and a chunk of the keys in hand (0: the early one, 1: the late one) that it sees.
+    """A chunk of this rank's queries and a chunk of the keys in hand (0: the early one, 1: the late one) visible to it.
 
     table: which of the keys each query sees; None: all.
     """
@@ -34,7 +34,7 @@ class Pair(NamedTuple):
 
 
 class RingAttention:
-    """Attention of a rank's queries to every rank's keys and values in turn, its own first.
+    """Attention of this rank's queries to every rank's keys and values in turn, its own first.
 
     kernel: computes each block; None: flex_attention if it has kernels, otherwise the written-out formula.
     """
@@ -46,7 +46,7 @@ class RingAttention:
         return self._kernel or (FlexKernel() if has_flex(x) else PlainKernel())
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        """Set the table to the pairs of chunks to compute after 0, 1, ... exchanges: `list[list[Pair]]`."""
+        """Return the mask. Its table holds the pairs of chunks to compute after 0, 1, ... exchanges: `list[list[Pair]]`."""
         split, ranks = self.split, self.split.ranks
         steps = [self._pairs(mask, x, split.chunks((split.rank - step) % ranks)) for step in range(ranks)]
         return mask.with_table(steps)
@@ -81,7 +81,10 @@ class RingAttention:
 
 
 class _Ring(torch.autograd.Function):
-    """Shapes as for `AttentionFunction`, of seq / cp tokens. A sink is a key without a value that every row sees first."""
+    """Autograd function of the ring.
+
+    Shapes as for `AttentionFunction`, of seq / cp tokens. A sink is a first key without a value that every row sees.
+    """
 
     @staticmethod
     def forward(
@@ -150,8 +153,8 @@ class _Ring(torch.autograd.Function):
 def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Add attention over further keys to `out` `[..., rows, head_dim]` and `lse` `[..., rows]`, in place.
 
-    out is normalised over the keys so far and lse is the logarithm of its divisor: -inf, with out 0, for a
-    row that has seen no key. Both results weigh exp(lse); Milakov and Gimelshein 2018, "Online normalizer calculation for
+    out is normalised over the keys so far, and lse is the logarithm of the normaliser. For a row that has seen no key, lse
+    is -inf and out is 0. Each side is weighted by exp(lse); Milakov and Gimelshein 2018, "Online normalizer calculation for
     softmax".
     """
     both = torch.logaddexp(lse, new_lse)
@@ -162,7 +165,7 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 
 
 def _block_of(pair: Pair, q: Tensor, kv: Tensor, soft_cap: float) -> tuple[slice, slice, AttentionBlock]:
-    """Which rows of q and which columns of kv `[batch, kv_heads, seq / cp, head_dim + v_dim]` the pair is, and its block."""
+    """Return the rows of q, the columns of kv `[batch, kv_heads, seq / cp, head_dim + v_dim]`, and the block of a pair."""
     size, head_dim = q.shape[2] // 2, q.shape[-1]
     rows, columns = (slice(half * size, (half + 1) * size) for half in (pair.queries, pair.keys))
     keys, values = kv[:, :, columns].split([head_dim, kv.shape[-1] - head_dim], dim=-1)
@@ -186,7 +189,7 @@ class AttentionBlock(NamedTuple):
 
 
 class PlainKernel:
-    """The formula, with rows x columns scores in memory for each head."""
+    """Attention by its formula, with rows x columns scores in memory for each head."""
 
     flex = False
     make_table = staticmethod(dense_part)
@@ -205,9 +208,9 @@ class PlainKernel:
     def backward(
         self, block: AttentionBlock, grad: Tensor, delta: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this block's share of the gradients of q, k and v.
+        """Return this block's contribution to the gradients of q, k and v.
 
-        grad, lse: of the attention over all keys. delta `[batch, heads, rows]`: sum of grad * out, likewise.
+        grad, lse: of the attention over all keys. delta `[batch, heads, rows]`: the sum of grad * out over all keys.
         """
         q, k, v, table, soft_cap = block
         exact = promoted(q.dtype)
@@ -224,12 +227,15 @@ class PlainKernel:
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
-    """Query heads as further rows of their key/value head: `[batch, kv_heads, group * rows, head_dim]`."""
+    """Move query heads to further rows of their key/value head: `[batch, kv_heads, group * rows, head_dim]`."""
     return q.to(promoted(q.dtype)).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
 
 
 def _scores(rows: Tensor, k: Tensor, table: Tensor | None, soft_cap: float) -> tuple[Tensor, Tensor | None]:
-    """Scores `[batch, kv_heads, group * rows, columns]`, -inf outside the table; the soft cap's derivative, if any."""
+    """Return scores `[batch, kv_heads, group * rows, columns]`, and the soft cap's derivative, if any.
+
+    Scores are -inf outside the table.
+    """
     scores, slope = rows @ k.mT * rows.shape[-1] ** -0.5, None
     if soft_cap:
         tanh = torch.tanh(scores / soft_cap)
@@ -241,10 +247,10 @@ def _scores(rows: Tensor, k: Tensor, table: Tensor | None, soft_cap: float) -> t
 
 
 class FlexKernel:
-    """PyTorch's flex_attention; methods as in `PlainKernel`.
+    """Attention by PyTorch's flex_attention; methods as in `PlainKernel`.
 
-    Its backward takes no sums over all keys, so the block is computed again and its own backward runs, with a gradient
-    of lse that accounts for the other blocks.
+    Its backward cannot take the sums over all keys. So the block is computed again and its own backward runs, with a
+    gradient of lse that accounts for the other blocks.
     """
 
     flex = True

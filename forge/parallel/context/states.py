@@ -1,12 +1,12 @@
 """Context parallelism of linear attention: ranks exchange states of the recurrence, not keys and values.
 
-A run of tokens is one affine map of the state (forge/model/delta_rule.py). Each rank computes the maps of its two chunks
-of the sequence from an identity beside an empty state. One all-gather sends the maps of all 2 * cp chunks to every rank,
-and composing the earlier chunks' maps gives each chunk's initial state. The convolution needs the last few tokens before
-each chunk: another, small all-gather.
+A run of tokens is one affine map of the state (forge/model/delta_rule.py). Each rank computes the maps of its two chunks of
+the sequence, by applying the recurrence to an identity and an empty state. One all-gather sends the maps of all 2 * cp
+chunks to every rank. Composing the maps of earlier chunks gives each chunk's initial state. The convolution needs the last
+few tokens before each chunk: a second, small all-gather.
 
-fla's kernels return the last state for a given first one. So they compute the maps, and then the outputs from the initial
-states: its work is done twice. (fla's own context parallelism needs consecutive tokens on each rank.)
+fla's kernels return the last state for a given first one. So they run twice: once for the maps, and once for the outputs
+from the initial states. (fla's own context parallelism needs consecutive tokens on each rank.)
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class PassedStates:
         return outputs(chunks, states, q.shape[1]).reshape(v.shape)
 
     def _before(self, x: Tensor, tokens: int) -> Tensor:
-        """Return the `tokens` tokens before each chunk, zeros before the first.
+        """Return the `tokens` tokens before each chunk `[2 batch, tokens, channels]`; zeros before the sequence.
 
-        x `[batch, seq / cp, channels]` -> `[2 batch, tokens, channels]`.
+        x `[batch, seq / cp, channels]`.
         """
         ends = x.unflatten(1, (2, -1))[:, :, max(0, x.shape[1] // 2 - tokens) :]
         # A chunk may be shorter than the window: then it is sent whole, and several chunks are read.
@@ -89,7 +89,7 @@ class PassedStates:
 
 
 def _halves(x: Tensor) -> Tensor:
-    """Split the two chunks of each sequence: `[batch, seq / cp, ...]` -> `[2 batch, seq / 2 cp, ...]`."""
+    """Split each sequence into its two chunks: `[batch, seq / cp, ...]` -> `[2 batch, seq / 2 cp, ...]`."""
     return x.reshape(2 * x.shape[0], x.shape[1] // 2, *x.shape[2:])
 
 

@@ -20,8 +20,8 @@ from forge.runtime import compat
 class UlyssesAttention:
     """Each rank computes heads / cp heads over the whole sequence, by `inner`.
 
-    cp must divide the heads, not the key/value heads. If it does not divide the key/value heads, each is sent several
-    times, so that every rank gets the key/value heads of its query heads.
+    cp must divide the query heads. If it does not divide the key/value heads, each of these is sent several times, so that
+    every rank gets the key/value heads of its query heads.
     """
 
     def __init__(self, split: SequenceSplit, inner: SdpaAttention = sdpa_attention):

@@ -1,7 +1,7 @@
 """`DataParallel`: how data-parallel ranks share one model, and the choice of the engine.
 
-The layer above calls every engine in the same way and order, whether a parameter is gathered unit by unit
-(forge/parallel/engines/fsdp.py) or lies in a contiguous buffer (forge/parallel/engines/buffered).
+`ParallelModel` calls every engine in the same way and order. An engine either gathers parameters unit by unit
+(forge/parallel/engines/fsdp.py) or keeps them in contiguous buffers (forge/parallel/engines/buffered).
 """
 
 from __future__ import annotations
@@ -37,28 +37,31 @@ class DataParallel(Protocol):
         """Give this rank uninitialised storage for its part of the model."""
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Call before each forward that will be followed by a backward; in a pipeline just before the backward.
+        """Call before each forward that is followed by a backward; in a pipeline just before the backward.
 
-        `last`: it is the last backward of the optimizer step.
+        last: it is the last backward of the optimizer step.
         """
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Call after a pipeline has computed weight gradients separately from input gradients; `last`: of the step."""
+        """Call after a pipeline has computed weight gradients separately from input gradients. last: the last of the step."""
 
     def start_gradient_sync(self) -> None:
-        """Call after the last backward: launch all reductions over data ranks that are not under way."""
+        """Call after the last backward. Launches all reductions over data ranks that have not been launched."""
 
     def finish_gradient_sync(self) -> None:
-        """Complete these reductions: the gradients of `shards` are sums over data ranks."""
+        """Complete the reductions. Afterwards the gradients of `shards` are sums over data ranks."""
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        """Call after `shards`, and `copies` of `copied`, have been written: the model then uses the new values."""
+        """Call after `shards`, and those `copies` that are named in `copied`, have been written.
+
+        The model then uses the new values.
+        """
 
     def zero_gradients(self) -> None:
         """Discard the gradients."""
 
     def replicated_tensors(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
-        """Tensors besides `shards` that must be bit-identical across a group: name, tensor, group."""
+        """Return tensors besides `shards` that must be bit-identical across a group: name, tensor, group."""
 
     def memory(self) -> dict[str, int]:
         """Return this rank's device memory through a step, in bytes by kind. Not collective."""
@@ -70,8 +73,8 @@ class DataParallel(Protocol):
 def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
     """Apply the engine of `parallel.data_parallel` to `model` (on the meta device), in place. Collective.
 
-    If no other rank shares its parameters, fsdp2 has nothing to shard. Contiguous buffers then replace it: they hold as
-    much memory and need no hooks, casts and copies for gathering and reducing.
+    If no other rank shares this rank's parameters, fsdp2 has nothing to shard. Contiguous buffers then replace it: they
+    take the same memory, and need no hooks, casts and copies for gathering and reducing.
     """
     parallel = layout.parallel
     if parallel.data_parallel != "fsdp2":
@@ -86,15 +89,17 @@ def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
 
 
 def _alone(layout: Layout) -> bool:
-    """Whether this rank shares neither parameters nor experts with ranks that read other data."""
+    """Return whether no rank that reads other data has parameters or experts of this rank."""
     meshes = layout.meshes
     return meshes.fsdp.size() == 1 and (layout.model.moe is None or meshes.fsdp_experts.size() == 1)
 
 
 def _buffers_take_no_more_memory(layout: Layout) -> bool:
-    """Whether fsdp2's gradients would be as wide as the buffers', and no key makes fsdp2 hold less in one process.
+    """Return whether contiguous buffers take no more memory than fsdp2.
 
-    fsdp2's gradients are in `storage`, and between microbatches in `reduce`.
+    That holds if their gradients are as wide as fsdp2's, and no key makes fsdp2 hold less in one process.
+
+    fsdp2 accumulates gradients in `storage`, and holds them in `reduce` between microbatches.
     """
     gradient = torch.promote_types(promoted(layout.compute), layout.reduce)
     held = layout.storage

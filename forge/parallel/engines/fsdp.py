@@ -1,17 +1,17 @@
 """`FullySharded`: the data-parallel engine on PyTorch's FSDP2.
 
-Units: the embedding, every block, and the final norm with the head. A tied embedding is shared by both ends of the
-model and so belongs to the root. The routed experts of a layer are a unit inside its block, over other ranks: those
-that share one expert. forge/parallel/precision.py divides a unit whose modules compute in different dtypes.
-Gradients are summed, never averaged: the loss is divided by the global number of tokens before backward, so a sum over
-ranks is the gradient (torch.distributed.fsdp.fully_shard: gradient divide factor).
+Units: the embedding, every block, and the final norm with the head. A tied embedding is shared by both ends of the model
+and so belongs to the root. The routed experts of a layer are a unit inside its block, sharded over other ranks: those that
+share one expert. forge/parallel/precision.py divides a unit whose modules compute in different dtypes. Gradients are
+summed, never averaged: the loss is divided by the global number of tokens before backward, so a sum over ranks is the
+gradient (torch.distributed.fsdp.fully_shard: gradient divide factor).
 
-Accumulation: each microbatch's gradient is reduce-scattered at once and held sharded in the storage dtype, so no
-full-size gradient waits for the last microbatch; with replicas the all-reduce over them happens only in the last
-microbatch. `parallel.defer_gradient_reduction` does the opposite: one reduction per step, and full-size gradients until
-then. `parallel.reshard_after_forward = "never"` gathers parameters once per step. A rank with an unshared copy of the
-model holds everything in full size anyway. Its gradients are added up in backward, and its parameters are cast once per
-step instead of once per microbatch.
+Accumulation: each microbatch's gradient is reduce-scattered at once and held sharded in the storage dtype, so no full-size
+gradient waits for the last microbatch. With replicas the all-reduce over them happens only in the last microbatch.
+`parallel.defer_gradient_reduction` does the opposite: one reduction per step, and full-size gradients until then.
+`parallel.reshard_after_forward = "never"` gathers parameters once per step. A rank with an unshared copy of the model holds
+everything in full size anyway. Its gradients are added up in backward, and its parameters are cast once per step instead of
+once per microbatch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ from forge.shard import Shard, local
 
 
 class FullySharded:
-    """FSDP2 on `model` (on the meta device), sharded in place over `meshes.fsdp`, its experts over `meshes.fsdp_experts`.
+    """FSDP2 on `model`, which is on the meta device and is sharded in place.
+
+    Dense parameters are sharded over `meshes.fsdp`, experts over `meshes.fsdp_experts`.
 
     A `DataParallel` (forge/parallel/engines/engine.py). Raises UserError if precision.fp32_modules cannot be followed.
     """
@@ -86,7 +88,7 @@ class FullySharded:
         self._refresh_scales = scale_refresher(model)
 
     def allocate(self, device: torch.device) -> None:
-        """Shards are on the CPU under parallel.cpu_offload; buffers are always on `device`."""
+        """Allocate shards, which are on the CPU under parallel.cpu_offload, and buffers, which are always on `device`."""
         self._device = device
         self._model.to_empty(device="cpu" if self._layout.parallel.cpu_offload else device)
         for module in self._model.modules():
@@ -114,13 +116,13 @@ class FullySharded:
             unit.set_reshard_after_backward(last or not stays, recurse=False)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Do the work of backward's hooks for gradients that were computed outside of a backward."""
+        """Reduce gradients that were computed outside of a backward, as backward's hooks would."""
         for group in compat.fsdp_parameter_groups(self._root):
             group.post_backward()
         compat.end_fsdp_backward(self._root)
 
     def start_gradient_sync(self) -> None:
-        """FSDP2 has reduced its units inside the last backward, and waited at its end."""
+        """Do nothing: FSDP2 has reduced its units inside the last backward, and waited at its end."""
 
     def finish_gradient_sync(self) -> None:
         if self._replicated:
@@ -190,27 +192,30 @@ def _mesh(unit: Unit, layout: Layout) -> DeviceMesh:
 
 
 def _degree(mesh: DeviceMesh) -> int:
-    """Over how many ranks `mesh` shards, replicas aside."""
+    """Return the number of ranks over which `mesh` shards; replicas do not count."""
     return mesh.size(mesh.ndim - 1)
 
 
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
-    """Shard experts by whole experts; if there are fewer experts than ranks, cut each expert, if the cut is even."""
+    """Return the dimension along which an expert parameter is sharded.
+
+    That is the dimension of experts, or, with fewer experts than ranks, the next one if the ranks divide it.
+    """
     n_experts = local(parameter).shape[0]
     return Split(1 if n_experts < ranks and parameter.shape[1] % ranks == 0 else 0)
 
 
 def _defers(layout: Layout) -> bool:
-    """Whether gradients are reduced in the last microbatch only; always so in a pipeline."""
+    """Return whether gradients are reduced in the last microbatch only; always True in a pipeline."""
     return layout.parallel.defer_gradient_reduction or layout.parallel.pp > 1
 
 
 def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: bool) -> bool | int:
-    """Whether parameters gathered from `degree` ranks are freed after forward, or over how many ranks they stay sharded.
+    """Return whether gathered parameters are freed after forward; a number: they stay sharded over this many ranks.
 
-    `auto` frees them if another rank holds part of them, except for the first units of backward (`last`). It never does
-    in a pipeline, which would gather them again for every microbatch. FSDP2 cannot keep parameters sharded over fewer
-    ranks if they are split over ep: with a number, experts are freed.
+    `auto` frees them if another rank holds part of them, except for the first units of backward (`last`). It never frees in
+    a pipeline, which would gather them again for every microbatch. FSDP2 cannot keep parameters sharded over fewer ranks if
+    they are split over ep, so with a number experts are freed. degree: ranks that shard the parameters.
     """
     choice = layout.parallel.reshard_after_forward
     if isinstance(choice, int) and experts:
@@ -222,7 +227,7 @@ def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: 
 
 
 def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: int) -> None:
-    """Gather the parameters of the next `number` groups while one computes, in forward and in backward.
+    """Let FSDP2 gather the parameters of the next `number` units while one computes, in forward and in backward.
 
     0 uses PyTorch's default: no prefetch in forward beyond the overlap of its streams, one unit in backward.
     """
@@ -261,7 +266,7 @@ def _refuse_units_in_blocks(model: Transformer, groups: list[list[Unit]]) -> Non
             if name and module in units and not isinstance(module, Router | Experts):
                 raise UserError(
                     f"precision.fp32_modules divides blocks at {name}, but compile.enabled = true makes each block one "
-                    f"graph; set it to false, or pin whole blocks, embedding, norm or head."
+                    f"graph; set compile.enabled to false, or pin whole blocks, embedding, norm or head."
                 )
 
 
@@ -291,7 +296,9 @@ def _shard_of(name: str, parameter: nn.Parameter, layout: Layout, whole: bool) -
 def replicated_parameters(
     model: Transformer, dtypes: Mapping[nn.Parameter, torch.dtype], layout: Layout
 ) -> set[nn.Parameter]:
-    """Return the parameters of routers that compute without a cast, and of decays, which cast themselves.
+    """Return the parameters that stay whole on every rank.
+
+    They are those of routers that compute without a cast, and those of decays, which cast themselves.
 
     None if nothing is sharded, or everything is offloaded.
     """
@@ -302,7 +309,7 @@ def replicated_parameters(
 
 
 def units_without(units: Sequence[Unit], parameters: set[nn.Parameter]) -> list[Unit]:
-    """Return `units` without `parameters`: units and modules with no other parameters are left out."""
+    """Return `units` without `parameters`. Units and modules that have no other parameters are dropped."""
     kept = []
     for unit in units:
         modules = tuple(

@@ -5,10 +5,9 @@
     blockwise   one scale per 128 values, per 128 x 128 weights (formats.py)
     mxfp8       one scale per 32 values, a power of two (formats.py)
 
-torchao computes the first two (torchao.py). The other two also take routed experts. Parameters stay in `precision.storage`
-and keep their names, so checkpoints do not depend on the recipe. If the hardware has no kernel, the products are
-emulated:
-operands are rounded to float8 and multiplied in a wider format.
+torchao computes the first two (torchao.py). The other two also convert routed experts. Parameters stay in
+`precision.storage` and keep their names, so checkpoints do not depend on the recipe. If the hardware has no kernel, the
+products are emulated: operands are rounded to float8 and multiplied in a wider format.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ MULTIPLE = 16
 def apply_float8(model: nn.Module, layout: Layout) -> None:
     """Let the linear layers of `model`, and with a block format its routed experts, compute in float8, in place.
 
-    Layers in `float8_exclude`, or of a size that does not fit, stay in precision.compute; the log names them.
+    Layers in `float8_exclude`, and layers whose size does not fit, stay in precision.compute; the log names them.
 
     Raises UserError if the hardware has no kernel and float8_emulate is false, if tensor parallelism cuts a block, if no
     layer is left to convert, or if a pattern in `float8_exclude` matches no module.
@@ -83,7 +82,7 @@ def apply_float8(model: nn.Module, layout: Layout) -> None:
 def _gather(
     model: nn.Module, layers: Iterable[str], experts: Iterable[str], form: Format, layout: Layout
 ) -> None:
-    """Let FSDP2 gather weights in `form` if possible; log how many."""
+    """Let FSDP2 gather weights as codes of `form` if possible. Log the number of such weights."""
     weights = {f"{name}.weight": (model.get_submodule(name), "weight") for name in layers}
     weights |= {
         f"{name}.{leaf}": (model.get_submodule(name), leaf) for name in experts for leaf in ("w13", "w2")
@@ -92,7 +91,7 @@ def _gather(
     if not taken and layout.precision.float8_all_gather is True and has_all_names(model):
         raise UserError(
             "precision.float8_all_gather = true needs fsdp2 over several ranks, tp = ep = 1, no compilation (with mxfp8 no "
-            f"recomputation), and a weight of which each rank has whole blocks of {form.block}; use auto or false"
+            f"recomputation), and a weight with whole blocks of {form.block} on each rank; use auto or false"
         )
     if layout.parallel.data_parallel == "fsdp2":
         log.info(
@@ -104,7 +103,7 @@ def _gather(
 
 
 def compute_in_float8(model: nn.Module, precision: Precision, device_type: str) -> None:
-    """Let `model`, whole in this process, compute with `precision.float8`, in place. Raises UserError as `apply_float8`."""
+    """Let `model`, whole in this process, compute with `precision.float8`, in place. Raises UserError like `apply_float8`."""
     if precision.float8 == "none":
         return
     emulate = emulates(precision, device_type)
@@ -130,7 +129,7 @@ def convert(
 
 
 def emulates(precision: Precision, device_type: str) -> bool:
-    """Return whether products are emulated. Raises UserError if they would have to be, and float8_emulate is false."""
+    """Return whether products are emulated. Raises UserError if emulation is needed and float8_emulate is false."""
     if precision.float8_emulate is True:
         return True
     missing = missing_kernels(precision, device_type)
@@ -147,7 +146,7 @@ def emulates(precision: Precision, device_type: str) -> bool:
 
 
 def choose_layers(model: nn.Module, precision: Precision) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return the linear layers of `model` to convert, by name, and for all others the reason why not."""
+    """Return the names of the linear layers of `model` to convert, and for every other linear layer the reason against it."""
     chosen: dict[str, nn.Linear] = {}
     left_out: dict[str, str] = {}
     padded = precision.float8 in FORMATS
@@ -173,7 +172,7 @@ def choose_layers(model: nn.Module, precision: Precision) -> tuple[dict[str, nn.
 
 
 def choose_experts(model: nn.Module, precision: Precision) -> dict[str, Experts]:
-    """Return the routed experts of `model` to convert, by name."""
+    """Return the names of the routed experts of `model` to convert."""
     if precision.float8 not in FORMATS or precision.float8_experts is False:
         return {}
     found = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
@@ -185,7 +184,7 @@ def choose_experts(model: nn.Module, precision: Precision) -> dict[str, Experts]
 
 
 def check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Raise UserError for a pattern that matches no module; the key's defaults may match none."""
+    """Raise UserError for a pattern that matches no module, except for the key's default patterns."""
     if not has_all_names(model):
         return
     names = [name for name, _ in model.named_modules() if name]
@@ -233,4 +232,4 @@ def _log_experts(model: nn.Module, chosen: dict[str, Experts], precision: Precis
             len(names),
         )
     if len(chosen) < len(names):
-        log.info("not in float8: routed experts, which multiply groups of rows in precision.compute")
+        log.info("not in float8: routed experts, whose grouped products stay in precision.compute")

@@ -39,7 +39,7 @@ class Quantised(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """block: the elements of a block. square: weights have blocks of block x block. powers: scales are E8M0."""
+    """block: elements per block. square: weights have blocks of block x block. powers: scales are powers of two, in E8M0."""
 
     name: str
     block: int
@@ -47,11 +47,11 @@ class Format:
     powers: bool
 
     def along(self, dim: int) -> tuple[int, int]:
-        """Return rows and columns of an activation's block for a product that sums over `dim`, -1 or -2."""
+        """Return the rows and columns of an activation's block, for a product that sums over `dim`, -1 or -2."""
         return (1, self.block) if dim == -1 else (self.block, 1)
 
     def of_weight(self, dim: int) -> tuple[int, int]:
-        """Return rows and columns of a weight's block for a product that sums over `dim`, -1 or -2."""
+        """Return the rows and columns of a weight's block, for a product that sums over `dim`, -1 or -2."""
         return (self.block, self.block) if self.square else self.along(dim)
 
     def quantise(self, x: Tensor, block: tuple[int, int]) -> Quantised:
@@ -85,9 +85,10 @@ FORMATS = {form.name: form for form in (BLOCKWISE, MXFP8)}
 
 
 def _power_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for amax, float32, the biased exponents of the scales, int32, and their reciprocals, float32.
+    """Return the biased exponents of the scales, int32, and their reciprocals, float32, for amax, float32.
 
-    On the bits of amax = (1 + mantissa) * 2^(field - 127): 448 is 1.75 * 2^8. Exact on every device, unlike a division.
+    Works on the bits of amax = (1 + mantissa) * 2^(field - 127), with 448 = 1.75 * 2^8. Unlike a division it is exact on
+    every device.
     """
     bits = amax.view(torch.int32)
     field, mantissa = bits >> 23, bits & 0x7FFFFF

@@ -1,11 +1,12 @@
-"""FSDP2 gathers weights of the block formats as codes and scales, a byte per weight instead of two.
+"""FSDP2 gathers weights of the block formats as codes and scales: one byte per weight instead of two.
 
-A shard holds whole blocks, so its codes equal the whole weight's. FSDP2 finds the two hooks of
-`ShardedWeight` (its tensor subclass extension): one quantises the shard, the other makes the gathered weight.
+A shard holds whole blocks, so its codes equal those of the whole weight. FSDP2 calls two methods of `ShardedWeight` (its
+tensor subclass extension): the first quantises the shard, the second makes the gathered weight.
 
     blockwise  square blocks serve the products of forward and backward
-    mxfp8      forward sums over columns, backward over rows, with codes of their own: each gathers its own. So a weight that
-               stays gathered until backward, or whose forward runs again in backward, is gathered in precision.compute
+    mxfp8      forward sums over columns, backward over rows, and each needs other codes. So each gathers its own codes. A
+               weight that stays gathered until backward, or whose forward runs again in backward, is gathered in
+               precision.compute
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class ShardedWeight(torch.Tensor):
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Return codes and scales of this shard, as bytes and numbers, and the dimension that their product sums over."""
+        """Return this shard's codes as bytes, its scales, and the dimension that the next product sums over."""
         # In backward a graph task runs.
         dim = -1 if self.form.square or torch._C._current_graph_task_id() == -1 else -2
         values = self._tensor.to(mp_policy.param_dtype or self._tensor.dtype)
@@ -83,7 +84,10 @@ class ShardedWeight(torch.Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: tuple[int, ...], dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """Return the gathered weight and the tensors that FSDP2 frees; with `out`, a gathered weight, update `out`."""
+        """Return the gathered weight and the tensors that FSDP2 frees later.
+
+        If `out`, a gathered weight, is given, update it instead.
+        """
         codes, scales = outputs
         if out is not None:
             out.codes, out.scales, out.summed = codes, scales, metadata[0]
@@ -92,7 +96,10 @@ class ShardedWeight(torch.Tensor):
 
 
 class GatheredWeight(torch.Tensor):
-    """A whole weight in codes and scales, for products that sum over `summed`. Shape and dtype are of the values."""
+    """A whole weight in codes and scales, for products that sum over `summed`.
+
+    Shape and dtype are those of the dequantised weight.
+    """
 
     @staticmethod
     def __new__(
@@ -129,7 +136,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def may_gather_in_blocks(form: Format, layout: Layout | Config) -> bool:
-    """Return whether FSDP2 gathers weights of `form` as codes and scales, if each rank has whole blocks."""
+    """Return whether FSDP2 can gather weights of `form` as codes and scales, provided that each rank has whole blocks."""
     if layout.precision.float8_all_gather is False or layout.parallel.data_parallel != "fsdp2":
         return False
     if layout.parallel.tp > 1 or layout.parallel.ep > 1 or layout.compile.enabled:
@@ -138,7 +145,7 @@ def may_gather_in_blocks(form: Format, layout: Layout | Config) -> bool:
 
 
 def gather_in_blocks(weights: dict[str, tuple[nn.Module, str]], form: Format, layout: Layout) -> list[str]:
-    """Let FSDP2 gather these parameters, each an attribute of a module, as codes and scales; return their names."""
+    """Let FSDP2 gather these parameters, given as (module, attribute), as codes and scales; return their names."""
     if not may_gather_in_blocks(form, layout):
         return []
     taken = []
@@ -157,7 +164,10 @@ def gather_in_blocks(weights: dict[str, tuple[nn.Module, str]], form: Format, la
 
 
 def gather_plain(modules: tuple[nn.Module, ...]) -> None:
-    """Replace weights of `modules` by plain ones if their codes would serve only forward or only backward."""
+    """Replace weights of `modules` by plain ones if forward and backward need different codes.
+
+    FSDP2 then gathers the values.
+    """
     for module in modules:
         for inner in module.modules():
             for name, weight in list(inner.named_parameters(recurse=False)):

@@ -18,7 +18,7 @@ _FIRST = {
 
 
 def missing_kernels(precision: Precision, device_type: str) -> str:
-    """Return why `device_type` cannot compute `precision.float8` without emulation; empty if it can."""
+    """Return the reason why `device_type` cannot compute `precision.float8` without emulation; empty if it can."""
     recipe = precision.float8
     if device_type == "cpu":
         return f"a CPU has no kernels for precision.float8 = {recipe}"
@@ -38,7 +38,7 @@ def missing_kernels(precision: Precision, device_type: str) -> str:
 
 
 def product_format(precision: Precision, device_type: str) -> str:
-    """Return the format whose peak bounds this machine's products: "float8" on its kernels, else `precision.compute`."""
+    """Return the format whose peak limits this machine's products: "float8" if it has kernels, else `precision.compute`."""
     recipe = precision.float8
     if recipe == "none" or precision.float8_emulate is True or missing_kernels(precision, device_type):
         return precision.compute

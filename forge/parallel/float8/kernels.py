@@ -30,7 +30,11 @@ from forge.parallel.float8.torchao import quiet
 
 
 class BlockwiseKernels(Emulated):
-    """Linear layers by kernels; experts, which have none, are emulated. native: the GPU has cuBLASLt's kernel."""
+    """The products of `blockwise`.
+
+    Linear layers use kernels. Experts are emulated, because there is no kernel for them. native: the GPU has cuBLASLt's
+    kernel.
+    """
 
     def __init__(self, form: Format, *, native: bool):
         super().__init__(form)
@@ -139,7 +143,10 @@ class MXKernels:
 
 
 def _weight(weight: Tensor, form: Format, dim: int) -> Quantised:
-    """Return weight `[..., out, in]` in whole blocks, `dim` last: -1 as it is, -2 transposed. Gathered codes as they are."""
+    """Return weight `[..., out, in]` in whole blocks, quantised along `dim`.
+
+    With dim = -2 it is transposed, so that `dim` is last. Codes gathered by FSDP2 are used unchanged.
+    """
     if not isinstance(weight, GatheredWeight):
         turned = _whole_blocks(weight if dim == -1 else weight.mT, form)
         return form.quantise(turned, form.of_weight(-1))
@@ -168,7 +175,10 @@ def _whole_blocks(x: Tensor, form: Format) -> Tensor:
 
 
 def _padded(x: Tensor, columns: int, rows: int) -> Tensor:
-    """Pad x `[..., rows, columns]` with zeros to multiples of these numbers; contiguous."""
+    """Pad x `[..., m, k]` with zeros, so that k is a multiple of `columns` and m a multiple of `rows`.
+
+    Returns a contiguous tensor.
+    """
     pad = (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows)
     return F.pad(x, pad) if any(pad) else x.contiguous()
 

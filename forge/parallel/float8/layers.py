@@ -1,7 +1,7 @@
 """Put the products of a block format into the linear layers and routed experts of a model.
 
-Parameters, names and hooks stay. Under tensor parallelism a layer's weight is a DTensor: the products run on local tensors,
-and the ranks of a split sum add equal parts of the bias.
+Parameters, names and hooks stay. Under tensor parallelism a layer's weight is a DTensor, and the products run on local
+tensors. If the output is a sum over ranks, each rank adds bias / tp.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def grouped(
 
 
 class AddInParts(torch.autograd.Function):
-    """Add bias / parts: over `parts` ranks, whose results are summed, the whole bias. Its gradient is whole on each."""
+    """Add bias / parts.
+
+    The sum of the results over `parts` ranks then has the whole bias once. Its gradient is whole on each rank.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, parts: int) -> Tensor:

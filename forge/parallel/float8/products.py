@@ -6,11 +6,11 @@ A linear layer y = x W^T has three products, and each sums over another dimensio
     input gradient   dx = dy W     over the outputs   dy in 1 x B, W along its rows
     weight gradient  dW = dy^T x   over the tokens    dy and x along the tokens of each sequence
 
-so x, dy and (under mxfp8) W are quantised twice, along the dimension of the product. Blocks of tokens begin at the start of a
-sequence: they do not depend on the microbatch, and not on the layout as long as every rank has whole blocks.
+So x, dy and (under mxfp8) W are quantised twice, along the dimension of the product. Blocks of tokens begin at the start of
+a sequence. So they do not depend on the microbatch, nor on the layout as long as every rank has whole blocks.
 
-Routed experts: output and input gradient likewise, in one grouped product over all experts. Their weight gradient is
-computed from the unquantised values: blocks along the tokens of an expert would depend on the set of arriving tokens,
+Routed experts have the same output and input gradient, each as one grouped product over all experts. Their weight gradient
+is computed from the unquantised values: blocks along the tokens of an expert would depend on the set of arriving tokens,
 that is, on the layout and the microbatch (torchao's recipe MXFP8_RCEIL_WGRAD_WITH_HP does the same).
 
 A `Products` computes the products: `Emulated` in this file, on any device, or the GPU's kernels in kernels.py.
@@ -52,7 +52,7 @@ class Products(Protocol):
 class Emulated:
     """Products of dequantised values in promote(float32, dtype).
 
-    A dequantised MX value is exact in it, a blockwise one is rounded to float32 once; both are exact in float64.
+    In float32 a dequantised MX value is exact, and a blockwise value is rounded once. Both are exact in float64.
     """
 
     def __init__(self, form: Format):
@@ -85,7 +85,10 @@ class Emulated:
 
 
 def quantised_weight(weight: Tensor, form: Format, dim: int) -> Quantised:
-    """Return the codes and scales of weight `[..., out, in]` for a product that sums over `dim`; gathered ones are kept."""
+    """Return the codes and scales of weight `[..., out, in]` for a product that sums over `dim`.
+
+    Gathered codes are used unchanged.
+    """
     if isinstance(weight, GatheredWeight):
         return weight.quantised(dim)
     return form.quantise(weight, form.of_weight(dim))

@@ -40,8 +40,9 @@ def convert_with_torchao(
 def scale_refresher(model: nn.Module) -> Callable[[], None]:
     """Return a function to call after each change of the parameters of a sharded `model`. Collective when called.
 
-    If FSDP gathers weights in float8, the function computes all scales in one all-reduce; before the first
-    call FSDP computes one per weight and forward, with the same result. Otherwise it does nothing.
+    If FSDP gathers weights in float8, the function computes all scales in one all-reduce. Before its first call FSDP
+    computes the scale of each weight in each forward, with the same result. If FSDP does not gather in float8, the function
+    does nothing.
     """
     gathers = "enable_fsdp_float8_all_gather"
     if not any(getattr(getattr(module, "config", None), gathers, False) for module in model.modules()):
@@ -70,13 +71,16 @@ def gathers_in_float8(chosen: dict[str, nn.Linear], layout: Layout) -> bool:
 
 
 def _holders(rows: int, ranks: int) -> int:
-    """How many of `ranks` hold rows when they are dealt out in equal chunks, the last ones shorter or empty."""
+    """Return the number of `ranks` that hold rows, if `rows` rows are split as torch.chunk does.
+
+    Its chunks are equal; the last ones are shorter or empty.
+    """
     return ceil(rows / ceil(rows / ranks))
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torchao while it is imported: it warns of missing extensions that forge does not use."""
+    """Silence torchao's warnings during its import: they are about missing extensions that forge does not use."""
     os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]

@@ -38,7 +38,7 @@ from forge.shard import Shard
 
 @dataclass(frozen=True)
 class StageModel:
-    """A stage of this rank: its module, and the engine that spreads it over ranks which read other data."""
+    """One stage on this rank: its module, and the data-parallel engine for it."""
 
     stage: Stage
     model: Transformer
@@ -124,7 +124,7 @@ class PipelinedModel(ParallelModel):
         return run
 
     def activation_shape(self, inputs: Batch, layer: int) -> tuple[int, ...]:
-        """Return the shape that a stage which begins at `layer` receives for `inputs`.
+        """Return the shape of the activation that a stage whose first layer is `layer` receives for `inputs`.
 
         `[batch, this rank's piece of the sequence, dim]`; with attention residuals `[streams, batch, ...]`.
         """
@@ -148,7 +148,8 @@ class PipelinedModel(ParallelModel):
 class _ProgramRun:
     """One execution of a program on this rank; its state is kept by (stage, microbatch).
 
-    losses: sums of the losses computed on this rank, float64 `[3]`. outputs: forwards not yet used by a backward.
+    losses: sums of the losses computed on this rank, float64 `[3]`. outputs: results of forwards whose backward has not run
+    yet.
     """
 
     def __init__(self, model: PipelinedModel, microbatches: list[Batch], divisor: Tensor):
@@ -191,7 +192,7 @@ class _ProgramRun:
             self.messages.put(Action(stage + 1, "F", microbatch), output.detach())
 
     def _backward(self, action: Action) -> None:
-        """Compute the gradients of weights and input (B), or (I) of the input alone."""
+        """Compute the gradients of weights and input (kind B), or of the input alone (kind I)."""
         stage, kind, microbatch = action
         if stage == 0 and kind == "I":
             return  # no stage waits for the gradient of tokens: W does the whole backward
@@ -241,10 +242,10 @@ class _ProgramRun:
 
 
 class Messages:
-    """Activations and their gradients between stages; sent only if the neighbour is on another rank.
+    """Activations and their gradients between stages. A tensor is sent only if the neighbour stage is on another rank.
 
-    Each is kept under the action that needs it: F the input of its stage, B the gradient of its output. Only
-    `take` waits, for the one tensor that it returns.
+    Each tensor is kept under the action that needs it: under F, the input of its stage; under B, the gradient of its
+    output. Only `take` waits, for the one tensor that it returns.
     """
 
     def __init__(self, model: PipelinedModel, device: torch.device):
@@ -255,11 +256,11 @@ class Messages:
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
     def put(self, user: Action, tensor: Tensor) -> None:
-        """Keep `tensor` for the stage of `user`, on this rank or until it is sent."""
+        """Keep `tensor` for the action `user`, until this rank takes it or sends it."""
         self._here[user] = compat.arrived(tensor)
 
     def take(self, user: Action) -> Tensor:
-        """Return the tensor put or received for `user`, once."""
+        """Return the tensor put or received for the action `user`, and forget it."""
         if user in self._here:
             return self._here.pop(user)
         work, tensor = self._receiving.pop(user)
@@ -267,7 +268,7 @@ class Messages:
         return tensor
 
     def send(self, user: Action) -> None:
-        """Start to send the tensor put for the stage of `user` to its rank."""
+        """Start to send the tensor that was put for `user` to the rank of its stage."""
         tensor = self._here.pop(user).contiguous()
         work = self._isend(tensor, **self._with(user.stage, "group_dst"))
         assert work is not None
@@ -277,7 +278,7 @@ class Messages:
             self._sending.popleft()
 
     def receive(self, user: Action, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Start the receive of the tensor that `user` needs.
+        """Start to receive the tensor that `user` needs.
 
         For F it is the previous stage's activation, for B the next stage's gradient.
         """
@@ -288,7 +289,10 @@ class Messages:
         self._receiving[user] = work, tensor
 
     def _with(self, stage: int, key: str) -> dict[str, Any]:
-        """Return this rank's group with the rank of `stage`, and under `key` that rank's number in the group."""
+        """Return this rank's two-rank group with the rank of `stage`, and that rank's number in it.
+
+        The number has the key `key` (group_src or group_dst).
+        """
         group = self._groups[self._rank_of[stage]]
         return {"group": group, key: 1 - group.rank()}
 
@@ -305,7 +309,7 @@ def _tied_shard(parts: Sequence[StageModel]) -> Shard | None:
 
 
 def neighbour_groups(pipeline: dist.ProcessGroup, rank_of: Sequence[int]) -> dict[int, dist.ProcessGroup]:
-    """Return this rank's groups of two, by the other's rank in `pipeline`. Collective over all ranks.
+    """Return this rank's groups of two ranks: rank in `pipeline` -> group. Collective over all ranks.
 
     rank_of: the rank of the pipeline that holds each stage.
     """

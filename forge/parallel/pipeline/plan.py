@@ -104,8 +104,8 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
 def whole_backward_because(config: Config) -> str | None:
     """Return the reason why weight gradients cannot be computed separately from input gradients; None if they can.
 
-    Activation checkpointing would recompute its block for the input and once more for every weight (selective
-    checkpointing refuses to). The backward of a compiled block is one piece, which would run as a whole for each.
+    A checkpointed block would be recomputed once for the input and once more for every weight; selective checkpointing
+    refuses a second recomputation. The backward of a compiled block is one piece, which would run as a whole each time.
     """
     if config.compile.enabled:
         return "compile.enabled: blocks would be computed again for every weight"
@@ -140,7 +140,7 @@ class Costs:
 
 
 def make_stages(config: Config, stages: int = 0) -> list[Stage]:
-    """Divide the layers among stages; `stages`: their number, if the configuration does not set it."""
+    """Divide the layers among stages. stages: their number, if the configuration does not determine it."""
     chosen, n_layers = config.pipeline.layers_per_stage, config.model.n_layers
     if isinstance(chosen, tuple):
         counts = list(chosen)
@@ -155,14 +155,15 @@ def make_stages(config: Config, stages: int = 0) -> list[Stage]:
 
 
 def split_evenly(layers: int, stages: int) -> list[int]:
-    """Return numbers of layers that differ by at most one, the larger ones first."""
+    """Return the number of layers of each stage. They differ by at most one, the larger ones first."""
     return [layers // stages + (index < layers % stages) for index in range(stages)]
 
 
 def split_by_cost(costs: Costs, stages: int) -> list[int]:
-    """Return numbers of layers, at least one per stage, that make the most expensive stage as cheap as possible.
+    """Return the number of layers of each stage, at least one, such that the most expensive stage is as cheap as possible.
 
-    Of several such splits the most even one (by the sum of squares), and of these the one with more layers in front.
+    Among the splits that achieve this, choose the most even one (by the sum of squares), then the one with more layers in
+    front.
     """
     n_layers = len(costs.layers)
     assert 1 <= stages <= n_layers
@@ -175,11 +176,14 @@ def split_by_cost(costs: Costs, stages: int) -> list[int]:
     def best(
         price: Callable[[int], float], total_of: Callable[[float, float], float]
     ) -> tuple[float, list[int]]:
-        """Return the least total price of the stages, and their ends: dynamic programming from the last stage."""
+        """Return the least total of `price` over the stages, combined by `total_of`, and the end of each stage.
+
+        Dynamic programming from the last stage.
+        """
 
         @cache
         def rest(index: int, begin: int) -> tuple[float, list[int]]:
-            """Solve the stages from `index` on, which hold the layers from `begin` on."""
+            """Solve for the stages from number `index` on, which begin with layer `begin`."""
             if index == stages - 1:
                 return price(cost_of(index, begin, n_layers)), [n_layers]
             totals = {

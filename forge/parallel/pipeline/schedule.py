@@ -3,8 +3,8 @@
 PyTorch's schedule classes make the orders, as tables of actions; execute.py runs them. An action is written in PyTorch's
 form, `2F0`: stage, kind, microbatch.
 
-    F  forward              B  backward
-    I  gradients of the stage's input alone      W  those of its weights, later
+    F  forward                                   B  backward
+    I  gradient of the stage's input alone       W  gradients of the stage's weights, computed later
 
 References: GPipe (Huang et al. 2019), 1F1B and its interleaved form (Narayanan et al. 2021), breadth-first (Lamy-Poirier
 2023), zero bubble and its V shape (Qi et al. 2023), DualPipeV (DeepSeek-AI 2024).
@@ -31,9 +31,9 @@ _CELL = re.compile(r"(\d+)([FBIW])(\d+)$")
 
 
 class Action(NamedTuple):
-    """`kind`: F, B, I, W, or a message: SEND_F, RECV_F (activations), SEND_B, RECV_B (their gradients).
+    """kind: F, B, I, W, or a message: SEND_F, RECV_F (activations), SEND_B, RECV_B (gradients of activations).
 
-    `stage` is the one that computes, sends or receives.
+    stage: the stage that computes, sends or receives.
     """
 
     stage: int
@@ -53,7 +53,7 @@ class TimedAction(NamedTuple):
 
 
 def idle_share(timeline: Sequence[Sequence[TimedAction]]) -> float:
-    """Return the share of all ranks' time that they spend idle."""
+    """Return the idle share of the total time of all ranks."""
     actions = [timed for of_rank in timeline for timed in of_rank]
     busy = sum(timed.stop - timed.start for timed in actions)
     return 1 - busy / (max(timed.stop for timed in actions) * len(timeline))
@@ -61,7 +61,7 @@ def idle_share(timeline: Sequence[Sequence[TimedAction]]) -> float:
 
 @dataclass(frozen=True)
 class Schedule:
-    """`order`: for each rank of the pp axis, its computations in one optimizer step. `rank_of`: the rank of each stage."""
+    """order: for each rank of the pp axis, its computations in one optimizer step. rank_of: stage -> rank."""
 
     order: tuple[tuple[Action, ...], ...]
     rank_of: tuple[int, ...]
@@ -69,11 +69,11 @@ class Schedule:
 
     @cached_property
     def timeline(self) -> list[list[TimedAction]]:
-        """Each rank's actions over time, if messages take no time and all stages cost the same."""
+        """Return each rank's actions over time, for messages that take no time and stages of equal cost."""
         return self.timed(lambda action: DURATION[action.kind])
 
     def timed(self, duration: Callable[[Action], float], message: float = 0) -> list[list[TimedAction]]:
-        """Each rank's actions over time, if actions take `duration` and a message to another rank takes `message`."""
+        """Return each rank's actions over time. Actions take `duration`, and a message to another rank takes `message`."""
         done: dict[Action, tuple[int, float]] = {}
         free: list[float] = [0] * len(self.order)
         timed: list[list[TimedAction]] = [[] for _ in self.order]
@@ -87,15 +87,15 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """Share of all ranks' time that they spend idle, according to `timeline`."""
+        """Return the idle share of the total time of all ranks, according to `timeline`."""
         return idle_share(self.timeline)
 
     @cached_property
     def programs(self) -> list[list[Action]]:
-        """The order of each rank with its messages.
+        """Return each rank's order of computations and messages.
 
         Both sides of a pair of ranks have their messages in the same order, each as early as possible: a receive is placed
-        at the point in time when its sender has just sent. So no two ranks deadlock, even if a back-end matches messages by
+        at the point in time when its sender has just sent. So no two ranks deadlock, even if a backend matches messages by
         order alone.
         """
         programs: list[list[Action]] = [[] for _ in self.order]
@@ -110,13 +110,13 @@ class Schedule:
         return programs
 
     def last_backward(self, rank: int) -> set[Action]:
-        """Return the actions that complete the gradients of one of the rank's stages."""
+        """Return the actions of a rank after which the gradients of one of its stages are complete."""
         last = {action.stage: action for action in self.order[rank] if action.kind in "BW"}
         return set(last.values())
 
     @cached_property
     def _sequence(self) -> list[tuple[int, Action]]:
-        """All actions with their ranks, each after its inputs: ranks take turns, one action each if possible.
+        """Return all actions with their ranks, each after its inputs. Ranks take turns, with one action each if possible.
 
         Raises UserError if ranks would wait for each other.
         """
@@ -160,7 +160,7 @@ class Schedule:
         return Schedule(order, self.rank_of, 1)
 
     def unsplit(self, stages: Container[int] | None = None) -> Schedule:
-        """Return the same schedule with a whole backward for each I of these stages (None: of all), and without their W."""
+        """Return the schedule with a whole backward instead of I, and without W, for these stages (None: for all)."""
 
         def whole(action: Action) -> bool:
             return stages is None or action.stage in stages
@@ -177,7 +177,7 @@ class Schedule:
 
 
 def make_schedule(name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
-    """Make the schedule `name`; forge.config.pipeline has checked that the numbers fit it."""
+    """Make the schedule `name`. forge.config.pipeline has checked the numbers of stages and microbatches."""
     makers = {"GPipe": _gpipe, "1F1B": _one_forward_one_backward}
     if name in makers:
         order = tuple(tuple(makers[name](rank, ranks, microbatches)) for rank in range(ranks))
@@ -194,16 +194,21 @@ def make_schedule(name: str, ranks: int, stages: int, microbatches: int) -> Sche
 
 
 def place(stage: int, ranks: int, *, v_shaped: bool) -> int:
-    """Return the rank of a stage: dealt out in turns, or down and up again."""
+    """Return the rank of a stage.
+
+    Stages are assigned to ranks in turn; with a V shape, in ascending and then in descending order.
+    """
     turn, rank = divmod(stage, ranks)
     return ranks - 1 - rank if v_shaped and turn % 2 else rank
 
 
 def read_schedule(path: Path, ranks: int, microbatches: int) -> Schedule:
-    """Read a schedule from a CSV file as PyTorch writes it: a line per rank, a computation like 2F0 per cell, empty if idle.
+    """Read a schedule from a CSV file in PyTorch's format.
 
-    Messages and actions on shards are ignored; forge adds its own. Raises UserError if the file does not exist, or is not
-    a schedule for `ranks` and `microbatches`.
+    It has one line per rank, one computation like 2F0 per cell, and empty cells for idle time.
+
+    Messages and actions on shards are ignored; forge adds its own. Raises UserError if the file does not exist, or is not a
+    schedule for `ranks` and `microbatches`.
     """
     key = f"pipeline.schedule = {path}"
     try:
@@ -225,7 +230,7 @@ def read_schedule(path: Path, ranks: int, microbatches: int) -> Schedule:
 
 
 def find_fault(schedule: Schedule) -> str | None:
-    """Return why the order is not one optimizer step of every stage and microbatch, or None.
+    """Return the reason why the order is not one optimizer step of every stage and microbatch; None if it is.
 
     Raises UserError if ranks would wait for each other for ever.
     """
@@ -261,13 +266,13 @@ def _parse(cell: str, key: str) -> list[Action]:
         return [Action(int(found[1]), found[2], int(found[3]))]
     if cell and not re.match(r"\d+(SEND|RECV|UNSHARD|RESHARD|REDUCE)", cell):
         raise UserError(
-            f'{key}: "{cell}" is no action; actions are like 2F0: stage, one of F B I W, microbatch'
+            f'{key}: "{cell}" is not an action; actions are like 2F0: stage, one of F B I W, microbatch'
         )
     return []
 
 
 def _actions(table: Sequence) -> tuple[Action, ...]:
-    """Convert PyTorch's actions of one rank; of a forward and a backward that overlap, one follows the other."""
+    """Convert the actions of one rank from PyTorch's. An overlapped forward and backward become two actions in sequence."""
     leaves = [leaf for action in table if action is not None for leaf in action.sub_actions or (action,)]
     return tuple(Action(leaf[0], leaf[1].value, leaf[2]) for leaf in leaves)
 

@@ -18,7 +18,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Tied:
-    """`first`, `last`: this rank's shards of the two copies, None without such a stage. `ends`: their pp ranks.
+    """first, last: this rank's shards of the two copies; None on ranks without that stage.
+
+    ends: the pp ranks of both stages.
 
     watched: detect and count unexpected changes of the last stage's copy between two updates, e.g. a flipped bit.
     """
@@ -42,7 +44,7 @@ class Tied:
         self._changes: Tensor | int = 0
 
     def sum_gradients(self) -> None:
-        """Add the last stage's gradient to the first's."""
+        """Add the gradient of the last stage's copy to the gradient of the first stage's."""
         first, last = self._ends
         total = _gradient(self._first)
         found = self._move(_gradient(self._last), total, sender=last, receiver=first)
@@ -73,7 +75,10 @@ class Tied:
             self._changes = self._changes + (self._bits() != self._copied)
 
     def _bits(self) -> Tensor:
-        """Return the sum of the copy's bits as integers, which any single flip changes. Does not wait for the device."""
+        """Return the sum of the copy's bit patterns, read as integers.
+
+        Any single flipped bit changes it. Does not wait for the device.
+        """
         assert self._last is not None
         values = self._last.data.reshape(-1)
         return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
@@ -81,7 +86,7 @@ class Tied:
     def _move(
         self, source: Tensor | None, target: Tensor | None, *, sender: int, receiver: int
     ) -> Tensor | None:
-        """Return `source` on the rank that has `target`, sent from one to the other if they are two."""
+        """Return `source` on the rank that has `target`. If it is another rank, send it there."""
         if source is not None and target is None:
             dist.send(source.contiguous(), group=self._group, group_dst=receiver)
         elif source is None and target is not None:

@@ -1,9 +1,9 @@
 """Collectives inside a forward, each with the collective of its gradient.
 
 Tensor parallelism splits activations `[batch, seq, ...]` along the sequence (axis 1) or keeps them whole on every rank.
-Whole tensors come in two kinds, which differ only in the gradient. If ranks continue with different parts of the work,
-each has part of the gradient and the parts must be summed; if all ranks do the same work, each has the whole gradient.
-Below, pieces are `[batch, seq / tp, ...]`.
+Whole tensors come in two kinds, which differ only in the gradient. If the ranks divide the following work, each rank has a
+part of the gradient, and the parts must be summed. If all ranks do the same work, each has the whole gradient. Below,
+pieces are `[batch, seq / tp, ...]`.
 
 The functional collectives are traced by torch.compile and seen by CommDebugMode.
 """
@@ -25,25 +25,25 @@ SEQUENCE = 1
 
 
 def gather_for_parts(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Gather pieces of the sequence into the whole, for work that is split over the ranks."""
+    """Gather pieces of the sequence, for work that is split over the ranks. Backward reduce-scatters the gradient."""
     return _Paired.apply(x, mesh, _all_gather, _reduce_scatter)
 
 
 def gather_for_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Gather pieces of the sequence into the whole, for work that every rank does in full."""
+    """Gather pieces of the sequence, for work that every rank does in full.
+
+    Backward keeps this rank's piece of the gradient.
+    """
     return _Paired.apply(x, mesh, _all_gather, _own_piece)
 
 
 def share(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return `x` in forward, all-reduce its gradient in backward.
-
-    For a replicated `x` that enters work split over the ranks.
-    """
+    """Return the replicated `x`, for work that is split over the ranks. Backward all-reduces the gradient."""
     return _Paired.apply(x, mesh, _unchanged, sum_over)
 
 
 def sum_to_pieces(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sum `[batch, seq, ...]` over the ranks; each keeps its piece of the sequence."""
+    """Reduce-scatter `[batch, seq, ...]` along the sequence. Backward gathers the gradient."""
     return _Paired.apply(x, mesh, _reduce_scatter, _all_gather)
 
 
@@ -53,17 +53,17 @@ def sum_to_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def own_piece(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's piece of a sequence that is equal on all ranks."""
+    """Return this rank's piece of a sequence that is equal on all ranks. Backward gathers the gradient."""
     return _Paired.apply(x, mesh, _own_piece, _all_gather)
 
 
 def sum_over(x: Tensor, ranks: DeviceMesh | dist.ProcessGroup) -> Tensor:
-    """Sum over the ranks, on each; has no gradient."""
+    """All-reduce `x`. Has no gradient."""
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", ranks))
 
 
 class _Paired(torch.autograd.Function):
-    """A collective `there` in forward and `back` in backward."""
+    """Autograd function: the collective `there` in forward, and `back` in backward."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Gradients between backward and the optimizer: one global norm, a decision, clipping.
+"""Gradients between backward and the optimizer: the global norm, the decision whether to skip, and clipping.
 
 Nothing here waits for the device: norm, decision and clip coefficient stay on it.
 """
@@ -19,7 +19,7 @@ from forge.shard import Shard
 def sum_gradients(shards: Sequence[Shard], ranks: dist.ProcessGroup) -> None:
     """Sum the gradients of `shards` over `ranks`, which all hold the same elements. One collective.
 
-    A rank may have no gradient for some: its tokens have reached no router, others' may have.
+    A rank may lack the gradient of a parameter that other ranks have: its tokens reached no router, others' tokens did.
     """
     shards = [shard for shard in shards if shard.boxes]
     for shard in shards:
@@ -39,9 +39,9 @@ def sum_gradients(shards: Sequence[Shard], ranks: dist.ProcessGroup) -> None:
 class GradientReport:
     """Device scalars, equal on all ranks.
 
-    norm: L2 norm of the whole gradient, float64. skip: 1.0 if the step must leave the model untouched (a gradient or
-    the loss is not finite), else 0.0, float32. stop, save: how many ranks ask for the run to end after this step, or for a
-    checkpoint, float64.
+    norm: L2 norm of the whole gradient, float64. skip: 1.0 if the step must leave the model unchanged (a gradient or the
+    loss is not finite), else 0.0, float32. stop: number of ranks that request the end of the run after this step; save:
+    number of ranks that request a checkpoint; both float64.
     """
 
     norm: Tensor
@@ -51,11 +51,12 @@ class GradientReport:
 
 
 def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool, save: bool = False) -> GradientReport:
-    """Return the norm of the gradient and the decision on the step. Collective over all ranks: one small all-reduce.
+    """Return the norm of the gradient and the decision whether to skip the step.
 
-    loss: any device scalar that is finite in a good step; if it is not on one rank, all ranks skip.
+    Collective over all ranks: one small all-reduce.
 
-    Each element of the global gradient is counted on one rank only, so the norm is the same for every layout.
+    loss: any device scalar that is finite in a good step. If it is not finite on one rank, all ranks skip the step. Each
+    element of the global gradient is counted on one rank only, so the norm is the same for every layout.
     """
     entries = torch.zeros(4, dtype=torch.float64, device=loss.device)
     # By a kernel each: an assignment would copy from the host and wait for the device.
@@ -103,7 +104,10 @@ def clip_gradients(shards: list[Shard], norm: Tensor, max_norm: float, optimizer
 
 
 def _present(shards: list[Shard]) -> dict[torch.dtype, list[Tensor]]:
-    """Return the gradients on this rank by dtype, because kernels over lists take one dtype. On the CPU if parameters are."""
+    """Return the existing gradients on this rank, grouped by dtype because multi-tensor kernels take one dtype.
+
+    They are on the CPU if the parameters are.
+    """
     grads: dict[torch.dtype, list[Tensor]] = {}
     for shard in shards:
         if shard.boxes and (grad := shard.grad) is not None:

@@ -78,21 +78,21 @@ class ParallelModel:
         self.micro_batch_size = layout.micro_batch_size
 
     def observe_losses(self, observer: LossObserver | None) -> None:
-        """Call `observer` with the loss of every token from the next forward on; None: no more."""
+        """From the next forward on, call `observer` with the loss of every token. observer None: stop calling it."""
         self._loss_observer = observer
         part: Any
         for part in self.parts:
             part.loss.observer = None if observer is None else observer.count
 
     def begin_losses(self, inputs: Batch) -> None:
-        """Call before each forward: the next losses belong to `inputs`."""
+        """Call before each forward. The losses that the observer gets next belong to `inputs`."""
         if self._loss_observer is not None:
             self._loss_observer.begin(inputs)
 
     def count_tokens(self, batch: Batch) -> Tensor:
         """Return the number of valid labels in the global batch: a float64 device scalar, equal on all ranks.
 
-        The loss is divided by it before the first backward, so it is counted before the first forward.
+        Called before the first forward, because the loss is divided by this number before the first backward.
         """
         return _sum_over(_valid_tokens(self._split.part(batch.labels)), self._meshes.loss)
 
@@ -119,11 +119,16 @@ class ParallelModel:
             self._largest_logits.complete()
 
     def update_router(self, skip: Tensor) -> RouterReport | None:
-        """Update the balancing state of all routers, unless `skip` (device scalar) is 1.0; None for a dense model."""
+        """Update the balancing state of all routers, unless `skip` (device scalar) is 1.0.
+
+        Return the report; None for a dense model.
+        """
         return None if self._routers is None else self._routers.update(skip)
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        """Recompute tensors derived from the parameters, except `copies` of `copied`, which have already been written.
+        """Recompute tensors derived from the parameters.
+
+        The `copies` named in `copied` are already up to date.
 
         Call after each optimizer step, and after a load into a used model.
         """
@@ -165,7 +170,7 @@ class ParallelModel:
 
     @property
     def engine_name(self) -> str:
-        """Return the name of the engine that shares this rank's parameters."""
+        """Return the name of the engine that distributes this rank's parameters."""
         return self._engines[0].name
 
     def accumulation_memory_summary(self) -> str:
@@ -173,11 +178,14 @@ class ParallelModel:
         return "; ".join(engine.accumulation_memory_summary() for engine in self._engines)
 
     def _forward_backward(self, microbatches: list[Batch], divisor: Tensor) -> Tensor:
-        """Compute the gradients of all losses / divisor; return the sums of losses computed here, float64 `[3]`."""
+        """Compute the gradients of the sum of all losses, divided by `divisor`.
+
+        Return the sums of losses on this rank, float64 `[3]`.
+        """
         raise NotImplementedError
 
     def _forward(self, inputs: Batch) -> Tensor | None:
-        """Return the result of the whole model's forward; None if the end of the model is on another rank."""
+        """Return the result of the whole model's forward; None if the last layer is on another rank."""
         raise NotImplementedError
 
     def _logits(self, inputs: Batch) -> Tensor:

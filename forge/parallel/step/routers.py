@@ -21,8 +21,9 @@ from forge.shard import Box, Shard
 class RouterReport:
     """The routers' statistics of one step; device values, equal on all ranks.
 
-    values: float64 `[layers, n_experts + 5]`: choices of each expert | balancing loss and z-loss, means over valid tokens
-    without their coefficients | choices dropped | lowest and highest bias, after the step. layers: layer of each row.
+    values: float64 `[layers, n_experts + 5]`. Columns: choices of each expert; balancing loss and z-loss, means over valid
+    tokens without their coefficients; number of dropped choices; lowest and highest bias after the step. layers: layer of
+    each row.
     """
 
     values: Tensor
@@ -30,7 +31,7 @@ class RouterReport:
 
 
 class Routers:
-    """The routers of this rank's `parts` of a mixture of experts."""
+    """The routers of all mixtures of experts in this rank's `parts`."""
 
     def __init__(self, parts: Sequence[Transformer], layout: Layout):
         self._own = {layer: router for part in parts for layer, router in part.routers.items()}
@@ -42,10 +43,10 @@ class Routers:
             self._columns = moe.n_experts + 5
 
     def update(self, skip: Tensor) -> RouterReport | None:
-        """Update the balancing state by one step, unless `skip` (device scalar) is 1, and restart counting.
+        """Update the balancing state by one step, unless `skip` (device scalar) is 1, and reset the counts.
 
-        Collective: one all-reduce over all ranks that carry tokens, for all layers together; one more for the histograms of
-        quantile balancing, and one between stages.
+        Collective: one all-reduce over all ranks that process tokens, for all layers together. One more for the histograms
+        of quantile balancing, and one between pipeline stages.
         """
         if not self._layers:
             return None
@@ -81,7 +82,7 @@ class Routers:
         return torch.cat([counts, losses / tokens, dropped, *ends], dim=1)
 
     def shards(self) -> list[Shard]:
-        """Return the state that checkpoints keep; whole on every rank."""
+        """Return the routers' state for checkpoints; whole on every rank."""
         copies = self._stage if self._stage.size() > 1 else None
         return [
             Shard(

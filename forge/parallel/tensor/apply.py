@@ -1,20 +1,17 @@
-"""Tensor parallelism: the ranks of one mesh share every matrix product.
-
-With sequence parallelism they share the other operators, too.
+"""Tensor parallelism: the ranks of one mesh share every matrix product; with sequence parallelism also the other operators.
 
 Per block and direction there are two all-gathers and two reduce-scatters; without sequence parallelism two all-reduces.
-Styles of modules and their effects: forge/parallel/tensor/plan.py. Experts are left whole
-(forge/parallel/expert.py).
+Styles of modules and their effects: forge/parallel/tensor/plan.py. Experts are left whole (forge/parallel/expert.py).
 
-A parameter may be whole on every rank while its gradient comes from this rank's part of the activations only (norms
-and routers on pieces of the sequence, QK-norm on some of the heads). Such partial gradients are summed over the
-ranks once per step, all in one collective (`sum_gradients`).
+A parameter may be whole on every rank while its gradient comes from this rank's part of the activations only (norms and
+routers on pieces of the sequence, QK-norm on some of the heads). Such partial gradients are summed over the ranks once per
+step, all in one collective (`sum_gradients`).
 
-Loss: each rank computes the logits of its own rows of the vocabulary; they are not gathered. Per chunk of tokens the
-ranks exchange two numbers per token: the logsumexp over a rank's own rows, and the target's logit, which is 0 on all
-ranks except the owner of the target's row. The logsumexp of the logsumexps is the one over the whole vocabulary (Shoeybi
-et al. 2019, "Megatron-LM", section 3, which sends maximum and sum separately). Gradients of a rank's own logits and rows
-are local; gradients of hidden states are summed over the ranks.
+Loss: each rank computes the logits of its own rows of the vocabulary; they are not gathered. Per chunk of tokens the ranks
+exchange two numbers per token: the logsumexp over a rank's own rows, and the target's logit, which is 0 on all ranks except
+the owner of the target's row. The logsumexp over the ranks' logsumexps is the one over the whole vocabulary (Shoeybi et al.
+2019, "Megatron-LM", section 3, which sends maximum and sum separately). Gradients of a rank's own logits and rows are
+local; gradients of hidden states are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -78,14 +75,14 @@ def apply_tensor(model: Transformer, layout: Layout) -> None:
 
 
 def partial_shards(model: nn.Module, shards: Sequence[Shard]) -> list[Shard]:
-    """Return the shards whose gradients have to be summed over the tp ranks; none without tensor parallelism."""
+    """Return the shards whose gradients must be summed over the tp ranks; empty without tensor parallelism."""
     modules = {n: m for n, m in model.named_modules() if getattr(m, "partial_gradients", False)}
     names = {f"{name}.{own}" for name, module in modules.items() for own, _ in module.named_parameters()}
     return [shard for shard in shards if shard.name in names]
 
 
 def _sees_a_part(model: nn.Module, name: str, plan: TensorPlan, pieces: bool) -> bool:
-    """Whether the module `name` works on, or for, only some of the tokens or heads."""
+    """Return whether the module `name` processes only some of the tokens or heads on this rank."""
     parent, _, leaf = name.rpartition(".")
     if leaf == "latent_norm":
         return True
@@ -122,8 +119,8 @@ def _overlap_collectives(mesh: DeviceMesh) -> None:
 class TensorLoss(FusedLoss):
     """FusedLoss for a head whose weight is a DTensor over `mesh`; sums and logits are equal on all ranks.
 
-    `pieces`: hidden states come as pieces of the sequence. `first_row`: first of this rank's rows of the vocabulary,
-    for a weight that is split over it; None: the weight is gathered and every rank computes the whole loss.
+    pieces: hidden states are pieces of the sequence. first_row: the first row of this rank's part of the vocabulary; None:
+    the weight is not split over the vocabulary, so it is gathered and every rank computes the whole loss.
     """
 
     def __init__(self, plain: FusedLoss, mesh: DeviceMesh, *, pieces: bool, first_row: int | None):
@@ -135,7 +132,7 @@ class TensorLoss(FusedLoss):
             self.chunk = functools.partial(chunk_loss, vocabulary=SplitVocabulary(mesh, first_row))
 
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
-        """hidden `[batch, seq, dim]`, or of seq / tp tokens if `pieces`; labels and results as for FusedLoss."""
+        """hidden `[batch, seq, dim]`, or `[batch, seq / tp, dim]` if `pieces`; labels and results as for FusedLoss."""
         weight = cast(DTensor, head_weight)
         if self.split and labels is not None:
             whole = gather_for_parts(hidden, self.mesh) if self.pieces else share(hidden, self.mesh)
@@ -145,7 +142,7 @@ class TensorLoss(FusedLoss):
 
 
 class SplitVocabulary(Vocabulary):
-    """The vocabulary on a rank with the logits of the head's rows from `first_row` on."""
+    """The vocabulary's rows from `first_row` on, whose logits are on this rank."""
 
     def __init__(self, mesh: DeviceMesh, first_row: int):
         self.mesh = mesh

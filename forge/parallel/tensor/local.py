@@ -1,4 +1,7 @@
-"""The modules that tensor parallelism puts in the place of others: the same parameters and names, on local tensors."""
+"""Modules that replace others under tensor parallelism.
+
+They have the same parameters and names, and compute on local tensors.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,9 @@ from forge.parallel.step.collectives import (
 class ModulePlace:
     """The position of a module in the model.
 
-    stream: the layout of the residual stream, in pieces of the sequence or whole on every rank. input: the layout of a
-    linear layer's input with all features, output: of its output. partial: the module works on only some of the tokens
-    or heads.
+    stream: the layout of the residual stream, in pieces of the sequence or whole on every rank. input, output: the layouts
+    of a linear layer's input with all features, and of its output. partial: the module processes only some of the tokens or
+    heads.
     """
 
     mesh: DeviceMesh
@@ -62,7 +65,7 @@ class LocalNorm(RMSNorm):
 
 
 class WholeProjectionNorm(LocalNorm):
-    """A norm over all heads, which every rank has."""
+    """A norm over all heads, where every rank has all heads."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[batch, seq, heads, head_dim]` -> the same shape."""
@@ -89,7 +92,7 @@ class LocalProjectionNorm(ProjectionNorm):
 
 
 def local_projection_norm(plain: ProjectionNorm, place: ModulePlace) -> nn.Module:
-    """Split the norm if its projection is split."""
+    """Return a split norm if its projection is split, else a whole one."""
     return LocalProjectionNorm(plain, place) if place.partial else WholeProjectionNorm(plain, place)
 
 
@@ -111,7 +114,7 @@ class LocalRouter(Router):
 
 
 class LocalMix(DepthMix):
-    """A mix over depth of this rank's part of the tokens; its query is whole on every rank."""
+    """The mix over depth (`DepthMix`) for this rank's part of the tokens; its query is whole on every rank."""
 
     def __init__(self, plain: DepthMix, place: ModulePlace):
         with torch.device("meta"):
@@ -124,7 +127,7 @@ class LocalMix(DepthMix):
 
 
 class LocalJoin(Join):
-    """A projection of this rank's part of the tokens; its weight is whole on every rank."""
+    """The projection of `Join` for this rank's part of the tokens; its weight is whole on every rank."""
 
     def __init__(self, plain: Join, place: ModulePlace):
         with torch.device("meta"):
@@ -133,7 +136,7 @@ class LocalJoin(Join):
         self.partial_gradients = place.partial
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        """Both `[batch, seq, dim]` or pieces of the sequence -> the same shape."""
+        """Both `[batch, seq, dim]`, or this rank's pieces of the sequence -> the same shape."""
         return F.linear(torch.cat([first, second], dim=-1), local_tensor(self.weight))
 
 
@@ -152,7 +155,7 @@ class LocalSharedGate(SharedGate):
 
 
 class LocalConvolution(ShortConvolution):
-    """The convolution of this rank's channels, or of all on every rank."""
+    """The convolution of this rank's channels, or of all channels if these are not split."""
 
     def __init__(self, plain: ShortConvolution, place: ModulePlace, *, split: bool):
         with torch.device("meta"):
@@ -160,12 +163,12 @@ class LocalConvolution(ShortConvolution):
         _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
 
     def weights(self) -> list[Tensor]:
-        """Return this rank's part of the weights; gradients pass."""
+        """Return this rank's part of the weights, with their gradients attached."""
         return [local_tensor(weight) for weight in self.parameters()]
 
 
 class LocalDecay(Decay):
-    """The decays of this rank's heads, or of all on every rank."""
+    """The decays of this rank's heads, or of all heads if these are not split."""
 
     def __init__(self, plain: Decay, place: ModulePlace, *, split: bool):
         with torch.device("meta"):
@@ -173,14 +176,14 @@ class LocalDecay(Decay):
         _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
 
     def weights(self) -> list[Tensor]:
-        """Return this rank's part of the weights; gradients pass."""
+        """Return this rank's part of the weights, with their gradients attached."""
         return [local_tensor(weight) for weight in self.parameters()]
 
 
 class LocalEmbedding(Embedding):
     """Looks up all tokens among this rank's rows of the vocabulary.
 
-    first_row: the first of them; None: all rows are on every rank.
+    first_row: the number of the first of these rows; None: all rows are on every rank.
     """
 
     def __init__(self, plain: Embedding, place: ModulePlace, *, split: bool):
@@ -221,15 +224,16 @@ class LocalLinear(nn.Linear):
         self.multiply: Callable[..., Tensor] = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `[..., in_features]` -> this rank's features of x."""
+        """x `[..., in_features]` -> the output features on this rank."""
         bias = None if self.bias is None else local_tensor(self.bias)
         return self.multiply(x, local_tensor(self.weight), bias)
 
 
 class LocalNarrow(LocalLinear):
-    """A projection of all features, as one DTensor, to features shared by all heads; its weight is whole on every rank.
+    """The first half of a low-rank projection, to features that all heads share. Its weight is whole on every rank.
 
-    If ranks have different heads (`partial`), the gradients of weight and input are sums over ranks.
+    Its input is a DTensor that is whole on every rank. If the heads are split over ranks (`partial`), the gradients of
+    weight and input are sums over ranks.
     """
 
     def __init__(self, plain: nn.Linear, place: ModulePlace):
@@ -244,9 +248,9 @@ class LocalNarrow(LocalLinear):
 
 
 class SharedLatents(Latents):
-    """Gathers pieces of the sequence, in one collective.
+    """Gathers the latents' pieces of the sequence in one collective.
 
-    For heads that are split over ranks (`partial`) or all on each.
+    partial: the heads are split over ranks; otherwise every rank has all heads.
     """
 
     def __init__(self, plain: Latents, place: ModulePlace):
@@ -304,11 +308,11 @@ def distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement)
 
 
 def first_row(vocabulary: int, mesh: DeviceMesh) -> int:
-    """Return the first of this rank's rows: all ranks but the last ones have ceil(vocabulary / tp) of them."""
+    """Return the number of this rank's first row. All ranks but the last ones have ceil(vocabulary / tp) rows."""
     return min(vocabulary, -(-vocabulary // mesh.size()) * mesh.get_local_rank())
 
 
 def local_tensor(weight: Tensor) -> Tensor:
-    """Return this rank's part of `weight`, a DTensor; gradients pass."""
+    """Return this rank's part of `weight`, a DTensor; gradients flow back to it."""
     assert isinstance(weight, DTensor)
     return weight.to_local()

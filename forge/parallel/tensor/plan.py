@@ -119,7 +119,7 @@ PARTS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {
 
 
 def plan_for(model: nn.Module, layout: Layout) -> TensorPlan:
-    """Return the style of every module named by the configuration, or by the model's own plan, by the module's full name.
+    """Return module name -> style, for every module that the configuration's plan, or else the model's own plan, matches.
 
     Raises UserError for a pattern that matches nothing, a style that does not fit its module, a plan that cannot be
     imported, and inconsistent projections of one submodule.
@@ -147,7 +147,7 @@ def plan_for(model: nn.Module, layout: Layout) -> TensorPlan:
 
 
 def _is_foreign(name: str, module: nn.Module, plan: TensorPlan) -> bool:
-    """Return whether `module` has parameters of its own and is of no kind in STYLES, and no ParallelStyle holds for it."""
+    """Return whether `module` has parameters of its own, but is not in STYLES and has no ParallelStyle."""
     path = name.split(".")
     around = (plan.get(".".join(path[:end])) for end in range(1, len(path)))
     own = next(module.parameters(recurse=False), None) is not None
@@ -156,7 +156,7 @@ def _is_foreign(name: str, module: nn.Module, plan: TensorPlan) -> bool:
 
 
 def _patterns(model: nn.Module, layout: Layout) -> tuple[str | None, Mapping[str, Any]]:
-    """Return the key of the plan (None: the model's own plan, whose patterns may match nothing), and the plan."""
+    """Return the plan, and its configuration key. Key None: the model's own plan, whose patterns may match nothing."""
     chosen = layout.parallel.tp_plan
     if isinstance(chosen, dict):
         return "parallel.tp_plan", chosen
@@ -195,7 +195,10 @@ def _check_style(key: str | None, name: str, module: nn.Module, style: Any, layo
 
 
 def _check_part(name: str, part: nn.Module, plan: TensorPlan, tp: int) -> None:
-    """All projections into a part give it the same share of the features, and the one back takes just that."""
+    """Check that all projections of a submodule agree about its share of the features.
+
+    The input projections give it that share, and the output projection takes it.
+    """
     names = next((names for kind, names in PARTS.items() if isinstance(part, kind)), None)
     if names is None:
         return
@@ -208,8 +211,8 @@ def _check_part(name: str, part: nn.Module, plan: TensorPlan, tp: int) -> None:
     if len(split) > 1 or split != {back == "rowwise"}:
         shown = ", ".join(f"{leaf}: {style or 'whole'}" for leaf, style in (*into.items(), (names[1], back)))
         raise UserError(
-            f"tensor parallelism cannot split {name} so ({shown}): either all of {', '.join(present)} are colwise "
-            f"and {names[1]} is rowwise, or none of them is"
+            f"tensor parallelism cannot split {name} as configured ({shown}): either {', '.join(present)} must all be "
+            f"colwise and {names[1]} rowwise, or all of them whole"
         )
     if isinstance(part, GroupedAttention | LatentAttention | LinearAttention) and split == {True}:
         kinds = {"wk": "key heads" if isinstance(part, LinearAttention) else "key/value heads"}
@@ -220,12 +223,12 @@ def _check_part(name: str, part: nn.Module, plan: TensorPlan, tp: int) -> None:
 
 
 def _take_stream(part: nn.Module, place: ModulePlace) -> nn.Module:
-    """Leave the input as it is: the projections gather what they need."""
+    """Leave the input of a submodule unchanged: its projections gather what they need."""
     return part
 
 
 def _take_whole_input(part: nn.Module, place: ModulePlace) -> nn.Module:
-    """Gather a part's input once, as one DTensor for all projections, so that their gradients are summed only once."""
+    """Gather a submodule's input once, as one DTensor for all projections, so that their gradients are summed only once."""
     others = (None,) * (len(inspect.signature(part.forward).parameters) - 1)
     style = PrepareModuleInput(
         input_layouts=(place.stream, *others),
@@ -312,12 +315,12 @@ STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
 
 
 def styles_of(module: nn.Module) -> dict[str | None, Apply]:
-    """Return the entry of STYLES for the kind of `module`; an empty one for a module that is left as it is."""
+    """Return the entry of STYLES for the kind of `module`. It is empty if modules of this kind stay unchanged."""
     return next((styles for kind, styles in STYLES.items() if isinstance(module, kind)), {})
 
 
 def input_of(model: nn.Module, name: str, stream: Placement) -> Placement:
-    """Return the layout of the input with all features of the linear layer `name`."""
+    """Return the layout of the input of the linear layer `name`, which has all features."""
     parent, _, leaf = name.rpartition(".")
     latent = isinstance(model.get_submodule(parent), LatentAttention) and leaf != "wo"
     return stream if latent else Replicate()

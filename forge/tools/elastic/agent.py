@@ -1,10 +1,10 @@
 """One node of an elastic run: PyTorch's agent, with the settings needed to survive a lost node.
 
-    meeting (any machine that stays)  <-  agents, one per node  ->  ranks (train.py)
+    meeting (on any permanent machine)  <-  agents, one per node  ->  ranks (train.py)
 
-An agent that is lost is removed from the rendezvous when it has sent no heartbeat for a while. The ranks of the others fail
-or are stopped, their agents meet again, and the run resumes with the nodes there are. A new agent makes the others stop
-their ranks, which save first; an agent beyond the greatest number of nodes waits until it is needed.
+The rendezvous removes an agent that has sent no heartbeat for a while. The ranks of the other nodes fail or are stopped,
+their agents meet again, and the run resumes on the remaining nodes. A new agent makes the others stop their ranks, which
+save first. An agent beyond the largest number of nodes waits until it is needed.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 class Node:
     """Settings of an agent.
 
-    least, most: nodes of the run. processes: ranks on this node. meeting: "HOST:PORT". lost_after_s: how long a node may be
-    silent before it is taken for lost. gather_s: how long a group that is large enough waits for more nodes.
+    least, most: numbers of nodes of the run. processes: ranks on this node. meeting: "HOST:PORT". lost_after_s: how long a
+    node may be silent before it counts as lost. gather_s: how long a group that is large enough waits for more nodes.
     patience_s: how long an agent waits for the least number of nodes.
     """
 
@@ -65,7 +65,10 @@ class Node:
 
 
 def layouts(argv: Sequence[str], node: Node) -> dict[int, str]:
-    """Return number of nodes -> layout of the run. Raises UserError if a number has no layout, or for the config."""
+    """Return number of nodes -> layout of the run.
+
+    Raises UserError if the config is invalid or a number of nodes has no layout.
+    """
     command = parse_command_line(list(argv))
     config, found = load_command(command), {}
     for nodes in range(node.least, node.most + 1):
@@ -83,8 +86,8 @@ def layouts(argv: Sequence[str], node: Node) -> dict[int, str]:
 def run_agent(node: Node, argv: Sequence[str]) -> int:
     """Run the ranks of this node with train.py's arguments `argv`; return the exit code of the run.
 
-    That is 0 (finished), 75 (the run was stopped, or this node) or the code of the first rank that failed.
-    Raises UserError where nobody meets at `node.meeting`, or strangers do.
+    0: finished. 75: the run or this node was stopped. Otherwise the code of the first rank that failed. Raises UserError if
+    no meeting answers at `node.meeting`, or if it has another secret.
     """
     store = _meet(node.meeting)
     os.environ.pop(VARIABLE, None)  # ranks do not need it
@@ -135,7 +138,10 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
 
 
 class _Agent(LocalElasticAgent):
-    """PyTorch's agent. It kills the ranks of a round with a lost member: they wait for it, so they cannot save."""
+    """PyTorch's agent, except that it kills the ranks of a round with a lost member.
+
+    They wait for that member, so they cannot save.
+    """
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         rendezvous: Any = self._rdzv_handler
@@ -146,7 +152,7 @@ class _Agent(LocalElasticAgent):
 def exit_code_at_end(argv: Sequence[str]) -> int:
     """Return the exit code of a successful run: 75 if it was stopped, e.g. by `resilience.time_limit_s`, else 0.
 
-    Its ranks ended with 0 in both cases, or PyTorch's agent would have started them again.
+    The ranks ended with 0 in both cases, because PyTorch's agent restarts ranks that end with another code.
     """
     state = read_object(_directory(argv).status).get("state")
     return STOPPED if state == "stopped" else FINISHED
@@ -171,7 +177,7 @@ def _meet(address: str, timeout: timedelta = timedelta(minutes=5)) -> SignedStor
 
 
 def _is_over(store: dist.Store) -> bool:
-    """Wait a while for an agent to report the end of the run; return whether one did."""
+    """Wait up to ten seconds for an agent to report the end of the run; return whether one did."""
     try:
         store.set_timeout(timedelta(seconds=10))
         store.get(OVER)
@@ -181,7 +187,10 @@ def _is_over(store: dist.Store) -> bool:
 
 
 def _share_clock(offset_s: float) -> None:
-    """Let PyTorch's rendezvous read the meeting's clock: it compares time stamps of nodes, whose own may be hours apart."""
+    """Let PyTorch's rendezvous read the meeting's clock.
+
+    It compares time stamps of nodes, and the nodes' clocks may differ by hours.
+    """
 
     def now(zone: tzinfo | None = None) -> datetime:
         return datetime.fromtimestamp(time.time() + offset_s, zone)

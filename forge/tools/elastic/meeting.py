@@ -1,8 +1,8 @@
 """The agents' rendezvous server: a small process that outlives every node of a run, and the clock of all nodes.
 
-PyTorch's rendezvous keeps its state in one store, which by default lives in the agent of the first node and is lost with
-it. `Meeting` holds that store in a process of its own. It also publishes its time there: agents take each other for dead by
-time stamps, and the clocks of machines may be apart.
+PyTorch's rendezvous keeps its state in one store. By default the first node's agent holds it, and it is lost with that
+agent. `Meeting` holds the store in a separate process. It also publishes its time there: agents detect dead agents by time
+stamps, and the clocks of machines may differ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINGER_S = 15.0
 
 
 class Meeting:
-    """The store of one run at `port` (0: a free one) of the address of `host`. `serve` returns when the run is over.
+    """The store of one run, at the address of `host` and at `port` (0: a free one). `serve` returns when the run is over.
 
     Raises UserError if this machine does not have that address, or the port is taken, or there is no secret.
     """
@@ -57,7 +57,7 @@ class Meeting:
         return self._store.get(key)
 
     def serve(self, closed: threading.Event, linger_s: float = LINGER_S) -> None:
-        """Keep the clock until an agent reports the end of the run and `linger_s` seconds have passed, or until `closed`."""
+        """Publish the clock until `closed` is set, or until `linger_s` seconds after an agent reported the run's end."""
         while not is_over(self._store):
             self._store.set(CLOCK, repr(time.time()))
             if closed.wait(TICK_S):
@@ -66,7 +66,7 @@ class Meeting:
 
 
 def is_over(store: dist.Store) -> bool:
-    """Return whether an agent has reported the end of the run; a stranger's report does not count."""
+    """Return whether an agent has reported the end of the run. A report without a valid signature does not count."""
     try:
         return store.check([OVER]) and bool(store.get(OVER))
     except UserError:
@@ -74,7 +74,7 @@ def is_over(store: dist.Store) -> bool:
 
 
 def clock_offset(store: dist.Store) -> float:
-    """Return how many seconds the clock of the meeting is ahead of this machine's, to within a tenth of a second."""
+    """Return the meeting's clock minus this machine's, in seconds, to within a tenth of a second."""
     store.set_timeout(timedelta(seconds=60))
     before = store.get(CLOCK)
     while (now := store.get(CLOCK)) == before:

@@ -1,4 +1,4 @@
-"""PyTorch's rendezvous, extended: it notices lost members, and waits for a lock that a lost member may hold."""
+"""PyTorch's rendezvous, extended: it detects lost members, and waits for a lock that a lost member may hold."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ POLL_S, PATIENT_S = 0.5, 10.0
 
 
 class Rendezvous(DynamicRendezvousHandler):
-    """The rounds of one run, for one agent.
+    """The rendezvous of one agent with the others. A round is a rendezvous and the work of its members until the next one.
 
-    PyTorch removes a silent member but leaves the ranks of the others alone: they wait for its ranks in a collective, until
-    the watchdog ends them. Here a lost member makes the agents of its round meet again, as a new node does.
+    PyTorch removes a silent member but leaves the other members' ranks alone: they wait for the lost ranks in a collective,
+    until the watchdog ends them. Here a lost member makes the agents of its round meet again, as a new node does.
     """
 
     _lost_after_s: int
@@ -48,7 +48,10 @@ class Rendezvous(DynamicRendezvousHandler):
         patience_s: int,
         holder: Callable[[], str | None],
     ) -> Rendezvous:
-        """Join the rendezvous in `store`. nodes: least and most. holder: the process that has the run directory's lock."""
+        """Join the rendezvous in `store`.
+
+        nodes: the least and the largest number. holder: returns the holder of the run's lock.
+        """
         timeout = RendezvousTimeout(join=timedelta(seconds=patience_s), last_call=timedelta(seconds=gather_s))
         handler = cls.from_backend(
             RUN_ID,
@@ -66,8 +69,9 @@ class Rendezvous(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other agents, then wait until no rank of an earlier round holds the run directory.
 
-        Every agent of this round has ended its ranks, so a lost member's rank holds the lock, or the file system has not
-        noticed its death yet. In the first round the lock is another run's, and rank 0 refuses to start.
+        Every agent of this round has ended its ranks. So either a lost member's rank still holds the lock, or the file
+        system has not noticed that rank's death yet. In the first round the lock belongs to another run, and rank 0 refuses
+        to start.
         """
         deadline = time.monotonic() + self._patience_s
         while True:
@@ -81,9 +85,10 @@ class Rendezvous(DynamicRendezvousHandler):
         return super().num_nodes_waiting() + self.has_lost_member()
 
     def has_lost_member(self) -> bool:
-        """Return whether the others have gone on without a member of this round, which may be this node, as it was silent.
+        """Return whether the rendezvous has removed a member of this round. That may be this node, if it was silent.
 
-        A member that has left by itself does not count: its ranks have ended, and ours fail and report why.
+        A member that has left by itself does not count: its ranks have ended, so this node's ranks fail and report the
+        reason.
         """
         state, now = self._state_holder.state, time.monotonic()
         for node in state.participants:
@@ -96,7 +101,7 @@ class Rendezvous(DynamicRendezvousHandler):
         )
 
     def _is_free(self, deadline: float) -> bool:
-        """Wait for the lock. False: the members have changed meanwhile and must meet again."""
+        """Wait for the run directory's lock. Return False if the members change meanwhile and must meet again."""
         speak_at = time.monotonic() + PATIENT_S
         while holder := self._holder():
             now = time.monotonic()

@@ -1,4 +1,7 @@
-"""Signatures of everything that agents read from the rendezvous: PyTorch unpickles the state that it finds there."""
+"""Signatures of everything that agents read from the rendezvous.
+
+They are needed because PyTorch unpickles the state in the rendezvous store.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ _MAC_BYTES = 32
 def read_secret(host: str, port: int, environment: Mapping[str, str] = os.environ) -> bytes:
     """Return the secret of the run whose meeting is at `host`:`port`.
 
-    Without the environment variable a meeting on a loopback address has one of its own, which `make_local_secret` has put in
-    a file for this user. Raises UserError (exit 2).
+    Without the environment variable, a meeting on a loopback address has its own secret, which `make_local_secret` has
+    written to a file for this user. Raises UserError (exit 2) if there is no secret.
     """
     if secret := environment.get(VARIABLE, ""):
         if len(secret) < MIN_LENGTH:
@@ -80,8 +83,8 @@ def _read_private(path: Path) -> bytes:
 class SignedStore(dist.Store):
     """A view of `store` in which each value has a signature: HMAC-SHA256 of key and value under `secret`.
 
-    Only counters (`add`) have none: the server computes them, and they are read as integers. An older value of the same
-    key passes: anyone who can write to the store can stop a run, but not choose a value.
+    Counters (`add`) have no signature: the server computes them, and they are read as integers. A replayed older value of
+    the same key is accepted. So anyone who can write to the store can stop a run, but cannot choose a value.
 
     Keep a reference: a `dist.PrefixStore` of this store does not keep the Python part of it alive.
     """

@@ -1,6 +1,7 @@
 """The config keys and tensor names of one class of transformers; forge/tools/hf/table.py lists the classes.
 
-`ours` is a key of [model] ("dim", "moe.top_k") or a module of forge; `theirs` one of config.json or transformers.
+`ours` is forge's name: a key of [model] ("dim", "moe.top_k") or a module. `theirs` is transformers' name: a key of
+config.json or a module.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ LAYER = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One class of transformers: its differences from the tables above."""
+    """One class of transformers: the keys and names in which it differs from the tables above."""
 
     name: str
     model_type: str
@@ -163,12 +164,12 @@ class Architecture:
         return "moe.n_experts" in self.keys
 
     def default(self, key: str) -> Any:
-        """Return the value of `key` if config.json lacks it. Raises KeyError if the key is required."""
+        """Return the value that `key` has if config.json lacks it. KeyError if the key is required."""
         return self.defaults[key] if key in self.defaults else DEFAULTS[key]
 
 
 class ConfigJson:
-    """The keys of a config.json with the defaults of its architecture, and errors that name the file."""
+    """A config.json whose missing keys have the defaults of its architecture. Errors name the file."""
 
     def __init__(self, values: dict[str, Any], architecture: Architecture, source: Path | str):
         self.architecture, self.source = architecture, source

@@ -37,10 +37,10 @@ def export_weights(
     """Fill the folder `output`, so that AutoModelForCausalLM and AutoTokenizer load the content of `checkpoint`.
 
     dtype: of the parameters; None: as stored. shard_bytes: size limit of a file, unless one tensor is larger. tokenizer:
-    include the checkpoint's, if it has one. Memory: up to three times one tensor of forge (a layer's fused experts, or
-    the embedding): itself, the piece of it that a rank saved, and a copy in another dtype.
+    include the checkpoint's tokenizer, if it has one. Memory: up to three times one tensor of forge (a layer's fused
+    experts, or the embedding): the tensor, the saved piece that is being read, and a copy in another dtype.
 
-    Raises UserError if the checkpoint is damaged (exit 77), or transformers has no class for its model or no form for
+    Raises UserError if the checkpoint is damaged (exit 77), or if transformers has no class for its model or no format for
     its tokenizer (exit 2); OSError if `output` cannot be written. After any error `output` does not exist.
     """
     reader = TensorReader.verified(checkpoint, lambda done, total: progress("verifying", done, total))

@@ -21,7 +21,7 @@ _SCALES = "_scale_inv"
 
 
 class Scaled(NamedTuple):
-    """A weight `[out, in]` and the sizes of its blocks; used like `Stored`."""
+    """A weight `[out, in]` and the sizes of its blocks; has the methods of `Stored`."""
 
     numbers: Stored
     scales: Stored
@@ -34,7 +34,7 @@ class Scaled(NamedTuple):
         return self.numbers.shape
 
     def read_into(self, out: Tensor) -> None:
-        """Fill `out`, a contiguous CPU tensor of bfloat16 with as many elements."""
+        """Read the weight into `out`, a contiguous bfloat16 CPU tensor with the same number of elements."""
         numbers = self.numbers.read_bytes().view(torch.float8_e4m3fn)
         scales = torch.empty(self.scales.shape, dtype=torch.float32)
         self.scales.read_into(scales)
@@ -48,10 +48,10 @@ class Scaled(NamedTuple):
 def with_scales(
     stored: Mapping[str, Stored], quantization: dict[str, Any], source: Path
 ) -> dict[str, Stored | Scaled]:
-    """Return the tensors of a folder by name, the two of a weight in float8 under the name of the weight.
+    """Return the tensors of a folder by name. The two tensors of a float8 weight become one under the weight's name.
 
-    quantization: of the config.json `source`. Raises UserError (exit 2) where its blocks have no two sizes, one of the two
-    tensors is missing, or they do not fit each other.
+    quantization: from the config.json `source`. Raises UserError (exit 2) if its blocks do not have two sizes, if one of
+    the two tensors is missing, or if their shapes do not match.
     """
     block = quantization.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):

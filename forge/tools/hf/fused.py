@@ -1,11 +1,11 @@
 """Tensors of transformers laid out differently from most classes: Qwen3-Next and gpt-oss.
 
-Qwen3-Next has tensors that hold several of forge's, row by row. A projection to queries and gates has, head by head, the
-rows of queries and then the rows of the gate. Linear layers have all projections in two tensors: for each key head its
-rows of queries, keys, values and output gates, and for each key head its rows of strength and decay.
+A tensor of Qwen3-Next may hold rows of several of forge's tensors. The projection to queries and gates has, for each head,
+the rows of the queries and then the rows of the gate. Linear attention has all its projections in two tensors. The first
+has for each key head the rows of queries, keys, values and output gates. The second has for each key head the rows of
+strength and decay.
 
-gpt-oss has one tensor per projection for all experts, with inputs before outputs, and with rows of gate and up
-alternating.
+gpt-oss has one tensor per projection for all experts, with inputs before outputs, and with rows of gate and up alternating.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from forge.config.model import ModelConfig
 
 
 class Rows(NamedTuple):
-    """A slice of rows: rows `start` to `stop` of each of `groups` equal runs of rows in their tensor."""
+    """A slice of rows.
+
+    The tensor is divided into `groups` equal runs of rows, and rows `start` to `stop` are taken from each run.
+    """
 
     groups: int
     start: int
@@ -32,7 +35,7 @@ class Rows(NamedTuple):
 
 
 class HFPlace(NamedTuple):
-    """A tensor of theirs below `model.layers.N`, its shape, and its rows that are ours (None: all).
+    """The position of a tensor of forge in one of transformers: name below `model.layers.N`, shape, and rows (None: all).
 
     paired: rows of gate and up alternate instead of following each other. transposed: inputs come before outputs.
     """
@@ -65,10 +68,7 @@ def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
 
 
 def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
-    """Return the positions of one layer's tensors in Qwen3-Next, by their name below `layers.N`.
-
-    The usual ones are left out.
-    """
+    """Return the unusual positions of one layer's tensors in Qwen3-Next, by their name below `layers.N`."""
     linear = model.linear_attention
     if model.kind_of(layer) != "linear" or linear is None:
         if model.attention_gate != "element":
@@ -100,7 +100,10 @@ def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
 
 
 def join(parts: list[Tensor], rows: list[Rows], shape: tuple[int, ...]) -> Tensor:
-    """Concatenate `parts`, ours, in the order of `rows` to their tensor `[shape]`; zeros after the last part."""
+    """Concatenate `parts`, tensors of forge, in the order of `rows` to transformers' tensor `[shape]`.
+
+    The rows after the last part are zeros.
+    """
     runs = [
         part.reshape(place.groups, place.stop - place.start, -1)
         for part, place in zip(parts, rows, strict=True)

@@ -118,7 +118,7 @@ def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_
 def _dequantized(
     stored: dict[str, Stored], values: dict[str, Any], source: Path
 ) -> tuple[Mapping[str, Stored | Blocks | Scaled], dict[str, Any]]:
-    """Return tensors to read like plain ones, and the keys `values` of `source` without their storage format."""
+    """Return all tensors as if they were plain, and the keys `values` of `source` without their storage format."""
     quantization = values.get("quantization_config")
     if not isinstance(quantization, dict):
         return stored, values
@@ -144,9 +144,11 @@ def _config(
     dtype: torch.dtype,
     tokenizer: bool,
 ) -> Config:
-    """Return the imported checkpoint's config.toml: its model, and keys that make it valid without reading files.
+    """Return the config.toml of the imported checkpoint.
 
-    It computes in `dtype`, the embedding's, like transformers; for float16, which forge does not support, in float32.
+    It has its model, and other keys that make it valid without reading files.
+
+    precision.compute is `dtype`, the embedding's, as in transformers; float32 for float16, which forge does not support.
     """
     longest = values.get("max_position_embeddings")
     if type(longest) is not int or longest < 1:
@@ -174,7 +176,10 @@ def _match(
     stored: Mapping[str, Stored | Blocks | Scaled],
     ignored: tuple[str, ...],
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of every tensor of forge by name, after a check that all of theirs exist with the right shape."""
+    """Return the dtype of every tensor of forge by name.
+
+    Check that all tensors of transformers exist with the right shape.
+    """
     problems: list[str] = []
     dtypes: dict[str, torch.dtype] = {}
     for weight in weights:
@@ -211,7 +216,7 @@ def _match(
 
 
 def _read(stored: list[Stored | Blocks | Scaled], shape: tuple[int, ...]) -> Tensor:
-    """Read `stored`, all of one dtype and shape, in order into one tensor of `shape`."""
+    """Read the tensors `stored`, all of one dtype and shape, in order into one tensor of `shape`."""
     out = torch.empty(shape, dtype=DTYPES[stored[0].dtype])
     for part, one in zip(out.view(len(stored), -1), stored, strict=True):
         one.read_into(part)

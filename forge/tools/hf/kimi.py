@@ -22,7 +22,10 @@ LAST_MIX = "output_attn_res"
 
 
 def unnested(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of `values`, a config.json, in one table; keys of linear_attn_config as `linear_attn_config.KEY`."""
+    """Return the keys of `values`, a config.json, in one table.
+
+    Keys of linear_attn_config become `linear_attn_config.KEY`.
+    """
     text = values.get(_TEXT)
     inner = {
         key: value for key, value in (text if isinstance(text, dict) else {}).items() if key not in _OUTSIDE
@@ -42,7 +45,7 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_linear(model: ModelConfig) -> dict[str, Any]:
-    """Return the numbers of the layers of each kind, from 1, and the bound of decays."""
+    """Return the numbers, from 1, of the linear-attention layers and of the others, and the bound of decays."""
     kinds = [model.kind_of(layer) for layer in range(model.n_layers)]
     bound = model.linear_attention.decay_bound if model.linear_attention else 0.0
     return {
@@ -53,7 +56,7 @@ def write_linear(model: ModelConfig) -> dict[str, Any]:
 
 
 def k3_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
-    """Return the positions of one linear layer's tensors, by their name below `layers.N`; without the usual ones."""
+    """Return the unusual positions of one linear-attention layer's tensors, by their name below `layers.N`."""
     linear = model.linear_attention
     if model.kind_of(layer) != "linear" or linear is None:
         return {}

@@ -1,7 +1,7 @@
 """[model] of forge <-> config.json of transformers.
 
-An architecture's support of a model is found by a round trip: keys of [model] that come back with another value are not
-supported.
+Whether an architecture supports a model is found by a round trip through its config.json. Keys of [model] whose value
+changes are not supported.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def read_model(
     for ours, needed in architecture.fixed.items():
         if ours in model and model[ours] != needed:
             raise config.error(
-                (KEYS | dict(architecture.keys))[ours], f"{architecture.name} has {needed!r} in part"
+                (KEYS | dict(architecture.keys))[ours],
+                f"for {architecture.name} forge supports only {needed!r}",
             )
     model |= architecture.fixed
     if architecture.is_latent:
@@ -88,7 +89,7 @@ def read_model(
 
 
 def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) -> dict[str, Any]:
-    """Return the keys of config.json that describe `model`; `seq_len` is the longest sequence it is intended for."""
+    """Return the keys of config.json that describe `model`. seq_len: the longest sequence for which the model is intended."""
     flat = _flat(model)
     written: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     names = KEYS | dict(architecture.keys)
@@ -211,7 +212,7 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
 
 
 def _flat(model: ModelConfig) -> dict[str, Any]:
-    """Dotted keys below [model] -> values; as in transformers, the weight of a single expert is never normalised."""
+    """Return dotted keys below [model] -> values. The weight of a single expert is never normalised, as in transformers."""
     tables = ("mla", "moe", "linear_attention")
     flat = {key: getattr(model, key) for key in ModelConfig.model_fields if key not in tables}
     if (linear := model.linear_attention) is not None:
@@ -249,7 +250,7 @@ def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_dense(config: ConfigJson, n_layers: int) -> tuple[int, int]:
-    """n_dense_layers and every. Raises UserError if no two numbers describe the layers with experts."""
+    """Return n_dense_layers and moe.every. Raises UserError if no values of both describe the layers with experts."""
     key = config.architecture.keys.get("moe.n_dense_layers")
     if key == "mlp_only_layers":
         without, step = config[key] or [], config["decoder_sparse_step"]

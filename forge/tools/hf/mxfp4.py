@@ -1,8 +1,8 @@
 """Read weights in MXFP4, the published format of gpt-oss's experts (OCP Microscaling Formats 1.0, 2023).
 
-A weight is two tensors of bytes: `X_blocks` `[experts, out, in / 32, 16]`, two 4-bit numbers per byte, the first
-in the low half; and `X_scales` `[experts, out, in / 32]`, the exponent of a block's factor, plus 127. Every
-product is a bfloat16 number, so nothing is lost.
+A weight is two tensors of bytes. `X_blocks` `[experts, out, in / 32, 16]` has two 4-bit numbers per byte, the first in the
+low half. `X_scales` `[experts, out, in / 32]` has the exponent of each block's factor, plus 127. Every product is exactly a
+bfloat16 number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Blocks(NamedTuple):
-    """A weight `[experts, in, out]`, transposed as in transformers' other formats; used like `Stored`."""
+    """A weight `[experts, in, out]`, transposed as in transformers' other formats; has the methods of `Stored`."""
 
     blocks: Stored
     scales: Stored
@@ -34,7 +34,7 @@ class Blocks(NamedTuple):
         return experts, 32 * blocks, out
 
     def read_into(self, out: Tensor) -> None:
-        """Fill `out`, a contiguous CPU tensor of bfloat16 with as many elements."""
+        """Read the weight into `out`, a contiguous bfloat16 CPU tensor with the same number of elements."""
         blocks, scales = self.blocks.read_bytes(), self.scales.read_bytes()
         numbers = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=out.dtype)
         # One expert at a time: this takes eight bytes for each number.
@@ -61,8 +61,8 @@ def with_blocks(stored: Mapping[str, Stored]) -> dict[str, Stored | Blocks]:
         if not fits or blocks.dtype != "U8" or scales.dtype != "U8":
             shapes = f"{blocks.dtype} {list(blocks.shape)} and {scales.dtype} {list(scales.shape)}"
             raise UserError(
-                f"{blocks.file}: {weight} in MXFP4 is {shapes}; needed: U8 [experts, out, in / 32, 16] and, of the "
-                "scales, without the last"
+                f"{blocks.file}: {weight} in MXFP4 is {shapes}; needed: U8 [experts, out, in / 32, 16] and, for "
+                "the scales, U8 [experts, out, in / 32]"
             )
         del found[name], found[f"{weight}_scales"]
         found[weight] = Blocks(blocks, scales)

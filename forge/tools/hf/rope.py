@@ -20,7 +20,7 @@ _YARN_ONLY = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}
 
 
 def write_rope(model: ModelConfig, architecture: Architecture, seq_len: int) -> dict[str, Any]:
-    """Return rope_theta, rope_scaling and max_position_embeddings in a form for every version of transformers."""
+    """Return rope_theta, rope_scaling and max_position_embeddings, in a form that every version of transformers reads."""
     written = _write_scaling(model, architecture, seq_len)
     if architecture.partial_rope:
         written["partial_rotary_factor"] = model.rope_fraction
@@ -63,7 +63,9 @@ def _write_scaling(model: ModelConfig, architecture: Architecture, seq_len: int)
 
 
 def read_rope(config: ConfigJson) -> dict[str, Any]:
-    """Return rope_theta; the table rope_scaling if positions are scaled; sliding_rope_theta if it differs.
+    """Return the keys of the position embedding.
+
+    They are rope_theta; rope_scaling, if positions are scaled; and sliding_rope_theta, if it differs from rope_theta.
 
     Raises UserError (exit 2) for a scaling that forge does not have.
     """
@@ -80,7 +82,7 @@ def read_rope(config: ConfigJson) -> dict[str, Any]:
         local = scaling.get("sliding_attention") or {}
         scaling = dict(scaling["full_attention"] or {})
     if local.get("rope_type", "default") != "default":
-        raise config.error(key, "forge scales the positions of full layers only")
+        raise config.error(key, "forge scales the positions of full-attention layers only")
     read = _read_scaling(config, key, scaling)
     theta = float(local.get("rope_theta") or config["rope_local_base_freq"] or read["rope_theta"])
     if theta != read["rope_theta"] or "rope_scaling" in read:
@@ -95,11 +97,11 @@ def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict
     partial = scaling.pop("partial_rotary_factor", config["partial_rotary_factor"])
     if partial != 1.0 and not config.architecture.partial_rope:
         where = f"{config.source}: partial_rotary_factor = {partial!r}"
-        raise UserError(f"{where}: forge rotates whole heads only, which is 1.0")
+        raise UserError(f"{where}: for this architecture forge supports only 1.0 (RoPE on the whole head)")
     if kind == "default" and not set(scaling) - _COMMON:
         return {"rope_theta": theta}
     if kind not in SCALINGS:
-        raise config.error(key, f"of the scalings of RoPE forge has {', '.join(SCALINGS)}")
+        raise config.error(key, f"forge supports only the RoPE scalings {', '.join(SCALINGS)}")
     unknown = set(scaling) - set(SCALINGS[kind]) - _COMMON - (_YARN_ONLY if kind == "yarn" else set())
     if unknown:
         raise config.error(key, f"forge's {kind} does not have {', '.join(sorted(unknown))}")
@@ -124,7 +126,7 @@ def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict
 
 
 def _attention_factor(scaling: dict[str, Any], factor: float) -> float | None:
-    """YaRN's attention factor as transformers resolves it; None: the paper's factor, also forge's default."""
+    """Return YaRN's attention factor as transformers resolves it; None: the paper's factor, also forge's default."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     own, over_all = scaling.get("mscale"), scaling.get("mscale_all_dim")

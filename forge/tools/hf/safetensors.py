@@ -1,7 +1,7 @@
 """Read safetensors files with their library, and write them one tensor at a time, which the library does not support.
 
-The format: 8 bytes with the header's length, little endian. The header in JSON: dtype, shape and the offsets of each tensor's
-bytes in the data. The data: tensors without gaps, row-major, little endian.
+The format: 8 bytes with the header's length, little endian. The header in JSON: the dtype and shape of each tensor, and the
+offsets of its bytes in the data. The data: tensors without gaps, row-major, little endian.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Stored(NamedTuple):
-    """A tensor in an open file. dtype: in the format's spelling."""
+    """A tensor in an open file. dtype: the format's name for it, e.g. "BF16"."""
 
     file: Any
     name: str
@@ -35,7 +35,7 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
     def read_into(self, out: Tensor) -> None:
-        """Fill `out`, a contiguous CPU tensor of this dtype and number of elements."""
+        """Read the tensor into `out`, a contiguous CPU tensor with the same dtype and number of elements."""
         assert out.is_contiguous() and out.dtype == DTYPES[self.dtype]
         out.view(self.shape).copy_(self.file.get_tensor(self.name))
 
@@ -45,9 +45,9 @@ class Stored(NamedTuple):
 
 
 def find_tensors(folder: Path) -> dict[str, Stored]:
-    """Return every tensor of a folder with one `model.safetensors`, or with several files and their index, by name.
+    """Return name -> tensor for a folder with one `model.safetensors`, or with several files and their index.
 
-    Reads and checks all headers, no data. Raises UserError (exit 2) with the file's name.
+    Reads and checks all headers, but no data. Raises UserError (exit 2) with the file's name.
     """
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)
@@ -103,8 +103,8 @@ def write_tensors(
 ) -> Iterator[int]:
     """Write files of at most `limit` bytes (or one tensor), and an index if there are several.
 
-    `tensors` yields the tensors of `planned` in order; each is taken only after the previous one is written. Yields the
-    number of bytes of each tensor written.
+    `tensors` yields the tensors of `planned` in order. Each is requested only after the previous one is written. Yields the
+    number of bytes of each written tensor.
     """
     parts: list[list[Planned]] = [[]]
     room = limit
@@ -152,5 +152,5 @@ def _write_file(file: Path, part: list[Planned], incoming: Iterator[Tensor]) -> 
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    """Return a writable view of the memory of `tensor`, contiguous and on the CPU."""
+    """Return a writable view of the memory of `tensor`, which must be contiguous and on the CPU."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""The classes of transformers that forge can read and write, and the search for an entry."""
+"""The classes of transformers that forge can read and write, and the choice of the class for a config.json."""
 
 from __future__ import annotations
 

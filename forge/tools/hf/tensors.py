@@ -1,8 +1,9 @@
 """Names and shapes of tensors: the tensors of transformers that make up each tensor of forge.
 
-One rule covers most of them: a tensor of forge is the concatenation of tensors of theirs with equal shapes. A plain
-weight is a single tensor; the fused weight of experts is gate of 0, up of 0, gate of 1, and so on. The exceptions are
-tensors of theirs that hold several of forge's, or hold them transposed (forge/tools/hf/fused.py).
+In this file "ours" are forge's tensors and "theirs" are transformers'. One rule covers most of them: one of ours is the
+concatenation of theirs with equal shapes. A plain weight is a single tensor; the fused weight of experts is gate of 0, up
+of 0, gate of 1, and so on. The exceptions are theirs that hold several of ours, or hold them transposed
+(forge/tools/hf/fused.py).
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from forge.tools.hf.kimi import LAST_MIX, LAYER_MIXES
 class Weight:
     """`ours` `[shape]` holds the elements of `theirs`, each `[their_shape]`, in this order.
 
-    ours None: forge has no such tensor, and theirs are zeros. theirs empty: they have no such tensor, and ours is zeros.
-    is_state: not a parameter; `dtype` is forge's dtype for it. heads: number of heads (or experts) whose rows are paired:
-    neighbours in theirs, half of the paired rows apart in ours (0: the same order in both); `first`: first paired row of
-    a head; paired rows go to the head's end. rows: ours are only these rows of theirs. transposed: the last two
-    dimensions are swapped. is_copy: theirs is written, but not read, because ours is read from another tensor. fill: the
-    value of all elements of theirs if forge has no such tensor. gain: a tensor of theirs that multiplies theirs; forge
-    has the product, in float32 at least.
+    ours None: forge has no such tensor, and theirs are zeros. theirs empty: transformers has no such tensor, and ours is
+    zeros.
+    is_state: not a parameter; `dtype` is forge's dtype for it.
+    heads: number of heads (or experts) whose rows are paired: paired rows are neighbours in theirs, and half of the paired
+    rows apart in ours. 0: the same order in both. first: first paired row of a head; paired rows extend to the head's end.
+    rows: ours are only these rows of theirs. transposed: the last two dimensions are swapped.
+    is_copy: theirs is written, but not read, because ours is read from another tensor.
+    fill: the value of all elements of theirs if forge has no such tensor.
+    gain: another tensor of theirs that is multiplied into theirs; forge has the product, in float32 at least.
     """
 
     ours: str | None
@@ -62,7 +65,7 @@ class Weight:
         return list(ours.reshape(len(self.theirs), *self.their_shape).unbind())
 
     def joined(self, out: Tensor) -> Tensor:
-        """`out` `[read_shape]`, with theirs one after another in its memory -> ours `[shape]`."""
+        """Convert `out` `[read_shape]`, whose memory has theirs one after another, to ours `[shape]`."""
         if self.rows is not None:
             return self.rows.of(out, self.shape)
         if self.transposed:
@@ -70,14 +73,17 @@ class Weight:
         return self._with_pairs(out, -1, 2) if self.heads else out
 
     def _with_pairs(self, rows: Tensor, *sizes: int) -> Tensor:
-        """Swap the two `sizes` of the paired rows of each head."""
+        """Swap the two dimensions `sizes` of the paired rows of each head, which changes one order of rows into the other."""
         heads = rows if rows.shape[0] == self.heads else rows.unflatten(0, (self.heads, -1))
         turned = heads[:, self.first :].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
         return torch.cat([heads[:, : self.first], turned], dim=1).reshape(rows.shape)
 
 
 def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
-    """Return every tensor of either side, layer by layer. KeyError for a tensor of forge without a known counterpart."""
+    """Return a `Weight` for every tensor of forge and of transformers, layer by layer.
+
+    KeyError for a tensor of forge without a known counterpart.
+    """
     with torch.device("meta"):
         written = model if architecture.predicts_ahead else model.model_copy(update={"mtp": None})
         transformer = Transformer(written, seq_len=1)
@@ -136,14 +142,14 @@ def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
 
 
 def modules_ahead(names: Container[str], n_layers: int) -> int:
-    """Return the number of multi-token prediction modules among tensors of theirs after `n_layers` layers."""
+    """Return the number of multi-token prediction modules: layers after the first `n_layers` in the tensors of theirs."""
     return next(
         n for n in count() if f"model.layers.{n_layers + n}.{LAYER['projection']}.weight" not in names
     )
 
 
 def _in_order(weights: list[Weight]) -> list[Weight]:
-    """Order the parts of one tensor of theirs by their position in it."""
+    """Sort weights that are rows of one tensor of theirs by their position in it."""
     first = {theirs: n for n, weight in reversed(list(enumerate(weights))) for theirs in weight.theirs}
 
     def key(numbered: tuple[int, Weight]) -> tuple[int, int]:
@@ -154,7 +160,7 @@ def _in_order(weights: list[Weight]) -> list[Weight]:
 
 
 def their_tensors(weights: list[Weight], read: Callable[[Weight], Tensor]) -> Iterator[Tensor]:
-    """Return all tensors of theirs made from `weights`, in their order; `read` returns a tensor of forge."""
+    """Yield all tensors of theirs made from `weights`, in order. read: returns a tensor of forge by name."""
     for _, group in groupby(weights, key=lambda weight: weight.theirs):
         weight, *others = group
         if weight.rows is None:
@@ -167,7 +173,7 @@ def their_tensors(weights: list[Weight], read: Callable[[Weight], Tensor]) -> It
 def _parameter(
     model: ModelConfig, architecture: Architecture, name: str, shape: tuple[int, ...], prefix: str, inner: str
 ) -> Iterator[Weight]:
-    """Yield the parameter `name` of module `inner` of a layer, and extra tensors of transformers beside it."""
+    """Return the parameter `name` of module `inner` of a layer, and the extra tensors that transformers has beside it."""
     leaf = name.rpartition(".")[2]
     theirs = f"{prefix}.{(LAYER | dict(architecture.layer))[inner]}"
     heads, first = _rotated(model).get(inner, (0, 0)) if architecture.interleaved_rope else (0, 0)
@@ -183,7 +189,10 @@ def _parameter(
 
 
 def _mix(name: str, dim: int) -> list[Weight]:
-    """In theirs, a query of attention residuals is a projection to one number times the gain of a norm (Kimi K3)."""
+    """Return the query of attention residuals.
+
+    In Kimi K3's folders it is a projection to one number times the gain of a norm.
+    """
     *layer, module, _ = name.split(".")
     theirs = f"model.layers.{layer[1]}.{LAYER_MIXES[module]}" if layer else f"model.{LAST_MIX}"
     gain = f"{theirs}_norm.weight"
@@ -194,7 +203,7 @@ def _mix(name: str, dim: int) -> list[Weight]:
 
 
 def _rotated(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Projections with rows rotated by RoPE -> number of heads, and the first rotated row of a head."""
+    """Return projection -> (number of heads, first row of a head that RoPE rotates)."""
     if model.latent is None:
         return {"attention.wq": (model.n_heads, 0), "attention.wk": (model.n_kv_heads, 0)}
     queries = (model.n_heads, model.latent.qk_nope_head_dim)
@@ -212,7 +221,7 @@ def _zeros(theirs: str, *shape: int) -> Weight:
 def _router_state(
     model: ModelConfig, architecture: Architecture, name: str, tensor: Tensor, prefix: str
 ) -> Weight:
-    """Return the bias on the choice of experts, if they have one; only forge has the counts of the last step."""
+    """Return the router's state: the bias on the choice of experts, and counts of the last step, which only forge has."""
     shape = tuple(tensor.shape)
     if not name.endswith(".bias") or architecture.router_bias is None:
         return Weight(name, shape, (), shape, is_state=True, dtype=tensor.dtype)

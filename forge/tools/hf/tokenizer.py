@@ -1,4 +1,4 @@
-"""Import and export of tokenizers: the files that AutoTokenizer loads, and the files of such a folder that forge uses.
+"""Export the files that AutoTokenizer loads, and import those files of a Hugging Face folder that forge uses.
 
 tokenizer.json describes a tokenizer as data: how it normalises, splits and merges text, and the tokens added around it.
 """
@@ -39,8 +39,9 @@ def export_files(folder: Path) -> dict[str, bytes]:
     """Return name -> content of files for AutoTokenizer, with the same ids as forge's tokenizer in `folder`.
 
     Exception: AutoTokenizer turns the spelling of a special token in a text into the token. A text begins with the begin
-    token of documents, if there is one; a tokenizer.json is changed only if its own begin token differs. Raises UserError
-    for a SentencePiece model that tokenizer.json cannot express. Returns nothing for a folder without a tokenizer.
+    token of documents, if there is one. A tokenizer.json is changed only if the begin token that it adds differs. Raises
+    UserError for a SentencePiece model that tokenizer.json cannot express. Returns nothing for a folder without a
+    tokenizer.
     """
     if (folder / BYTES_FILE).is_file():
         return _files(*_bytes()) | {BYTES_FILE: (folder / BYTES_FILE).read_bytes()}
@@ -85,7 +86,7 @@ def _described(folder: Path) -> dict[str, bytes]:
 def _with_begin(files: dict[str, bytes], name: str) -> bytes:
     """Return the tokenizer.json, changed so that texts begin like forge's documents.
 
-    forge follows add_bos_token in the settings beside it; transformers follows the post-processor in the file.
+    forge follows add_bos_token in the settings file. transformers follows the post-processor in tokenizer.json.
     """
     begin = HuggingFaceTokenizer(files, name).bos_id
     if HuggingFaceTokenizer({JSON_FILE: files[JSON_FILE]}, name).bos_id == begin:
@@ -115,17 +116,17 @@ def _vocab_size(described: Path) -> int:
 
 
 def _bytes() -> tuple[dict[str, Any], Ends]:
-    """One token for each byte, and two special tokens: every character falls back to its bytes."""
+    """Return the tokenizer.json of the byte tokenizer: a token for each byte, and two special tokens."""
     ends = {_BEGIN: 256, _END: 257}
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | ends
     return _tokenizer_json(vocab, [], special=ends, whole={}, begin=_BEGIN), (_BEGIN, _END)
 
 
 def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
-    """tokenizer.json of a SentencePiece BPE model.
+    """Return the tokenizer.json of a SentencePiece BPE model.
 
-    SentencePiece merges the two neighbours whose joint piece has the highest score, the leftmost first. So the merges
-    are all splits of a piece in two, in the order of the pieces' scores.
+    SentencePiece merges the two neighbours whose joint piece has the highest score, the leftmost first. So the merges are
+    all splits of a piece in two, in the order of the pieces' scores.
     """
     from sentencepiece import sentencepiece_model_pb2 as protocol
 
@@ -186,10 +187,10 @@ def _tokenizer_json(
     escaped: bool = False,
     prefixed: bool = False,
 ) -> dict[str, Any]:
-    """BPE over the whole text, with bytes for characters outside `vocab`.
+    """Return a tokenizer.json with BPE over the whole text, and with bytes for characters outside `vocab`.
 
-    special: tokens without text. whole: strings that are always one token. escaped: spaces become U+2581. prefixed: a
-    space is added before a text.
+    special: tokens without text. whole: strings that are always one token. escaped: spaces become U+2581. prefixed: a space
+    is added before a text.
     """
     prepend: list[Json] = [{"type": "Prepend", "prepend": _SPACE}] if prefixed else []
     replace = [
@@ -228,7 +229,7 @@ def _tokenizer_json(
 
 
 def _begin_with(token: str, number: int) -> Json:
-    """Return a post-processor that adds `token` before a text, and before each of a pair."""
+    """Return a post-processor that adds `token` before a text, and before each text of a pair."""
     begin = {"SpecialToken": {"id": token, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {

@@ -24,18 +24,16 @@ from forge.shard import Shard
 def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
     """Write the mean of the weights of `paths`, checkpoints of one model, to the folder `output`.
 
-    Returns the number of tensors.
+    Return the number of tensors.
 
-    ema: average their means over steps (`optimizer.ema`) instead of their weights. Balanced state, e.g. a router's bias,
-    is not learned and has no mean over steps.
+    ema: average the checkpoints' weight averages (`optimizer.ema`) instead of their weights. Balanced state, e.g. a
+    router's bias, is not learned and has no weight average.
 
-    Sums are float64, results have the dtypes of the last checkpoint. Its config, tokenizer and router counters are
-    copied.
-
+    Sums are float64, results have the dtypes of the last checkpoint. Its config, tokenizer and router counters are copied.
     Each checkpoint is verified before it is read.
 
-    Raises UserError if a folder is not a checkpoint, is damaged (exit 77) or lacks these means, if the models differ, or
-    if `output` exists.
+    Raises UserError if a folder is not a checkpoint, is damaged (exit 77) or lacks weight averages, if the models differ,
+    or if `output` exists.
     """
     if output.exists():
         raise UserError(f"{output}: exists already; choose another folder or remove it")

@@ -32,13 +32,13 @@ _GROWTH = 128
 class CachedScores:
     """`NextScores` of `model`, a whole Transformer in this process.
 
-    If every text equals its last version, or extends it by one token, only these last tokens are computed; for
-    other texts the cache is rebuilt. As without a cache the model sees each text's last `model.seq_len` tokens, at
-    positions 0, 1, ...; a longer text is recomputed for each further token, because all its positions change.
+    If every text equals its version in the previous call, or extends it by one token, only these last tokens are computed.
+    Otherwise the cache is rebuilt. As without a cache the model sees each text's last `model.seq_len` tokens, at positions
+    0, 1, .... A longer text is recomputed for each further token, because all its positions change.
 
     Memory: 2 * kv_heads * head_dim numbers per text, token and layer; with latent attention kv_lora_rank +
-    qk_rope_head_dim; in a linear layer one state per text and head. Raises UserError for a model whose attention has no
-    `attend`.
+    qk_rope_head_dim; in a linear-attention layer one state per text and head. Raises UserError for a model whose attention
+    has no `attend`.
     """
 
     def __init__(self, model: Any):
@@ -76,7 +76,10 @@ class CachedScores:
         return logits
 
     def _read(self, tokens: Tensor, places: Places | None, last: Tensor) -> Tensor:
-        """Logits `[texts, vocab]` at index `last` `[texts]` of tokens `[texts, seq]`, whole texts if places is None."""
+        """Return logits `[texts, vocab]` at index `last` `[texts]` of tokens `[texts, seq]`.
+
+        places None: the tokens are whole texts.
+        """
         for layer in self._layers:
             layer.places, layer.last = places, last
         with replaced(self._model, _LastScores(last, self._model.config.logit_soft_cap), self._layers):
@@ -86,7 +89,8 @@ class CachedScores:
 class _LayerCache:
     """The attention function of one layer. Stores keys and values `[texts, kv_heads, places, head_dim]`.
 
-    With `places` None, `inner` alone reads whole texts; otherwise one token of each text is read.
+    With `places` None it reads whole texts by `inner`. Otherwise it reads one token of each text and attends to the stored
+    keys.
     """
 
     def __init__(self, inner: AttentionFunction):
@@ -114,9 +118,8 @@ class _LayerCache:
     def attend_latent(
         self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
     ) -> Tensor:
-        """Attend like `LatentAttention`, and keep the latents.
+        """See `LatentAttention`. Stores the latents. One query per text attends to them directly (absorbed projections).
 
-        One query per text attends to the latents directly (absorbed projections).
         In a block format they are expanded into keys and values instead.
         """
         latent, key = (kept.squeeze(1) for kept in self._kept(latent.unsqueeze(1), key.unsqueeze(1)))
@@ -127,7 +130,7 @@ class _LayerCache:
         return layer.absorbed(self._inner, q, latent, key, mask)
 
     def _kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep k and v `[texts, kv_heads, seq, any size]`; return everything kept up to the last token."""
+        """Store k and v `[texts, kv_heads, seq, any size]`. Return all stored keys and values, up to the last token."""
         if self.places is None:
             self._keys, self._values = k.contiguous(), v.contiguous()
             return k, v
@@ -139,7 +142,10 @@ class _LayerCache:
 
 
 def _with_room(kept: Tensor, places: int) -> Tensor:
-    """Return `kept` `[texts, kv_heads, places, head_dim]` itself, or a copy with at least `places` places."""
+    """Return `kept` `[texts, kv_heads, places, head_dim]`, or a larger copy if it is too small.
+
+    The result has at least `places` places.
+    """
     size = kept.shape[2]
     if size >= places:
         return kept

@@ -1,10 +1,10 @@
 """Next-token scores of one text, several at a time: multi-token prediction modules draft, and the model checks.
 
 A draft is the modules' prediction after the last token. The model reads the last token and the draft in one forward. This
-gives the scores of the next token, and of each further token as long as the draft is right. So the scores and the
-text are the model's own, for any drafts (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
-Decoding"); good drafts save forwards. Keys and values of rejected tokens are overwritten, and linear layers
-continue from the state before them.
+gives the scores of the next token, and of each further token as long as the draft is right. So the scores and the text are
+the model's own, for any drafts (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"); good
+drafts save forwards. Keys and values of rejected tokens are overwritten. Linear-attention layers go back to the state
+before the rejected tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from forge.tools.inference.states import TextStates
 class DraftedScores:
     """`NextScores` of `model`, a whole Transformer in this process with [model.mtp], for one text.
 
-    `forwards`: number of the model's forwards, fewer than generated tokens if drafts are accepted. As without drafts the
-    model sees the text's last `model.seq_len` tokens, and a longer text is read again for each further token.
+    forwards: number of the model's forwards so far. It is smaller than the number of generated tokens if drafts are
+    accepted. As without drafts the model sees the text's last `model.seq_len` tokens, and a longer text is read again for
+    each further token.
 
     Raises ValueError for a model without multi-token prediction modules.
     """
@@ -78,7 +79,7 @@ class DraftedScores:
         self._scores = {len(text) + number: logits[:, number] for number in range(len(draft) + 1)}
 
     def _draft(self, text: list[int]) -> list[int]:
-        """Return the modules' predictions after `text`; the model has read all but its last token."""
+        """Return the modules' predictions after `text`. The model has read all tokens of `text` but the last."""
         model, end = self._model, len(text) - 1
         # In the last call, the last module may have read drafted tokens, as far back as it looks ahead.
         begin = max(0, min(self._finished, end) - len(model.ahead))
@@ -105,9 +106,9 @@ class DraftedScores:
 
 
 class _TextCache:
-    """The attention function of one layer for the tokens from `begin` to `end` of a text.
+    """The attention function of one layer for tokens `begin` to `end` of a text.
 
-    It has read the earlier tokens.
+    The cache has the keys and values of earlier tokens.
     """
 
     def __init__(self, inner: AttentionFunction):
@@ -116,7 +117,7 @@ class _TextCache:
         self._keys = self._values = torch.empty(0)
 
     def back_to(self, place: int) -> int:
-        """Return the last place up to `place` from which tokens can be read."""
+        """Return the last position, at most `place`, from which reading can continue."""
         return place
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
@@ -131,7 +132,7 @@ class _TextCache:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        """Like the inner attention function, for queries, keys and values of the new tokens."""
+        """Compute `inner` for the queries, keys and values of the new tokens and all cached ones."""
         if self.begin:
             k = torch.cat([self._keys[:, :, : self.begin], k], dim=2)
             v = torch.cat([self._values[:, :, : self.begin], v], dim=2)
@@ -154,7 +155,7 @@ class _Hidden(nn.Module):
 
 
 def _back_to(place: int, caches: list[Any]) -> int:
-    """Return the last place up to `place` from which all of `caches` can read; all have read the same tokens."""
+    """Return the last position, at most `place`, from which all of `caches` can continue. All have read the same tokens."""
     for cache in caches:
         place = cache.back_to(place)
     return place

@@ -25,11 +25,11 @@ _AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class Measured:
-    """How well a model predicts a text.
+    """The loss of a model on a text.
 
-    `loss`: mean cross-entropy in nats over `tokens` labels, including labels that begin or end documents.
-    `text_bytes`: size of the labels' text in UTF-8, special tokens excluded; None if unknown.
-    `bytes_from`: "dataset.json" (counted from the text by prepare_data) or "decoding" (of the labels).
+    loss: mean cross-entropy in nats over `tokens` labels, including labels that begin or end documents. text_bytes: size of
+    the labels' text in UTF-8, special tokens excluded; None if unknown. bytes_from: "dataset.json" (counted from the text
+    by prepare_data) or "decoding" (of the labels).
     """
 
     loss: float
@@ -44,7 +44,7 @@ class Measured:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits of all labels over the bytes of their text: comparable between tokenizers."""
+        """The bits of all labels divided by the bytes of their text: comparable between tokenizers."""
         return self.loss * self.tokens / log(2.0) / self.text_bytes if self.text_bytes else None
 
 
@@ -55,11 +55,13 @@ def measure(
     batch_size: int = 8,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Measured:
-    """Measure the loss on the `sequences` windows of train.seq_len tokens that the trainer's evaluation reads.
+    """Measure the loss on the windows that the trainer's evaluation of `sequences` sequences reads.
 
-    With `sequences` None, measure all windows and the shorter rest after them. Each token except the source's first is
-    predicted at most once, from the earlier tokens of its window. `progress` is called with the number of tokens done.
-    Raises UserError (exit 1) if the loss is not finite.
+    Each window has train.seq_len tokens.
+
+    sequences None: measure all windows and the shorter rest after them. Each token except the source's first is predicted
+    at most once, from the earlier tokens of its window. `progress` is called with the number of tokens done. Raises
+    UserError (exit 1) if the loss is not finite.
     """
     seq_len = opened.config.train.seq_len
     whole, labelled = (source.tokens - 1) // seq_len, source.tokens - 1
@@ -90,7 +92,7 @@ def measure(
 def _text_bytes(
     opened: TrainedModel, source: Source, windows: Sequence[int]
 ) -> tuple[int | None, str | None]:
-    """Bytes of the text of these windows' labels, and their origin."""
+    """Return the bytes of the text of these windows' labels, and the origin of the number."""
     tokenizer, seq_len = opened.tokenizer, opened.config.train.seq_len
     # If documents begin with text, the unpredicted tokens have bytes, so the labels must be decoded.
     ends_are_special = tokenizer is None or tokenizer.bos_id is not None
@@ -110,9 +112,9 @@ def _text_bytes(
 
 
 def _decoded_bytes(source: Source, tokenizer: Tokenizer, first: int, last: int, masked: bool) -> int:
-    """Bytes of the text of tokens first + 1 ... last, decoded document by document.
+    """Return the bytes of the text of tokens first + 1 ... last, decoded document by document.
 
-    With `masked` the first token of a document is not predicted, and left out. If token `first` is in the same document,
+    With `masked` the first token of a document is not a label, so it is left out. If token `first` is in the same document,
     it is decoded too and its bytes are subtracted: tokenizers drop a space at the start of a text.
     """
     total = 0

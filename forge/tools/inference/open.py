@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model of the checkpoint at `path`, saved after `step`. `tokenizer`: None if the run had none."""
+    """The model of the checkpoint at `path`, saved after `step`. tokenizer: None if the run had none."""
 
     path: Path
     step: int
@@ -55,11 +55,11 @@ def open_checkpoint(
     Among several checkpoints the newest intact one is opened; a damaged one is skipped with a warning and left unchanged.
     Without `verify` tensor files are compared by name and size only. `compute` (float32, ...) and `context` (tokens)
     override precision.compute and train.seq_len. Routing has no noise and no capacity limit. trust: allow the import of a
-    class named by model.kind. float8: compute with the run's precision.float8, emulated if the hardware lacks it;
-    otherwise in `compute`.
+    class named by model.kind. float8: compute with the run's precision.float8, emulated if the hardware lacks it; otherwise
+    in `compute`.
 
-    Raises UserError: exit 2 if there is no checkpoint, its config is invalid or needs trust, or float8 is requested and
-    the run has none; 77 if none is intact.
+    Raises UserError. Exit 2: there is no checkpoint, its config is invalid or needs trust, or float8 is requested but the
+    run has none. Exit 77: no checkpoint is intact.
     """
     found = _find_undamaged(Path(path), verify)
     try:
@@ -104,7 +104,7 @@ def _find_undamaged(path: Path, verify: bool) -> Path:
         except RanksFailed as error:
             problems.append(f"checkpoint {candidate}: {error}")
         if len(candidates) > len(problems):
-            log.warning("%s; an older one is used", problems[-1], extra=Cause.FALLBACK.mark)
+            log.warning("%s; using an older checkpoint", problems[-1], extra=Cause.FALLBACK.mark)
     raise UserError("; ".join(problems), NO_CHECKPOINT)
 
 

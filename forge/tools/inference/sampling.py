@@ -17,11 +17,12 @@ NextScores = Callable[[Sequence[Sequence[int]]], Tensor]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen from its scores.
+    """The rule by which a token is chosen from its scores.
 
-    `temperature` 0 takes the likeliest token, among equals the lowest id. Otherwise a token is drawn from softmax(logits
-    / temperature), restricted first to the `top_k` likeliest tokens (0: all), then to the fewest likeliest ones with
-    total probability `top_p`. The draw for position n of a text depends only on (`seed`, n) and the scores.
+    `temperature` 0 takes the likeliest token, and among equals the lowest id. Otherwise a token is drawn from
+    softmax(logits / temperature). The draw is restricted first to the `top_k` likeliest tokens (0: all), then to the fewest
+    likeliest ones with total probability `top_p`. The draw for position n of a text depends only on (`seed`, n) and the
+    scores.
     """
 
     temperature: float = 0.0
@@ -37,11 +38,11 @@ def generate(
     sampling: Sampling,
     stop: Callable[[int, list[int]], bool] = lambda row, new: False,
 ) -> Iterator[list[int | None]]:
-    """Continue every prompt by at most `max_tokens` tokens; yields one list a step: each text's new token.
+    """Continue every prompt by at most `max_tokens` tokens. Yields a list per step, with the new token of each text.
 
-    A text ends when `stop(row, its new tokens)`, called after each token, returns True; from then on its entry is None.
-    A text depends on its own prompt only, not on the others. Processes that see the same scores choose the same tokens
-    without communication.
+    After each token `stop(row, its new tokens)` is called. If it returns True, the text has ended, and its entry is None
+    from then on. A text depends only on its own prompt. Processes that see the same scores choose the same tokens without
+    communication.
 
     Raises ValueError for an empty prompt, and for scores that are not finite.
     """
@@ -79,7 +80,10 @@ def recomputed(model_call: Callable[[Tensor], Tensor], seq_len: int) -> NextScor
 
 
 def padded(texts: Sequence[Sequence[int]]) -> Tensor:
-    """Return int64 `[texts, longest]`, filled with token 0 at the end; earlier tokens do not attend to it."""
+    """Return the texts as int64 `[texts, longest]`, padded at the end with token 0.
+
+    No token of a text attends to the padding.
+    """
     longest = max(map(len, texts))
     return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, from a model whose loss is replaced for one forward."""
+"""Log-probabilities of given tokens. The model's loss is replaced during one forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from forge.model.loss import IGNORE, head_logits
 def replaced(
     model: Any, loss: nn.Module, attend: Sequence[AttentionFunction] | None = None
 ) -> Iterator[None]:
-    """Give `model` this loss, and each layer its function of `attend` if given; restore the originals at the end."""
+    """In the body, replace the loss of `model` and, with `attend`, the layers' attention functions.
+
+    attend: one function per layer.
+    """
     attentions = [block.attention for block in model.layers.values()] if attend is not None else []
     own_loss, own = model.loss, [attention.attend for attention in attentions]
     try:
@@ -44,7 +47,7 @@ def token_scores(model: Any, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Te
 
 
 class _TokenScores(nn.Module):
-    """Replaces the loss: `[2, batch, seq]`, log-probability and whether it is the highest.
+    """Replaces the loss: returns `[2, batch, seq]`, the log-probability, and whether it is the highest.
 
     The logits of only `chunk_tokens` tokens exist at once.
     """

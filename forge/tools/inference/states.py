@@ -14,7 +14,7 @@ from forge.model.linear_attention import causal_convolution
 
 
 class Places(NamedTuple):
-    """The place of the one new token of each text, int64 `[texts]`; all are below `end`."""
+    """The position of the one new token of each text, int64 `[texts]`; all are below `end`."""
 
     of_text: Tensor
     end: int
@@ -23,8 +23,8 @@ class Places(NamedTuple):
 class StateCache:
     """The `Recurrence` of one layer. Keeps the state for the next token.
 
-    With `places` None it reads whole texts, whose last tokens are at `last`, int64 `[texts]`, before padding;
-    otherwise one token of each text. An unchanged text's token is read again, and changes nothing.
+    With `places` None it reads whole texts, which are padded after their last tokens at `last`, int64 `[texts]`. Otherwise
+    it reads one token of each text. If a text has not grown, its last token is read again, and the state does not change.
     """
 
     def __init__(self, inner: Recurrence):
@@ -67,12 +67,14 @@ class StateCache:
         return out
 
     def _advances(self, places: Places) -> Tensor:
-        """Texts that are longer than before: bool `[texts, 1, 1]`."""
+        """Return which texts are longer than in the previous call: bool `[texts, 1, 1]`."""
         return (places.of_text > self._seen)[:, None, None]
 
 
 class TextStates:
-    """The `Recurrence` of one layer for the tokens from `begin` to `end` of a text; it has read the earlier tokens.
+    """The `Recurrence` of one layer for the tokens from `begin` to `end` of a text.
+
+    It continues from the state of earlier tokens.
 
     It keeps the states after the last `kept` tokens, so up to `kept` tokens can be taken back.
     """
@@ -84,7 +86,7 @@ class TextStates:
         self._states: dict[int, Tensor] = {}  # number of tokens -> state after them
 
     def back_to(self, place: int) -> int:
-        """Return the last place up to `place` from which tokens can be read."""
+        """Return the last position, at most `place`, from which reading can continue."""
         return max((number for number in self._states if number <= place), default=0)
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:

@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 class TaskScores(Hook):
     """Scores the model on `evaluate.tasks` every `evaluate.tasks_interval` steps, if the data has a tokenizer.
 
-    Each rank processes the same questions, so this works on every layout; data-parallel ranks repeat the work.
-    An error on all ranks costs a warning, not the run; a rank that fails alone waits for the others until the watchdog
-    ends them all. Raises UserError for an unknown task, or if lm-eval is not installed.
+    Each rank processes the same questions, so this works on every layout; data-parallel ranks repeat the work. An error on
+    all ranks costs a warning, not the run. A rank that fails alone waits for the others until the watchdog ends them all.
+    Raises UserError for an unknown task, or if lm-eval is not installed.
     """
 
     def __init__(self, trainer: Trainer):

@@ -38,7 +38,7 @@ def run_tasks(
     limit: int | None = None,
     batch_size: int = 8,
 ) -> dict[str, dict[str, Any]]:
-    """Return task or group -> metric -> value, under lm-eval's own names. `limit`: only the first questions of each.
+    """Return task or group -> metric -> value, under lm-eval's own names. limit: use only the first questions of each task.
 
     Raises UserError for an unknown task, and for a model without a tokenizer.
     """
@@ -49,7 +49,7 @@ def run_tasks(
 
 
 def find_tasks(tasks: Sequence[str], folder: str | None, key: str, folder_key: str) -> TaskManager:
-    """Return lm-eval's manager, which knows these tasks. Raises UserError with the key names for an unknown task."""
+    """Return lm-eval's manager, which knows these tasks. Raises UserError that names `key` for an unknown task."""
     manager = TaskManager(include_path=folder)
     for task in tasks:
         if not manager.match_tasks([task]):
@@ -67,10 +67,7 @@ def evaluate_tasks(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return task or group -> metric -> value, under lm-eval's own names.
-
-    The result is empty except on the first rank of a machine.
-    """
+    """Return task or group -> metric -> value, under lm-eval's own names. Only the first rank of a machine gets a result."""
     found = simple_evaluate(
         scorer,
         tasks=list(tasks),
@@ -96,7 +93,7 @@ class Scorer(TemplateLM):
     def __init__(self, opened: TrainedModel, batch_size: int = 8):
         super().__init__()
         if opened.tokenizer is None:
-            raise UserError(f"{opened.path} holds no tokenizer, and tasks are text")
+            raise UserError(f"{opened.path} holds no tokenizer, which tasks need")
         self._opened, self._model, self._text = opened, opened.model, opened.tokenizer
         self._batch_size = batch_size
         try:
@@ -126,7 +123,10 @@ class Scorer(TemplateLM):
         return ids if add_special_tokens is False else begin_text(ids, self._text)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each whole text, from disjoint windows that each begin with the token before."""
+        """Return the log-probability of each whole text.
+
+        It is cut into disjoint windows, each preceded by the last token before it.
+        """
         windows: list[tuple[Any, list[int], list[int]]] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
@@ -143,7 +143,7 @@ class Scorer(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return (log-probability, whether greedy decoding would generate it) of each continuation after its context."""
+        """Return each continuation's log-probability after its context, and whether greedy decoding would generate it."""
         for _name, _context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise UserError(
@@ -164,7 +164,10 @@ class Scorer(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the text generated after each context, up to the first of the request's `until` or the end token."""
+        """Return the text generated after each context.
+
+        It ends at the end token, or at the first of the request's `until` strings.
+        """
         texts = [""] * len(requests)
         kinds: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -208,7 +211,7 @@ class Scorer(TemplateLM):
         return CachedScores(self._model)
 
     def _batches(self, done: str, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield indices of items with these lengths, in batches, the longest first, with a progress line."""
+        """Yield batches of indices of items with these lengths, the longest items first, with a progress line."""
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         line = ProgressLine(done, len(order), "requests", 1.0)
         for begin in range(0, len(order), self._batch_size):
@@ -218,7 +221,10 @@ class Scorer(TemplateLM):
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
-    """Greedy unless the task sets do_sample = true, or a temperature without do_sample."""
+    """Return the sampling rule of a task.
+
+    It is greedy unless the task sets do_sample = true, or a temperature without do_sample.
+    """
     temperature = float(options.get("temperature") or 0.0)
     if options.get("do_sample") is False:
         temperature = 0.0
@@ -228,7 +234,9 @@ def _sampling(options: dict[str, Any]) -> Sampling:
 
 
 class LoopScorer(Scorer):
-    """The same for a model in training, on any layout: each rank has the same requests and calls `model_logits` with them.
+    """Like `Scorer`, for a model in training, on any layout.
+
+    Every rank has the same requests and calls `model_logits` with them.
 
     model_logits: maps tokens int64 `[batch, seq]` to logits `[batch, seq, vocab]`, on every rank; collective.
     """

@@ -20,10 +20,11 @@ log = logging.getLogger(__name__)
 class TextSamples(Hook):
     """Writes a text after `evaluate.sample_prompt` every `evaluate.sample_interval` steps, if the data has a tokenizer.
 
-    An empty prompt needs a token that begins or ends a document; without one a warning at the start replaces all samples.
+    An empty prompt needs a token that begins or ends a document. Without such a token, one warning at the start replaces
+    all samples.
 
-    An error on all ranks costs a warning, not the run. A rank that fails alone waits for the others until the watchdog
-    ends them all. If it continued, its next collective would be matched with another one of theirs.
+    An error on all ranks costs a warning, not the run. A rank that fails alone waits for the others until the watchdog ends
+    them all. If it continued, its next collective would be matched with a different collective of the others.
     """
 
     def __init__(self, trainer: Trainer):

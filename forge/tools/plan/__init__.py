@@ -1,1 +1,4 @@
-"""The needs of a run, before it starts: the real model and step on fake tensors, for any world size, in one CPU process."""
+"""Plan the needs of a run before it starts.
+
+The real model and step run on fake tensors, for any world size, in one CPU process.
+"""

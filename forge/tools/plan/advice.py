@@ -1,4 +1,4 @@
-"""Which keys would free enough memory: the keys that an out-of-memory message names, each planned."""
+"""Find keys that free enough memory: the keys that an out-of-memory message names, each planned."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ MOST = 5
 
 @dataclass(frozen=True)
 class Remedy:
-    """Overrides that free memory, and the worst rank's need with all of them."""
+    """Overrides that free memory, and the largest need of any rank with all of them."""
 
     overrides: list[str]
     needed: int
 
 
 def remedy_for(made: Plan) -> Remedy | None:
-    """Set one key after another on a plan that does not fit, until it does; None if no key frees anything.
+    """Set one key after another on a plan that does not fit, until it does. None if no key frees anything.
 
-    The plan with all of them may still need too much.
+    The plan with all keys may still need too much.
     """
     overrides: list[str] = []
     best = made
@@ -41,7 +41,7 @@ def remedy_for(made: Plan) -> Remedy | None:
 
 
 def _next(made: Plan, tried: set[str]) -> tuple[str, Plan] | None:
-    """Return the first override that frees memory, with its plan. Adds every override tried to `tried`."""
+    """Return the first override that frees memory, with its plan. Add every planned override to `tried`."""
     state = sum(made.worst.state.values())
     on_gpu = made.hardware is not None and bool(made.hardware.card)
     dominates = 2 * state > made.worst.peak.size

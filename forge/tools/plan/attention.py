@@ -2,7 +2,7 @@
 
 On a GPU attention runs in kernels, PyTorch's own or flex_attention. They keep queries, keys, values, the output and its
 logsumexp, and compute only the scores inside the mask. A CPU has no such kernels. `attend` replaces all of them by an
-operator without values that carries the number of scores. Block tables are small and left out. A plan does not know
+operator without values that is given the number of scores. Block tables are small and left out. A plan does not know
 document lengths, so a sequence counts as one document.
 """
 
@@ -23,7 +23,7 @@ from forge.parallel.context.ulysses import UlyssesAttention
 
 
 def on_gpu(attend: Any) -> Any:
-    """Return an attention function with the memory and FLOPs of `attend` on a GPU."""
+    """Return an attention function for plans that has the memory and FLOPs of `attend` on a GPU."""
     if isinstance(attend, SdpaAttention):
         return PlannedAttention()
     if isinstance(attend, AllGatherAttention):
@@ -36,7 +36,7 @@ def on_gpu(attend: Any) -> Any:
 
 
 class PlannedAttention(SdpaAttention):
-    """The table is the number of scores; None: causal."""
+    """An attention function whose mask has the number of scores as its table; None: causal."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         seq = x.shape[1]
@@ -54,7 +54,10 @@ class PlannedAttention(SdpaAttention):
 
 
 class PlannedGathered(AllGatherAttention):
-    """All-gather attention with a table made from real positions."""
+    """All-gather attention for plans.
+
+    Its table depends on positions, so it is made with real values instead of fake tensors.
+    """
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         with _disable_current_modes():  # tables depend on positions, so these need values
@@ -62,7 +65,7 @@ class PlannedGathered(AllGatherAttention):
 
 
 class PlannedRing(RingAttention):
-    """Ring attention with a table made from real positions."""
+    """Ring attention for plans. Its table depends on positions, so it is made with real values instead of fake tensors."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         with _disable_current_modes():
@@ -77,7 +80,7 @@ def visible_scores(window: int, _documents: Any, queries: Tensor, keys: Tensor) 
 
 
 class PlannedKernel(FlexKernel):
-    """The kernel of a ring step. Its table is the number of visible scores."""
+    """The kernel of a ring step for plans. A block's table is its number of visible scores."""
 
     make_table = staticmethod(visible_scores)
 
@@ -96,7 +99,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: int | None) -> tuple[Tensor,
 
 @torch.library.custom_op("forge::planned_attention", mutates_args=())
 def planned_attention(q: Tensor, k: Tensor, v: Tensor, scores: int) -> tuple[Tensor, Tensor]:
-    """Attention with `scores` scores per head, on fake tensors."""
+    """Compute attention with `scores` scores per head, on fake tensors."""
     raise NotImplementedError("a plan has no values")
 
 

@@ -1,4 +1,4 @@
-"""Collectives as PyTorch's dispatcher sees them: kind, bytes and ranks."""
+"""Collectives observed in PyTorch's dispatcher: kind, bytes and ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NOT_SENT = ("wait_tensor", "_wrap_tensor_autograd")
 
 @dataclass(frozen=True)
 class Collective:
-    """One call. `size`: bytes of its largest tensor, which a ring moves except for a factor of (n - 1) / n."""
+    """One call. size: bytes of its largest tensor; a ring moves (n - 1) / n of them."""
 
     kind: str
     size: int

@@ -1,4 +1,4 @@
-"""`train.py --config X --plan`: prints a plan and returns an exit code."""
+"""`train.py --config X --plan`: print a plan and return an exit code."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) 
 
 
 def largest(config: Config) -> Config:
-    """Return `config` without phases, with the steps that need most memory, as many as have its tokens.
+    """Return `config` without phases, with the step sizes that need most memory and as many steps as have the run's tokens.
 
-    These have the largest microbatch. Without phases, return `config`.
+    These step sizes have the largest microbatch. Without phases, return `config`.
     """
     if not config.phase:
         return config
@@ -101,7 +101,7 @@ def phases_as_json(config: Config) -> list[dict[str, Any]]:
 
 
 def phases_as_text(config: Config, plan: Plan) -> str:
-    """Return a line for each phase, and a line that names the steps of the numbers above."""
+    """Return a line for each phase, and a line that says which steps the plan's numbers are about."""
     lines = [
         f"  from token {one['from_token']:,} (step {one['from_step']:,}): {one['global_batch_size']} sequences of "
         f"{one['seq_len']} tokens, microbatches of {one['micro_batch_size']}, peak learning rate {one['lr']:.3g}"

@@ -1,9 +1,9 @@
-"""How long a step takes: a roofline over the traced operators, and the links of collectives.
+"""Estimate the time of a step: a roofline over the traced operators, and the links of collectives.
 
-An operator takes the longer of its FLOPs at the GPU's peak and its bytes at the memory bandwidth. Keys of `Hardware` give
-the reached shares of these peaks; docs/internals/plan-accuracy.md names the published runs that they were fitted to.
-Collectives in the background are hidden behind computation as long as there is any, and slow it down. On a CPU they are
-not hidden, because the same cores move the bytes and compute.
+An operator takes the longer of two times: its FLOPs at the GPU's peak, and its bytes at the memory bandwidth. Keys of
+`Hardware` give the reached shares of these peaks; docs/internals/plan-accuracy.md names the published runs to which they
+were fitted. Collectives in the background are hidden behind computation as long as there is any, and slow it down. On a CPU
+they are not hidden, because the same cores move the bytes and compute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FUSED = 0.44
 
 @dataclass(frozen=True)
 class Pace:
-    """Factors by which computation and collectives may take longer than planned."""
+    """Factors by which computation and collectives take longer than planned."""
 
     compute: float
     links: float
@@ -40,7 +40,7 @@ PACES = (Pace(0.87, 0.75), Pace(1.0, 1.0), Pace(1.15, 1.4))
 class Spent:
     """Seconds of computation, of exposed collectives and of overlapped ones.
 
-    node, network: seconds that the bytes of both kinds of collectives occupy the NVLink and the NIC that they share.
+    For both kinds of collectives, also the seconds for which their bytes occupy the shared NVLink and NIC.
     """
 
     compute: float = 0.0
@@ -59,7 +59,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Of one rank. forward, backward: of each traced microbatch; update: the rest of the step."""
+    """Times of one rank. forward, backward: of each traced microbatch; update: the rest of the step."""
 
     forward: dict[int, Spent] = field(default_factory=dict)
     backward: dict[int, Spent] = field(default_factory=dict)
@@ -71,7 +71,7 @@ def time_of(
 ) -> StepTime:
     """Return the time of the traced step.
 
-    config: gives compilation and float8, which are not traced. ranks_of: ranks of each process group, by its name.
+    config: has compilation and float8, which are not traced. ranks_of: name of a process group -> its ranks.
     """
     spent: dict[tuple[str, int], Spent] = defaultdict(Spent)
     float8 = products_in_float8(config, hardware)
@@ -103,7 +103,7 @@ def _place(phase: str, microbatch: int) -> tuple[str, int]:
 
 
 def _as_run(work: Work, moment: Moment, config: Config, float8: Collection[str]) -> Work:
-    """Correct `work`, which was traced without compiler and float8, for both. float8: see `products_in_float8`."""
+    """Correct `work`, traced without compiler and float8, for both. float8: see `products_in_float8`."""
     in_block = moment.part.startswith("layers.")
     in_loss = moment.part == "head"
     if work.kind == "memory" and ((in_block and config.compile.enabled) or (in_loss and config.compile.loss)):

@@ -1,6 +1,6 @@
 """`FakeRank`: one rank of an imaginary run, on fake tensors (shapes without memory).
 
-Model, layout, optimizer and step are a run's. Only the process group is fake: its collectives return at once.
+Model, layout, optimizer and step are those of a run. Only the process group is fake: its collectives return at once.
 """
 
 from __future__ import annotations
@@ -62,16 +62,19 @@ def fake_ranks(rank: int, world: int) -> Iterator[None]:
 
 
 def _send(*args: Any, **kwargs: Any) -> Any:
-    """Send a message and report it complete. The fake group never does, so the tensor would live all step long."""
+    """Send a message and report it as complete.
+
+    The fake group never reports that, so the tensor would live for the whole step.
+    """
     work: Any = dist.isend(*args, **kwargs)
     return SimpleNamespace(wait=work.wait, is_completed=lambda: True)
 
 
 class FakeRank:
-    """Model and optimizer of this rank. Needs `fake_ranks`.
+    """The model and optimizer of one rank. Needs `fake_ranks`.
 
-    load: tokens that reach this rank's experts, relative to equal loads of all experts. card: attention and norms as on a
-    GPU.
+    load: number of tokens that this rank's experts receive, relative to an equal load of all experts. card: plan attention
+    and norms as on a GPU.
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class FakeRank:
         return sum(len(buffer.buckets) for buffer in buffers)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Return the host memory of this rank's asynchronous save, and its tensors' bytes in a checkpoint."""
+        """Return two numbers of bytes: host memory for this rank's asynchronous save, and its tensors in a checkpoint."""
         host = whole = 0
         for name, (shard, values) in all_tensors(self.model, self.optimizer).items():
             host += local(values).nbytes if writes(name, shard) else 0
@@ -144,7 +147,7 @@ class FakeRank:
             apply_gradients(model, self.optimizer, report, optimizer.lr, train.grad_clip_norm)
 
     def update(self, microbatches: int) -> None:
-        """Run only the optimizer's part of such a step, with placeholder gradients."""
+        """Run only the optimizer's part of a step, with placeholder gradients."""
         with _explained(), self._watched():
             self.trace.begin()
             self.trace.moment = Moment("update")
@@ -159,7 +162,7 @@ class FakeRank:
             del batch
 
     def batch_bytes(self, microbatches: int) -> int:
-        """Return the bytes of these microbatches' tokens, and of this rank's part of each: both live for a whole step."""
+        """Return the bytes of these microbatches' tokens, and of this rank's part of each. Both live for a whole step."""
         with self._fake:
             batch = self._batch(1)
             (whole,) = batch.microbatches(self.model.micro_batch_size)
@@ -182,7 +185,7 @@ class FakeRank:
             yield
 
     def _rows(self) -> int:
-        """Rows of one layer's experts from this rank's tokens of one microbatch."""
+        """Return the number of rows that one layer's experts get from this rank's tokens of one microbatch."""
         moe, train = self.config.model.moe, self.config.train
         if moe is None:
             return 0
@@ -190,7 +193,7 @@ class FakeRank:
         return tokens * moe.top_k
 
     def _share_of_nodes(self) -> float:
-        """Rows sent to nodes, per row of an expert: see `visited_nodes`."""
+        """Return the number of rows sent to nodes per row sent to experts: see `visited_nodes`."""
         moe = self.config.model.moe
         return 1.0 if moe is None else visited_nodes(moe, self.degrees.ep_nodes) / moe.top_k
 
@@ -209,7 +212,7 @@ def _leave(*_: Any) -> None:
 
 
 def _loads(rows: int, load: float, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
-    """Return the rows sent to each rank, equally, and the rows received from it."""
+    """Return the number of rows sent to each rank, all equal, and the number received from each."""
     ranks = leaving.shape[0]
     sends = _divided(rows, ranks)
     return sends, [round(load * sends[0])] * ranks
@@ -218,7 +221,7 @@ def _loads(rows: int, load: float, leaving: Tensor, _arriving: Tensor) -> tuple[
 def _node_loads(
     rows: int, share: float, load: float, to_nodes: Tensor, _from: Tensor, leaving: Tensor, _arriving: Tensor
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return the rows sent to and received from each node, then each rank of a node."""
+    """Return the numbers of rows sent to and received from each node, then to and from each rank of a node."""
     nodes, ranks = to_nodes.shape[0], leaving.shape[0]
     sends, here = _divided(round(share * rows), nodes), _divided(rows, ranks)
     return sends, [sends[0]] * nodes, here, [round(load * here[0])] * ranks
@@ -230,7 +233,7 @@ def _divided(rows: int, ranks: int) -> list[int]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise UserError if the body reads data, which fake tensors do not have."""
+    """Turn the error of a body that reads data into UserError: fake tensors have no data."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

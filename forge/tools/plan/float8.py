@@ -1,4 +1,4 @@
-"""Which products of a run the hardware computes in float8, and which layers stay in precision.compute."""
+"""Determine which products of a run the hardware computes in float8, and which layers stay in precision.compute."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WITHOUT = {
 
 
 def products_in_float8(config: Config, hardware: Hardware) -> set[str]:
-    """Return "linear" and "experts" as far as the hardware multiplies them in float8; emulated products are left out."""
+    """Return which of "linear" and "experts" the hardware multiplies in float8; emulated products do not count."""
     recipe, chosen = config.precision.float8, config.precision
     if recipe == "none" or chosen.float8_emulate is True or not _has_kernels(recipe, hardware):
         return set()
@@ -98,7 +98,7 @@ class PlainProducts:
 
 
 def use_plain_products(model: nn.Module) -> None:
-    """Let layers and experts in a block format multiply without it; they still gather codes. In place."""
+    """Let layers and experts in a block format multiply unquantised operands, in place. They still gather codes."""
     for module in model.modules():
         if isinstance(module, BlockFormatLinear):
             module.products = PlainProducts()

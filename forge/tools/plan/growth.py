@@ -1,4 +1,4 @@
-"""`whole_plan`: the plan of a whole model, from plans of smaller models with one difference each."""
+"""`whole_plan`: the plan of a whole model, extrapolated from plans of pairs of smaller models that differ in one size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Times: TypeAlias = tuple[StepTime, ...] | None
 
 @dataclass(frozen=True)
 class Growth:
-    """The difference between `large` and `small`.
+    """The difference between the plans `large` and `small`.
 
     The whole model adds it `steps` times; to peaks `of_peaks` times, and to activations kept for backward `of_kept` times.
     """
@@ -33,7 +33,7 @@ class Growth:
 def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None) -> StagePlan:
     """Return the plan of a rank with layers `names`: the larger model of the first growth, plus all `growths`.
 
-    whole: the number of its buckets, if the engine has any; all buckets count as equally large.
+    whole: the number of buckets of the whole model, if the engine has any. All buckets are assumed to have the same size.
     """
     first, large = growths[0], growths[0].large
 
@@ -85,7 +85,7 @@ def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None
 
 
 def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, int, bool]]:
-    """Return the collectives of the whole model; `whole` as in `whole_plan`. Streams of attention residuals add none."""
+    """Return the collectives of the whole model. whole: as in `whole_plan`. Attention residuals add no collective."""
     small, large, steps = growths[0].small, growths[0].large, growths[0].steps
 
     def number(before: int, after: int) -> int:
@@ -103,7 +103,7 @@ def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, 
 
 
 def _named(place: tuple[str, str], moment: Moment, names: list[str]) -> Moment:
-    """Return the moment, with the layer's name in the whole model."""
+    """Return the moment with the layer's name in the whole model."""
     match = re.fullmatch(r"layer (-?\d+)", place[1])
     return replace(moment, part=names[int(match[1])]) if match else moment
 
@@ -111,7 +111,7 @@ def _named(place: tuple[str, str], moment: Moment, names: list[str]) -> Moment:
 def _each(
     first: Times, second: Times, combine: Callable[[StepTime, StepTime], StepTime]
 ) -> tuple[StepTime, ...] | None:
-    """Combine the times of each pace; None if neither plan has any."""
+    """Combine the times of two plans at each pace. None if neither plan has times."""
     if first is None or second is None:
         return None
     return tuple(combine(a, b) for a, b in zip(first, second, strict=True))
@@ -152,7 +152,7 @@ def _time(large: StepTime, growths: list[tuple[StepTime, StepTime, float]]) -> S
 
 
 def with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
-    """`one` with this many more microbatches in flight, each of `size` bytes."""
+    """Return the plan `one` with this many more microbatches in flight, each of `size` bytes."""
     peaks = dict(one.peaks)
     for place, peak in one.peaks.items():
         if place[0] in ("forward", "backward"):
@@ -161,7 +161,7 @@ def with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
 
 
 def with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
-    """`one` with the state bytes of the rank with all layers."""
+    """Return the plan `one` with the state bytes of the rank that has all layers."""
     more = sum(whole.state.values()) - sum(one.state.values())
     peaks = {place: peak.with_more("state", more) for place, peak in one.peaks.items()}
     same = {name: getattr(whole, name) for name in ("state", "host", "checkpoint", "buckets")}
@@ -169,7 +169,7 @@ def with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
 
 
 def with_update(one: StagePlan, update: StagePlan) -> StagePlan:
-    """`one`, traced without the optimizer's part of a step, plus this part, traced alone."""
+    """Return the plan `one`, which was traced without the optimizer's part of a step, plus the plan of that part."""
     one = with_more(one, 1, update.kept)
     peaks, flops = dict(one.peaks), Counter(one.flops)
     for place, peak in update.peaks.items():
@@ -184,7 +184,7 @@ def with_update(one: StagePlan, update: StagePlan) -> StagePlan:
 def _of_other_sizes(
     traced: StagePlan, fixed: Mapping[Any, int]
 ) -> dict[tuple[str, str, bool], tuple[int, int]]:
-    """Return calls and bytes by axis and kind, without those in `fixed`."""
+    """Return (axis, kind, hideable) -> (calls, bytes), without the calls in `fixed`."""
     found: dict[tuple[str, str, bool], tuple[int, int]] = defaultdict(lambda: (0, 0))
     for key, number in traced.collectives.items():
         if key not in fixed:

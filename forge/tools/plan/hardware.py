@@ -83,7 +83,7 @@ class Hardware(Section):
         return round(self.reserved_gib * GIB)
 
     def reached(self, kind: str, dtype: str) -> float:
-        """Return the share of the peak reached by operators of a kind of `Work`."""
+        """Return the reached share of the peak, for operators of this kind of `Work`."""
         if kind == "attention":
             return self.attention_efficiency
         return self.float8_efficiency if dtype == "float8" else self.efficiency
@@ -96,7 +96,7 @@ class Hardware(Section):
 
 
 def rate_at(curve: Sequence[tuple[float, float]], size: float) -> float:
-    """Return the rate of a curve at `size`; outside the curve, the rate of its nearest end."""
+    """Return the interpolated rate of a curve at `size`; beyond the curve, the rate at its nearest end."""
     if size <= curve[0][0]:
         return curve[0][1]
     for (left, slow), (right, fast) in pairwise(curve):

@@ -1,12 +1,12 @@
 """`plan_stages`: plans of all stages. Equal layers are traced two or three times and multiplied.
 
 Two smaller models of different depth are traced. The memory of one layer is their difference, taken at each point of the
-step separately, because the full model may peak at another point than they do. In a long pipeline three ranks are traced:
-first, middle, last. For other ranks, each further microbatch in flight adds the memory of one.
+step separately, because the full model may have its peak at another point than the small ones. In a long pipeline three
+ranks are traced: first, middle, last. For other ranks, each further microbatch in flight adds the memory of one microbatch.
 
 With attention residuals a layer's mixes read one more stream for each earlier block. Two more traces, of the smaller model
-with two blocks instead of one, give the cost of a block and of a stream in a mix. Sums over a step grow with both,
-peaks with the saved streams.
+with two blocks instead of one, give the cost of a block and of a stream in a mix. Sums over a step grow with both, peaks
+with the saved streams.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ALONE: dict[str, dict[int, StagePlan]] = {}
 def plan_stages(
     config: Config, degrees: Degrees, hardware: Hardware | None, *, load: float = 1.0
 ) -> list[StagePlan]:
-    """Return the plan of one rank for each rank of the pp axis; `load` as in `FakeRank`."""
+    """Return a plan for each rank of the pp axis. load: as in `FakeRank`."""
     config = with_experts_first(config, degrees)
     few = few_layers(config, degrees)
     if few is None:
@@ -53,9 +53,9 @@ def plan_stages(
 
 
 def with_experts_first(config: Config, degrees: Degrees) -> Config:
-    """Return `config` of a deep pipeline with experts also in its first dense layers, if all others have experts.
+    """Return `config` with experts in its first dense layers, too, for a deep pipeline whose other layers all have experts.
 
-    Then few traced layers represent all. DeepSeek's dense layers compute as much as its layers with experts.
+    Then a few traced layers represent all. DeepSeek's dense layers compute as much as its layers with experts.
     """
     moe = config.model.moe
     if degrees.pp == 1 or moe is None or not moe.n_dense_layers or few_layers(config, degrees) is not None:
@@ -72,9 +72,10 @@ def _names(config: Config) -> list[str]:
 
 @dataclass(frozen=True)
 class Few:
-    """A smaller model: `layers` in all, `per_stage` in a stage; `ranks` of the pp axis, number of traced microbatches.
+    """A smaller model: `layers` in total, `per_stage` in a stage; `ranks` of the pp axis; `microbatches` to trace.
 
-    tail: how many of its last layers are also the whole model's last. block_size: of attention residuals, in layers.
+    tail: number of its last layers that are also the whole model's last layers. block_size: of attention residuals, in
+    layers.
     """
 
     layers: int
@@ -86,7 +87,7 @@ class Few:
 
 
 def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
-    """Return the two smaller models; None to trace all layers, if these are too few or too different."""
+    """Return the two smaller models. None if all layers must be traced, because they are too few or too different."""
     n_layers = config.model.n_layers
     every = kinds_of_layers(config)
     kinds, ahead = every[:n_layers], every[n_layers:]
@@ -110,7 +111,7 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
 
 
 def traced_layers(config: Config, degrees: Degrees) -> int:
-    """Return the number of layers that a plan runs forward and backward, as the cost of the plan."""
+    """Return the number of layers that must be traced for a plan, as a measure of its cost."""
     config = with_experts_first(config, degrees)
     few, steps = few_layers(config, degrees), 2
     if degrees.pp == 1:
@@ -172,7 +173,7 @@ def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tup
 
 
 def kinds_of_layers(config: Config) -> list[Any]:
-    """Return a value for each layer and MTP module: equal if modules, shapes and settings are equal."""
+    """Return a value for each layer and MTP module. Values are equal if modules, shapes and settings are equal."""
     key = f"{config.model.model_dump_json()} {config.train.seq_len}"
     if key not in _KINDS:  # a search needs the kinds of one model for hundreds of layouts
         kinds: dict[str, int] = {}
@@ -242,7 +243,7 @@ def _trace(
 
 
 def _shares_work(config: Config, degrees: Degrees) -> bool:
-    """Whether ranks divide the optimizer's work by tensors, so that a rank's work is not a multiple of a layer's."""
+    """Return whether ranks divide the optimizer's work by whole tensors. Its cost is then not proportional to the layers."""
     optimizer = config.optimizer
     return degrees.world > degrees.pp and (optimizer.name == "muon" or optimizer.moment_dtype == "int8")
 
@@ -285,16 +286,18 @@ def _growth(config: Config, few: tuple[Few, Few], small: StagePlan, large: Stage
 
 
 def two_blocks(few: Few) -> tuple[Few, Few]:
-    """Return `few` with a second block from the middle, and `few` with a second block before the last layer."""
+    """Return two versions of `few` with two blocks: the second block begins in the middle, or before the last layer."""
     return replace(few, block_size=few.layers // 2 + 1), replace(few, block_size=few.layers - 2)
 
 
 def _growths_by_streams(
     config: Config, few: tuple[Few, Few], small: StagePlan, less: StagePlan, more: StagePlan
 ) -> list[Growth]:
-    """Return the growth by blocks, and by streams read, beyond the growth of layers with one block (`_growth`).
+    """Return the growth per block and the growth per stream read.
 
-    less, more: the smaller model with two blocks; the second block has few layers or more.
+    Both are in addition to the growth per layer with one block (`_growth`).
+
+    less, more: the smaller model with two blocks; the second block has few layers in `less`, and more in `more`.
     """
     model, steps = config.model, _growth(config, few, small, small).steps
     read, read_by_larger = (streams_read(one.layers, one.block_size) for one in few)
@@ -317,7 +320,7 @@ def streams_read(n_layers: int, block_size: int) -> int:
 
 
 def in_flight(schedule: Schedule, rank: int) -> int:
-    """Return the largest number of a stage's forwards that wait for their backward."""
+    """Return the largest number of forwards of a stage whose backward has not begun."""
     number = most = 0
     for action in schedule.order[rank]:
         number += _opens(action)
@@ -348,7 +351,10 @@ def _extrapolate(
 
 
 def _optimizer_alone(config: Config, degrees: Degrees, hardware: Hardware | None, pp_rank: int) -> StagePlan:
-    """Return the plan of the optimizer's part of a step, for all layers of the rank. `crowded_bytes` needs it again."""
+    """Return the plan of the optimizer's part of a step, for all layers of the rank.
+
+    Cached, because `crowded_bytes` needs it, too.
+    """
     key = f"{config.model_dump_json()} {degrees} {hardware}"
     if key not in _ALONE:
         _ALONE.clear()

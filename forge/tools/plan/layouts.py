@@ -1,7 +1,7 @@
 """Layouts for a search: all legal ones, ordered by a rough estimate.
 
 The estimate is arithmetic only: FLOPs and parameters of the model, bytes sent by each axis, the bubble. It decides which
-layouts are planned, and plans correct it. A search prints numbers of plans only.
+layouts are planned, and plans correct it. The numbers that a search prints are all from plans.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ EXPERT_CALLS = {"none": 4, "selective": 4, "full": 6}
 class CandidateLayout:
     """A legal layout.
 
-    seconds: a rough estimate of a step. state: least bytes on a rank; activations: roughly.
+    seconds: a rough estimate of a step. state: a lower bound of the bytes on a rank; activations: a rough estimate.
+
     sizes: degrees and micro batch. shapes: sizes, recomputation and engine. signature: shapes and the pipeline's schedule.
     """
 
@@ -93,7 +94,7 @@ class CandidateLayout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is FSDP and, apart from experts, nothing else: the layouts to try first."""
+        """Whether the layout has only FSDP and, possibly, expert parallelism. Such layouts are tried first."""
         d, parallel = self.degrees, self.config.parallel
         frees = parallel.reshard_after_forward != "never" and not parallel.defer_gradient_reduction
         return self.engine == "fsdp2" and frees and d.pp == d.cp == d.tp == d.dp_replicate == 1
@@ -101,7 +102,7 @@ class CandidateLayout:
 
 @dataclass(frozen=True)
 class Model:
-    """Of the whole model: parameters, expert parameters among them, FLOPs per token of a step."""
+    """Numbers of the whole model: parameters, the expert parameters among them, and FLOPs per token of a step."""
 
     parameters: int
     experts: int
@@ -117,10 +118,10 @@ class Model:
 def layouts(
     config: Config, world: int, hardware: Hardware, *, any_memory: bool = False
 ) -> list[CandidateLayout]:
-    """Return the legal layouts on `world` ranks that may fit the hardware, fastest estimate first, at most MOST.
+    """Return the legal layouts on `world` ranks that may fit the hardware, the fastest estimate first, at most MOST.
 
     The config's own layout, if legal, and the fastest plain layouts of each recomputation mode are always included.
-    any_memory: also layouts whose state does not fit.
+    any_memory: include layouts whose state does not fit.
     """
     model = Model.of(config)
     rough: list[CandidateLayout] = []
@@ -147,7 +148,7 @@ def layouts(
 
 
 def _degrees(config: Config, world: int) -> Degrees | None:
-    """Compute a layout's degrees by division, without the checks of `check_world`; None if something does not divide."""
+    """Return a layout's degrees by arithmetic only, without the checks of `check_world`; None if a degree does not divide."""
     parallel, train = config.parallel, config.train
     shard, left = divmod(world, parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp)
     if left or not shard or (parallel.dp_shard not in (-1, shard)):
@@ -170,7 +171,7 @@ def _degrees(config: Config, world: int) -> Degrees | None:
 
 
 def _legal(layout: CandidateLayout, config: Config, world: int) -> CandidateLayout | None:
-    """Return the layout, reduced to keys that differ from `config`; None if a run would refuse it."""
+    """Return the layout with only those keys that differ from `config`; None if a run would refuse it."""
     changes = {key: value for key, value in layout.changes.items() if value != value_of(config, key)}
     changed = with_changes(config, changes)
     try:
@@ -222,7 +223,10 @@ def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Cha
 
 
 def _accumulations(config: Config, engine: str, *, several: bool) -> Iterator[Changes]:
-    """Variants of FSDP2 with less traffic and more memory for steps with several microbatches; the config's own first."""
+    """Yield variants of FSDP2 with less traffic and more memory, for steps with several microbatches.
+
+    The config's own comes first.
+    """
     own = {key: value_of(config, key) for key in (RESHARD, DEFER)}
     yield own
     if engine == "fsdp2" and several:
@@ -232,20 +236,20 @@ def _accumulations(config: Config, engine: str, *, several: bool) -> Iterator[Ch
 
 
 def _even(config: Config, degrees: Degrees) -> bool:
-    """Whether stages have equal or nearly equal numbers of layers, as few-layer plans require."""
+    """Return whether stages have equal or nearly equal numbers of layers, which a plan from a few layers requires."""
     stages = degrees.pp * (1 if config.pipeline.schedule == "1F1B" else 2)
     layers, sizes = config.model.n_layers, config.pipeline.layers_per_stage
     return isinstance(sizes, int) and (not layers % stages or layers // stages >= UNEVEN)
 
 
 def traceable(layout: CandidateLayout) -> bool:
-    """Whether the plan of a deep model can trace few layers."""
+    """Return whether a deep model can be planned by tracing a few layers."""
     config, degrees = layout.config, layout.degrees
     return config.model.n_layers <= 8 or few_layers(with_experts_first(config, degrees), degrees) is not None
 
 
 def least_state(config: Config, degrees: Degrees, model: Model) -> float:
-    """Return the least bytes of parameters, gradients and optimizer state on a rank."""
+    """Return a lower bound of the bytes of parameters, gradients and optimizer state on a rank."""
     parallel, held = config.parallel, held_parameters(degrees, model)
     storage, compute = DTYPES[config.precision.storage].itemsize, DTYPES[config.precision.compute].itemsize
     shards = degrees.dp_shard * degrees.cp
@@ -262,7 +266,7 @@ def least_state(config: Config, degrees: Degrees, model: Model) -> float:
 
 
 def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
-    """Return roughly the bytes that a rank keeps for backward, without gathered parameters."""
+    """Return a rough estimate of the bytes that a rank keeps for backward, without gathered parameters."""
     train, mode = config.train, config.activation_checkpoint.mode
     n_layers = config.model.n_layers
     numbers = train.micro_batch_size * train.seq_len / (degrees.cp * degrees.tp) * config.model.dim
@@ -274,7 +278,7 @@ def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
 
 
 def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
-    """Return the bytes that FSDP2 holds at once of gathered parameters and unreduced gradients.
+    """Return the bytes of gathered parameters and unreduced gradients that FSDP2 holds at once.
 
     They belong to two layers, or to all layers that are not freed.
     """
@@ -347,7 +351,7 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
 
 
 def with_changes(config: Config, changes: Changes) -> Config:
-    """Return `config` with new values for these keys, `section.key`."""
+    """Return `config` with new values for some keys. Keys are written `section.key`."""
     updates: dict[str, Changes] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")

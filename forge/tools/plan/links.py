@@ -1,4 +1,4 @@
-"""The cost of a collective: each rank's bytes over its link.
+"""The cost of a collective: the time in which each rank's bytes pass its link.
 
 Ranks of one node send over NVLink (`Hardware.node`). Bytes to other nodes pass the NIC of the sending rank
 (`Hardware.cluster`). In a ring all bytes pass every node, spread over the NICs of the group's ranks there. In an all-to-all
@@ -23,7 +23,7 @@ TWICE = ("all_reduce",)
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a collective, and the seconds that its bytes occupy a rank's NVLink and its NIC."""
+    """Seconds of a collective, and the seconds for which its bytes occupy a rank's NVLink and its NIC."""
 
     seconds: float = 0.0
     node: float = 0.0
@@ -36,7 +36,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Span:
-    """The nodes of a group's ranks. most, least: the group's ranks on its fullest and on its emptiest node."""
+    """The nodes of a group's ranks. most, least: number of the group's ranks on its fullest and on its emptiest node."""
 
     ranks: int
     nodes: int
@@ -75,7 +75,7 @@ def cost_of(call: Collective, ranks: list[int], hardware: Hardware) -> Cost:
 
 
 def bandwidth(hardware: Hardware) -> tuple[float, float]:
-    """Return the reached bytes per second of one rank, inside its node and to other nodes."""
+    """Return the achieved bandwidth of one rank in bytes per second, inside its node and to other nodes."""
     node, cluster = hardware.node, hardware.cluster
     return (
         1e9 * node.gb_per_s * node.efficiency,
@@ -84,7 +84,10 @@ def bandwidth(hardware: Hardware) -> tuple[float, float]:
 
 
 def _latency(call: Collective, span: Span, hardware: Hardware) -> float:
-    """Return the seconds of a collective of no bytes: a ring passes every rank, an all-reduce over nodes climbs a tree."""
+    """Return the seconds of a collective without bytes.
+
+    A ring visits every rank in turn; an all-reduce over nodes uses a tree.
+    """
     link = hardware.node if span.nodes == 1 else hardware.cluster
     inside, outside = span.ranks - span.nodes, span.nodes - 1
     if call.kind == "all_to_all":
@@ -102,7 +105,7 @@ def message_seconds(size: int, apart: int, hardware: Hardware) -> float:
 
 
 def visited_nodes(moe: MoEConfig, nodes: int) -> float:
-    """Return how many of `nodes` have experts of one token, in the mean over all choices.
+    """Return the mean number of nodes, of `nodes`, that have the chosen experts of one token, over all choices.
 
     With limited groups, a token first chooses groups by their best experts, and then has experts in each group.
     """

@@ -1,6 +1,6 @@
-"""Measure each process's device and links, on one node or many, with one process per GPU.
+"""Measure each process's device and links, on one or many nodes, with one process per GPU.
 
-Each result is compared with its definition. `forge/tools/plan/node_report.py` compares the rates with the plan's.
+Each result is compared with its exact value. `forge/tools/plan/node_report.py` compares the rates with the plan's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _SMI = ("uuid", "driver_version", "ecc.mode.current", "ecc.errors.uncorrected.vo
 
 @dataclass(frozen=True)
 class Sizes:
-    """n: rows and columns of the product. copied, message: bytes. least_s: seconds for a kernel. calls: of a collective."""
+    """n: rows and columns of the matrix product.
+
+    copied, message: bytes. least_s: seconds for which a kernel is timed. calls: calls of a collective.
+    """
 
     n: int
     heads: int
@@ -53,7 +56,10 @@ ON_CPU = Sizes(256, 4, 256, 32, 1 << 22, 1 << 20, 0.05, 5)
 
 @dataclass(frozen=True)
 class Timed:
-    """A check on one rank. amount: FLOPs or bytes of a call. problem: the wrong result, or empty."""
+    """A check on one rank.
+
+    amount: FLOPs or bytes of a call. problem: a sentence about a wrong result; empty if the result is right.
+    """
 
     seconds: float
     amount: float
@@ -62,7 +68,7 @@ class Timed:
 
 @dataclass
 class RankChecks:
-    """One rank: its node, its device by CUDA and nvidia-smi, and its checks by name."""
+    """The results of one rank: its node, its device according to CUDA and nvidia-smi, and its checks by name."""
 
     rank: int
     host: str
@@ -76,7 +82,7 @@ class RankChecks:
 
 
 def measure_rank(world: World, sizes: Sizes) -> RankChecks:
-    """Run all checks on this rank. Collective. Raises RanksFailed on every rank if a check raises on one."""
+    """Run all checks on this rank. Collective. If a check raises on any rank, every rank raises RanksFailed."""
     device = world.device
     record = describe(world)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -105,7 +111,10 @@ def describe(world: World) -> RankChecks:
 
 
 def median_s(action: Callable[[], object], clock: Callable[[], float], least: float = 0.05) -> float:
-    """Return the median time of one call, after two more calls; repeat for `least` seconds and five calls."""
+    """Return the median time of a call, after two calls that do not count.
+
+    Repeats for at least `least` seconds and five calls.
+    """
     action()
     action()
     found: list[float] = []
@@ -129,7 +138,7 @@ def _time_on_card() -> float:
 def _product(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Timed:
     """Time a product of square matrices.
 
-    It is compared by one random vector (Freivalds, 1977), which every element of it changes.
+    Check it with one random vector (Freivalds, 1977): any wrong element changes the result.
     """
     random = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(sizes.n, sizes.n, device=device, dtype=dtype, generator=random) for _ in range(2))
@@ -141,7 +150,7 @@ def _product(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Timed:
 
 
 def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Timed:
-    """Causal attention forward and backward; the first head is compared with the formula."""
+    """Time causal attention, forward and backward. Check the first head against the formula."""
     shape = (1, sizes.heads, sizes.seq, sizes.head_dim)
     random = torch.Generator(device).manual_seed(0)
     q, k, v = (
@@ -171,7 +180,7 @@ def _memory(device: torch.device, _dtype: torch.dtype, sizes: Sizes) -> Timed:
 
 
 def _error(found: Tensor, exact: Tensor) -> str:
-    """Return the problem of a result `found` with the exact value `exact`; empty within the tolerance."""
+    """Return a sentence if the result `found` differs from `exact` by more than the tolerance; otherwise empty."""
     size = float(exact.double().square().mean().sqrt())
     error = float((found - exact).abs().max()) / size if size else float("nan")
     # Also true for NaN.
@@ -183,7 +192,10 @@ def _error(found: Tensor, exact: Tensor) -> str:
 def _collective(
     kind: str, size: int, ranks: list[int], group: dist.ProcessGroup | None, device: torch.device, calls: int
 ) -> Timed:
-    """One kind of collective of `size` bytes among `ranks`; each rank sends its number, plus one."""
+    """Time one kind of collective of `size` bytes among `ranks`, and check its result.
+
+    Each rank sends its number, plus one.
+    """
     n, me = len(ranks), dist.get_rank(group) + 1
     total = n * (n + 1) // 2
     whole = torch.full((size // 4,), float(me), device=device)
@@ -218,7 +230,7 @@ def _collective(
 
 
 def _groups(world: World) -> list[tuple[str, list[int]]]:
-    """Return the name and ranks of this rank's node, and of all nodes if there are several. Empty for one process."""
+    """Return (name, ranks) of this rank's node and, if there are several nodes, of all ranks. Empty for one process."""
     per_node = world.local_size or world.size
     first = world.rank - world.local_rank
     node = [(IN_A_NODE, list(range(first, first + per_node)))] if per_node > 1 else []
@@ -238,7 +250,7 @@ def attention_flops(sizes: Sizes) -> float:
 
 
 def _nvidia_smi() -> dict[str, dict[str, str]]:
-    """Return nvidia-smi's facts by UUID without its prefix `GPU-`; empty without nvidia-smi."""
+    """Return nvidia-smi's facts by GPU UUID, without the prefix `GPU-`; empty without nvidia-smi."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout

@@ -25,7 +25,7 @@ MEMORY = 0.98
 class Check:
     """A check over all ranks, with rates in `unit`. status: ok, slow, wrong, or no figure.
 
-    planned, ratio: None without a planned figure. least: the ratio demanded. rank, host: the slowest rank.
+    planned, ratio: None without a planned figure. least: the required ratio. rank, host: the slowest rank.
     """
 
     name: str
@@ -58,7 +58,7 @@ def is_collective(name: str) -> bool:
 def compare(
     records: Sequence[RankChecks], hardware: Hardware | None, sizes: Sizes, *, compute: float, links: float
 ) -> list[Check]:
-    """Return every check. hardware: None: no planned figures. compute, links: least fractions of the planned rates."""
+    """Return every check. hardware: the planned figures, or None. compute, links: required fractions of the planned rates."""
     return [
         _check(records, name, hardware, sizes, links if is_collective(name) else compute)
         for name in records[0].timed
@@ -112,7 +112,7 @@ def planned_s(name: str, records: Sequence[RankChecks], sizes: Sizes, hardware: 
 def problems_of(
     records: Sequence[RankChecks], checks: Sequence[Check], hardware: Hardware | None, gpus: int
 ) -> list[str]:
-    """Return a sentence for each device, result and rate that fails. gpus: number expected on each node; 0: any."""
+    """Return a sentence for each device, result and rate that fails. gpus: number expected on each node; 0: any number."""
     found = [
         f"{host}: {number} GPUs are checked, not {gpus}: look at nvidia-smi, or give --gpus {number}"
         for host, number in {record.host: record.gpus for record in records}.items()
@@ -132,7 +132,7 @@ def problems_of(
 
 
 def record_ratio(record: RankChecks, check: Check, records: Sequence[RankChecks]) -> float:
-    """Return how many times as fast as the slowest rank this rank was."""
+    """Return this rank's rate divided by the slowest rank's."""
     return max(one.timed[check.name].seconds for one in records) / record.timed[check.name].seconds
 
 
@@ -148,7 +148,7 @@ def _device_problems(record: RankChecks, hardware: Hardware | None) -> list[str]
 
 
 def table(records: Sequence[RankChecks], checks: Sequence[Check]) -> str:
-    """Return the devices, equal ones on one line, and a line per check."""
+    """Return a table of the devices, with equal ones on one line, and a line per check."""
     devices = Counter(
         f"{record.name}, {record.memory_gib:.1f} GiB, driver {record.driver or 'unknown'}, "
         f"ECC {record.ecc or 'unknown'}"

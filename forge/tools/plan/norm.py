@@ -18,7 +18,10 @@ from forge.model.norm import RMSNorm, zero_centered_norm
 
 
 def use_fused_norms(model: nn.Module) -> None:
-    """Replace the norms of `model` by one operator where CUDA has a kernel: with a weight of the input's dtype. In place."""
+    """Replace the norms of `model` for which CUDA has one kernel by one operator, in place.
+
+    It has one if the weight has the input's dtype.
+    """
     for module in model.modules():
         if isinstance(module, RMSNorm):
             zero_centered = module.normalize is zero_centered_norm
@@ -34,7 +37,7 @@ def norm_on_gpu(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> 
 
 @torch.library.custom_op("forge::fused_norm", mutates_args=())
 def fused_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """RMS norm over the last dim, and the reciprocal root mean square of each row; on fake tensors."""
+    """Return the RMS norm over the last dim, and the reciprocal root mean square of each row; for fake tensors."""
     raise NotImplementedError("a plan has no values")
 
 

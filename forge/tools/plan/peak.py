@@ -1,4 +1,4 @@
-"""The planned peak of a configuration, as a number: a run asks for it when its memory is exhausted.
+"""Print the planned peak of a configuration as a number. A run starts this program when its memory is exhausted.
 
 python -m forge.tools.plan.peak WORLD_SIZE card|host < config.toml
 """
@@ -17,7 +17,10 @@ _LINK = Link(gb_per_s=1, latency_us=0)
 
 
 def planned_peak(config: Config, world: int, on_gpu: bool) -> int:
-    """Return the bytes of tensors at the peak of the worst rank. Raises UserError if the config cannot be planned."""
+    """Return the bytes of tensors at the peak, on the rank that needs most.
+
+    Raises UserError if the config cannot be planned.
+    """
     config = largest(config)
     hardware = Hardware(
         card="any" if on_gpu else "",

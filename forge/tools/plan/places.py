@@ -1,4 +1,4 @@
-"""The answers of other ranks about their boxes of the parameters, computed from their positions in the mesh."""
+"""Compute the boxes of other ranks from their positions in the mesh, so that no communication is needed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def place_of(rank: int, degrees: Degrees) -> RankPlace:
 
 
 def _functions(engine: Any) -> Iterator[tuple[str, Callable[[RankPlace], tuple[Box, ...]]]]:
-    """Yield each parameter of an engine with the function that returns the boxes of a rank by its position."""
+    """Yield each parameter of an engine, with a function from a rank's position to the rank's boxes."""
     if not hasattr(engine, "buffers"):
         yield from ((shard.name, partial(_of_units, shard.parameter)) for shard in engine.shards)
         return

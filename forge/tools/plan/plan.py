@@ -22,7 +22,7 @@ CROWDED = 2.0
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration on its ranks. `hardware`: None if it is not known."""
+    """The plan of a configuration. hardware: None if unknown."""
 
     config: Config
     degrees: Degrees
@@ -33,7 +33,7 @@ class Plan:
 
     @property
     def timeline(self) -> list[list[TimedAction]] | None:
-        """The actions of each pipeline rank over time: in seconds, or without hardware in units of a forward."""
+        """The actions of each pipeline rank over time: in seconds or, without hardware, in units of a forward."""
         if self.speed is not None:
             return self.speed.timeline
         if self.degrees.pp == 1:
@@ -85,7 +85,10 @@ def make_plan(config: Config, degrees: Degrees, hardware: Hardware | None = None
 
 
 def crowded_bytes(config: Config, degrees: Degrees, hardware: Hardware | None = None) -> int | None:
-    """Return the worst rank's need if its experts get CROWDED times their share of tokens; None: its load cannot grow."""
+    """Return the largest need of any rank if its experts get CROWDED times their share of tokens.
+
+    None: its load cannot grow.
+    """
     if degrees.ep == 1:
         return None
     if hardware is not None:

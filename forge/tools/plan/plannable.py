@@ -10,7 +10,10 @@ from forge.parallel.float8.gathering import may_gather_in_blocks
 
 
 def plannable(config: Config) -> tuple[Config, list[str]]:
-    """Return the configuration to trace, without features that fake tensors do not support, and a note per difference."""
+    """Return the configuration to trace, and a note for each removed feature.
+
+    Features that fake tensors do not support are removed.
+    """
     changes: dict[str, Any] = {}
     warnings = []
     compiled = [f"compile.{key}" for key in ("enabled", "loss") if getattr(config.compile, key)]

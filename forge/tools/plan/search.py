@@ -1,7 +1,7 @@
-"""`search`: plans the most promising legal layouts, and returns the best of them.
+"""`search`: plan the most promising legal layouts and return the best of them.
 
-A rough estimate gives the order; every plan corrects it for layouts of the same shapes. So layouts far worse
-than the best ten are never planned. The results are the numbers of `--plan`.
+A rough estimate gives the order. Every plan corrects the estimates of layouts of the same shapes. So layouts far worse than
+the best ten are never planned. The results are the numbers of `--plan`.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def search(
 ) -> list[Found]:
     """Plan up to `tries` layouts on `world` ranks; return those that fit with room to spare, the fastest first.
 
-    If there are none, return those that fit; if none fits, the one that needs least. processes: by default one per core,
-    eight at most.
+    If none fits with room to spare, return those that fit. If none fits, return the layout that needs least memory.
+    processes: by default one per core, eight at most.
     """
     left = layouts(config, world, hardware)
     if not left:
@@ -121,12 +121,12 @@ def search(
 
 
 def has_room(found: Found, hardware: Hardware) -> bool:
-    """Return whether the layout leaves SPARE bytes free, or on a small GPU SMALL_SPARE of its memory."""
+    """Return whether the layout leaves SPARE bytes free or, on a small GPU, the fraction SMALL_SPARE of its memory."""
     return found.needed <= usable_bytes(hardware)
 
 
 def usable_bytes(hardware: Hardware) -> float:
-    """Return the memory without the part that stays free."""
+    """Return the GPU's memory without the part that stays free."""
     return hardware.memory_bytes - min(SPARE, SMALL_SPARE * hardware.memory_bytes)
 
 
@@ -141,7 +141,7 @@ def _progress(asked: int, tries: int, fitting: list[Found]) -> str:
 
 
 class Corrections:
-    """Estimates corrected by earlier plans of the same signature, else shapes, else sizes, else recomputation mode."""
+    """Estimates corrected by earlier plans of the same signature, or else the same shapes, sizes or recomputation mode."""
 
     def __init__(self, tried: list[tuple[CandidateLayout, Found]]):
         self._seconds: dict[Any, list[float]] = {}
@@ -176,9 +176,12 @@ def _keys(layout: CandidateLayout) -> tuple[Any, ...]:
 def _promising(
     left: list[CandidateLayout], corrected: Corrections, hardware: Hardware
 ) -> list[CandidateLayout]:
-    """Return the layouts that may fit, the fastest first. Estimates from other shapes get more room.
+    """Return the layouts that may fit, the fastest first.
 
-    An interleaved pipeline waits for the 1F1B pipeline of the same shapes: that plan costs a quarter and corrects both.
+    An estimate corrected by plans of other shapes gets a wider margin.
+
+    An interleaved pipeline waits for the plan of the 1F1B pipeline of the same shapes, which costs a quarter and corrects
+    both.
     """
     waits = {layout.shapes for layout in left if layout.schedule == "1F1B"}
 
@@ -193,7 +196,10 @@ def _promising(
 
 
 def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
-    """Return the config's own layout, and FSDP with each recomputation mode; if none is legal, the first ROUND."""
+    """Return the config's own layout, and plain FSDP with each recomputation mode.
+
+    If none of these is legal, return the first ROUND.
+    """
     chosen = [layout for layout in left if not layout.changes]
     for mode in MODES:
         plain = [
@@ -204,9 +210,9 @@ def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
 
 
 def _next(left: list[CandidateLayout], number: int, layers: int = LAYERS) -> list[CandidateLayout]:
-    """Return the first layout of each size, at most `number`, with at most `layers` traced layers in all.
+    """Return the first layout of each size: at most `number` layouts, with at most `layers` traced layers in total.
 
-    Only one per size: its plan corrects the estimates of the others before the next round.
+    Only one of each size is returned: its plan corrects the estimates of the others before the next round.
     """
     chosen: dict[Any, CandidateLayout] = {}
     for layout in left:
@@ -245,7 +251,10 @@ def _attempt(layout: CandidateLayout, hardware: Hardware) -> Found | None:
 def fewest_ranks(
     config: Config, world: int, hardware: Hardware, limit: int = 64, *, processes: int | None = None
 ) -> int | None:
-    """Return the fewest ranks, doubling `world`, on which the layout with the least memory fits; None: beyond `limit`."""
+    """Return the fewest ranks on which the layout with the least memory fits, found by doubling `world`.
+
+    None: more than `limit`.
+    """
     size = 2 * world
     with _pool(processes) as pool:
         while size <= limit * world:

@@ -1,4 +1,4 @@
-"""A plan as text, and as the object of `--json`."""
+"""Show a plan as text, and as the object of `--json`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _peak_as_json(peak: Peak) -> dict[str, Any]:
 
 
 def _flops(stage: StagePlan) -> dict[str, Any]:
-    """FLOPs by phase and submodule: of one microbatch, and of the update."""
+    """Return the FLOPs by phase and submodule, of one microbatch and of the update."""
     flops: dict[str, Any] = {}
     for (phase, part), number in stage.flops.items():
         flops |= {phase: flops.get(phase, {}) | {part: number}} if part else {phase: number}
@@ -88,7 +88,7 @@ def _flops(stage: StagePlan) -> dict[str, Any]:
 
 
 def _timeline(plan: Plan) -> list[list[tuple[str, float, float]]] | None:
-    """Each pp rank's actions: (action, start, end), in seconds if the hardware is known."""
+    """Return each pp rank's actions: (action, start, end), in seconds if the hardware is known."""
     if plan.timeline is None:
         return None
     return [[(str(action), start, stop) for action, start, stop in of_rank] for of_rank in plan.timeline]
@@ -204,7 +204,10 @@ def _lines_of_work(plan: Plan) -> list[str]:
 
 
 def _local_states(config: Config, stage: StagePlan) -> int:
-    """Return the bytes of a rank's share: two states and one being written, with copies for peers, and the buffer."""
+    """Return a rank's share of the node's memory for states.
+
+    It is two states and one being written, copies for peers, and the buffer.
+    """
     kept = config.checkpoint
     return stage.host * (3 * (1 + kept.peers) + 1) if kept.local_interval else 0
 
@@ -217,7 +220,10 @@ def layout_as_json(found: Found) -> dict[str, Any]:
 def search_as_text(
     config: Config, world: int, hardware: Hardware, found: list[Found], fewest: int | None
 ) -> str:
-    """Return the layouts of a search, the best first; `fewest`: processes on which one fits, if none fits on this number."""
+    """Return the layouts of a search as text, the best first.
+
+    fewest: the fewest processes on which one fits, if none fits here.
+    """
     has = f"{hardware.memory_gib:g} GiB"
     if not found[0].fits:
         enough = f"at least {fewest} processes" if fewest else "other hardware, or a smaller model"
@@ -243,13 +249,13 @@ def search_as_text(
 
 
 def _shares(speed: Speed) -> dict[str, float]:
-    """Return the shares of a step by their limit: the largest one names `limit`."""
+    """Return the shares of a step's time by cause. The cause with the largest share is the plan's `limit`."""
     parts = {"compute": speed.compute_s, "communication": speed.communication_s, "bubble": speed.idle_s}
     return {name: seconds / speed.step_s for name, seconds in parts.items()}
 
 
 def _estimate(plan: Plan, speed: Speed) -> str:
-    """Two lines on time. docs/internals/plan-accuracy.md gives the errors against published runs."""
+    """Return two lines about time. docs/internals/plan-accuracy.md has the errors against published runs."""
     mfu = "" if speed.mfu is None else f", MFU {speed.mfu:.0%}"
     steps = plan.config.train.steps
     return (

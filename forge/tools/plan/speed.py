@@ -20,11 +20,10 @@ from forge.tools.plan.links import message_seconds
 
 @dataclass(frozen=True)
 class Speed:
-    """An estimate of a step's speed.
+    """An estimate of the seconds of one step, with lower and upper bound.
 
-    Seconds of one step, with lower and upper bound; and for the slowest rank its computation, its exposed collectives,
-    and its idle time in a pipeline. mfu: None if the peak is unknown. timeline: actions of each pipeline rank, in
-    seconds.
+    For the slowest rank it has the seconds of computation, of exposed collectives, and of idle time in a pipeline. mfu: None
+    if the peak is unknown. timeline: actions of each pipeline rank, in seconds.
     """
 
     step_s: float
@@ -43,7 +42,7 @@ class Speed:
 def speed_of(
     config: Config, degrees: Degrees, times: Sequence[Sequence[StepTime]], hardware: Hardware
 ) -> Speed:
-    """Return the speed of a run; `times`: of each pp rank, for every one of PACES."""
+    """Return the speed of a run. times: the times of each pp rank, for every one of PACES."""
     steps = [
         _step(config, degrees, [of_rank[number] for of_rank in times], hardware, pace)
         for number, pace in enumerate(PACES)
@@ -74,7 +73,7 @@ def speed_of(
 def _step(
     config: Config, degrees: Degrees, times: list[StepTime], hardware: Hardware, pace: Pace
 ) -> tuple[float, float, list[list[TimedAction]] | None]:
-    """Return seconds of a step, of computation on the busiest rank, and for a pipeline each rank's actions."""
+    """Return the seconds of a step, of computation on the busiest rank, and for a pipeline each rank's actions."""
     if degrees.pp > 1:
         return _pipelined(config, degrees, times, hardware, pace)
     (time,) = times
@@ -82,7 +81,7 @@ def _step(
 
 
 def _sequential(time: StepTime, microbatches: int) -> tuple[float, float]:
-    """Return seconds of a step and of its computation; untraced microbatches count like one from the middle."""
+    """Return the seconds of a step and of its computation. An untraced microbatch counts like the one in the middle."""
     spent = [time.forward[number] + time.backward.get(number, Spent()) for number in sorted(time.forward)]
     all_of_them = [*spent, *[spent[len(spent) // 2]] * (microbatches - len(spent)), time.update]
     return sum(one.total for one in all_of_them), sum(one.compute for one in all_of_them)
@@ -127,5 +126,5 @@ def _pipelined(
 
 
 def _typical(spent: dict[int, Spent]) -> Spent:
-    """Return the time of a microbatch from the middle."""
+    """Return the time of a microbatch in the middle of the step."""
     return spent[sorted(spent)[len(spent) // 2]] if spent else Spent()

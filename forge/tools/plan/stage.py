@@ -37,14 +37,16 @@ StagePlace: TypeAlias = tuple[str, str]
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The first rank of the pp axis' rank `pp_rank`; the other ranks with its stages need the same, except for rounding.
+    """The needs of the first rank at position `pp_rank` of the pp axis.
 
-    state: bytes by kind, as in the run's memory report. peaks: largest live memory at each place of a step. kept:
-    bytes of activations that one microbatch keeps for backward in the first stage. collectives: calls of one optimizer
-    step by (axis, kind, bytes of one call, whether computation can hide it). flops: of one microbatch and of the update, by
-    phase and submodule. times: for each of PACES; None without hardware. host: host memory of an asynchronous save, in
-    bytes. checkpoint: bytes of these layers in a checkpoint, of all ranks together. buckets: as `FakeRank.buckets`.
-    spans: the nodes of each axis' ranks, except groups over several stages.
+    Other ranks with its stages need the same, except for rounding.
+
+    state: bytes by kind, as in the run's memory report. peaks: largest live memory at each moment of a step. kept: bytes of
+    activations that one microbatch keeps for backward in the first stage. collectives: (axis, kind, bytes of one call,
+    whether computation can hide it) -> calls per optimizer step. flops: of one microbatch and of the update, by phase and
+    submodule. times: for each of PACES; None without hardware. host: host memory of an asynchronous save, in bytes.
+    checkpoint: bytes of these layers in a checkpoint, of all ranks together. buckets: as `FakeRank.buckets`. spans: the
+    nodes of each axis' ranks, except groups over several stages.
     """
 
     pp_rank: int
@@ -68,7 +70,7 @@ class StagePlan:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by kind; `activations` is the peak without state."""
+        """Bytes by kind at the peak; `activations` is the peak without the state."""
         size = self.peak.size
         activations = max(0, size - sum(self.state.values()))
         return self.state | {"activations": activations, "other": self.reserved, "peak": size}
@@ -88,10 +90,11 @@ def plan_stage(
     load: float = 1.0,
     optimizer: Literal["with", "without", "alone"] = "with",
 ) -> StagePlan:
-    """Trace one step of the first rank with this rank of the pp axis.
+    """Trace one step of the first rank at this position of the pp axis.
 
     microbatches: number to trace; None: enough to represent a step. load: as in `FakeRank`. optimizer: whether to trace its
-    part of the step; alone: trace nothing else; `kept` is then its leftover for the next step, e.g. random numbers.
+    part of the step. alone: trace nothing but the optimizer's part; `kept` is then the memory that it leaves for the next
+    step, e.g. random numbers.
     """
     rank, traced = pp_rank * degrees.world // degrees.pp, fewer_microbatches(config, degrees)
     if microbatches is not None:
@@ -165,7 +168,7 @@ def _on_device(peak: Peak, buckets: int) -> Peak:
 
 
 def fewer_microbatches(config: Config, degrees: Degrees) -> Degrees:
-    """Return `degrees` with just enough microbatches to represent a step."""
+    """Return `degrees` with the smallest number of microbatches that represents a step."""
     if degrees.pp == 1:
         return replace(degrees, accumulation=min(TRACED, degrees.accumulation))
     schedule, enough = config.pipeline.schedule, 2 * degrees.pp + 2
@@ -178,16 +181,16 @@ def fewer_microbatches(config: Config, degrees: Degrees) -> Degrees:
 
 
 def hideable(moment: Moment, call: Collective) -> bool:
-    """Whether computation can hide the call: it overlaps with the computation of a microbatch."""
+    """Return whether computation can hide the call: it overlaps with the computation of a microbatch."""
     return call.background and moment.phase in ("forward", "backward")
 
 
 def all_calls(
     calls: list[tuple[Moment, Collective]], model: ParallelModel, traced: Degrees, degrees: Degrees
 ) -> Iterator[tuple[Moment, Collective]]:
-    """Yield the collectives of a whole step from a trace with fewer microbatches.
+    """Yield the collectives of a whole step, from a trace with fewer microbatches.
 
-    Omitted microbatches are like one from the middle. Messages between stages have no fixed place among the
+    An omitted microbatch counts like the one in the middle. Messages between stages have no fixed position among the
     microbatches; each microbatch needs equally many.
     """
     left_out, middle = degrees.accumulation - traced.accumulation, traced.accumulation // 2
@@ -206,12 +209,15 @@ def all_calls(
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    """Return this rank's process group with this name."""
+    """Return the process group with this name that has this rank."""
     return next(group for group in dist.distributed_c10d._world.pg_map if group.group_name == name)
 
 
 def _flops(trace: Trace) -> dict[StagePlace, float]:
-    """FLOPs of matrix products and attention by phase and submodule: of one microbatch from the middle, and of the update."""
+    """Return the FLOPs of matrix products and attention by phase and submodule.
+
+    They are those of a microbatch in the middle and of the update.
+    """
     flops: dict[StagePlace, float] = defaultdict(float)
     middle = max(moment.microbatch for moment, _ in trace.work) // 2
     for (moment, work), number in trace.work.items():

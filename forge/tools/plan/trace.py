@@ -1,7 +1,7 @@
 """`Trace`: watches every operator of a step for live memory and collectives.
 
-A storage counts from the operator that makes it until its last reference is gone, with its current
-size: FSDP frees and restores gathered parameters by resizing. Scratch memory inside a kernel is not seen.
+A storage is live from the operator that makes it until its last reference is gone. It counts with its current size, because
+FSDP frees and restores gathered parameters by resizing. Scratch memory inside a kernel is not seen.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEVICE = torch.ops.prim.device.default
 
 @dataclass(frozen=True)
 class Moment:
-    """`phase`: forward, backward, or outside of both. part: a layer, or another submodule."""
+    """A point of a step. phase: forward, backward, or outside of both. part: a layer, or another submodule."""
 
     phase: str = "building"
     part: str = ""
@@ -49,7 +49,7 @@ class Moment:
 
 @dataclass
 class Peak:
-    """The largest number of live bytes, its moment, and its kinds."""
+    """The largest number of live bytes, the moment at which it occurs, and the bytes by kind."""
 
     size: int = 0
     moment: Moment = Moment()
@@ -61,7 +61,7 @@ class Peak:
 
 
 class Trace(TorchDispatchMode):
-    """A mode to enter after `FakeTensorMode`. live: bytes that live now, by kind. calls: collectives and their moments."""
+    """A dispatch mode to enter after `FakeTensorMode`. live: live bytes by kind. calls: collectives and their moments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,10 @@ class Trace(TorchDispatchMode):
         return "loss" if moment.part in ("head", "norm") else "activations"
 
     def _take_part(self, kind: str, args: Any) -> None:
-        """Count the send and receive buffers of a bucket or an FSDP unit; the result of a reduce-scatter is a gradient."""
+        """Count the send and receive buffers of a bucket or an FSDP unit.
+
+        The result of a reduce-scatter counts as a gradient.
+        """
         tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
         for number, tensor in enumerate(tensors):
             summed = kind == "reduce_scatter" and number == 0
@@ -228,7 +231,9 @@ class Trace(TorchDispatchMode):
 
 
 def _grouped_product(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the operator on fake tensors. PyTorch 2.13 allows it in bfloat16 only, although its kernels allow float32.
+    """Compute the grouped product on fake tensors.
+
+    PyTorch 2.13 allows it in bfloat16 only, although its kernels allow float32.
 
     The operator refuses tensors without memory (PlainProducts), so a copy replaces them, which no trace counts.
     """

@@ -49,8 +49,10 @@ SPARSE = ("gather", "scatter_", "all_gather_copy_in")
 class Work:
     """One operator.
 
-    `size`: bytes read and written. memory: an operator that a compiler fuses with its neighbours; copy: one that it does
-    not. linear: a product of a linear layer, which float8 may convert; experts: an output or an input gradient of routed
+    size: bytes read and written. kind `memory`: an operator that a compiler fuses with its neighbours; `copy`: one that it
+    does not fuse.
+
+    linear: a product of a linear layer, which float8 may convert. experts: an output or an input gradient of routed
     experts, which the block formats may convert.
     """
 
@@ -63,7 +65,7 @@ class Work:
 
 
 def work_of(func: Any, args: Any, output: Any) -> Work | None:
-    """Return the operator's work; None for views, allocations and queries about a tensor."""
+    """Return the operator's work; None for views, allocations and operators that only query a tensor."""
     name = func._overloadpacket.__name__
     if name in FREE or func.namespace == "prim" or _is_view(func):
         return None
@@ -89,12 +91,15 @@ def work_of(func: Any, args: Any, output: Any) -> Work | None:
 
 
 def _attention(q: Tensor, scores: float, width: int) -> float:
-    """FLOPs of heads of q `[batch, heads, seq, head_dim]` with `scores` scores of `width` multiplications each."""
+    """Return the FLOPs for heads of q `[batch, heads, seq, head_dim]`.
+
+    Each has `scores` scores of `width` multiplications.
+    """
     return 2.0 * q.shape[0] * q.shape[1] * width * scores
 
 
 def _scores(q: Tensor, k: Tensor, *, causal: bool) -> float:
-    """Scores that PyTorch's kernel computes for one head of q and k `[batch, heads, seq, head_dim]`: all, unless causal."""
+    """Return the number of scores that PyTorch's kernel computes for one head of q and k `[batch, heads, seq, head_dim]`."""
     queries, keys = q.shape[2], k.shape[2]
     return queries * (queries + 1) / 2 if causal and queries == keys else queries * keys
 

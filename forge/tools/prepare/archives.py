@@ -1,4 +1,4 @@
-"""The text of packages: wheels and Debian packages are read member by member, and nothing is installed or run."""
+"""Read the text of packages: wheels and Debian packages are read member by member, and nothing is installed or run."""
 
 from __future__ import annotations
 
@@ -42,12 +42,16 @@ _VENDORED = frozenset(
 def read_archive(
     path: Path, sources: Mapping[str, Sequence[str]], chosen: Callable[[str], bool], left_out: Counter[str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (source, name of the member, text) in the order of the names; members that are left out count in `left_out`.
+    """Yield (source, name of the member, text) in the order of the names.
+
+    Count the members that are left out in `left_out`.
 
     path: a wheel (.whl) or a Debian package (.deb). sources: source -> extensions of its files, also compressed (.gz).
-    chosen: whether a member of this name is read at all. A file is left out that is no UTF-8, shorter than LEAST_BYTES or
-    longer than MOST_BYTES, vendored (by a folder of its path), generated (it says so in its head) or minified (by its
-    longest line). Raises UserError where the archive is damaged, or a member's name is absolute or has a "..".
+    chosen: whether a member of this name is read at all.
+
+    A file is left out if it is not UTF-8, shorter than LEAST_BYTES, longer than MOST_BYTES, vendored (by a folder of its
+    path), generated (according to its first lines) or minified (by its longest line). Raises UserError if the archive is
+    damaged, or if a member's name is absolute or contains "..".
     """
     endings = tuple(
         ending + suffix for found in sources.values() for ending in found for suffix in ("", ".gz")
@@ -96,7 +100,7 @@ def _unfit(content: bytes) -> str:
 
 
 def _members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes | None]]:
-    """Yield the wanted regular files; without content where their size is out of bounds."""
+    """Yield the wanted regular files. A file whose size is out of bounds has no content."""
     opened = _zip_members if path.suffix == ".whl" else _deb_members
     for name, size, content in opened(path, wanted):
         if size > MOST_BYTES:
@@ -119,7 +123,7 @@ def _zip_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[st
 
 
 def _deb_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, int, IO[bytes]]]:
-    """dpkg-deb prints the package's files as a tar; the scripts of the package are not among them."""
+    """Yield the files that dpkg-deb prints as a tar. The package's own scripts are not among them."""
     command = ["dpkg-deb", "--fsys-tarfile", str(path)]
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -141,7 +145,7 @@ def _deb_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[st
 
 
 def _require_inside(path: Path, name: str) -> str:
-    """Return the member's name without a leading "./"."""
+    """Return the member's name without a leading "./". Raises UserError if the name leads out of the archive's folder."""
     plain = name.replace("\\", "/")
     if plain.startswith("/") or ".." in plain.split("/") or ":" in plain.split("/")[0]:
         raise UserError(f"{path}: refused: a member's name leads out of its folder: {name!r}", FAILED)

@@ -1,4 +1,4 @@
-"""The kind of a file, found by its content if its name leaves it open, and streams of decompressed content."""
+"""Determine the kind of a file, by its name or else by its content, and open decompressed content."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 class File(NamedTuple):
-    """A file of `size` bytes on disk. `key`: its path below the input. `kind`: how to read its decompressed content."""
+    """A file of `size` bytes on disk. key: its path below the input. kind: how to read its decompressed content."""
 
     path: str
     key: str
@@ -37,7 +37,7 @@ class File(NamedTuple):
 
     @property
     def is_json(self) -> bool:
-        """Whether its name says one JSON value, or is a general name of JSON lines."""
+        """Whether the name ends in .json, which may be one JSON value or JSON lines."""
         return plain_name(self.path).endswith(".json")
 
 
@@ -106,7 +106,9 @@ def _object(line: bytes) -> dict | None:
 
 
 def open_content(file: File, first: int | None = None) -> io.BufferedReader:
-    """Open a text file or JSON lines, decompressed; with `first`, only the content of a compressed file's first bytes.
+    """Open a text file or JSON lines, decompressed.
+
+    first: read only this many bytes of a compressed file, and their content.
 
     Reading raises one of UNREADABLE if the file is damaged.
     """
@@ -124,7 +126,7 @@ def open_content(file: File, first: int | None = None) -> io.BufferedReader:
 
 
 def skip(content: BinaryIO, count: int, file: File) -> None:
-    """Skip `count` bytes; a compressed file is read up to there."""
+    """Skip `count` bytes of content. In a compressed file these bytes have to be read."""
     if not file.compression:
         content.seek(count, io.SEEK_CUR)
         return
@@ -133,7 +135,7 @@ def skip(content: BinaryIO, count: int, file: File) -> None:
 
 
 def text_bytes(file: File, text_key: str) -> int:
-    """Estimate the file's bytes of text; for a compressed file by the ratio of its first megabyte on disk."""
+    """Estimate the file's bytes of text. For a compressed file, use the compression ratio of its first megabyte on disk."""
     try:
         if file.kind == "parquet":
             import pyarrow.parquet
@@ -151,7 +153,7 @@ def text_bytes(file: File, text_key: str) -> int:
 
 
 def _read_bytes(content: BinaryIO) -> int:
-    """Return the number of readable bytes, up to the end or to a truncation."""
+    """Return the number of readable bytes, up to the end of the file or the point of truncation."""
     found = 0
     with content, suppress(*UNREADABLE):
         while block := content.read(1 << 16):

@@ -23,11 +23,12 @@ _SHOWN = 8  # extensions of skipped files to name
 
 @dataclass(frozen=True)
 class Corpus:
-    """Pieces of files in the order of the inputs and, below each, of their paths; whole files unless there is a budget.
+    """Pieces of files in the order of the inputs and, below each, of their paths.
 
-    `text_bytes`: approximate size of the text of the pieces. `found_bytes` and `found_files`: of all readable files; with
-    a budget the pieces are a sample of them. `passed_over`: number of files in the directories that are not read, by
-    extension.
+    They are whole files unless there is a budget.
+
+    text_bytes: approximate size of the text of the pieces. found_bytes, found_files: of all readable files; with a budget
+    the pieces are a sample of them. passed_over: extension -> number of files in the directories that are not read.
     """
 
     pieces: list[Piece]
@@ -74,10 +75,10 @@ def find_corpus(
 ) -> Corpus:
     """Find all files below `inputs`, without copies, and take a sample of `max_bytes` of them (see `sample`).
 
-    Directories are walked for files with one of the `extensions`, compressed (.gz, .zst) or not; a .json file counts only
-    if it holds JSON lines. Hidden directories, __pycache__ and links to directories are skipped, and so is a link out of
-    its directory. A file given as an input is included whatever its name. Of text files with equal content, and of
-    several paths to one file, only the first is kept. option: command-line option, for messages.
+    Directories are searched for files with one of the `extensions`, compressed (.gz, .zst) or not. A .json file counts only
+    if it holds JSON lines. Hidden directories, __pycache__ and links to directories are skipped, and so are links to files
+    outside of the directory. A file given as an input is included whatever its name. Among text files with equal content,
+    and among paths to the same file, only the first is kept. option: command-line option, for messages.
 
     Raises UserError if an input is missing, nothing is found, or a file needs a package that is not installed.
     """
@@ -101,7 +102,7 @@ def find_corpus(
 def _list_files(
     inputs: Sequence[str | Path], extensions: Sequence[str], text_key: str, option: str
 ) -> tuple[list[File], Corpus]:
-    """Return the files, and a corpus with the skipped files only."""
+    """Return the files to read, and a corpus that lists only the skipped files."""
     files: list[File] = []
     corpus = Corpus([])
     seen: set[str] = set()
@@ -150,7 +151,7 @@ def _add(file: File, is_named: bool, files: list[File], corpus: Corpus) -> None:
 def _list_objects(
     url: str, endings: tuple[str, ...], text_key: str, files: list[File], corpus: Corpus, seen: set[str]
 ) -> None:
-    """Add the object at `url`, or the objects below it, under the rules for files of a directory."""
+    """Add the object at `url`, or the objects below it, by the rules for files of a directory."""
     found = find_objects(url)
     if not found:
         raise UserError(f"--input {url}: no such object, and none below it")
@@ -172,7 +173,7 @@ def _extension(key: str) -> str:
 
 
 def _refuse_array(file: File) -> None:
-    """Raise UserError for a .json file with an array, whose documents would otherwise become one text."""
+    """Raise UserError for a .json file with an array. Read as text, all its documents would become one."""
     try:
         with open_content(file) as content:
             is_array = content.peek(1)[:1] == b"["
@@ -183,7 +184,7 @@ def _refuse_array(file: File) -> None:
 
 
 def _walk(root: Path, unreadable: list[Bad]) -> list[tuple[str, str]]:
-    """Paths below `root` with their keys, sorted by key."""
+    """Return the paths below `root` with their keys, sorted by key."""
 
     def failed(error: OSError) -> None:
         unreadable.append(Bad(str(error.filename), reason_of(error), many=True))

@@ -13,7 +13,10 @@ _ROWS_AT_ONCE = 1024  # rows of a Parquet row group held in memory
 
 
 class Bad(NamedTuple):
-    """An unreadable document; `many`: an unreadable folder, or the rest of a multi-document file."""
+    """A document that cannot be read.
+
+    many: it stands for an unreadable folder, or for the rest of a file with many documents.
+    """
 
     where: str
     reason: str
@@ -21,7 +24,7 @@ class Bad(NamedTuple):
 
 
 class Document(str):
-    """The text of a record, with `metadata`: the values of other keys."""
+    """The text of a record. metadata: the values of the record's other keys."""
 
     metadata: Mapping[str, Any]
 
@@ -34,8 +37,7 @@ class Document(str):
 def read_documents(piece: Piece, text_key: str, keys: Sequence[str] = ()) -> Iterator[str | Bad]:
     """Yield the documents of a piece in order: a text file's content, or `text_key` of a JSON line or a Parquet row.
 
-    Blank documents are left out. With `keys`, records become `Document`s with the values of these keys, as far as
-    present.
+    Blank documents are left out. With `keys`, records become `Document`s with the values of those keys that they have.
     """
     read = {"text": _read_text, "lines": _read_lines, "parquet": _read_parquet}[piece.file.kind]
     for document in read(piece, text_key, keys):
@@ -44,7 +46,7 @@ def read_documents(piece: Piece, text_key: str, keys: Sequence[str] = ()) -> Ite
 
 
 def reason_of(error: Exception) -> str:
-    """Return one line with the reason why a file cannot be read."""
+    """Return the reason why a file cannot be read, in one line."""
     return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -68,9 +70,9 @@ def _read_text(piece: Piece, _text_key: str, _keys: Sequence[str]) -> Iterator[s
 
 
 def whole_characters(text: bytes, begin: int) -> tuple[bytes, int]:
-    """Drop a partial UTF-8 character at the start of a text cut at byte `begin`, and one at its end.
+    """Drop the partial UTF-8 character at the start of a text cut at byte `begin`, and the one at its end.
 
-    Returns the text and its first byte.
+    Returns the text and the position of its first byte.
     """
     first = 0
     while begin and first < min(3, len(text)) and text[first] & 0xC0 == 0x80:
@@ -150,7 +152,7 @@ def _read_parquet(piece: Piece, text_key: str, keys: Sequence[str]) -> Iterator[
 
 
 def _rows(piece: Piece, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows, none empty: each row of a file is in exactly one range over all pieces of the file."""
+    """Yield non-empty ranges of rows. Over all pieces of a file, each row is in exactly one range."""
     for begin, end in piece.ranges():
         first, stop = (rows * place // piece.file.size for place in (begin, end))
         if first < stop:

@@ -1,7 +1,7 @@
-"""The identity of a chunk's input: a cheap stamp of its files, and the SHA-256 of its documents.
+"""The identity of a chunk's input: a stamp of its files that is cheap to compute, and the SHA-256 of its documents.
 
-A worker hashes documents as it tokenizes them, so the hash needs no second reading. Files with an unchanged stamp count
-as unchanged, as in git. Otherwise the documents are read again, without tokenizing, and compared by hash.
+A worker hashes documents as it tokenizes them, so the hash needs no second reading. Files with an unchanged stamp count as
+unchanged, as in git. If a stamp has changed, the documents are read again, without tokenizing, and their hash is compared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def stamp_of(chunk: Iterable[Piece | TextPart]) -> str:
 
 
 class Content:
-    """A SHA-256 of documents in order: their texts, their metadata, and the reasons of unreadable documents."""
+    """A SHA-256 of documents in order: of their texts and metadata, and of the reasons why documents cannot be read."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -65,7 +65,7 @@ class Content:
 def content_of(
     chunk: Iterable[Piece | TextPart], tokenizer: Tokenizer, text_key: str, keys: tuple[str, ...]
 ) -> str:
-    """Read the documents of a chunk and return their hash. tokenizer: decides where to cut long texts."""
+    """Read the documents of a chunk and return their hash. tokenizer: defines where long texts may be cut."""
     content = Content()
     for piece in chunk:
         for document in (

@@ -27,11 +27,11 @@ from forge.train.state import Progress, Rollback
 class Sample:
     """One sequence of a step.
 
-    `sample`: its global number; `rank`: the data rank that reads it. It is window `window` (from token `first_token`) of
-    `source`, in that source's epoch `epoch`, from 0; or `part` of the window, from 0, in a phase with shorter sequences.
-    `tokens` are its first ids and `text` their text (None without a tokenizer). `documents`: positions in the sequence
-    where documents begin. `masked`: number of labels ignored because they begin a document and `data.document_mask` is
-    on.
+    sample: its global number. rank: the data rank that reads it. It is window `window`, which begins at token `first_token`
+    of `source`, in epoch `epoch` of that source, from 0. In a phase with shorter sequences it is part `part` of the window,
+    from 0.
+    tokens: its first ids. text: their text; None without a tokenizer. documents: positions in the sequence where documents
+    begin. masked: number of labels that are ignored because they begin a document under `data.document_mask`.
     """
 
     sample: int
@@ -63,10 +63,9 @@ class Sample:
 
 
 def dataset_of_run(config: Config, last: int) -> PackedDataset:
-    """Open the dataset in the sample order that the run of this config has, or would continue with, up to step `last`.
+    """Open the dataset in the sample order of the run with this config, up to step `last`, which may be in the future.
 
-    Prints skipped ranges and changes of the mixture in the run's history. Raises UserError if the run reads other
-    samples.
+    Prints skipped ranges and changes of the mixture in the run's history. Raises UserError if the run reads other samples.
     """
     dataset = build_dataset(config)
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
@@ -119,9 +118,9 @@ def samples_of_step(
 ) -> Iterator[Sample]:
     """Yield the sequences of step `step` (from 1) in order: all of them, or those of data rank `rank` of `ranks`.
 
-    Assumes that all steps had the sizes of `phases`, or without phases `global_batch_size` sequences. Shows the first
-    `head` ids of each sequence, and the text of the first `excerpt`. Raises UserError if the order has a
-    source that is not in the dataset.
+    Assumes that all steps had the sizes of `phases`, or without phases `global_batch_size` sequences. A sample has the
+    first `head` ids of its sequence, and the text of the first `excerpt` ids. Raises UserError if the order has a source
+    that is not in the dataset.
     """
     tokens_before, first_sample = _begin(dataset, step, global_batch_size, phases)
     sizes = next(
@@ -162,15 +161,15 @@ def samples_of_step(
 def _begin(
     dataset: PackedDataset, step: int, global_batch_size: int, phases: Phases | None
 ) -> tuple[int, int]:
-    """Return the tokens before step `step` (from 1), and its first global sample."""
+    """Return the number of tokens before step `step` (from 1), and the step's first global sample."""
     tokens = phases.tokens_after(step - 1) if phases else (step - 1) * global_batch_size * dataset.seq_len
     return tokens, dataset.order.nth(0, tokens // dataset.seq_len)
 
 
 def _token_at(pieces: list[tuple[int, int]], place: int) -> int:
-    """Return the token at `place` in a sample of these pieces, by its number in the source.
+    """Return the number in the source of the token at position `place` of a sample. pieces: the ranges of the sample.
 
-    Past the end of the sample it is the last one.
+    A position beyond the sample's end gives its last token.
     """
     for first, count in pieces:
         if place < count:
@@ -181,7 +180,7 @@ def _token_at(pieces: list[tuple[int, int]], place: int) -> int:
 
 @dataclass(frozen=True)
 class Reading:
-    """Samples, tokens and share that steps read from one source, and the source's epochs before and after."""
+    """Reads of one source by some steps: samples, tokens, their share, and the source's epochs before and after."""
 
     source: str
     samples: int

@@ -1,9 +1,7 @@
-"""Long texts in parts, so memory does not grow with a text.
+"""Long texts in parts: cut only where tokenizing the parts gives the ids of the whole, so memory does not grow with a text.
 
-Texts are cut only where tokenizing the parts gives the ids of the whole.
-
-A text file is one document. Workers tokenize parts of a large one. They agree on the cuts, although each reads only
-the text around its own.
+A text file is one document. Several workers tokenize parts of a large file. They agree on the cuts, although each reads
+only the text around the ends of its own part.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ _BLOCK = 1 << 20
 
 
 class TextPart(NamedTuple):
-    """Bytes begin ... end - 1 of a text file that is one document of `split`.
+    """Bytes begin ... end - 1 of a text file, a document of `split`.
 
-    Each end moves on to the next possible cut.
+    Each of the two ends is moved forward to the next possible cut.
     """
 
     file: File
@@ -47,7 +45,7 @@ class TextPart(NamedTuple):
 
 
 def text_parts(file: File, size: int, split: str) -> Iterator[TextPart]:
-    """Yield the file as parts of `size` bytes, the last one shorter, all of one split."""
+    """Yield the file as parts of `size` bytes, the last one shorter. All parts belong to the same split."""
     for begin in range(0, file.size, size):
         yield TextPart(file, begin, min(begin + size, file.size), split)
 
@@ -62,7 +60,7 @@ def _digest(text: bytes = b"") -> hashlib.blake2b:
 
 
 def check_text(file: File) -> bytes | Bad:
-    """Read a text file once, and return its digest; Bad if it cannot be read or is not UTF-8."""
+    """Read a text file once and return its digest; a `Bad` if it cannot be read or is not UTF-8."""
     digest, decoder, place = _digest(), codecs.getincrementaldecoder("utf-8")(), 0
     try:
         with open_binary(file.path) as content:
@@ -82,7 +80,7 @@ def check_text(file: File) -> bytes | Bad:
 
 
 def read_part(part: TextPart, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield texts with consecutive ids of the part; nothing if the text has no possible cut in the part."""
+    """Yield texts whose ids, in order, are the ids of the part. Nothing if the text has no possible cut in the part."""
     with open_binary(part.file.path) as content:
         begin, end = (
             _find_cut(content, place, part.file.size, tokenizer) for place in (part.begin, part.end)
@@ -95,7 +93,10 @@ def read_part(part: TextPart, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _find_cut(content: BinaryIO, place: int, size: int, tokenizer: Tokenizer) -> int:
-    """Return the first byte after `place` where the text of `size` bytes may be cut; 0 and `size` are kept."""
+    """Return the first byte from `place` on at which the text of `size` bytes may be cut.
+
+    0 and `size` are always possible.
+    """
     while 0 < place < size:
         begin = max(0, place - 8)  # so that a whole character precedes
         content.seek(begin)

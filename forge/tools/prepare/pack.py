@@ -1,12 +1,12 @@
-"""The plan of a packing (forge/data/packing.py): documents to sequences of one length, made once for a dataset.
+"""Make a packing plan (forge/data/packing.py), once for a dataset: an assignment of documents to sequences of one length.
 
 best_fit    whole documents, as many as fit. Documents of a window of consecutive documents are taken from longest to
-            shortest, and each goes to the sequence with the least room left (best-fit decreasing; Ding et al.,
-            arXiv 2404.10830)
+            shortest, and each goes to the sequence with the least remaining room that fits (best-fit decreasing; Ding et
+            al., arXiv 2404.10830)
 document    one document in each sequence
 
-A document longer than a sequence is cut into full sequences and a rest, which is packed like a document. A sequence
-of train.seq_len inputs has room for one more token: its last token is a label only.
+A document longer than a sequence is cut into full sequences and a rest, which is packed like a document. A sequence of
+train.seq_len inputs has room for one more token, because its last token is only a label.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WINDOW = 1 << 17
 
 
 def pack(folder: Path, kind: PackingKind, seq_len: int, window: int = WINDOW) -> PlanIndex:
-    """Make the plan of the dataset in `folder`, unless it exists; return its index. Memory: that of a window."""
+    """Make the plan of the dataset in `folder`, unless it exists, and return its index. Memory grows with the window only."""
     dataset = TokenDataset(folder)
     path = folder / f"{plan_name(kind, seq_len)}.json"
     if path.exists():
@@ -97,7 +97,7 @@ def cut(starts: np.ndarray, lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def best_fit(pieces: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the PIECES by sequence, and the index of each sequence's first piece."""
+    """Pack the documents. Return the PIECES, ordered by sequence, and the index of each sequence's first piece."""
     order = np.argsort(-pieces["tokens"].astype(np.int64), kind="stable")
     sequence_of = np.empty(len(pieces), np.int64)
     spaces: list[int] = []  # ascending: room left in sequences
@@ -125,7 +125,7 @@ def best_fit(pieces: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def _documents(dataset: TokenDataset, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield first tokens and lengths of `window` documents at a time, int64."""
+    """Yield first tokens and lengths, int64, of `window` documents at a time."""
     waiting, first = np.zeros(0, np.int64), 0
     for shard in dataset.index.shards:
         if shard.documents:

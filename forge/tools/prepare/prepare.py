@@ -72,7 +72,7 @@ _REMEDY = "choose another --output or delete it"
 
 @dataclass(frozen=True)
 class Request:
-    """A request for datasets. `holdout`: share of documents for OUTPUT/validation; the others go to OUTPUT/train."""
+    """A request for datasets. holdout: share of documents for OUTPUT/validation; the others go to OUTPUT/train."""
 
     inputs: tuple[str, ...]
     tokenizer: str
@@ -101,7 +101,7 @@ class Request:
 def prepare(request: Request) -> list[Path]:
     """Make the datasets and return their folders; does nothing if they exist.
 
-    Raises UserError for the user's mistakes.
+    Raises UserError for mistakes in the request or the input.
     """
     for cached in (tokenizer_of, known_ngrams):
         cached.cache_clear()  # the files may have changed since the last call
@@ -149,7 +149,7 @@ def prepare(request: Request) -> list[Path]:
 
 
 def _packed(request: Request) -> list[Path]:
-    """Make the requested packing. Returns the folders of the datasets."""
+    """Make the packing plan, if one is requested. Return the folders of the datasets."""
     if request.packing is not None:
         folder = request.targets[TRAIN]
         index = pack(folder, request.packing, request.seq_len)
@@ -175,7 +175,7 @@ def _prepare_part(
 
 
 def _options(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Everything that the result depends on. Kept in dataset.json, so another request's result is not mistaken for it."""
+    """Return everything that the result depends on. It is recorded in dataset.json, which identifies the request."""
     quality = request.quality
     options = {
         "input": [path if is_url(path) else printable(os.path.abspath(path)) for path in request.inputs],
@@ -194,7 +194,7 @@ def _options(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
-    """Return the splits that already exist. Raises UserError if a folder holds another dataset."""
+    """Return the splits whose dataset already exists. Raises UserError if a folder holds another dataset."""
     finished = set()
     for folder in (request.output, request.output / TRAIN, request.output / VALIDATION):
         if not (folder / INDEX).exists():
@@ -215,7 +215,7 @@ def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
 
 
 def _identity(chunks: Iterable[Tally]) -> dict[str, Any]:
-    """Combine the identities of chunks, in order, to the identity of the input."""
+    """Combine the identities of chunks, in order, into the identity of the whole input."""
     stamp, content = hashlib.sha256(), hashlib.sha256()
     for chunk in chunks:
         stamp.update(chunk.stamp.encode())
@@ -235,7 +235,8 @@ def _require_input(folder: Path, found: dict[str, Any]) -> None:
 def _check_input(request: Request, tokenizer: Tokenizer) -> None:
     """Check that finished datasets were made from the current input. Raises UserError.
 
-    Reads documents only if a file's stamp changed. Without the input, e.g. after it moved, nothing is compared.
+    Reads documents only if a file's stamp has changed. If the input no longer exists, e.g. after a move, nothing is
+    compared.
     """
     if gone := [path for path in request.inputs if not is_url(path) and not os.path.exists(path)]:
         print(f"--input {gone[0]}: does not exist, so it is not compared with the dataset", file=sys.stderr)
@@ -264,10 +265,10 @@ def _find_chunks(request: Request, tokenizer: Tokenizer) -> tuple[list[Chunk], C
 
 
 def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) -> tuple[list[Chunk], Corpus]:
-    """Cut into chunks of about 1/256 of the whole, at least 1 MB (a chunk has a fixed cost) and at most 128 MB.
+    """Cut the corpus into chunks of about 1/256 of the whole, at least 1 MB (a chunk has a fixed cost) and at most 128 MB.
 
-    A text file is one document; it is cut where its tokens do not change. A compressed file is not cut, because it is
-    read from its start. The returned corpus lists unreadable large text files as unreadable.
+    A text file is one document. It is cut only where that does not change its tokens. A compressed file is not cut, because
+    it is read from its start. The returned corpus lists unreadable large text files as unreadable.
     """
     chunk_bytes = min(max(sum(piece.size for piece in corpus.pieces) // 256, 1 << 20), 128 << 20)
     chunks: list[Chunk] = [[]]
@@ -294,7 +295,10 @@ def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) 
 
 @contextmanager
 def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
-    """Allow one program at a time per output folder, or several with `shared`. The kernel releases the lock at exit."""
+    """In the body, lock the output folder: for this program alone, or with `shared` together with others.
+
+    The kernel releases the lock at exit.
+    """
     try:
         parts.mkdir(parents=True, exist_ok=True)
         file = open(parts / "lock", "w")  # noqa: SIM115
@@ -315,7 +319,7 @@ def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
 
 
 def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], shared: bool = False) -> None:
-    """Keep the parts of an interrupted run only if its chunks and options were the same; `shared`: refuse others.
+    """Keep the parts of an interrupted run only if its chunks and options were the same. shared: refuse other parts.
 
     `encode_chunk` compares each part with the content of its chunk.
     """
@@ -364,7 +368,7 @@ def _encode_missing(request: Request, chunks: list[Chunk], parts: Path, wanted: 
 
 
 def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> Tally:
-    """Sum and report the tallies of all parts. Raises UserError if too much is bad or a split would be empty."""
+    """Sum and report the tallies of all parts. Raises UserError if too many documents are bad or a split would be empty."""
     tally = Tally()
     for bad in corpus.unreadable:
         tally.add_bad(bad)
@@ -392,7 +396,7 @@ def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> T
 
 
 def _choose(request: Request, parts: Path, count: int, tally: Tally) -> Kept:
-    """Find the documents that are kept of each split and chunk; what is left out is counted in `tally` and printed."""
+    """Return the documents to keep for each split and chunk. Count the others in `tally` and print the counts."""
     if not request.quality.is_on:
         return {}
     splits = [split for split in (VALIDATION, TRAIN) if split in request.targets]

@@ -1,4 +1,4 @@
-"""Left-out documents: by a user's function, by passages of given files, as duplicates. Off by default."""
+"""Decide which documents are left out: by a user's function, by passages of given files, or as duplicates. Off by default."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class FilterFailed(Exception):
 
 @dataclass(frozen=True)
 class Quality:
-    """Which documents are left out, and what is kept beside the text.
+    """The rules by which documents are left out, and the metadata that is kept beside the text.
 
-    filter: import path of a function of (text, metadata) that returns None, or in a word or two the reason to leave out a
+    filter: import path of a function of (text, metadata). It returns None, or in a word or two the reason to leave out a
     document. decontaminate: files; a document that shares `ngram` consecutive words with one of their documents is left
-    out. duplicates: exact or near copies of an earlier document's text. metadata: keys of a record to keep.
+    out. duplicates: leave out exact or near copies of an earlier document's text. metadata: keys of a record to keep.
     """
 
     filter: str = ""
@@ -52,7 +52,7 @@ class Quality:
         return bool(self.filter or self.decontaminate or self.duplicates != "none" or self.metadata)
 
     def options(self) -> dict[str, Any] | None:
-        """Everything that the result depends on, as JSON; None if nothing is requested."""
+        """Return everything that the result depends on, as JSON; None if nothing is requested."""
         if not self.is_on:
             return None
         return {
@@ -60,9 +60,9 @@ class Quality:
         }
 
     def reason(self, text: str, metadata: Mapping[str, Any], text_key: str) -> str | None:
-        """Return the reason to leave out a document, independent of other documents; None: keep it.
+        """Return the reason to leave out a document, as far as it does not depend on other documents.
 
-        Raises FilterFailed.
+        None: keep it. Raises FilterFailed.
         """
         if self.filter:
             keep = load_filter(self.filter)
@@ -80,7 +80,9 @@ class Quality:
 
 
 def filter_code(path: str) -> str:
-    """Return the SHA-256 of the filter's source: its own module, and the module in its import path.
+    """Return the SHA-256 of the filter's source.
+
+    That is the module that defines the function, and the module in its import path.
 
     Modules imported by these are not read.
     """
@@ -100,7 +102,7 @@ def decontaminate_content(quality: Quality, text_key: str) -> str:
 
 @lru_cache(maxsize=1)
 def load_filter(path: str) -> Keep:
-    """Return the user's function. Raises UserError if it cannot be loaded."""
+    """Import the user's filter function. Raises UserError if it cannot be imported."""
     try:
         return load_function(path)
     except ValueError as error:
@@ -111,7 +113,7 @@ def load_filter(path: str) -> Keep:
 def known_ngrams(files: tuple[str, ...], n: int, text_key: str) -> frozenset[int]:
     """Return the n-grams of the documents of files; documents with fewer words have none.
 
-    Raises UserError if a file cannot be read or is skipped: an unread test set removes nothing.
+    Raises UserError if a file cannot be read or is skipped, because the n-grams of an unread test set would not be removed.
     """
     found: set[int] = set()
     corpus = find_corpus(files, text_key=text_key, option="--decontaminate")
@@ -142,7 +144,7 @@ def _hash(text: str) -> int:
 
 @lru_cache(maxsize=1)
 def _coefficients() -> tuple[np.ndarray, np.ndarray]:
-    """Coefficients of PERMUTATIONS hash functions; fixed, because signatures of different processes are compared."""
+    """Return the coefficients of PERMUTATIONS hash functions. They are fixed, because processes compare their signatures."""
     draws = np.random.default_rng(20240410).integers(0, 1 << 64, (2, PERMUTATIONS), dtype=np.uint64)
     return draws[0] | np.uint64(1), draws[1]
 
@@ -150,7 +152,8 @@ def _coefficients() -> tuple[np.ndarray, np.ndarray]:
 def signature(text: str) -> np.ndarray:
     """Return the MinHash of the text's runs of five words, uint32 `[PERMUTATIONS]` (Broder, 1997).
 
-    The expected share of equal positions in two signatures is the share of common runs among all runs of both texts.
+    The expected share of equal positions in two signatures is the number of runs that both texts have, divided by the
+    number of different runs of both.
     """
     words = _WORD.findall(text.lower()) or [text]
     last = max(1, len(words) - _SHINGLE + 1)
@@ -166,16 +169,17 @@ def signature(text: str) -> np.ndarray:
 
 
 def first_of_equal(digests: np.ndarray) -> np.ndarray:
-    """Return for each of uint64 `[n]` the index of the first equal one, int64 `[n]`."""
+    """Return, for each element of uint64 `[n]`, the index of the first equal element: int64 `[n]`."""
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     return first[inverse]
 
 
 def first_of_similar(signatures: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-    """Return for each of `[n, PERMUTATIONS]` the index of the first member of its group, int64 `[n]`.
+    """Return, for each signature of `[n, PERMUTATIONS]`, the index of the first member of its group: int64 `[n]`.
 
-    Two of `candidates` are in one group if they share a band and at least SIMILAR of their positions, or if both are in a
-    group with a third. All others are alone. Bands are compared one at a time: memory is one number per document.
+    Two of `candidates` are in one group if they have an equal band and at least SIMILAR of their positions are equal, or if
+    both are in a group with a third. All others are alone. Bands are compared one at a time, so memory is one number per
+    document.
     """
     parent = np.arange(len(signatures))
 
@@ -204,7 +208,7 @@ def first_of_similar(signatures: np.ndarray, candidates: np.ndarray) -> np.ndarr
 
 
 def duplicates(digests: np.ndarray, signatures: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the exact copies and the near copies of an earlier document, bool `[n]` each."""
+    """Return two masks, bool `[n]`: exact copies, and near copies, of an earlier document."""
     first = first_of_equal(digests)
     exact = first != np.arange(len(digests))
     if signatures is None:

@@ -1,4 +1,4 @@
-"""A sample of a corpus: a budget of bytes shared over all files, in ranges spread through the large ones."""
+"""A sample of a corpus: a budget of bytes shared over all files. From large files it takes ranges spread over the file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ _REACH, _LEAST_REACH = 16, 16 << 20
 
 
 class Piece(NamedTuple):
-    """The first `take` of every `step` bytes of bytes begin ... end - 1 of a file's decompressed content; step 0: all.
+    """A part of a file: of bytes begin ... end - 1 of its decompressed content, the first `take` of every `step` bytes.
 
-    A JSON line belongs to the range in which it begins, a Parquet row to the range with its share of the file.
-    Each range of a text file is a document.
+    step 0: all.
+
+    A JSON line belongs to the range in which it begins, a Parquet row to the range with its share of the file. Each range
+    of a text file is a document.
     """
 
     file: File
@@ -32,7 +34,7 @@ class Piece(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes to read; for a whole compressed file, its bytes on disk."""
+        """The number of bytes to read; for a whole compressed file, its bytes on disk."""
         if self.step:
             return sum(end - begin for begin, end in self.ranges())
         return self.file.size if self.end == TO_THE_END else self.end - self.begin
@@ -50,7 +52,7 @@ class Piece(NamedTuple):
             yield begin, min(begin + self.take, self.end)
 
     def parts(self, size: int) -> Iterator[Piece]:
-        """Yield pieces of at most `size` bytes, but at least one range, with the same documents in total."""
+        """Yield pieces of at most `size` bytes, but at least one range each. Together they have the same documents."""
         span = self.step * max(1, size // self.take) if self.step else size
         for begin in range(self.begin, self.end, span):
             yield self._replace(begin=begin, end=min(begin + span, self.end))
@@ -62,13 +64,13 @@ def whole(file: File) -> Piece:
 
 
 def sample(files: Sequence[File], max_bytes: int, text_key: str) -> tuple[list[Piece], int, int]:
-    """Take about `max_bytes` of the text of the files, every byte with the same chance; in the order of the files.
+    """Take about `max_bytes` of the text of the files, in their order. Every byte has the same chance.
 
     Returns the pieces, their size and the size of all files, both in bytes of text; see `text_bytes`.
 
-    A file of at most one range's size is taken whole or not at all, in the order of a hash of the keys. Larger files
-    share the rest of the budget in proportion to their size, in ranges at equal distances. The sample depends only on
-    keys, sizes and content.
+    A file that is not larger than one range is taken whole or not at all, in the order of a hash of the keys. Larger files
+    share the rest of the budget in proportion to their size, in ranges at equal distances. The sample depends only on keys,
+    sizes and content.
     """
     sizes = [text_bytes(file, text_key) for file in files]
     found = sum(sizes)
@@ -98,7 +100,7 @@ def sample(files: Sequence[File], max_bytes: int, text_key: str) -> tuple[list[P
 
 
 def _spread(file: File, size: int, count: int, take: int) -> Piece:
-    """Return `count` ranges of `take` bytes of a text of `size` bytes."""
+    """Return `count` evenly spread ranges of `take` bytes each, in a text of `size` bytes."""
     if file.compression:
         size = min(size, max(_REACH * count * take, _LEAST_REACH))
     elif file.kind == "parquet":  # its ranges are shares of the file

@@ -76,7 +76,7 @@ def document_lengths(dataset: TokenDataset) -> np.ndarray:
 
 
 def histogram(lengths: np.ndarray) -> str:
-    """Return bars of the number of documents by length, in powers of two, as SVG."""
+    """Return a histogram of the documents' lengths, in powers of two, as SVG."""
     exponents, counts = np.unique(np.log2(lengths).astype(int), return_counts=True)
     bars = []
     for place, (exponent, count) in enumerate(zip(exponents.tolist(), counts.tolist(), strict=True)):
@@ -100,7 +100,7 @@ def _plans(folder: Path) -> list[tuple[str, str]]:
 
 
 def _metadata(folder: Path) -> list[str]:
-    """Return a page's lines on the most frequent values of each key with texts or numbers."""
+    """Return the most frequent values of each metadata key whose values are texts or numbers."""
     path = folder / METADATA
     counts: dict[str, Counter[str]] = {}
     if path.exists():

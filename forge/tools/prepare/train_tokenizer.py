@@ -33,12 +33,12 @@ def train_tokenizer(
     text_key: str = "text",
     extensions: Sequence[str] = EXTENSIONS,
 ) -> SentencePieceTokenizer:
-    """Train on a sample of the corpus and write OUTPUT/tokenizer.model; the same input gives the same file.
+    """Train on a sample of the corpus and write OUTPUT/tokenizer.model. The same input gives the same file.
 
-    The sample has `max_bytes`, by default 1,000 per piece of the vocabulary, and at least 32 MB.
-    BPE over the unchanged text: no normalisation, no added or merged spaces, runs of spaces and line ends in the
-    vocabulary, digits one by one, and bytes for every character outside it. Ids: 0 unknown (never produced), 1 begins
-    and 2 ends a document.
+    The sample has `max_bytes`, by default 1,000 per piece of the vocabulary and at least 32 MB. The model is BPE over the
+    unchanged text: no normalisation, and no added or merged spaces. Runs of spaces and line ends are pieces, digits are
+    separate pieces, and characters outside the vocabulary become bytes. Ids: 0 unknown (never produced), 1 begins and 2
+    ends a document.
     """
     if vocab_size < _LEAST_VOCAB:
         raise UserError(
@@ -108,7 +108,7 @@ def _train(sentences: Iterator[str], vocab_size: int) -> bytes:
 
 
 def _reason(message: str) -> str:
-    """Translate an error of SentencePiece to the options of the user."""
+    """Explain an error of SentencePiece in terms of the command's options."""
     if found := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
         return f"needs at least {found[1]}: 256 bytes, 3 specials and the common characters of the text"
     if found := re.search(r"Vocabulary size too high .* value <= (\d+)", message):
@@ -120,7 +120,7 @@ def _reason(message: str) -> str:
 def _require_readable(corpus: Corpus, text_key: str) -> bool:
     """Read the sample once and return whether it has text. Raises UserError if too much of it is unreadable.
 
-    SentencePiece reads all sentences before it trains, and errors cannot leave its loop over them.
+    SentencePiece reads all sentences before it trains, and no exception can pass through its loop over them.
     """
     tally = Tally()
     for bad in corpus.unreadable:
@@ -138,7 +138,7 @@ def _require_readable(corpus: Corpus, text_key: str) -> bool:
 
 
 def _sentences(corpus: Corpus, text_key: str) -> Iterator[str]:
-    """Yield groups of whole lines, so that pieces may contain line ends. Unreadable documents are left out."""
+    """Yield groups of whole lines, because pieces may contain line ends. Unreadable documents are left out."""
     for piece in corpus.pieces:
         for document in read_documents(piece, text_key):
             if isinstance(document, Bad):

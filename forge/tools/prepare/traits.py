@@ -1,8 +1,8 @@
-"""Data kept of each document of a chunk beside its tokens, if duplicates are left out or metadata are kept.
+"""Data about each document of a chunk, kept beside the tokens if duplicates are left out or metadata are kept.
 
 part-00007-train-documents.npy     for each document, its digest and the size of its text in UTF-8
 part-00007-train-signatures.npy    its MinHash, if near duplicates are left out
-part-00007-train-metadata.jsonl    its metadata, one line each
+part-00007-train-metadata.jsonl    its metadata, one line per document
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DOCUMENTS = np.dtype([("digest", "<u8"), ("bytes", "<u8")])
 
 
 class Traits:
-    """Collects the traits of the documents of a chunk and split; does nothing if nothing needs them."""
+    """Collects the traits of the documents of one chunk and split. Does nothing if no option needs them."""
 
     def __init__(self, quality: Quality):
         self._quality, self._found = quality, array("Q")

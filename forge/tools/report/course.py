@@ -24,7 +24,7 @@ EVENTS_SHOWN = 40
 
 
 def summary(runs: Sequence[RunRecord]) -> Table:
-    """Return the table at the head of the page."""
+    """Return the table at the head of the page: one column per run."""
     rows: list[tuple[str, Callable[[RunRecord], Any]]] = [
         ("state", lambda run: run.status.get("state", "unknown")),
         ("reason", lambda run: run.status.get("reason", "")),
@@ -84,7 +84,7 @@ def _pictures(*made: Picture | None) -> list[Any]:
 
 
 def marks_of(run: RunRecord) -> list[Mark]:
-    """Return the events of a run to mark in its curves."""
+    """Return the events of a run that are marked in its curves."""
     return [
         Mark(float(event["step"]), MARKED[event["event"]])
         for event in run.events_of(*MARKED)
@@ -95,7 +95,7 @@ def marks_of(run: RunRecord) -> list[Mark]:
 def picture(
     key: str, caption: str, drawn: Sequence[Curve], unit: str, *, marks: Sequence[Mark] = (), **options: Any
 ) -> Picture | None:
-    """Return curves with their numbers; None if there is nothing to draw."""
+    """Return curves as a figure with a table of their numbers; None without points."""
     drawn = [curve for curve in drawn if curve.points[0]]
     if not drawn:
         return None

@@ -33,7 +33,10 @@ WIDTH, SHOWN = 110, 12
 
 @dataclass(frozen=True)
 class Incident:
-    """An event or log record with a cause. ranks: at fault, else the writer. ends: whether it ended the run."""
+    """An event or log record that has a cause.
+
+    ranks: those at fault, or else the rank that wrote it. ends: whether it ended the run.
+    """
 
     when: datetime
     cause: Cause
@@ -58,7 +61,10 @@ def diagnose(path: Path) -> str:
 
 
 def read_incidents(run: RunRecord) -> list[Incident]:
-    """Return the incidents of all events and logs, the worst first: failures of a start before others, then by time."""
+    """Return the incidents in all events and logs, the worst first.
+
+    Causes that end a start come before others, then by time.
+    """
     of_starts = [one for events in _starts_of(run) for one in _of_start(events, _was_killed(run, events))]
     found = [*of_starts, *_of_logs(run.path / "logs")]
     worst = Severity.ENDS
@@ -68,19 +74,19 @@ def read_incidents(run: RunRecord) -> list[Incident]:
 
 
 def named_first(run: RunRecord) -> Cause | None:
-    """Return the first cause of a diagnosis of `run`; None without a fault."""
+    """Return the cause that the diagnosis of `run` names first; None without a fault."""
     found = [end] if (end := _end(run)) else read_incidents(run)
     return found[0].cause if found else None
 
 
 def _end(run: RunRecord) -> Incident | None:
-    """Return the record that ended the latest start, unless the run has finished or still runs."""
+    """Return the record that ended the latest start. None if the run has finished or is still running."""
     events = (_starts_of(run) or [[]])[-1]
     return next((one for one in _of_start(events, _was_killed(run, events)) if one.ends), None)
 
 
 def _was_killed(run: RunRecord, events: list[dict[str, Any]]) -> bool:
-    """Whether the start with these events has reported no end, and does not run."""
+    """Return whether the start with these events was killed: it has not reported an end and is not running."""
     latest = events[-1:] == run.events[-1:]
     return not any(event["event"] in ENDS for event in events) and not (
         latest and silent_end(run) != "killed"
@@ -88,7 +94,10 @@ def _was_killed(run: RunRecord, events: list[dict[str, Any]]) -> bool:
 
 
 def _of_start(events: list[dict[str, Any]], killed: bool) -> Iterator[Incident]:
-    """Yield the incidents among the events of a start, and its end if it was `killed` before it could report one."""
+    """Yield the incidents among the events of one start.
+
+    If it was `killed` before it could report its end, yield that, too.
+    """
     timed = [(datetime.fromisoformat(event["time"]), event) for event in events if "time" in event]
     for when, event in timed:
         # The kind of an event is a cause, too. An earlier forge gave the exit code only.
@@ -103,7 +112,7 @@ def _of_start(events: list[dict[str, Any]], killed: bool) -> Iterator[Incident]:
 
 
 def _of_logs(folder: Path) -> Iterator[Incident]:
-    """Yield the records with a cause of all logs, each message of a rank once."""
+    """Yield the log records that have a cause, from the logs of all ranks. A repeated message of a rank is yielded once."""
     for log in sorted(folder.glob("rank-*.log")):
         lines: dict[str, Incident] = {}
         with suppress(OSError):
@@ -137,7 +146,10 @@ def _head(run: RunRecord) -> str:
 
 
 def silent_end(run: RunRecord) -> str:
-    """Say that the latest start was killed or still runs, if it could not report its end; else ""."""
+    """Return the state of a latest start that has not reported its end; empty if it has.
+
+    The state is "running", "elsewhere" (on another machine) or "killed".
+    """
     if run.status.get("state") != "running":
         return ""
     holder = read_object(run.path / ".lock")
@@ -159,7 +171,7 @@ def _lives(pid: int) -> bool:
 
 
 def _first(run: RunRecord, incidents: list[Incident]) -> str:
-    """Describe the failure that ended the latest start, if any."""
+    """Return a description of the failure that ended the latest start, if any."""
     silent = silent_end(run)
     holder = read_object(run.path / ".lock")
     if silent == "running":
@@ -201,7 +213,7 @@ def _starts_of(run: RunRecord) -> list[list[dict[str, Any]]]:
 
 
 def _others(incidents: list[Incident]) -> str:
-    """List every cause over all starts: count, first time, ranks and remedy."""
+    """Return a list of every cause over all starts: count, first time, ranks and remedy."""
     lines = []
     for cause in dict.fromkeys(one.cause for one in incidents):
         own = [one for one in incidents if one.cause is cause]
@@ -231,7 +243,7 @@ def _starts(run: RunRecord) -> str:
 
 
 def _standings(path: Path) -> str:
-    """Show each rank's stack position when it was ended."""
+    """Return each rank's position in the code when the watchdog ended it."""
     standings, collectives = read_stacks(path / "logs"), read_collectives(path / "logs")
     odd = odd_ranks(standings)
     lines = []
@@ -246,7 +258,7 @@ def _standings(path: Path) -> str:
 
 
 def _traces(path: Path) -> str:
-    """List the slowest operations of the traces, if any."""
+    """Return a list of the slowest operations in the traces, if any."""
     lines = []
     for trace in sorted((path / "profile").glob("rank-*.json.gz")):
         with suppress(OSError, ValueError, EOFError):

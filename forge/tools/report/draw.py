@@ -1,6 +1,6 @@
-"""Figures as SVG, drawn by matplotlib, for the page and for image files of scripts.
+"""Draw figures as SVG with matplotlib, for the page and for image files of scripts.
 
-Importing this raises MissingExtra where matplotlib is missing.
+The import raises MissingExtra if matplotlib is missing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ WIDE, HALF = (10.4, 3.0), (5.2, 2.7)
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of one name. `run` chooses its dash, `color` its colour."""
+    """A named list of points. run: selects the dash pattern. color: selects the colour."""
 
     name: str
     points: Points | tuple[list[float], list[float]]
@@ -64,7 +64,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line at a step: an event. `kind` is one of MARKS."""
+    """An event, drawn as a vertical line at a step. kind: one of MARKS."""
 
     step: float
     kind: str
@@ -82,7 +82,10 @@ MARKS = {
 
 
 def _plain(text: str) -> str:
-    """Return a name as matplotlib shows it unchanged: dollars would begin mathematics, and control characters are not XML."""
+    """Return a name that matplotlib shows unchanged.
+
+    Dollar signs would begin mathematics, and control characters are not valid XML.
+    """
     return printable(text).replace("$", r"\$")
 
 
@@ -99,7 +102,7 @@ def curves(
     levels: Sequence[tuple[str, float]] = (),
     log_x: bool = False,
 ) -> str:
-    """Draw curves over steps, or over `x`. log, log_x: logarithmic axes; share: from 0 up, in per cent.
+    """Draw curves over steps, or over `x`. log, log_x: logarithmic axes. share: a per cent axis from 0 up.
 
     levels: names and values of dashed horizontal lines.
     """
@@ -133,7 +136,7 @@ def curves(
 
 
 def _mark(axes: Axes, marks: Sequence[Mark]) -> None:
-    """Draw events as lines; each kind is named once."""
+    """Draw events as vertical lines. The legend names each kind once."""
     named: set[str] = set()
     for mark in marks:
         color, dash = MARKS[mark.kind]
@@ -155,9 +158,9 @@ class Heat:
 def heat_maps(
     key: str, maps: Sequence[Heat], unit: str, *, log: bool = True, even: bool = False, columns: int = 3
 ) -> str:
-    """Draw maps side by side on one scale of colours: rows (layers) over steps.
+    """Draw maps side by side on one colour scale: rows (layers) over steps.
 
-    even: the scale is around 1, blue below and red above, by doublings, for loads relative to an even share.
+    even: centre the scale at 1, with blue below and red above, in powers of two; for loads relative to an even share.
     """
     columns = min(columns, len(maps))
     rows = -(-len(maps) // columns)
@@ -211,7 +214,7 @@ def _scale(every: np.ndarray, log: bool, even: bool) -> tuple[Normalize, str]:
 
 
 def _edges(steps: Sequence[int]) -> np.ndarray:
-    """Return the borders of the cells whose centres are `steps`."""
+    """Return the borders of cells whose centres are at `steps`."""
     centres = np.asarray(steps, dtype=float)
     if len(centres) == 1:
         return np.array([centres[0] - 0.5, centres[0] + 0.5])
@@ -220,7 +223,7 @@ def _edges(steps: Sequence[int]) -> np.ndarray:
 
 
 def shares(key: str, bars: Mapping[str, Mapping[str, float]], unit: str, absent: str) -> str:
-    """Draw one horizontal bar per run: at most seven consecutive parts, and `absent` in grey."""
+    """Draw one horizontal bar per run, with at most seven consecutive parts, and the part `absent` in grey."""
     names = list(dict.fromkeys(part for parts in bars.values() for part in parts))
     with matplotlib.rc_context(STYLE):
         figure = new_figure(10.4, 1.0 + 0.45 * len(bars), left=1.1, top=0.4)
@@ -249,14 +252,14 @@ def shares(key: str, bars: Mapping[str, Mapping[str, float]], unit: str, absent:
 
 @dataclass
 class Lane:
-    """Events of one kind: when (in minutes) they were."""
+    """Events of one kind, with their times in minutes."""
 
     name: str
     minutes: list[float] = field(default_factory=list)
 
 
 def lanes(key: str, drawn: Sequence[Lane]) -> str:
-    """Draw events over the time of the clock, a lane for each kind."""
+    """Draw events over wall-clock time, one lane for each kind."""
     with matplotlib.rc_context(STYLE):
         figure = new_figure(10.4, 0.7 + 0.26 * len(drawn), left=1.1)
         axes = figure.add_subplot()
@@ -278,14 +281,17 @@ def new_figure(
     top: float = 0.1,
     bottom: float = 0.42,
 ) -> Figure:
-    """Return a figure with these margins, all in inches: matplotlib's own layout takes most of the time of a page."""
+    """Return a figure with these margins, in inches. matplotlib's automatic layout would take most of the time of a page."""
     figure = Figure(figsize=(width, height))
     figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
     return figure
 
 
 def as_svg(figure: Figure, key: str) -> str:
-    """Return the figure as an SVG element. All ids begin with `key`; ids set by a figure begin with "bar-"."""
+    """Return the figure as an SVG element.
+
+    Ids made by matplotlib begin with `key`; ids set by the caller begin with "bar-".
+    """
     written = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": key}):
         figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})

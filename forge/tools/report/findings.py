@@ -1,4 +1,4 @@
-"""Anomalies in the files of a run: simple comparisons among layers, sources and ranks."""
+"""Find anomalies in the files of a run by simple comparisons between layers, sources and ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 def findings(runs: Sequence[RunRecord]) -> list[str]:
-    """Return one sentence per anomaly, the most severe first; with the run's name if there are several runs."""
+    """Return one sentence per anomaly, the most severe first. If there are several runs, the sentence names the run."""
     found = []
     for run in runs:
         of = f"{run.name}: " if len(runs) > 1 else ""
@@ -55,7 +55,7 @@ def _diverged(run: RunRecord) -> str:
 
 
 def _layers(run: RunRecord) -> list[str]:
-    """Layers whose updates, gradients or weights are not as those of the same matrix in other layers."""
+    """Find layers whose updates, gradients or weights differ from those of the same matrix in other layers."""
     sentences = []
     kinds = {
         "updates": "updates, relative to the weights, are",
@@ -87,7 +87,7 @@ def _layers(run: RunRecord) -> list[str]:
 
 
 def _sources(run: RunRecord) -> list[str]:
-    """Find sources with a flat loss beside falling ones."""
+    """Find sources whose loss stays flat while the loss of others falls."""
     fallen: dict[str, tuple[float, float]] = {}
     for name in run.names("sources"):
         losses = run.series("sources", name)[1]

@@ -52,7 +52,10 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; paddi
 
 
 def make_page(runs: Sequence[RunRecord], refresh_s: int = 0, extra: Sequence[PageSection] = ()) -> str:
-    """Return the page as HTML. refresh_s: after how many seconds a browser loads it again; 0: never. extra: come first."""
+    """Return the page as HTML.
+
+    refresh_s: seconds after which a browser reloads it; 0: never. extra: sections that come first.
+    """
     names = ", ".join(run.name for run in runs)
     sections = [
         *extra,

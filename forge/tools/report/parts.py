@@ -21,7 +21,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Table:
-    """header: names of the columns. rows: cells as text, or numbers; the first cell of each names the row."""
+    """A table. header: names of the columns. rows: cells as text, or numbers; the first cell of each row names the row."""
 
     caption: str
     header: Sequence[str]
@@ -123,7 +123,7 @@ def _is_number(value: Any) -> bool:
 
 
 def sampled(items: Sequence[Any], count: int = ROWS) -> list[Any]:
-    """Return at most `count` of the items, evenly spread, with the first and the last."""
+    """Return at most `count` evenly spread items, including the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]

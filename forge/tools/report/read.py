@@ -17,9 +17,12 @@ Points = tuple[list[int], list[float]]
 
 @dataclass
 class RunRecord:
-    """config, status: as read from their files, empty where there is none. lines, events: of the .jsonl files.
+    """The content of a run directory.
 
-    plan: what `train.py --plan --json` prints for the run, or its `problem`. No file of the run: who wants it sets it.
+    config, status: read from their files, empty if absent. lines, events: from the .jsonl files.
+
+    plan: the output of `train.py --plan --json` for the run, or its `problem`. It is in no file; `scripts/planned.py` sets
+    it.
     """
 
     path: Path
@@ -31,7 +34,7 @@ class RunRecord:
     plan: dict[str, Any] = field(default_factory=dict)
 
     def series(self, *keys: str) -> Points:
-        """Return steps and values of a field of the metrics, given by its path; lines without the number are left out."""
+        """Return steps and values of the metrics field at this path. Lines without a number there are left out."""
         steps, values = [], []
         for line in self.lines:
             value: Any = line
@@ -43,7 +46,7 @@ class RunRecord:
         return steps, values
 
     def names(self, *keys: str) -> list[str]:
-        """Return the keys of the metrics' object at this path, over all lines, in order of appearance."""
+        """Return all keys of the object at this path in the metrics, over all lines, in order of appearance."""
         found: dict[str, None] = {}
         for line in self.lines:
             value: Any = line
@@ -63,7 +66,10 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run directory. Raises UserError for any other directory; torn or missing files are left out."""
+    """Read a run directory.
+
+    Raises UserError if the folder is not a run directory. Torn lines and missing files are left out.
+    """
     if not (path / "events.jsonl").exists() and not (path / "metrics.jsonl").exists():
         raise UserError(
             f"{path} is not the directory of a run: it has neither metrics.jsonl nor events.jsonl"

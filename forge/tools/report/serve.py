@@ -15,10 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves one page on the loopback interface, at `url` alone.
+    """Serves one page on the loopback interface, only at `url`.
 
-    Any user of the machine can connect, and any web page can send a browser there under a name of its own: the path has a
-    random token, and the Host header must name the loopback interface. The page is made by one thread at a time, because
+    Any user of the machine can connect, and any web page can make a browser connect under a foreign host name. So the path
+    has a random token, and the Host header must name the loopback interface. One thread at a time makes the page, because
     matplotlib's settings are global.
     """
 
@@ -56,4 +56,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(page)
 
     def log_message(self, *_: object) -> None:
-        """Do not print a line for each request."""
+        """Suppress the standard output of a line per request."""

@@ -1,4 +1,4 @@
-"""Sections about a run's setting: layout, configuration, plan against measurement, environment."""
+"""Sections about a run's setting: layout, configuration, plan compared with measurements, environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks' positions when the watchdog ended them: Python stacks, and PyTorch's record of the latest collectives."""
+"""The ranks' positions when the watchdog ended them: Python stacks, and PyTorch's flight record of the latest collectives."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _FILE = re.compile(r"(?:stacks|collectives)-rank-(\d+)")
 
 @dataclass(frozen=True)
 class Standing:
-    """The place of a rank's main thread: `where` in forge or in the user's code.
+    """The position of a rank's main thread.
 
-    collective: the one it waits in, if any.
+    where: a line in forge or in the user's code. collective: the one it waits for, if any.
     """
 
     reason: str
@@ -51,7 +51,10 @@ def standing(text: str) -> Standing:
 
 
 def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
-    """Return the stragglers: ranks outside any collective, at another position than most."""
+    """Return the stragglers: ranks outside of any collective while others wait in one.
+
+    If there are none, return ranks at another position than the majority.
+    """
     if len(standings) < 2:
         return []
     outside = [rank for rank, one in standings.items() if not one.collective]
@@ -63,7 +66,7 @@ def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
 
 
 def read_collectives(logs: Path) -> dict[int, str]:
-    """Return, by rank, the last collective of its flight record: its number, its name, and whether it was completed."""
+    """Return, for each rank, the last collective in its flight record: its number, its name, and whether it was completed."""
     found = {}
     for path in logs.glob("collectives-rank-*"):
         with suppress(OSError, pickle.UnpicklingError, EOFError, ValueError, AttributeError, IndexError):
@@ -81,10 +84,10 @@ def _last(entries: list[dict[str, Any]]) -> str:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads plain values only: nothing in a file of a run can run code."""
+    """An unpickler for plain values only, so that no file of a run can run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} in a record of collectives")
+        raise pickle.UnpicklingError(f"refused to load {module}.{name} from a record of collectives")
 
 
 def _rank(path: Path) -> int:

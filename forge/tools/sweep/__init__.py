@@ -1,1 +1,1 @@
-"""Many runs: sweeps of keys, laws fitted to their results, and sizes of activations over widths."""
+"""Many runs: sweeps of keys, laws fitted to their results, and the growth of activations with the width."""

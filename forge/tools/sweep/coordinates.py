@@ -1,7 +1,8 @@
-"""Sizes of activations over widths: the check that a parametrization does what it promises (arXiv:2203.03466, appendix D.1).
+"""Measure how activations change with the width, to check a parametrization (arXiv:2203.03466, appendix D.1).
 
-After a few steps every activation has changed by an amount that does not depend on the width. If some change grows with it,
-the learning rate that a narrow model likes is too high for a wide one.
+Under a parametrization that transfers learning rates, every activation changes in the first steps by an amount that does
+not depend on the width. If a change grows with the width, the best learning rate of a narrow model is too high for a wide
+one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ OF_TABLES = {
 
 
 def of_width(config: Config, dim: int) -> Config:
-    """Return `config` with `model.dim = dim` and proportional sizes inside blocks. Raises UserError for fractions."""
+    """Return `config` with `model.dim = dim` and proportional sizes inside blocks.
+
+    Raises UserError if a size is not an integer.
+    """
     tree = config.model_dump(mode="json", exclude_none=True)
     model, ratio = tree["model"], dim / config.model.dim
     places = [(model, key) for key in ("dim", *SIZES)]
@@ -45,7 +49,7 @@ def of_width(config: Config, dim: int) -> Config:
         size = table[key] * ratio
         if size != int(size) or (table[key] and size < 1):
             raise UserError(
-                f"width {dim}: model.{key} = {table[key]} times {dim} / {config.model.dim} is {size:g}, no whole number; "
+                f"width {dim}: model.{key} = {table[key]} times {dim} / {config.model.dim} is {size:g}, not an integer; "
                 "take widths that are multiples of model.dim"
             )
         table[key] = int(size)
@@ -53,7 +57,7 @@ def of_width(config: Config, dim: int) -> Config:
 
 
 def changes_of_activations(config: Config, steps: int) -> dict[str, float]:
-    """Return how much each activation has changed after `steps` optimizer steps: name -> root mean square, in one process.
+    """Return activation -> root mean square of its change after `steps` optimizer steps, in one process.
 
     Steps have the learning rate `optimizer.lr` without a schedule, the global batch of the config and no clipping.
     """
@@ -88,7 +92,7 @@ def growth(sizes: dict[int, float]) -> float:
 def check_widths(
     config: Config, widths: Sequence[int], steps: int, report: Callable[[int], None] = lambda width: None
 ) -> dict[str, dict[int, float]]:
-    """Return activation -> width -> its change, in the order of the forward."""
+    """Return activation -> width -> change, in the order of the forward."""
     found: dict[str, dict[int, float]] = {}
     for width in widths:
         report(width)

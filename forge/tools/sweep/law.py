@@ -1,11 +1,11 @@
 """loss = E + A / N^a + B / D^b, fitted to runs of N parameters on D tokens.
 
-Hoffmann et al. 2022 (arXiv:2203.15556, approach 3): the Huber loss of the difference of logarithms is minimised over
-(log E, log A, a, log B, b). Here by damped Gauss-Newton steps from many starts at once. Intervals are percentiles over
+Hoffmann et al. 2022 (arXiv:2203.15556, approach 3) minimise the Huber loss of the difference of logarithms over (log E, log
+A, a, log B, b). This module does so by damped Gauss-Newton steps from many starts at once. Intervals are percentiles over
 resampled runs.
 
-A weak prior holds the exponents near 0.35. Runs that differ enough in N and D decide by themselves; two sizes alone do not
-determine a, and there the prior does.
+A weak prior keeps the exponents near 0.35. With runs of sufficiently different N and D, the runs determine the exponents.
+Two sizes alone do not determine a; the prior does then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPERATIONS = 6.0
 
 @dataclass(frozen=True)
 class Law:
-    """The numbers of loss(N, D) = E + A / N^a + B / D^b."""
+    """The coefficients of loss(N, D) = E + A / N^a + B / D^b."""
 
     E: float
     A: float
@@ -47,20 +47,23 @@ class Law:
 
 @dataclass(frozen=True)
 class Fit:
-    """The law of all runs, those of resampled runs, and how far it is from each run, as a share of its loss."""
+    """The law fitted to all runs, the laws of resampled runs, and the relative error of the law at each run."""
 
     law: Law
     resampled: list[Law]
     errors: list[float]
 
     def interval(self, of: Callable[[Law], float], share: float = 0.9) -> tuple[float, float]:
-        """Return the interval with `share` of the resampled laws."""
+        """Return the interval that contains the fraction `share` of the values `of(law)` over the resampled laws."""
         values = [of(law) for law in self.resampled]
         low, high = np.quantile(values, [(1 - share) / 2, (1 + share) / 2])
         return float(low), float(high)
 
     def without_effect(self, parameters: Sequence[float], tokens: Sequence[float]) -> list[str]:
-        """Return which of N and D change the law over the runs by less than it is off: then no optimum follows from it."""
+        """Return those of N and D whose effect on the law, over the range of the runs, is smaller than the law's error.
+
+        No optimum can be derived from such a law.
+        """
         # Without failed runs.
         least = max(float(np.quantile(np.abs(self.errors), 0.9)), 1e-4)
         small, large = min(parameters), max(parameters)
@@ -78,7 +81,10 @@ def fit_law(
     resamples: int = 100,
     seed: int = 0,
 ) -> Fit:
-    """Fit the law to runs. Raises UserError if there are fewer than five, or all of one size or one number of tokens."""
+    """Fit the law to runs.
+
+    Raises UserError if there are fewer than five, or if all have the same size or number of tokens.
+    """
     n, d, loss = (np.asarray(values, dtype=np.float64) for values in (parameters, tokens, losses))
     for what, values in (("numbers of parameters", n), ("numbers of tokens", d)):
         if len(set(values.tolist())) < 2:
@@ -102,7 +108,10 @@ def fit_law(
 
 
 def _starts(x: np.ndarray, loss: np.ndarray) -> list[list[float]]:
-    """Points of a grid: the least loss shared between E and the two terms, at the middle of the runs."""
+    """Return starting points on a grid.
+
+    At the middle of the runs, each divides the least loss in another way between E and the two terms.
+    """
     least, middle = float(loss.min()), x.mean(0)
     starts = []
     for share, a, b in product((0.1, 0.4, 0.7, 0.95), (0.15, 0.35, 0.6), (0.15, 0.35, 0.6)):

@@ -22,12 +22,13 @@ PR_SET_PDEATHSIG = 1
 def run_sweep(
     sweep: Sweep, report: Callable[[list[SweepResult]], None], train: Sequence[str] | None = None
 ) -> list[SweepResult]:
-    """Make all runs of the sweep that are not finished; return the results of all rungs. train: the command of a run.
+    """Train all unfinished runs of the sweep; return the results of all rungs. train: the command of a run.
 
-    After each run write `table.json` to the sweep's folder and call `report`. The table depends only on the runs, so a sweep
-    that is killed and started again ends with the table of an undisturbed one. A failed run is left without a result.
+    After each run, write `table.json` to the sweep's folder and call `report`. The table depends only on the runs, so a
+    sweep that is killed and started again ends with the same table. A failed run has no result.
 
-    Raises UserError for a run that was made with other values, and (exit 75) when a run was stopped or the time is over.
+    Raises UserError for a run that was made with other values, and (exit 75) if a run was stopped or the time limit is
+    reached.
     """
     sweep.folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -99,7 +100,7 @@ def _make(
             process.wait()
         raise
     if failed:
-        raise UserError(f"{failed[0]}; the same command goes on from here", exit_code=STOPPED)
+        raise UserError(f"{failed[0]}; the same command continues from here", exit_code=STOPPED)
 
 
 def _start(sweep: Sweep, trial: Trial, seed: int, train: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -121,6 +122,6 @@ def _start(sweep: Sweep, trial: Trial, seed: int, train: Sequence[str]) -> subpr
 
 
 def _end_with_parent() -> None:
-    """Let the kernel kill this process when the sweep dies: else a new start would find the run's directory in use."""
+    """Let the kernel kill this process when the sweep dies. Otherwise a new start would find the run's directory in use."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""`MeasuredRun`: a run as a point of a law."""
+"""`MeasuredRun`: a finished run as a data point for a law."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from forge.tools.sweep.results import metric_of
 class MeasuredRun:
     """A finished run.
 
-    parameters: those that a token uses, with or without embeddings. tokens: trained on. batch: tokens per step.
-    loss: at the end.
+    parameters: number used by a token, with or without embeddings. tokens: trained on. batch: tokens per step. loss: at the
+    end.
     """
 
     path: Path
@@ -34,10 +34,10 @@ class MeasuredRun:
 def measure(path: Path, metric: str, trust: bool = False, embeddings: bool = True) -> MeasuredRun:
     """Read a finished run.
 
-    trust: import the class that its model.kind may name. embeddings: whether the parameters of the embedding and of the
-    output head count.
+    trust: allow the import of a class named by its model.kind. embeddings: count the parameters of the embedding and of the
+    output head.
 
-    Raises UserError if the run is not finished, has no such metric or needs trust.
+    Raises UserError if the run is not finished, lacks the metric or needs trust.
     """
     if read_object(path / "status.json").get("state") != "finished":
         raise UserError(
@@ -68,7 +68,7 @@ def _parameters(config: Config, embeddings: bool) -> float:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """Return run directories: those given, and the finished ones in folders of runs such as a sweep's.
+    """Return the given run directories, and the finished runs in given folders, e.g. a sweep's.
 
     Raises UserError for a folder without a finished run.
     """
@@ -88,7 +88,10 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
 
 
 def best_of_each(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
-    """Return the run with the least loss for each pair of parameters and tokens: a law is of well-chosen runs."""
+    """Return the run with the least loss for each pair of parameters and tokens.
+
+    A law is fitted to well-tuned runs.
+    """
     best: dict[tuple[float, float], MeasuredRun] = {}
     for run in runs:
         key = run.parameters, run.tokens

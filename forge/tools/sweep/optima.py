@@ -1,4 +1,4 @@
-"""The best learning rates and batch sizes, and power laws of their change with model size."""
+"""Find the best learning rates and batch sizes, and power laws of their change with model size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """value = factor * product of x ** power; `spread`: the factor by which runs lie above or below (standard deviation)."""
+    """value = factor * product of x ** power. spread: the typical factor by which runs deviate (one standard deviation)."""
 
     factor: float
     powers: Mapping[str, float]
@@ -22,9 +22,11 @@ class PowerLaw:
 
 
 def least_at(values: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Return the value with the least loss: the vertex of the parabola through the best and its neighbours, by logarithms.
+    """Return the value with the least loss.
 
-    None if the best is the first or the last value: the minimum then lies outside the tried values.
+    It is the vertex of the parabola through the best value and its neighbours, in logarithms.
+
+    None if the best is the first or the last value: the minimum is then outside of the tried values.
     """
     best: dict[float, float] = {}
     for value, loss in zip(values, losses, strict=True):
@@ -39,7 +41,7 @@ def least_at(values: Sequence[float], losses: Sequence[float]) -> float | None:
 
 
 def fit_power_law(rows: Sequence[Mapping[str, float]], value: str, sizes: Sequence[str]) -> PowerLaw | None:
-    """Fit `value` of the rows as a power law of those `sizes` that vary; None with too few rows."""
+    """Fit the key `value` of the rows as a power law of those of `sizes` that vary. None if there are too few rows."""
     used = [name for name in sizes if len({row[name] for row in rows}) > 1]
     if len(rows) < len(used) + 1 or not used:
         return None

@@ -19,7 +19,7 @@ from forge.tools.sweep.spec import Sweep, Trial, config_of
 
 @dataclass(frozen=True)
 class SweepResult:
-    """A trial and the results of its runs: the metric of each finished seed, and the states of all runs."""
+    """A trial and the results of its runs: the metric for each finished seed, and the state of every run."""
 
     trial: Trial
     values: list[float]
@@ -36,7 +36,7 @@ class SweepResult:
 
     @property
     def spread(self) -> float:
-        """Standard deviation over the seeds; 0 for one."""
+        """The standard deviation over the seeds; 0 for a single seed."""
         if len(self.values) < 2:
             return 0.0
         return math.sqrt(sum((value - self.mean) ** 2 for value in self.values) / (len(self.values) - 1))
@@ -61,7 +61,7 @@ def result_of(sweep: Sweep, trial: Trial) -> SweepResult:
 def check_runs(sweep: Sweep, trials: Iterable[Trial]) -> None:
     """Check that existing runs of the trials have the trials' configurations. Raises UserError at the first difference.
 
-    A run directory is named by its trial's number, so an edited sweep file finds runs that had other values.
+    A run directory is named by its trial's number. After an edit of the sweep file, it may hold a run with other values.
     """
     for trial in trials:
         for seed in sweep.seeds:
@@ -78,7 +78,7 @@ def check_runs(sweep: Sweep, trials: Iterable[Trial]) -> None:
 
 
 def metric_of(lines: Sequence[dict[str, Any]], metric: str) -> float | None:
-    """Return the metric of a run's lines; None if there is none, or it is not finite."""
+    """Return the metric from a run's lines; None if it is missing or not finite."""
     if metric.startswith("eval."):
         name = metric.removeprefix("eval.")
         found = [line["eval"].get(name) for line in lines if "eval" in line]
@@ -89,7 +89,7 @@ def metric_of(lines: Sequence[dict[str, Any]], metric: str) -> float | None:
 
 
 def rows(results: Iterable[SweepResult], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return one row per trial: finished trials, the best first, then the others in their order."""
+    """Return one row per trial: finished trials first, from the best to the worst, then the others in their order."""
     ranked = sorted(
         results, key=lambda r: (-r.trial.rung, not r.done, r.mean if r.done else 0.0, r.trial.number)
     )
@@ -117,7 +117,7 @@ def as_text(table: Sequence[dict[str, Any]]) -> str:
 
 
 def write_table(path: Path, table: Sequence[dict[str, Any]]) -> None:
-    """Write the table as JSON; a reader finds the old one or the new."""
+    """Write the table as JSON, atomically."""
     replace_atomically(path, (json.dumps(list(table), indent=1) + "\n").encode())
 
 

@@ -14,7 +14,7 @@ from forge.tools.sweep.spec import Sweep, Trial, first_trials, next_trials
 
 
 def pending(sweep: Sweep) -> list[tuple[Trial, int]]:
-    """Return trial and seed of each unfinished run of the present rung; empty after the last rung."""
+    """Return trial and seed of each unfinished run of the current rung; empty after the last rung."""
     trials = first_trials(sweep)
     while trials:
         check_runs(sweep, trials)

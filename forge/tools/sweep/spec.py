@@ -23,7 +23,7 @@ Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 
 class Between(Section):
-    """Range of a key in a random search or a halving. log: draw uniformly in the logarithm."""
+    """The range of a key in a random search or a halving. log: draw uniformly in the logarithm."""
 
     low: float
     high: float
@@ -75,7 +75,7 @@ class Sweep(Section):
 
 @dataclass(frozen=True)
 class Trial:
-    """Values of the keys; `steps`: of its runs, 0: as the recipe has it."""
+    """Values of the keys. steps: of the trial's runs; 0: those of the recipe."""
 
     number: int
     values: dict[str, Any]
@@ -96,7 +96,7 @@ class Trial:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Read a sweep's file and check every trial's configuration. Raises UserError with what is wrong."""
+    """Read a sweep's file and check every trial's configuration. Raises UserError with all mistakes."""
     try:
         tree = read_toml(path.read_text("utf-8"))
     except OSError as error:
@@ -129,12 +129,15 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def config_of(sweep: Sweep, trial: Trial, seed: int | None = None) -> Config:
-    """Return the configuration of a trial's run. seed: of the run, by default the first. Raises UserError."""
+    """Return the configuration of a trial's run.
+
+    seed: of the run, by default the first. Raises UserError if it is invalid.
+    """
     return load_config(trial.options(sweep, sweep.seeds[0] if seed is None else seed))
 
 
 def first_trials(sweep: Sweep) -> list[Trial]:
-    """Return the trials of the first rung within the budget of tokens. A pure function of the sweep."""
+    """Return the trials of the first rung, as many as the budget of tokens allows. A pure function of the sweep."""
     steps = _steps_of_rungs(sweep)
     trials = [Trial(number, values, 0, steps[0]) for number, values in enumerate(_values(sweep))]
     if not sweep.budget_tokens:
@@ -144,7 +147,7 @@ def first_trials(sweep: Sweep) -> list[Trial]:
         if _tokens_of_all(sweep, [rung[:number] for rung in tokens]) <= sweep.budget_tokens:
             return trials[:number]
     least = _tokens_of_all(sweep, [rung[:1] for rung in tokens])
-    raise UserError(f"budget_tokens = {sweep.budget_tokens}: is less than one trial takes, {least}")
+    raise UserError(f"budget_tokens = {sweep.budget_tokens}: is less than the {least} tokens of one trial")
 
 
 def next_trials(sweep: Sweep, trials: list[Trial], results: dict[int, float]) -> list[Trial]:
@@ -160,7 +163,7 @@ def next_trials(sweep: Sweep, trials: list[Trial], results: dict[int, float]) ->
 
 
 def _steps_of_rungs(sweep: Sweep) -> list[int]:
-    """Return the steps of a run in each rung; 0: those of the recipe."""
+    """Return the number of steps of a run in each rung; 0: that of the recipe."""
     if sweep.method != "halving":
         return [0]
     longest = load_config(Trial(0, {}).options(sweep, 0)).train.steps
@@ -179,7 +182,10 @@ def _tokens(sweep: Sweep, trial: Trial) -> int:
 
 
 def _tokens_of_all(sweep: Sweep, tokens: list[list[int]]) -> int:
-    """Return the tokens of a whole sweep. tokens: of each trial in each rung. The most expensive trials may survive."""
+    """Return an upper bound of the tokens of a whole sweep.
+
+    tokens: of each trial in each rung. It assumes that the most expensive trials survive.
+    """
     total, number = 0, len(tokens[0])
     for rung in tokens:
         total += sum(sorted(rung, reverse=True)[:number])

@@ -1,7 +1,7 @@
-"""The proof that a model, a configuration or a change of the code computes the same under every layout: scripts/verify.py.
+"""Prove that a model, a configuration or a change of the code computes the same under every layout: scripts/verify.py.
 
     shrink    the configuration, as small as its structure allows, in float64
-    layouts   every axis, every pair of axes, then layouts at random, as far as the configuration's own checks admit them
+    layouts   every axis, every pair of axes, then random layouts; the configuration's own checks reject illegal ones
     ranks     functions on real ranks, forked from one warmed process
     borders   the activations at the borders of modules, each with its place in the global batch
     record    the steps of one layout, and of a plain module in one process, with every tensor they compute

@@ -1,7 +1,7 @@
-"""One layout computed by this checkout of forge and by another one, to show the effect of a code change.
+"""Run one layout under this checkout of forge and under another one, to show the effect of a code change.
 
-The other checkout records with the functions of this room, on its own model, layouts and optimizers: its `forge` is shown to
-its process with this folder in the place of its `verify`.
+The other process imports the other checkout's `forge`, but with this folder in place of its `forge/tools/verify`. So both
+record with the same code, each on its own model, layouts and optimizers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def require_checkout(checkout: Path) -> None:
 def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) -> list[RankRecord]:
     """Run the configuration `text` on `world` ranks with the forge of `checkout`; return the recorded tensors.
 
-    Raises UserError if it fails or hangs; none of its processes is left.
+    Raises UserError if the run fails or hangs. None of its processes survives.
     """
     with tempfile.TemporaryDirectory(prefix="forge-against-") as name:
         folder = Path(name)
@@ -78,7 +78,7 @@ def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) 
 
 
 def record_to(request: str, answer: str) -> None:
-    """In the other checkout's process: run `request` and write the recording to `answer`."""
+    """Run `request` and write the recording to `answer`. Called in the process of the other checkout."""
     text, world, settings, limit = pickle.loads(Path(request).read_bytes())
     try:
         ranks = run_ranks(record_on_rank, world, text, settings, timeout=limit)
@@ -91,9 +91,9 @@ def record_to(request: str, answer: str) -> None:
 def compare_records(
     new: Sequence[RankRecord], old: Sequence[RankRecord], bound: float
 ) -> tuple[Comparison, list[str]]:
-    """Compare two records of the same layout rank by rank; return the differences, and modules in their order.
+    """Compare two records of the same layout rank by rank. Return the differences, and the modules in their order.
 
-    A tensor may differ by `bound` of its largest element; 0: not by a bit. Indices are those of the rank's own part.
+    A tensor may differ by `bound` of its largest element; 0: no bit may differ. Indices are local to the rank's part.
     """
     result = Comparison()
     order: list[str] = []
@@ -114,7 +114,10 @@ def compare_records(
 
 
 def _tensors(step: RankStep) -> Iterator[tuple[tuple[TensorKey, int], TensorPiece]]:
-    """All tensors of a step on one rank, each under its key and a number: microbatches, boxes."""
+    """Yield ((key, number), piece) for all tensors of a step on one rank.
+
+    The number counts boxes, or microbatches for activations.
+    """
     numbers: Counter[TensorKey] = Counter()
     for key, pieces in step.pieces.items():
         for number, piece in enumerate(pieces):
@@ -128,7 +131,7 @@ def _tensors(step: RankStep) -> Iterator[tuple[tuple[TensorKey, int], TensorPiec
 def _paired(
     now: dict[tuple[TensorKey, int], TensorPiece], then: dict[tuple[TensorKey, int], TensorPiece]
 ) -> Iterator[tuple[tuple[TensorKey, int], TensorPiece, TensorPiece]]:
-    """Return pairs of the same tensor. Raises UserError if parameters or shapes of the two sides differ."""
+    """Return pairs of corresponding tensors. Raises UserError if parameters or shapes of the two sides differ."""
     for place in {**then, **now}:
         (kind, name), _ = place
         mine, theirs = now.get(place), then.get(place)

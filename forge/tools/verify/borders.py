@@ -1,9 +1,10 @@
 """Inputs and outputs of modules on one rank, with their place in the global batch.
 
-Hooks record the first tensor argument and the outputs of every module in the order in which forwards end: children before
-their parents. So the first module in this order whose output differs, while its input does not, is where a difference
-arose. Which part of the global tensor a rank has follows from shapes: of a sequence of `seq` tokens a rank of cp has two
-chunks, of which a rank of tp may have a piece, and of features or heads a rank of tp has either all or its share.
+Hooks record the first tensor argument and the outputs of every module, in the order in which forwards end: children before
+their parents. So a difference arose in the first module in this order whose output differs while its input agrees.
+
+A rank's part of the global tensor follows from shapes. A rank of cp has two chunks of a sequence of `seq` tokens, and a
+rank of tp may have a piece of these. A rank of tp has either all features or heads, or an equal share of them.
 
 A module called several times per microbatch has one border per call: `embedding`, then `embedding (call 2)`.
 """
@@ -32,8 +33,8 @@ HIDDEN = (".experts",)
 class BatchPart:
     """A rank's part of the global batch.
 
-    first_row: the first global sample of this rank; positions: its tokens of each sequence; tp, tp_rank: into how many
-    pieces tensor parallelism divides sequences or features, and which of them is this rank's.
+    first_row: the rank's first global sample. positions: the positions of its tokens in each sequence. tp: number of pieces
+    into which tensor parallelism divides sequences or features. tp_rank: the number of this rank's piece.
     """
 
     first_row: int
@@ -52,7 +53,7 @@ class BatchPart:
     def place(self, row: int, local: torch.Size, whole: torch.Size) -> TensorPlace | None:
         """Return the place of a local tensor `[batch, seq, ...]` in the global one; None if shapes do not determine it.
 
-        row: the first of its sequences, counted on this rank.
+        row: the index of its first sequence on this rank.
         """
         if len(local) != len(whole) or len(local) < 2 or local[0] > whole[0]:
             return None
@@ -73,9 +74,9 @@ class BatchPart:
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor at a border: `values` of the module `name`, from local row `row` on; `output` or else input.
+    """A tensor at a border of the module `name`: `values`, whose first sequence is row `row` on this rank.
 
-    The name ends with the number of the call if it is not the first of its microbatch.
+    output: output or input. The name ends with the number of the call, unless it is the first in its microbatch.
     """
 
     name: str
@@ -102,7 +103,7 @@ class Borders:
                     self._handles.append(module.register_forward_hook(self._output_hook(name, current)))
 
     def take(self) -> list[Seen]:
-        """Return the tensors since the last call, in order, and begin a new step."""
+        """Return the tensors recorded since the last call, in order, and begin a new step."""
         seen, self._seen = self._seen, []
         for current in self._current:
             current.end_step()
@@ -143,7 +144,10 @@ class Borders:
 
 
 class _Microbatch:
-    """The microbatch that `part` computes. row: its first sequence on this rank; calls: number of calls by module."""
+    """A microbatch in progress.
+
+    part: its part of the global batch. row: its first sequence on this rank. calls: module -> number of calls.
+    """
 
     def __init__(self, part: nn.Module):
         # The part with the embedding calls it first.
@@ -164,30 +168,30 @@ class _Microbatch:
         self.row = self._next_row = 0
 
     def called(self, name: str, output: int = 0) -> str:
-        """Return the name of a border of a module's last call. output: index of the output."""
+        """Return the name of the border of a module's latest call. output: index of the output."""
         name = f"{name}[{output}]" if output else name
         return name if self.calls[module_of(name)] == 1 else f"{name} (call {self.calls[module_of(name)]})"
 
 
 def call_of(name: str) -> str:
-    """Return the name of the input for the output `name`; all outputs of a call share one input."""
+    """Return the name of the input that belongs to the output `name`. All outputs of a call share one input."""
     return re.sub(r"\[\d+\]", "", name)
 
 
 def parent_of(name: str) -> str:
-    """Return the name of the enclosing module's input, in the call with the same number as border `name`; "" if none."""
+    """Return the name of the enclosing module's input, in the call with the number of border `name`; "": none."""
     module, call, number = name.partition(" (call ")
     parent = module.rpartition(".")[0]
     return parent + call + number if parent else ""
 
 
 def module_of(name: str) -> str:
-    """Return the module at whose border the tensor `name` is."""
+    """Return the module of the border `name`."""
     return name.partition(" (call ")[0].partition("[")[0]
 
 
 def _local(value: Any) -> Tensor | None:
-    """Return a copy of this rank's part of `value`; None unless it is an activation."""
+    """Return a copy of this rank's part of `value`, if it is an activation; otherwise None."""
     if isinstance(value, DTensor):
         if any(placement.is_partial() for placement in value.placements):
             return None

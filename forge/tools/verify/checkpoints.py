@@ -1,7 +1,7 @@
 """Checkpoints of a layout: save, load another layout's checkpoint, and resume.
 
-A folder has the checkpoint of one layout, and its tensors once more as whole ones, read by one rank: what any other layout
-that loads the checkpoint must have, bit for bit.
+A folder has the checkpoint of one layout. It also has the checkpoint's whole tensors, read by one rank. Any other layout
+that loads the checkpoint must have these tensors, bit for bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def save(folder: str, step: int, tensors: dict[str, tuple[Shard, Tensor]], optim
 def save_and_read(
     model: ParallelModel, optimizer: Optimizer, folder: str, step: int
 ) -> dict[TensorKey, list[TensorPiece]]:
-    """Save the layout's checkpoint, and return its tensors (kind `saved`), read as whole ones, on rank 0. Collective."""
+    """Save the layout's checkpoint. Return its whole tensors (kind `saved`) on rank 0. Collective."""
     tensors = all_tensors(model, optimizer)
     save(folder, step, tensors, optimizer)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -57,7 +57,7 @@ def save_and_read(
 
 
 def keep_whole(folder: str, wholes: dict[str, Tensor]) -> None:
-    """Write the whole tensors of the checkpoint in `folder` beside it, for `read_whole`."""
+    """Write the whole tensors of the checkpoint in `folder` to a file there, for `read_whole`."""
     torch.save(wholes, Path(folder) / WHOLE)
 
 

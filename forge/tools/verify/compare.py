@@ -1,8 +1,9 @@
 """Compare the tensors of all ranks with the reference, number by number.
 
-A tensor's difference is the largest of its elements', relative to the tensor's largest element, or to a thousandth of the
-largest one of all tensors of its kind in the step if that is more: a gradient that is 0 but for rounding has no size of its
-own. Initial parameters, and what a checkpoint restores, must be equal bit for bit.
+The difference of a tensor is the largest difference of its elements, divided by the tensor's size. The size is its largest
+element, or a thousandth of the largest element of all tensors of its kind in the step, if that is more: the rounding errors
+of a gradient that should be 0 have no meaningful size. Initial parameters and restored checkpoints must be equal bit for
+bit.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ COMPLETE = ("initial", "gradient", "parameter", "optimizer", "router", "hooked",
 class Difference:
     """The largest difference of one tensor, on one rank.
 
-    step: 0 for the initial parameters. index: in the global tensor. size: relative, as in this file's docstring. Where part
-    of the tensor is on no rank, rank is -1 and `found` is NaN. digest: the numbers are digests of the whole tensor. part:
-    what the rank holds of the global tensor, with this element; () if it holds all of it, or that is not known.
+    step: 0 for the initial parameters. index: in the global tensor. size: relative, as in this file's docstring. If some
+    element is on no rank, rank is -1 and `found` is NaN. digest: the numbers are digests of the whole tensor. part: the
+    rank's part of the global tensor; () if it has all of it, or if the part is unknown.
     """
 
     step: int
@@ -54,13 +55,12 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """The result of comparing all tensors.
+    """The result of comparing tensors.
 
-    differences: one per tensor, those above the tolerance. largest: by kind, of all tensors, equal ones included.
-    compared: the number of tensors. counted: how many elements of each tensor are held, copies not counted. index_sums: of
-    their flat indices, so that an element twice does not stand for one that is missing. unplaced: what
-    cannot be compared: modules whose shapes do not say which part of the global tensor a rank has, curves of hooks that
-    differ from one run to the next.
+    differences: one per tensor above the tolerance. largest: by kind, over all tensors. compared: number of tensors. counted:
+    number of elements of each tensor on the ranks, without copies. index_sums: sum of the flat indices of these elements,
+    because a duplicate element could hide a missing one in the count. unplaced: tensors that cannot be compared: borders
+    whose place shapes do not determine, and curves of hooks that differ between runs.
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -79,7 +79,7 @@ def compare_rank(
     *,
     absolute: bool = False,
 ) -> Comparison:
-    """Compare one rank's recording with the reference. `absolute`: do not divide differences by a size."""
+    """Compare one rank's recording with the reference. absolute: do not divide differences by a size."""
     result = Comparison()
     for number, (whole, step) in enumerate(zip(reference.steps, record.steps, strict=True)):
         sizes = {key: _largest(tensor) for key, tensor in whole.items()}
@@ -110,10 +110,11 @@ def compare_rank(
 
 
 def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, TensorKey], int]) -> Comparison:
-    """Return the comparison over all ranks; of each tensor the rank with the largest difference stays.
+    """Return the comparison over all ranks. For each tensor, keep the rank with the largest difference.
 
-    expected: the number of elements of each tensor of the reference by step and key. A tensor of which no rank holds some
-    element is a difference, unless no rank has any tensor of its kind: not every layout has an activation at each border.
+    expected: number of elements of each tensor of the reference, by step and key. If some elements of a tensor are on no
+    rank, that counts as a difference. Kinds of which no rank has any tensor are exempt: not every layout has an activation
+    at each border.
     """
     result = Comparison()
     worst: dict[tuple[int, str, str], Difference] = {}
@@ -157,7 +158,7 @@ def elements(reference: WholeRecord) -> dict[tuple[int, TensorKey], int]:
 def _held(
     whole: dict[TensorKey, Tensor], step: RankStep, result: Comparison
 ) -> dict[TensorKey, list[TensorPiece]]:
-    """All pieces of a step on one rank, borders included."""
+    """Return all pieces of a step on one rank, including borders."""
     held: dict[TensorKey, list[TensorPiece]] = defaultdict(list, step.pieces)
     for one in step.seen:
         key = ("output" if one.output else "input", one.name)
@@ -198,7 +199,7 @@ def difference_of(
 
 
 def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
-    """Differences between resuming from this layout's own checkpoint and continuing without a stop."""
+    """Return the differences between resuming from this layout's own checkpoint and continuing without a stop."""
     last = record.steps[-1].pieces
     for (kind, name), pieces in last.items():
         if kind != "resumed":
@@ -214,7 +215,10 @@ def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
 
 
 def _first_time(key: TensorKey) -> TensorKey:
-    """Return the key of the last step's tensor for a tensor of the repeated step; other keys unchanged."""
+    """Return the key of the same tensor in the last step, for the key of a tensor of the repeated step.
+
+    Other keys are unchanged.
+    """
     kind, _, name = key[1].partition(" ")
     return (kind, name) if key[0] in AGAIN else key
 

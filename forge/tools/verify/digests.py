@@ -1,8 +1,8 @@
 """Digests: a few numbers per tensor, so that one file of a small run can check a large run.
 
-A digest is linear: the tensor's products with two random tensors, functions of the global index alone. So ranks
-digest what they hold, the sums over ranks do not depend on the layout, and the relative difference of two digests is about
-the relative difference of the tensors. The third number is the sum of squares, the tensor's own size.
+A digest is linear: the tensor's products with two random tensors, which are functions of the global index alone. So each
+rank digests its own elements, and the sums over ranks do not depend on the layout. The relative difference of two digests
+is about the relative difference of the tensors. The third number is the tensor's sum of squares, a measure of its size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Expected:
 
     @classmethod
     def of(cls, text: str, record: WholeRecord) -> Expected:
-        """Digest the recording of one process with the configuration `text`."""
+        """Return the digests of a recording of one process with the configuration `text`."""
         steps = [
             {
                 key: (tuple(tensor.shape), digest(tensor, _all_of(tensor.shape)))
@@ -62,13 +62,13 @@ class Expected:
 
     @classmethod
     def read(cls, file: Path) -> Expected:
-        """Read a file of `write`. Raises UserError for any other file."""
+        """Read a file written by `write`. Raises UserError for any other file."""
         try:
             found: Any = torch.load(file, weights_only=True)
             return cls(found["text"], found["order"], found["steps"])
         except Exception as error:
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise UserError(f"--digests {file}: is no file of digests ({problem})") from None
+            raise UserError(f"--digests {file}: is not a file of digests ({problem})") from None
 
 
 def digest(values: Tensor, place: TensorPlace) -> Digest:
@@ -84,7 +84,10 @@ def digest(values: Tensor, place: TensorPlace) -> Digest:
 
 
 def held_by(record: RankRecord, expected: Expected) -> list[Held]:
-    """Digest a rank's recording. Leave out borders whose shapes do not determine a place."""
+    """Return the digests of a rank's recording, by piece.
+
+    Borders whose place in the global tensor shapes do not determine are left out.
+    """
     steps: list[Held] = []
     for step, wholes in zip(record.steps, expected.steps, strict=True):
         pieces: dict[TensorKey, list[TensorPiece]] = defaultdict(list, step.pieces)
@@ -105,7 +108,10 @@ def held_by(record: RankRecord, expected: Expected) -> list[Held]:
 
 
 def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: float) -> Comparison:
-    """Compare the digests of all ranks with those of one process. A difference has no index: it is one of the whole."""
+    """Compare the digests of all ranks with those of one process.
+
+    A difference has no index, because a digest is of a whole tensor.
+    """
     result = Comparison()
     for number, wholes in enumerate(expected.steps):
         floors: dict[str, float] = defaultdict(float)
@@ -142,7 +148,11 @@ def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: 
 
 
 def _pieces(key: TensorKey, ranks: Sequence[Held]) -> Iterator[tuple[int, float, int, Digest]]:
-    """Every piece once: the rank whose copy differs most from the first one, by how much, elements, the digest."""
+    """Return every distinct piece once.
+
+    Each entry has the rank whose copy differs most from the first copy, the difference, the number of elements, and the
+    digest.
+    """
     found: dict[str, tuple[int, float, int, Digest]] = {}
     for rank, held in enumerate(ranks):
         for place, (elements, numbers) in held.get(key, {}).items():
@@ -161,7 +171,7 @@ def _all_of(shape: Sequence[int]) -> TensorPlace:
 
 
 def _weights(place: slice | tuple[int, ...], seed: int) -> Tensor:
-    """Pseudo-random numbers of variance 1 for these indices along one dimension: a hash of index and seed."""
+    """Return pseudo-random numbers of variance 1 for these indices along one dimension: a hash of index and seed."""
     indices = range(place.start, place.stop) if isinstance(place, slice) else place
     x = torch.tensor(list(indices), dtype=torch.int64) + (seed + 1) * 0x9E3779B1
     for factor, shift in ((0x85EBCA6B, 15), (0xC2B2AE35, 13), (0x27D4EB2F, 16)):

@@ -1,4 +1,4 @@
-"""The first difference, in the order of the computation."""
+"""Explain a comparison: find the first difference, in the order of the computation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from forge.tools.verify.compare import Comparison, Difference
 class Finding:
     """The origin of a difference.
 
-    `culprit`: a module or parameter by name, or a phase of the step; `why`: what is known of it; `difference`: the
-    numbers; `others`: more names with the same difference and no better claim.
+    culprit: a module, a parameter or a phase of the step. why: a sentence about it. difference: the numbers. others: further
+    names with the same difference, which may equally be the origin.
     """
 
     culprit: str
@@ -30,9 +30,9 @@ EARLY = ("before_run", "before_step", "before_data", "after_data", "before_gradi
 
 
 def explain(comparison: Comparison, order: Sequence[str], other: str = "one process") -> Finding:
-    """Return the first place with a difference; requires at least one difference.
+    """Return the origin of the first difference. There must be at least one.
 
-    order: modules in the order of the computation. other: whose checkpoint was loaded.
+    order: modules in the order of the computation. other: name of the layout whose checkpoint was loaded.
     """
     # A forward without gradients also shows e.g. weights that were not updated; the next step names them more precisely.
     training = [one for one in comparison.differences if one.kind not in FORWARDS] or comparison.differences
@@ -82,7 +82,7 @@ def explain(comparison: Comparison, order: Sequence[str], other: str = "one proc
 
 
 def _hooks(found: list[Difference]) -> Finding | None:
-    """Name the first hook call with equal inputs and different results; names are `CALL before|after KIND PARAMETER`."""
+    """Return the first hook call with equal inputs and different results. Names are `CALL before|after KIND PARAMETER`."""
     calls: dict[str, dict[str, list[Difference]]] = {}
     for one in found:
         call, when, _ = one.name.split(" ", 2)
@@ -103,7 +103,10 @@ def _curve(found: list[Difference]) -> Finding:
 
 
 def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Finding:
-    """Name the first different border, or the enclosing module if its input agrees."""
+    """Return the first differing border in execution order.
+
+    If its own input differs, too, look for the origin in the enclosing modules.
+    """
     places = {name: number for number, name in enumerate(order)}
     outputs = {one.name: one for one in by_kind.get("output", ())}
     inputs = {one.name: one for one in by_kind.get("input", ())}
@@ -122,7 +125,7 @@ def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Findi
 
 
 def _gradient(found: list[Difference], order: Sequence[str]) -> Finding:
-    """Name the parameter used last: backward runs from the end, so its gradient differs first."""
+    """Return the parameter that is used last. Backward runs from the end, so its gradient is the first to differ."""
     # Of several calls of a module the last one counts.
     places = {module_of(name): number for number, name in enumerate(order)}
 

@@ -32,7 +32,7 @@ def held_out_on_rank(
 
 @torch.no_grad()
 def held_out_of(model: Any, config: Config, device: torch.device) -> dict[TensorKey, Tensor]:
-    """Return the same numbers for a plain model. It computes all sequences of a source at once."""
+    """Return the same numbers as `held_out_on_rank` for a plain model, which computes all sequences of a source at once."""
     found = {}
     for name, source in build_validation(config).items():
         sequences = config.evaluate.sequences

@@ -1,8 +1,9 @@
 """The hooks of `train.hooks` in verified steps, and their effects.
 
-A hook gets a Trainer as in a run, in a folder that is removed, whose model and optimizer are those that are verified. It is
-called at the places at which a run calls it. Parameters and gradients before and after each call, and the numbers that it
-gives to `trainer.metrics.scalars`, are recorded, so that the first call that does otherwise on a layout is named.
+A hook gets a Trainer as in a run. Its model and optimizer are the verified ones, and its run directory is removed
+afterwards. The hook is called at the same points as in a run. Parameters and gradients before and after each call are
+recorded, and so are the numbers that it passes to `trainer.metrics.scalars`. So the first call with another effect on a
+layout can be named.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ WITH_GRADIENTS = ("after_gradients", "before_optimizer", "after_optimizer")
 
 @dataclass(frozen=True)
 class _OwnDeviceWorld(World):
-    """A process on `own_device`, not necessarily the launcher's choice."""
+    """A World whose device is `own_device`, instead of the launcher's choice."""
 
     own_device: torch.device = CPU
 
@@ -54,7 +55,7 @@ class _OwnDeviceWorld(World):
 
 
 class UserHooks:
-    """The hooks of a configuration. Without any, as it is made by `UserHooks()`, no method does anything."""
+    """The hooks of a configuration. `UserHooks()` has no hooks, and its methods do nothing."""
 
     def __init__(self) -> None:
         self._kinds: list[tuple[str, type[Hook]]] = []
@@ -143,7 +144,10 @@ class UserHooks:
     def launched(
         self, step: int, lr: float, sums: Tensor, norm: Tensor, routers: Mapping[str, Tensor]
     ) -> None:
-        """Keep the result of a step. sums: the values of a `Sums`; routers: rows of the router report by `layers.N`."""
+        """Report that a step has been made.
+
+        sums: the values of a `Sums`; routers: rows of the router report by `layers.N`.
+        """
         if not self._each:
             return
         progress = self._trainer.progress
@@ -178,7 +182,7 @@ class UserHooks:
         self.call("after_run")
 
     def take(self) -> dict[TensorKey, list[TensorPiece]]:
-        """Return the recording since the last call: kinds `hooked` and `curve`."""
+        """Return the recording since the last call, with the kinds `hooked` and `curve`."""
         seen, self._seen = self._seen, {}
         return seen
 
@@ -207,7 +211,7 @@ class UserHooks:
 
 
 def _of_module(one_process: Any, model: nn.Module, shards: list[Shard]) -> ParallelModel:
-    """Return a ParallelModel of one process around the plain module `model`, for reading and evaluation only."""
+    """Return a ParallelModel of one process around the plain module `model`. It can only be read and evaluated."""
     found: Any = copy.copy(one_process)
     found.parts, found.shards, found._engines = [model], shards, ()
     buffers = dict(model.named_buffers())

@@ -1,4 +1,4 @@
-"""One layout on the processes, the devices and the network of a run, compared with one process or with a file of digests."""
+"""Verify one layout on the processes, devices and network of a run, against one process or a file of digests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HOW = ("parallel", "pipeline", "activation_checkpoint")
 
 
 def write_digests(config: Config, settings: Settings, world: int, file: Path) -> Config:
-    """Write the digests of one process with the sizes of `config` on `world` processes, for `verify_in_place`.
+    """Compute one process with the sizes of `config` on `world` processes; write its digests for `verify_in_place`.
 
     Returns the small configuration.
     """
@@ -46,10 +46,10 @@ def verify_in_place(
     digests: Path | None = None,
     tolerance: float = TOLERANCE,
 ) -> tuple[Config, Outcome]:
-    """Compare the layout of `config` on the processes of a launcher, on their devices, with one process. Collective.
+    """Compare the layout of `config`, on a launcher's processes and devices, with one process. Collective.
 
-    digests: a file of `write_digests`; None: each rank computes the reference by itself, on its own device, whose random
-    numbers no other kind of device draws. Returns the small configuration and the result, on every rank.
+    digests: a file of `write_digests`; None: each rank computes the reference by itself, on its own device, because devices
+    of another kind draw other random numbers. Returns the small configuration and the result, on every rank.
     """
     began = time.monotonic()
     degrees = check_world(config, world.size)
@@ -83,7 +83,7 @@ def _digest_on_rank(_rank: int, _world: int, text: str, settings: Settings) -> E
 
 
 def _read_digests(file: Path, small: Config) -> Expected:
-    """Read digests. Raises UserError if they are of another configuration than `small`, its layout aside."""
+    """Read digests. Raises UserError if their configuration differs from `small` in more than the layout."""
     expected = Expected.read(file)
     here, there = read_toml(to_toml(small)), read_toml(expected.text)
     for section in (key for key in here.keys() | there.keys() if key not in _HOW):

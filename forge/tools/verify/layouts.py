@@ -1,6 +1,6 @@
-"""Layouts to compare: every axis alone, every pair of axes, every engine, then layouts at random.
+"""Layouts to compare: every axis alone, every pair of axes, every engine, then random layouts.
 
-The configuration's own checks refuse illegal layouts: this file has no rules about degrees.
+The configuration's own checks refuse illegal layouts, so this file has no rules about degrees.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Case:
 
     @classmethod
     def of(cls, degrees: dict[str, int], options: dict[str, Any] | None = None) -> Case:
-        """Make a case of any degrees. Experts over more ranks than share a layer's data get them from dp_shard."""
+        """Make a case of any degrees. If `ep` exceeds dp_shard * cp * tp, dp_shard is raised to match."""
         degrees = {axis: degrees[axis] for axis in AXES if degrees.get(axis, 1) > 1}
         sharing = prod(degrees.get(axis, 1) for axis in ("dp_shard", "cp", "tp"))
         if degrees.get("ep", 1) > sharing and degrees["ep"] % sharing == 0:
@@ -72,18 +72,21 @@ class Case:
         return " ".join([f"{axis}={degree}" for axis, degree in self.degrees] + shown) or "one process"
 
     def config(self, config: Config) -> Config:
-        """Return `config` (for one process) under this layout. Raises UserError if the two do not go together."""
+        """Return `config` (for one process) under this layout. Raises UserError if they are incompatible."""
         keys = {f"parallel.{axis}": degree for axis, degree in self.degrees} | dict(self.options)
         result = changed(config, keys)
         check_world(result, self.world)
         return result
 
     def text(self, config: Config) -> str:
-        """Return `self.config(config)` as TOML, to be sent to ranks."""
+        """Return the result of `config` as TOML, to be sent to ranks."""
         return to_toml(self.config(config))
 
     def smaller(self) -> Iterator[Case]:
-        """Yield this layout without one of its options, then with one degree less: 1 for a prime, else a divisor."""
+        """Yield layouts with one option or degree less.
+
+        They are without each option in turn, then with each degree in turn reduced to 1 or 2.
+        """
         degrees, options = dict(self.degrees), dict(self.options)
         for key in options:
             yield Case.of(degrees, {other: value for other, value in options.items() if other != key})
@@ -96,7 +99,7 @@ class Case:
 
 
 def why_illegal(config: Config, case: Case) -> str | None:
-    """Return the configuration's objection to `case`; None if `case` is legal."""
+    """Return the configuration's reason to refuse `case`; None if `case` is legal."""
     try:
         case.config(config)
     except UserError as error:
@@ -105,9 +108,11 @@ def why_illegal(config: Config, case: Case) -> str | None:
 
 
 def systematic(config: Config, worlds: Sequence[int]) -> Iterator[Case]:
-    """Yield one process, each axis alone, each option alone, and each pair of axes, of the sizes in `worlds`.
+    """Yield one process, each axis alone, each option alone, and each pair of axes.
 
-    Whether they are legal is not looked at.
+    worlds: the numbers of processes.
+
+    They may be illegal.
     """
     axes = [axis for axis in AXES if axis != "ep" or config.model.moe is not None]
     yield Case()
@@ -124,7 +129,7 @@ def systematic(config: Config, worlds: Sequence[int]) -> Iterator[Case]:
 
 
 def at_random(config: Config, worlds: Sequence[int], seed: int) -> Iterator[Case]:
-    """Yield legal layouts with several axes and options, each once; ends when no new ones are found."""
+    """Yield legal layouts with several axes and options, each once, until no new ones are found."""
     generator = random.Random(seed)
     seen: set[Case] = set()
     refused = 0
@@ -154,7 +159,7 @@ def _value(config: Config, key: str) -> Any:
 
 
 def parse_layouts(text: str) -> list[Case]:
-    """Read e.g. `tp=2 cp=2; ep=4 pp=2 context=ring`. Raises UserError for an unknown key or value."""
+    """Parse layouts, e.g. `tp=2 cp=2; ep=4 pp=2 context=ring`. Raises UserError for an unknown key or value."""
     cases = [_parse(part) for part in text.split(";") if part.strip()]
     if not cases:
         raise UserError('--layouts: names no layout; give some such as "tp=2; dp_shard=2 pp=2"')
@@ -162,7 +167,7 @@ def parse_layouts(text: str) -> list[Case]:
 
 
 def require_any(config: Config, world: int) -> None:
-    """Raise UserError if no layout of `world` processes goes with the configuration."""
+    """Raise UserError if the configuration allows no layout of `world` processes."""
     axes = [axis for axis in AXES if axis != "ep"]
     refused = ""
     for degrees in _factors(world, len(axes)):
@@ -171,11 +176,11 @@ def require_any(config: Config, world: int) -> None:
         if reason is None:
             return
         refused = refused or f"{case.name}: {reason}"
-    raise UserError(f"--world-sizes: no layout of {world} processes goes with this configuration; {refused}")
+    raise UserError(f"--world-sizes: no layout of {world} processes fits this configuration; {refused}")
 
 
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to write `number` as a product of `count` numbers, the first of them as large as possible first."""
+    """Yield all ways to write `number` as an ordered product of `count` numbers, with large first factors first."""
     if count == 1:
         yield (number,)
         return

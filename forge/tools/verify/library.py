@@ -1,8 +1,8 @@
 """A plain PyTorch module under another library's parallelism, compared with the same module in one process.
 
-`make_model()` returns the module and `parallelize(module)` applies the parallelism; docs/guides/verify-libraries.md has
-the requirements of both. Both sides make the same steps on the same tokens in float64, with gloo on this machine.
-Parameters, gradients and checkpoints are compared as whole tensors, on every rank; activations as the rank's part.
+`make_model()` returns the module and `parallelize(module)` applies the parallelism; docs/guides/verify-libraries.md has the
+requirements of both. Both sides make the same steps on the same tokens in float64, with gloo on this machine. Parameters,
+gradients and checkpoints are compared as whole tensors, on every rank. Activations are compared with the rank's part.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ class Parallelized:
 
     model: the module, or the stages of a pipeline on this rank, whose modules keep the names of the whole model.
     data_rank, data_ranks: this rank's part of the batch's sequences.
-    positions, tp_rank, tp_ranks: its tokens of each sequence (None: all), and its part of features or of the sequence; they
-        only say where activations belong.
-    forward_backward: called with tokens and labels `[sequences of this data rank, seq]`; leaves complete gradients in
-        `.grad` and returns this rank's mean loss, None on a rank that has no loss. None: cross-entropy of `model(tokens)`.
+    positions, tp_rank, tp_ranks: this rank's tokens of each sequence (None: all), and its part of features or of the
+        sequence. They are used only to locate activations.
+    forward_backward: called with tokens and labels `[sequences of this data rank, seq]`. Leaves complete gradients in
+        `.grad` and returns this rank's mean loss, or None on a rank without a loss. None: cross-entropy of
+        `model(tokens)`.
     optimizer: one for each module of `model`; None: `make_optimizer` of its parameters.
     clip: called with the limit; clips the gradients and returns their global norm. None: torch.nn.utils.clip_grad_norm_.
     whole: called with a parameter's name and a tensor laid out like it; returns the whole tensor. Collective. None:
@@ -159,7 +160,7 @@ def _load(option: str, path: str) -> Callable[..., Any]:
 
 
 def _make(request: LibraryRequest) -> tuple[nn.Module, Callable[[Any], torch.optim.Optimizer]]:
-    """Return the module with equal initial values on every rank, in float64, and its optimizer's factory."""
+    """Return the module and a function that makes its optimizer. Initial values are equal on every rank, in float64."""
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"torch\.")
     torch.set_default_dtype(torch.float64)
@@ -187,7 +188,7 @@ def _batches(model: Any, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _alone(_rank: int, _world: int, request: LibraryRequest, file: Path) -> tuple[list[str], dict]:
-    """Write the reference to `file`; return the order of its modules and the sizes of its tensors."""
+    """Run one process and write the reference to `file`. Return the order of its modules and the sizes of its tensors."""
     model, make = _make(request)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to train")
@@ -207,7 +208,7 @@ def _alone(_rank: int, _world: int, request: LibraryRequest, file: Path) -> tupl
 
 
 def _together(rank: int, _world: int, request: LibraryRequest, file: Path, folder: str) -> Comparison:
-    """Compare this rank of the parallelised module with the reference in `file`."""
+    """Run the parallelised module and compare this rank with the reference in `file`."""
     model, make = _make(request)
     shapes = dict(model.named_parameters())
     batches = list(_batches(model, request.steps))
@@ -228,7 +229,7 @@ def _together(rank: int, _world: int, request: LibraryRequest, file: Path, folde
 class _ModuleRun:
     """The steps of one module on this rank.
 
-    shapes: the whole parameters by name; limit: of the gradient norm, None: half of that of the first step.
+    shapes: parameter name -> shape of the whole parameter. limit: of the gradient norm; None: half of the first step's norm.
     """
 
     def __init__(self, done: Parallelized, make: Any, shapes: dict[str, nn.Parameter], limit: float | None):
@@ -246,7 +247,7 @@ class _ModuleRun:
     ) -> RankRecord:
         """Run all steps; return this rank's recording. Collective.
 
-        own: where the checkpoint before the last step is written, None: there is none; other: the one to load as well.
+        own: folder for the checkpoint before the last step; None: none is written. other: folder of a checkpoint to load.
         """
         record = RankRecord([RankStep(self._pieces("initial", self._parameters()))])
         for number, batch in enumerate(batches, start=1):
@@ -336,7 +337,7 @@ class _ModuleRun:
         return state
 
     def _load(self, folder: str) -> None:
-        """Load the checkpoint in `folder`. Tensors missing from it become NaN."""
+        """Load the checkpoint in `folder`. Tensors that are missing from the checkpoint become NaN."""
         state = self._state()
         for of in state.values():
             for value in of.values():
@@ -349,9 +350,11 @@ class _ModuleRun:
 
 
 def _of_batch(seen: Sequence[Seen], rows: int) -> list[Seen]:
-    """Return inputs and outputs of modules for the `rows` sequences of this rank, under plain names, numbered in order.
+    """Return the inputs and outputs of modules for this rank's `rows` sequences.
 
-    Before its first step, a pipeline calls its modules once with zeros to learn their output shapes.
+    Their names are without wrappers and numbered in order.
+
+    A pipeline calls its modules once with zeros before its first step, to learn their output shapes.
     """
     found: list[Seen] = []
     extra = Counter({key: -rows for key in ((one.name, one.output) for one in seen)})
@@ -381,7 +384,7 @@ def _read_whole(folder: str) -> dict[TensorKey, list[TensorPiece]]:
 
 
 def _mean_over_ranks(loss: Tensor | None) -> Tensor:
-    """Return the mean loss over the ranks with a loss. Collective."""
+    """Return the mean loss over those ranks that have a loss. Collective."""
     own = torch.zeros(2, dtype=torch.float64)
     if loss is not None:
         own[0], own[1] = loss.detach(), 1.0

@@ -22,7 +22,7 @@ TensorKey: TypeAlias = tuple[str, str]
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The local `values` at `place` of a global tensor. counted: true on one rank among replicas."""
+    """The local `values` at `place` of a global tensor. counted: True on one of the ranks with copies."""
 
     values: Tensor
     place: TensorPlace
@@ -59,7 +59,7 @@ def _slices(box: Box) -> TensorPlace:
 
 
 def part_of(tensor: Tensor, place: TensorPlace) -> Tensor:
-    """Return the part of a global tensor at `place`."""
+    """Return the elements of the global tensor `whole` at `place`."""
     for dim, one in enumerate(place):
         if isinstance(one, slice):
             tensor = tensor.narrow(dim, one.start, one.stop - one.start)

@@ -1,8 +1,8 @@
 """The reference: a plain module in one process, without any layout.
 
-It computes the whole global batch in one forward, clips by PyTorch, and has the balancing of routers written out. With a
-layout it shares the model, the optimizer, and the description of parameters that the optimizer reads: kinds, heads, rates
-and largest logits. Without these it would run another algorithm.
+It computes the whole global batch in one forward, clips with PyTorch, and updates routers with code of its own. It shares
+with a layout the model, the optimizer, and the description of parameters that the optimizer reads: kinds, heads, rates and
+largest logits. Without these it would run another algorithm.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from forge.train.phases import apply_plan
 
 
 def plain_model(config: Config, device: torch.device = CPU) -> Transformer:
-    """Return the model of `config` in one process without any layout, at its start."""
+    """Return the model of `config` with its initial values, in one process without any layout."""
     model = build_meta_model(config)
     model.to_empty(device=device)
     starts, _ = describe(model, whole_shards(model), config)
@@ -60,7 +60,8 @@ def whole_shards(model: Transformer) -> list[Shard]:
 def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> WholeRecord:
     """Run the steps of the configuration `text` in one process, ignoring its layout; return the recording.
 
-    Needs a process group, of one rank, only for an optimizer that does, for hooks and for `settings.own_folder`.
+    A process group of one rank is needed only if the optimizer needs one, if there are hooks, or if `settings.own_folder`
+    is set.
     """
     config = parse_toml_text(text)
     model = plain_model(config, device)
@@ -143,7 +144,7 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
 def _largest_logits(
     model: Transformer, shards: list[Shard], config: Config, device: torch.device
 ) -> LargestLogits | None:
-    """Observe the largest logits as a run of one process does; None if the optimizer does not bound logits."""
+    """Return the largest logits, observed as in a run of one process. None if the optimizer does not bound logits."""
     if not bounds_logits(config):
         return None
     alone = one_process(config)
@@ -175,7 +176,7 @@ def _save(
 
 
 def _quantile(bins: list[int], share: float) -> float:
-    """Return the quantile of the counts, in bins."""
+    """Return the quantile of a histogram, in bins."""
     below = 0
     for index, count in enumerate(bins):
         if count and below + count >= share * sum(bins):
@@ -185,7 +186,7 @@ def _quantile(bins: list[int], share: float) -> float:
 
 
 def _move_routers(model: Transformer, valid: Tensor) -> dict[str, Tensor]:
-    """One step of every router's state, written out expert by expert; keyed as in `record_on_rank`."""
+    """Update every router's state by one step, expert by expert. Return it with the keys of `record_on_rank`."""
     moved = {}
     for layer, router in model.routers.items():
         moe, counts = router.config, router.counts.tolist()

@@ -1,4 +1,4 @@
-"""Imports for the fork server: every module of forge with installed dependencies. Ranks fork with them loaded."""
+"""Imports for the fork server: every module of forge whose dependencies are installed. Ranks are forked with them loaded."""
 
 import contextlib
 import gc

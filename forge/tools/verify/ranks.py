@@ -1,9 +1,8 @@
 """Run a function on many ranks: real processes, forked from one warmed server, joined over gloo.
 
-`run_ranks(function, world, *arguments)` calls `function(rank, world, *arguments)` on every rank and returns the
-results in rank order. The function must be importable (module level), its arguments and result picklable.
-Forking from a server that has imported torch but never computed costs 0.1 s for four ranks, where a fresh
-interpreter each would cost seconds.
+`run_ranks(function, world, *arguments)` calls `function(rank, world, *arguments)` on every rank and returns the results in
+rank order. The function must be importable (module level), its arguments and result picklable. A fork of a server that has
+imported torch but never computed takes 0.1 s for four ranks. A fresh interpreter for each would take seconds.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def limit_s(world: int) -> float:
 class RankFailed(AssertionError):
     """A rank raised or died. The message contains the tracebacks of all failed ranks.
 
-    An AssertionError, so that a failed assertion on a rank is a failed assertion in the starting process.
+    It is an AssertionError, so an assertion that fails on a rank also counts as a failed assertion in the starting process.
     """
 
 
@@ -81,7 +80,7 @@ def run_ranks(
 
 
 def _search_here_first() -> None:
-    """Let the fork server import the forge of this process: where another checkout is installed, it would import that one."""
+    """Let the fork server import this process's forge. Otherwise it would import an installed one."""
     here = str(Path(forge.__file__).parent.parent)
     before = os.environ.get("PYTHONPATH", "")
     if before.split(os.pathsep)[0] != here:

@@ -1,8 +1,8 @@
 """Recordings of a few optimizer steps: of a layout, as pieces on every rank, and of one process, as whole tensors.
 
-Both read the same batches and make the same steps, and share no code beyond the model itself and the optimizer: the
-reference is a plain module that computes the whole global batch in one forward, is clipped by PyTorch, and has the
-balancing of its routers written out.
+Both read the same batches and make the same steps. They share no code beyond the model itself and the optimizer. The
+reference is a plain module that computes the whole global batch in one forward, clips with PyTorch, and updates its routers
+with code of its own.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def own_optimizer(shards: list[Shard], config: Config, group: Any) -> Optimizer:
 class Settings:
     """How the steps are made, on every layout and in the reference; picklable.
 
-    borders: record activations. uneven: leave out the loss of some tokens, of another number in each sequence, so that no
-    two ranks have the same number of valid ones. held_out: evaluate and generate after the first step. own_folder: where the
-    checkpoint is written (None: there is none); that of another layout, which is loaded, is in other_folder. draw_on_cpu:
-    initial values are those of a CPU on any device. patch: called on each rank of a layout before anything else, but not in
-    the reference.
+    borders: record activations. uneven: leave out the loss of some tokens, a different number in each sequence, so that no
+    two ranks have the same number of valid tokens. held_out: evaluate and generate after the first step. own_folder: folder
+    for this layout's checkpoint; None: none is written. other_folder: folder of another layout's checkpoint, which is
+    loaded. draw_on_cpu: draw initial values on a CPU, on any device. patch: called on each rank of a layout before anything
+    else, but not in the reference.
     """
 
     steps: int = 3
@@ -118,7 +118,7 @@ class WholeRecord:
 def record_on_rank(
     rank: int, world: int, text: str, settings: Settings, device: torch.device = CPU
 ) -> RankRecord:
-    """Run the steps of the configuration `text` on its layout, on this of `world` ranks. Collective."""
+    """Run the steps of the configuration `text` on its layout, on one of `world` ranks. Collective."""
     if settings.patch is not None:
         settings.patch()
     config = parse_toml_text(text)
@@ -174,13 +174,13 @@ def record_on_rank(
 
 
 def plans_of(config: Config, steps: int) -> list[StepPlan]:
-    """Return the configuration in force at each step: phases begin by trained tokens."""
+    """Return the configuration of each step, because phases begin at a number of trained tokens."""
     phases = Phases(config)
     return [phases.at(phases.tokens_after(step)) for step in range(steps)]
 
 
 def _drawn_on_cpu(shards: list[Shard], values: dict[str, Any], seed: int) -> None:
-    """Like `initialize`, with the random numbers of a CPU: a GPU draws others."""
+    """Initialise like `initialize`, with the random numbers of a CPU: a GPU draws others."""
     for shard in shards:
         mine = torch.empty_like(shard.data, device=CPU)
         initialize([replace(shard, parameter=mine)], values, seed)
@@ -235,7 +235,7 @@ def _slots(optimizer: Optimizer) -> dict[TensorKey, list[TensorPiece]]:
 
 
 def _routers(model: ParallelModel, report: RouterReport | None) -> dict[str, Tensor]:
-    """Return this rank's part of the reference's `_move_routers`."""
+    """Return this rank's part of the routers' state, with the keys of the reference's `_move_routers`."""
     if report is None:
         return {}
     rows = {
@@ -281,9 +281,9 @@ def every_batch(
 
 
 def leave_out(batch: Batch, first: int) -> None:
-    """Leave tokens out of the loss, keyed by the global number of a row, of which row 0 has `first`.
+    """Leave tokens out of the loss, a different number in each sequence and in each part of one.
 
-    Another number is left out in each sequence, and in each part of one.
+    The choice is a function of the global number of a row. first: that of row 0.
     """
     rows, seq = batch.labels.shape
     for row in range(rows):

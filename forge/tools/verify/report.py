@@ -1,4 +1,4 @@
-"""The results of a verification for a person to read, and as JSON."""
+"""Show the results of a verification as text and as JSON."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def summary(report: Report) -> str:
 
 
 def precision_table(report: Report, small: Config) -> str:
-    """Return a table of the differences from float64 in one process: of float64, and of the formats of the configuration."""
+    """Return a table of differences from one process in float64.
+
+    It has layouts in float64, and in the formats of the configuration.
+    """
     kinds = ("loss", "output", "gradient", "parameter")
     own = f"{small.precision.compute}, sums in {small.precision.reduce}"
     width = 11 * len(kinds)
@@ -122,9 +125,9 @@ def _numbers(one: Difference) -> str:
 
 
 def last_line(error: str) -> str:
-    """Return the sentence in which the first traceback of `error` (of RankFailed) ends, or what else is known of a rank.
+    """Return the last line of the first traceback in `error` (of RankFailed), or of the first rank's message.
 
-    Peers of a failed rank only wait for it.
+    Peers of a failed rank only wait for it, so their tracebacks say less.
     """
     ranks = [text for text in re.split(r"^rank \d+: ", error, flags=re.M) if text.strip()]
     raised = [text for text in ranks if text.startswith("Traceback")] or ranks or ["no message"]
@@ -132,7 +135,7 @@ def last_line(error: str) -> str:
 
 
 def as_json(name: str, small: Config, notes: list[str], report: Report) -> dict[str, Any]:
-    """Return everything in the report as one JSON object."""
+    """Return the whole report as one JSON object."""
     return {
         "config": name,
         "equal": report.compared > 0 and not report.bad,

@@ -1,4 +1,7 @@
-"""All layouts of a configuration against one process, within a time budget. Failed or hanging layouts stop no other."""
+"""Compare all layouts of a configuration with one process, within a time budget.
+
+A failed or hanging layout stops no other.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,8 @@ Status = Literal["equal", "different", "failed"]
 class Outcome:
     """The result of one layout.
 
-    largest: relative difference by kind of tensor; rounded: the same of a run in the formats of the configuration, where
-    that was asked for. compared: the number of tensors. other: whose checkpoint was loaded.
+    largest: relative difference by kind of tensor. rounded: the same for a run in the formats of the configuration, if
+    requested. compared: number of tensors. other: name of the layout whose checkpoint was loaded.
     """
 
     case: Case
@@ -84,8 +87,9 @@ class Report:
 class Verifier:
     """Compare layouts of `config` with one process. `config` is small and describes one process.
 
-    settings: how; its folders are set here. other: the layout whose checkpoint the next one loads. rounded: the same
-    configuration in its own formats, to be compared with float64 as well. Raises RankFailed if one process fails.
+    settings: how the steps are made; this class sets its folders. other: the layout whose checkpoint the next one loads.
+    rounded: the same configuration in its own formats, which is also compared with float64. Raises RankFailed if one
+    process fails.
     """
 
     def __init__(
@@ -109,15 +113,15 @@ class Verifier:
         self._home.cleanup()
 
     def patched(self, patch: Callable[[], object] | None) -> Verifier:
-        """Return the same with `patch` called on each rank of a layout; the reference is computed without it."""
+        """Return a Verifier that calls `patch` on each rank of a layout. The reference is computed without it."""
         other = copy.copy(self)
         other._settings, other._known = replace(self._settings, patch=patch), {}
         return other
 
     def check(self, case: Case) -> Outcome:
-        """Return the result of one legal layout; a layout is run once.
+        """Return the result of one legal layout. Each layout is run only once.
 
-        It loads the checkpoint of the last equal layout with several processes, else of one process.
+        It loads the checkpoint of the last layout with several processes that was equal, or else the one of one process.
         """
         if case not in self._known:
             self._known[case] = self._run(case, self.other, keep=True)
@@ -127,7 +131,10 @@ class Verifier:
         return tempfile.mkdtemp(dir=self._home.name)
 
     def _run(self, case: Case, other: Case, keep: bool = False) -> Outcome:
-        """Run a layout that loads the checkpoint of `other`. keep: if it is equal, the next layout loads its checkpoint."""
+        """Run a layout that loads the checkpoint of `other`.
+
+        keep: if the layout is equal, the next one loads its checkpoint.
+        """
         began, folder = time.monotonic(), self._folder()
         try:
             settings = replace(self._settings, own_folder=folder, other_folder=self._saved[other])
@@ -155,7 +162,10 @@ class Verifier:
         return merge(ranks, self._elements)
 
     def reduce(self, worst: Outcome, time_left: Callable[[], float]) -> Outcome:
-        """Take away options and degrees one by one while the layout still fails in the same way; return the smallest."""
+        """Remove options and degrees one by one, as long as the layout fails in the same way.
+
+        Return the smallest such layout.
+        """
         smallest, other, again = worst, worst.other, True
         loads = worst.finding is not None and worst.finding.difference.kind in ("loaded", "continued")
         if loads and other != ALONE and time_left() > 0:
@@ -187,10 +197,12 @@ def verify(
     begin: Callable[[Case, float], None] = lambda case, left_s: None,
     end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """Check `cases`, else every axis and pair of axes and then `random` layouts (None: until `seconds` are over).
+    """Check `cases`.
 
-    No layouts are drawn at random once some differ: the time goes to the smallest of these. `begin` is called before each
-    layout with the seconds that are left, `end` after it.
+    Without them, check every axis and pair of axes, then `random` layouts (None: until `seconds` are over).
+
+    Once some layout differs, no random layouts are checked: the time is used to reduce the failing ones. `begin` is called
+    before each layout with the remaining seconds, `end` after it.
     """
     began = time.monotonic()
 
@@ -248,9 +260,9 @@ def verify_against(
     bound: float,
     end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """Compute `cases` here and with the forge of `checkout`, and compare the two; layouts may differ from each other.
+    """Run `cases` here and with the forge of `checkout`, and compare the two case by case.
 
-    Raises UserError if `checkout` has no forge, or if it fails.
+    Raises UserError if `checkout` has no forge, or if its run fails.
     """
     require_checkout(checkout)
     report = Report()

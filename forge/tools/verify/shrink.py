@@ -1,9 +1,9 @@
 """A configuration as small as its structure allows, in float64.
 
-Kept: the kind of model, the ratio of query to key/value heads, the pattern of sliding windows, tied weights, groups and
-shared experts, dense first layers, whether a size is odd or even, the optimizer, modules pinned to a format, the engine,
-the tensor-parallel plan and every other option. Made small: widths, layers, experts, vocabulary, sequence and batch. Each
-phase is one step, or two with a ramp. Data are synthetic: the proof needs tokens, not text.
+Unchanged are the kind of model, the ratio of query to key/value heads, the pattern of sliding windows, tied weights, groups
+and shared experts, dense first layers, whether a size is odd or even, the optimizer, modules pinned to a format, the
+engine, the tensor-parallel plan and every other option. Widths, layers, experts, vocabulary, sequence and batch become
+small. Each phase is one step, or two with a ramp. Data are synthetic, because the comparison needs tokens, not text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ REASONS = {
 
 
 def changed(config: Config, keys: Mapping[str, Any]) -> Config:
-    """Return `config` with other values for some keys, by their dotted names. Raises UserError if it is then invalid."""
+    """Return `config` with other values for some keys, by their dotted names. Raises UserError if the result is invalid."""
     tree = read_toml(to_toml(config))
     for key, value in keys.items():
         *sections, last = key.split(".")
@@ -68,9 +68,9 @@ def changed(config: Config, keys: Mapping[str, Any]) -> Config:
 
 
 def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
-    """Return the small configuration for one process, and a sentence for each change but those of sizes and data.
+    """Return the small configuration for one process, and a sentence for each change that is not of sizes or data.
 
-    `exact`: in float64. Otherwise in the formats of the configuration.
+    exact: in float64. Otherwise in the formats of the configuration.
     """
     keys = _model(config.model) | _training(config) | _layout(config) | _left_out(config)
     if exact and (block := BLOCKS.get(config.precision.float8)):
@@ -90,7 +90,7 @@ def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
 
 
 def _notes(config: Config, small: Config) -> Iterator[str]:
-    """Yield a sentence for each key whose change is more than one of size."""
+    """Yield a sentence for each key that changes in more than size."""
     before, after = (dict(_leaves(one.model_dump(mode="json"))) for one in (config, small))
     for key, value in before.items():
         told = key not in REASONS and any(f"{key}.".startswith(f"{one}.") for one in TOLD)
@@ -110,7 +110,7 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def steps_through(small: Config) -> int:
-    """Return how many steps the phases of a small configuration last, and one more; 0 without phases."""
+    """Return one more than the number of steps of all phases of a small configuration; 0 without phases."""
     return Phases(small).steps_to(small.phase[-1].until_tokens) + 1 if small.phase else 0
 
 
@@ -236,7 +236,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _kinds(model: ModelConfig, layers: int) -> tuple[str, ...]:
-    """Return at most `layers` entries of the pattern, with every kind of layer if there is room; () unchanged."""
+    """Return at most `layers` entries of the pattern, with every kind of layer if they fit; () unchanged."""
     kinds = model.layer_pattern
     if len(kinds) <= layers:
         return kinds
@@ -245,7 +245,7 @@ def _kinds(model: ModelConfig, layers: int) -> tuple[str, ...]:
 
 
 def other_parts(model: ModelConfig, factor: Fraction) -> dict[str, Any]:
-    """Return the widths in subsections of the model, e.g. `[model.mla]`, times `factor`."""
+    """Return the widths of the model's subsections, e.g. of `[model.mla]`, multiplied by `factor`."""
     keys: dict[str, Any] = {}
     for name, part in model:
         if isinstance(part, Section) and not isinstance(part, MoEConfig):
@@ -294,7 +294,7 @@ def _training(config: Config) -> dict[str, Any]:
 
 
 def _phases(config: Config, seq_len: int) -> list[dict[str, Any]]:
-    """Phases with batches and lengths of the small configuration: of half the size, or twice as many sequences."""
+    """Return the phases with batches and lengths that fit the small configuration: half, equal or twice its own."""
     found = []
     for phase in config.phase:
         table = phase.model_dump(mode="json", exclude_none=True, exclude={"weights"})
@@ -312,7 +312,7 @@ def _phases(config: Config, seq_len: int) -> list[dict[str, Any]]:
 
 
 def _let_end(phases: list[dict[str, Any]], batch: int, seq_len: int) -> None:
-    """End each phase after one step, or after two if a ramp lies in the middle; default sizes are these."""
+    """End each phase after one step, or after two if it has a ramp. batch, seq_len: sizes of phases that set none."""
     tokens, before = 0, batch
     for phase in phases:
         rows, length = phase.get("global_batch_size", batch), phase.get("seq_len", seq_len)
@@ -336,7 +336,7 @@ def _layout(config: Config) -> dict[str, Any]:
 
 
 def _left_out(config: Config) -> dict[str, Any]:
-    """Keys that let results depend on more than the mathematics."""
+    """Return changes to keys that would let results depend on more than the mathematics."""
     keys: dict[str, Any] = {"precision.float8": "none"}
     keys |= {"compile.enabled": False, "compile.loss": False, "compile.optimizer": False}
     if config.activation_checkpoint.mode == "memory_budget":
@@ -351,14 +351,17 @@ def _multiple(least: int, unit: int) -> int:
 
 
 def _few(number: int) -> int:
-    """Return a small divisor of `number`, 1 only for 1: 4 for multiples of 4, else 2 for even ones, else the smallest."""
+    """Return a small divisor of `number`: 4 for multiples of 4, 2 for other even numbers, else the smallest one above 1."""
     if number % 4 == 0:
         return 4
     return next((n for n in range(2, number + 1) if number % n == 0), 1)
 
 
 def _scaled(size: int, factor: Fraction) -> int:
-    """Return `size` times `factor`, at least 8, rounded up to the same power of 2 (up to 8) as `size`."""
+    """Return `size` times `factor`, at least 8, rounded up.
+
+    Rounding keeps the largest power of 2, up to 8, that divides `size`.
+    """
     unit = gcd(size, 8)
     units = max(8 // unit, ceil(size * factor / unit))
     return unit * (units + (unit < 8 and units % 2 == 0))

@@ -246,7 +246,7 @@ def test_pytorchs_own_files_can_be_read(tmp_path) -> None:
         ("0F0,0B0\n1F0,1I0\n", "stage 1 must have"),
         ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n", "a step has 1 microbatches, counted from 0"),
         ("0B0,0F0\n1F0,1B0\n", "would wait for each other for ever, at 0B0, 1F0"),
-        ("0F0,fine\n1F0,1B0\n", '"fine" is no action'),
+        ("0F0,fine\n1F0,1B0\n", '"fine" is not an action'),
     ],
 )
 def test_a_file_that_is_no_schedule_is_refused(text: str, message: str, tmp_path) -> None:

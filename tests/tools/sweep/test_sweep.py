@@ -56,7 +56,7 @@ def test_a_grid_has_every_combination_and_a_search_the_same_draws_each_time(tmp_
 def test_the_budget_of_tokens_leaves_the_last_trials_out(tmp_path) -> None:
     one = 300 * 16 * 256 * 2  # of debug, for both seeds
     assert len(first_trials(sweep_of(tmp_path, budget_tokens=4 * one))) == 4
-    with pytest.raises(UserError, match="less than one trial"):
+    with pytest.raises(UserError, match="tokens of one trial"):
         first_trials(sweep_of(tmp_path, budget_tokens=one - 1))
 
 
@@ -75,7 +75,7 @@ def test_the_budget_of_tokens_counts_every_rung(tmp_path) -> None:
     for budget in (whole, whole - 1, whole * 2 // 3):
         sweep = sweep_of(tmp_path, **keys, budget_tokens=budget)
         assert spent(sweep) <= budget
-    with pytest.raises(UserError, match="less than one trial"):
+    with pytest.raises(UserError, match="tokens of one trial"):
         first_trials(sweep_of(tmp_path, **keys, budget_tokens=whole // 10))
 
 
@@ -303,7 +303,7 @@ def test_an_array_task_gives_the_exit_code_of_its_run_and_is_requeued_twice_with
     assert [turn(), turn(), turn()] == [0, 0, 75]
     assert (calls / "log").read_text() == "requeue 7_0\n" * 2
     log = (sweep.folder / "slurm-7-0.log").read_text()
-    assert log.count("one turn") == 3 and "3 turns in a row have saved nothing new" in log
+    assert log.count("one turn") == 3 and "3 consecutive job runs have saved nothing new" in log
     assert turn(FAIL="1") == 9
 
 

@@ -104,7 +104,7 @@ def test_a_file_reads_back_and_any_other_is_refused(tmp_path: Path) -> None:
     assert Expected.read(tmp_path / "digests") == expected
     (tmp_path / "other").write_text("no digests")
     for name in ("other", "nowhere"):
-        with pytest.raises(UserError, match="is no file of digests"):
+        with pytest.raises(UserError, match="is not a file of digests"):
             Expected.read(tmp_path / name)
     with pytest.raises(UserError, match="cannot be written"):
         expected.write(tmp_path / "nowhere" / "digests")

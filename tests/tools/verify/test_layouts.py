@@ -80,9 +80,7 @@ def test_a_layout_that_cannot_be_meant_is_refused(text: str, message: str) -> No
 def test_a_number_of_processes_that_no_layout_has_is_refused() -> None:
     for world in (1, 2, 16):
         require_any(SMALL, world)
-    with pytest.raises(
-        UserError, match="no layout of 7 processes goes with this configuration; dp_shard=7: "
-    ):
+    with pytest.raises(UserError, match="no layout of 7 processes fits this configuration; dp_shard=7: "):
         require_any(SMALL, 7)
 
 

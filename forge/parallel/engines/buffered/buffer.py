@@ -3,9 +3,9 @@
 compute    [numel]               parameters in precision.compute; the model's parameters are views of it
 masters    [part of numel]       parameters in precision.storage, updated by the optimizer; if storage is the dtype
                                  of `compute`, they are this rank's part of it
-gradients  [numel], zero2: part  accumulated in float32 at least. If whole, the first microbatch's gradients are copied
-                                 to it, overwriting it, and every `.grad` becomes a view of it; autograd adds the
-                                 later ones in place (torch.Tensor.grad_dtype). So nothing is ever zeroed
+gradients  [numel], zero2: part  accumulated in float32 at least. If whole, the gradients of the first microbatch
+                                 overwrite it, and every `.grad` becomes a view of it. Autograd adds the later ones
+                                 in place (torch.Tensor.grad_dtype). So nothing is ever zeroed
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from forge.shard import Shard
 
 
 class PlacedParameter:
-    """A parameter of the model in its slot of a buffer; so is `gradient`, if gradients are whole (else None).
+    """A parameter of the model, in its slot of a buffer. gradient: its slot of the gradients if these are whole, else None.
 
-    `.grad` is `gradient` after a step's first microbatch; before, it is autograd's own tensor, or None. `place`
-    is this rank's part of it.
+    `.grad` is `gradient` after a step's first microbatch. Before that, it is autograd's own tensor, or None. place: this
+    rank's part of the parameter.
     """
 
     def __init__(self, parameter: nn.Parameter, slot: Slot, gradient: Tensor | None):
@@ -60,9 +60,8 @@ class PlacedParameter:
 class BucketMemory:
     """Views of one bucket of a buffer.
 
-    compute: the whole bucket; `own` is this rank's part of it. master: this rank's part of the masters. gradient: whole,
-    or this rank's part after the sum over `microbatch_groups`, which in zero2 follows each microbatch. shards: of
-    masters.
+    compute: the whole bucket; `own` is this rank's part of it. master: this rank's part of the masters. gradient: the whole
+    bucket's or, if it is summed over `microbatch_groups` in every microbatch (zero2), this rank's part. shards: of masters.
     """
 
     plan: BufferPlan
@@ -76,7 +75,7 @@ class BucketMemory:
     shards: list[Shard]
 
     def is_copied(self, parameters: Collection[Tensor]) -> bool:
-        """Return whether `parameters`, of shards, make up all of `own`."""
+        """Return whether `parameters` has the parameter of every shard with elements in `own`."""
         return all(shard.parameter in parameters or not shard.boxes for shard in self.shards)
 
 
@@ -183,7 +182,7 @@ def _local(parameter: nn.Parameter) -> Tensor:
 
 
 def _like(original: nn.Parameter, local: Tensor) -> Tensor:
-    """Return `local` as this rank's part of a tensor that is distributed like `original`."""
+    """Return `local` as this rank's part of a DTensor that is distributed like `original`."""
     if not isinstance(original, DTensor):
         return local
     return DTensor.from_local(

@@ -1,7 +1,7 @@
 """Background collectives on a bucket, and the temporary buckets that they send from.
 
-A bucket is cut into parts over one or two groups of ranks, one after the other: the ranks of one copy of the model
-and then, with parallel.shard_optimizer_over = "dp", the copies. Only `own_part` knows that order.
+A bucket is cut into parts over one or two groups of ranks, one after the other. The first group is the ranks of one copy of
+the model, the second, with parallel.shard_optimizer_over = "dp", the copies. Only `own_part` knows that order.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
     zero1   each rank optimises its part             one reduce-scatter and one all-gather per bucket and step
     zero2   and keeps gradients of its part only     one reduce-scatter per bucket and microbatch, one all-gather per step
 
-All three are one code: the groups over which parameters are sharded and replicated (plan.py), and whether gradients are
-summed before or after they are accumulated (reduction.py). With dp_replicate > 1 gradients are summed over the copies of
-the model as well, or sharded over them, too (parallel.shard_optimizer_over = "dp").
+All three share one implementation. They differ in the groups over which parameters are sharded and replicated (plan.py),
+and in whether gradients are summed before or after accumulation (reduction.py). With dp_replicate > 1 gradients are also
+summed over the copies of the model or, with parallel.shard_optimizer_over = "dp", sharded over them.
 
-The counterpart of Megatron-Core's DistributedDataParallel with its distributed optimizer (Rajbhandari et al., "ZeRO:
-Memory Optimizations Toward Training Trillion Parameter Models", 2020, stages 1 and 2).
+The counterpart of Megatron-Core's DistributedDataParallel with its distributed optimizer (Rajbhandari et al., "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models", 2020, stages 1 and 2).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Buffered:
         self._plans = plan_buffers(model, layout)
 
     def allocate(self, device: torch.device) -> None:
-        """Allocate the buffers, let the model's parameters be views of them, and register the hooks."""
+        """Allocate the buffers, make the model's parameters views of them, and register the hooks."""
         model, parallel = self._model, self._layout.parallel
         if parallel.symmetric_memory and device.type != "cuda":
             raise UserError("parallel.symmetric_memory = true needs CUDA GPUs; use false")
@@ -102,7 +102,7 @@ class Buffered:
         self._reduction.begin(last=last)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Place the gradients where backward puts them, to be sent with the gradients that no hook reports."""
+        """Move the gradients into the buffers. They are sent with the gradients that no hook reports."""
         self._reduction.place_gradients()
 
     def start_gradient_sync(self) -> None:
@@ -122,13 +122,13 @@ class Buffered:
         self._gathering.after_update(copied)
 
     def finish_parameter_sync(self) -> None:
-        """Update every parameter of the model from the shards."""
+        """Gather every compute parameter of the model from the masters."""
         self._gathering.finish()
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
         """Yield fingerprints of the weights used since the last call and of the weights to be used next.
 
-        (name, an integer, ranks on which it must be the same).
+        Each is (name, an integer, ranks on which the integer must be the same).
         """
         self.finish_parameter_sync()
         self._fingerprints.add()
@@ -152,7 +152,7 @@ class Buffered:
 
 
 def _needs(model: Transformer, names: dict[nn.Parameter, str]) -> Iterator[tuple[nn.Module, list[str]]]:
-    """Yield the model's modules in the order of forward, each with the parameters that must be there before it runs."""
+    """Yield the model's modules in the order of forward, each with the parameters that must be gathered before it runs."""
     parts = [model.embedding, *model.layers.values(), model.norm, model.head]
     needs = [(part, [names[p] for p in part.parameters()]) for part in parts if part is not None]
     of_parts = {name for _, own in needs for name in own}
@@ -169,7 +169,7 @@ def _replace_parameters(model: nn.Module, new: dict[nn.Parameter, nn.Parameter])
 
 
 def _forbid_moving(model: nn.Module) -> None:
-    """Make it an error to move parameters out of the buffers, or to load values past the masters."""
+    """Make it an error to move parameters out of the buffers, or to load values that would bypass the masters."""
 
     def move(*_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(

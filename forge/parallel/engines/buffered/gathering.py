@@ -1,8 +1,8 @@
-"""Compute weights follow the masters, bucket by bucket, while the next forward runs.
+"""Gather compute weights from the masters, bucket by bucket, while the next forward runs.
 
-All gathers are launched in the order of forward, as soon as the masters are updated; a pre-forward hook of each submodule
-waits for its buckets. Their memory is allocated anyway, so a later launch would save nothing.
-So any forward, in training, evaluation or generation, computes with the parameters of the last update.
+All gathers are launched in the order of forward, as soon as the masters are updated. A pre-forward hook of each submodule
+waits for its buckets. Their memory is allocated anyway, so a later launch would save nothing. So any forward, in training,
+evaluation or generation, computes with the parameters of the last update.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from forge.parallel.engines.buffered.layout import PART_ALIGNMENT, round_up
 class Gathering:
     """Gathers `buckets`, which are in the order of forward.
 
-    needs: modules of the model, each with the names of the parameters that must be there before its forward.
-    overlap: gather during forward; otherwise wait for everything as soon as the masters have changed.
+    needs: modules of the model, each with the names of the parameters that must be gathered before its forward. overlap:
+    gather during forward; otherwise wait for everything as soon as the masters have changed.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Gathering:
                 module.register_forward_pre_hook(functools.partial(self._before_forward, last))
 
     def after_update(self, copied: Collection[Tensor]) -> None:
-        """Note that the masters have changed, and for `copied` also `compute`; launch the first gathers."""
+        """Record that the masters have changed and, for `copied`, also `compute`. Launch the first gathers."""
         self.wait()
         self._changed, self._copied = True, copied
         if not self._begun:
@@ -65,7 +65,7 @@ class Gathering:
             self.finish()
 
     def wait(self) -> None:
-        """Wait for the gathers in flight, which read the old values. Call before anything writes masters or their copies."""
+        """Wait for the running gathers, which read the old values. Call before anything writes masters or their copies."""
         self._wait_for(len(self._launched) - 1)
 
     def finish(self) -> None:
@@ -76,7 +76,7 @@ class Gathering:
         self._gather(last if self._overlap else len(self._buckets) - 1)
 
     def _gather(self, last: int) -> None:
-        """Wait for the buckets up to number `last`, with all others on their way."""
+        """Launch all gathers, and wait for the buckets up to number `last`."""
         if self._changed:
             self._restart()
         elif self._arrived > last:
@@ -85,7 +85,7 @@ class Gathering:
         self._wait_for(last)
 
     def _restart(self) -> None:
-        """Copy masters into this rank's part of every bucket that needs it; all gathers are to be launched again."""
+        """Copy masters into this rank's part of every bucket that needs it. All buckets must then be gathered again."""
         if not self._begun:
             # Ranks with copies of a part begin with the copies of the first rank.
             for memory in self._buckets:
@@ -111,10 +111,10 @@ class Gathering:
 
 
 class Fingerprints:
-    """Check that ranks have computed with the same weights: a sum of the bits of each, taken in every step.
+    """Check that ranks have computed with the same weights, by a sum over the bits of the weights in every step.
 
-    Gathering heals: a bit flip in one rank's weights spoils the gradients of one step, and is gone before copies are
-    compared at a save. So each step adds up the bits of its weights, in one pass over them.
+    A gather overwrites a flipped bit in one rank's weights. The bit spoils the gradients of one step and is gone before
+    copies are compared at a save. So each step adds up the bits of its weights, in one pass over them.
     """
 
     # Odd, so that multiplying by it modulo 2^64 loses nothing (the multiplier of Knuth's MMIX generator).

@@ -24,7 +24,7 @@ PART_ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class BufferItem:
-    """A parameter to lay out; one that is `alone` gets a bucket of its own."""
+    """A parameter to place in the buffer. alone: it gets a separate bucket."""
 
     name: str
     numel: int
@@ -58,10 +58,9 @@ class Bucket:
         return self.start + self.numel
 
     def kept(self, slot: Slot, part: int) -> tuple[int, int, int]:
-        """Return (start, stop, at), the elements of the parameter in `slot` that the rank with number `part` keeps.
+        """Return (start, stop, at): rank `part` keeps elements [start, stop) of the flattened parameter in `slot`.
 
-        The rank keeps elements [start, stop) of the flattened parameter, from element `at` of its part of the bucket on;
-        (0, 0, 0) if it keeps none of them.
+        It keeps them from element `at` of its part of the bucket on. (0, 0, 0): it keeps none of them.
         """
         begin = self.start + part * self.part_numel
         start, stop = max(slot.start, begin), min(slot.stop, begin + self.part_numel)
@@ -93,9 +92,9 @@ def default_bucket_numel(ranks: int) -> int:
 
 
 def slice_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes of elements [start, stop) of a row-major tensor of `shape`, in that order: at most 2 * ndim - 1.
+    """Yield boxes that cover elements [start, stop) of a row-major tensor of `shape`, in that order: at most 2 * ndim - 1.
 
-    Whole rows are one box; the rest before and after them is a slice of one row each, cut the same way.
+    Whole rows are one box. The elements before and after them are parts of one row each, and are cut in the same way.
     """
     if start >= stop:
         return

@@ -1,4 +1,4 @@
-"""The buffers of a model, their content, and the ranks that share and sum each."""
+"""The buffers of a model: their contents, and the ranks that shard and sum each."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from forge.parallel.precision import plan_units
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of more than one rank that train the same parameters, dense ones or experts.
+    """Process groups for parameters of one kind, dense or experts. Groups of one rank are left out.
 
     shard: each rank keeps a part of gradients and optimizer state, cut over one group after the other; shard_axes: the mesh
     axis of each. replicate: ranks hold copies of these parts; replicate_axes: the mesh axes of these groups. same_weights:
-    all ranks that compute with the same values, perhaps only this one.
+    all ranks that compute with the same values; possibly this rank alone.
     """
 
     shard: tuple[dist.ProcessGroup, ...]
@@ -44,7 +44,7 @@ class Groups:
         return self._part([group.rank() for group in self.shard])
 
     def part_at(self, at: Mapping[str, int]) -> int:
-        """Return the number of the part of the rank `at` these places, by mesh axis."""
+        """Return the number of the part that the rank with the positions `at`, by mesh axis, keeps."""
         return self._part([at[axis] for axis in self.shard_axes])
 
     def _part(self, places: list[int]) -> int:
@@ -111,7 +111,7 @@ def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
 
 
 def _groups_of(layout: Layout, *, expert: bool) -> Groups:
-    """Return the groups of a buffer.
+    """Return the groups of an engine.
 
     ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy of the model shard, or the ranks of all copies.
     """
@@ -129,7 +129,10 @@ def _groups_of(layout: Layout, *, expert: bool) -> Groups:
 
 
 def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -> Formats:
-    """Gradients are accumulated in promote(float32, compute) at least, and reduced in `precision.reduce`."""
+    """Return the dtypes.
+
+    Gradients are accumulated in promote(float32, compute) at least, and reduced in `precision.reduce`.
+    """
     reduce = layout.reduce
     if compute != layout.compute:  # pinned
         reduce = torch.promote_types(reduce, compute)

@@ -1,18 +1,16 @@
-"""Gradients are summed over ranks, bucket by bucket, while backward runs.
+"""Sum gradients over ranks, bucket by bucket, while backward runs.
 
-A hook on every shared parameter reports its gradient. A bucket is launched once all of its gradients have
-arrived and all earlier buckets have been launched. So all ranks have the same order of collectives, in whatever order
-backward makes gradients. Gradients without a hook's report (of an unused parameter, or weight gradients that a pipeline
-schedule computes separately) are picked up when the remaining buckets are launched, after backward.
+A hook on every parameter reports its gradient. A bucket is launched once all of its gradients have arrived and all earlier
+buckets have been launched. So all ranks have the same order of collectives, in whatever order backward makes gradients.
+Some gradients come without a hook's report: those of unused parameters, and weight gradients that a pipeline schedule
+computes separately. They are collected when the remaining buckets are launched, after backward.
 
 A bucket is reduced in one of two ways:
 
     in place   (ddp, zero1)  autograd accumulates all microbatches in the buffer, which is reduced in the last backward;
-    through
-                             a temporary bucket if precision.reduce is another dtype
+                             through a temporary bucket if precision.reduce is another dtype
     collected  (zero2)       each microbatch's gradients are copied into a temporary bucket and reduced; the rank adds its
-    part
-                             of the sum to its gradients
+                             part of the sum to its gradients
 """
 
 from __future__ import annotations
@@ -52,14 +50,17 @@ class BucketGradients:
         self.begin()
 
     def forget(self) -> None:
-        """Discard the gradients, without touching their memory: the next microbatch overwrites it."""
+        """Discard the gradients without touching their memory, which the next microbatch overwrites."""
         self._empty = True
         if not self.collected:
             for placed in self.memory.parameters:
                 placed.parameter.grad = None
 
     def move(self) -> None:
-        """Copy autograd's tensors of the step's first gradients to the buffer; autograd adds later ones there."""
+        """Copy the gradients of the step's first backward from autograd's tensors to the buffer.
+
+        Autograd adds later ones in place.
+        """
         if self.collected or not self._empty:
             return
         made = []
@@ -76,7 +77,7 @@ class BucketGradients:
             placed.parameter.grad = placed.gradient
 
     def place_all(self) -> None:
-        """Call after the step's first backward: all gradients lie in the buffer, zeros for missing ones."""
+        """Call after the step's first backward. Moves all gradients into the buffer, with zeros for missing ones."""
         if self.collected or not self._empty:
             return
         self.move()
@@ -96,13 +97,13 @@ class BucketGradients:
         return len(self.arrived) == self.expected
 
     def arrive(self, placed: PlacedParameter) -> None:
-        """Note that backward has made the gradient, and collect it if there is a place for it already."""
+        """Record that backward has made the gradient. Copy it to its slot, if the slot's memory exists already."""
         self.arrived.add(placed.name)
         if self.collected and self.temporary is not None:
             self._collect(placed)
 
     def collect_rest(self) -> None:
-        """Before the launch: collect gradients without an earlier place or a hook's report; zeros for missing ones."""
+        """Call before the launch. Collects gradients that had no slot or no hook's report; zeros for missing ones."""
         if self.collected:
             for placed in self.memory.parameters:
                 if placed.parameter.grad is not None:
@@ -111,13 +112,13 @@ class BucketGradients:
                     self.sent(placed).zero_()
 
     def sent(self, placed: PlacedParameter) -> Tensor:
-        """Return the place of the parameter's gradient in the bucket that ranks sum, flat."""
+        """Return the slot of the parameter's gradient in the bucket that ranks sum, flat."""
         bucket = self.temporary if self.collected else self.memory.gradient
         assert bucket is not None
         return bucket[placed.slot.start - self.memory.bucket.start :][: placed.numel]
 
     def collectives(self, *, last: bool) -> Iterator[dist.Work]:
-        """Sum the bucket over ranks; `last`: in the step's last backward."""
+        """Return the collectives that sum the bucket over ranks. last: in the step's last backward."""
         groups, kept, temporary = self.memory.plan.groups, self.memory.gradient, self.temporary
         if temporary is None:
             yield from sum_to_parts(kept, groups.shard, groups.replicate)
@@ -135,7 +136,10 @@ class BucketGradients:
             own_part(kept, groups.shard).copy_(own_part(temporary, groups.shard))
 
     def _collect(self, placed: PlacedParameter) -> None:
-        """Move the parameter's `.grad` into the temporary bucket, added to a hook's part there."""
+        """Add the parameter's `.grad` to its slot of the temporary bucket, and free `.grad`.
+
+        The slot may already have the part that a hook has reported.
+        """
         assert placed.parameter.grad is not None
         flat, target = _complete(placed, placed.parameter.grad).detach().reshape(-1), self.sent(placed)
         target.add_(flat) if placed.name in self._copied else target.copy_(flat)
@@ -156,8 +160,7 @@ class Reduction:
     """Sums the gradients of `buckets`, which are in the order in which backward finishes them.
 
     overlap: collectives run during backward; otherwise each is waited for. check: called with each bucket's gradients
-    before the send.
-    symmetric_memory: temporary buckets lie in NCCL's symmetric memory.
+    before they are sent. symmetric_memory: temporary buckets are in NCCL's symmetric memory.
     """
 
     def __init__(
@@ -192,7 +195,7 @@ class Reduction:
                 placed.parameter.register_post_accumulate_grad_hook(hook)
 
     def begin(self, *, last: bool) -> None:
-        """Prepare for a backward; `last`: the last of the optimizer step."""
+        """Prepare for a backward. last: it is the last backward of the optimizer step."""
         self.finish()
         if self._complete:
             raise RuntimeError(
@@ -208,7 +211,7 @@ class Reduction:
             bucket.begin()
 
     def launch_rest(self) -> None:
-        """Launch every bucket that backward has not launched, complete or not."""
+        """Launch every bucket that has not been launched during backward, complete or not."""
         while self._next < len(self._due):
             self._launch(self._due[self._next])
 
@@ -286,8 +289,8 @@ class Reduction:
 class GradientCheck:
     """`parallel.check_gradients`: check each bucket's gradients before they are summed with other ranks'.
 
-    finite: raise UserError (exit 1) with parameter and rank if a gradient is NaN or infinite. plausible: also
-    if a bucket's norm is IMPLAUSIBLE times its largest so far. Waits for the device at every bucket.
+    finite: raise UserError (exit 1) with parameter and rank if a gradient is NaN or infinite. plausible: raise it also if a
+    bucket's norm is more than IMPLAUSIBLE times its largest norm so far. Waits for the device at every bucket.
     """
 
     # A bucket's norm differs by a factor of a few from step to step, ten at a bad batch.
