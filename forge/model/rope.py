@@ -81,8 +81,8 @@ def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tens
 
     A frequency is a blend of its kept and its divided value. In the paper the blend is linear in the number of rotations. In
     the authors' code, and in transformers, it is linear in the pair's index, between the index that rotates beta_fast times
-    and the one that rotates beta_slow times. Both indices are rounded outward, unless `truncate` is off. Trained models follow
-    the code, and so does this function.
+    and the one that rotates beta_slow times. Both indices are rounded outward, unless `truncate` is off. Trained models
+    follow the code, and so does this function.
     """
     pairs = len(frequencies)
 
