@@ -311,7 +311,7 @@ class HuggingFaceTokenizer:
         found = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
         if found is None:
             raise UserError(
-                f"tokenizer {self._name}: the settings beside it have {key} = {token!r}, which the vocabulary lacks"
+                f"tokenizer {self._name}: its settings have {key} = {token!r}, which is not in its vocabulary"
             )
         return found
 
@@ -319,8 +319,8 @@ class HuggingFaceTokenizer:
 def _splits_at_spaces(described: dict[str, Any]) -> bool:
     """Return whether a tokenizer.json always splits a text between a letter or digit and a space or line end after it.
 
-    Then it tokenizes the two sides independently. True only for the steps listed here: none of their patterns looks back or
-    matches such a pair, and no pattern that ends in a letter or digit looks ahead.
+    Then it tokenizes the two sides independently. The result is True only if all pre-tokenizer steps are listed here. No
+    pattern of these steps looks back, or matches both characters. No pattern that ends in a letter or digit looks ahead.
     """
     normalizer = described.get("normalizer") or {"type": "NFC"}  # a space composes with nothing
     steps = described.get("pre_tokenizer") or {}

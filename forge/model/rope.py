@@ -79,10 +79,10 @@ def _llama3(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
 def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tensor:
     """YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models").
 
-    The paper writes the blend between kept and divided frequencies as linear in the number of rotations; the
-    authors' code, and transformers after it, make it linear in the pair's index between the indices that rotate
-    beta_fast and beta_slow times, rounded outward unless `truncate` is off. Trained models follow the code, and so does
-    this function.
+    A frequency is a blend of its kept and its divided value. In the paper the blend is linear in the number of rotations. In
+    the authors' code, and in transformers, it is linear in the pair's index, between the index that rotates beta_fast times
+    and the one that rotates beta_slow times. Both indices are rounded outward, unless `truncate` is off. Trained models
+    follow the code, and so does this function.
     """
     pairs = len(frequencies)
 

@@ -286,7 +286,10 @@ def _growth(config: Config, few: tuple[Few, Few], small: StagePlan, large: Stage
 
 
 def two_blocks(few: Few) -> tuple[Few, Few]:
-    """Return two versions of `few` with two blocks: the second block begins in the middle, or before the last layer."""
+    """Return two versions of `few` with two blocks.
+
+    In the first version, the second block begins after the middle. In the second version, the second block has two layers.
+    """
     return replace(few, block_size=few.layers // 2 + 1), replace(few, block_size=few.layers - 2)
 
 

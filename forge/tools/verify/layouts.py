@@ -85,7 +85,7 @@ class Case:
     def smaller(self) -> Iterator[Case]:
         """Yield layouts with one option or degree less.
 
-        They are without each option in turn, then with each degree in turn reduced to 1 or 2.
+        First each option in turn is removed, then each degree in turn is reduced to 1 or 2.
         """
         degrees, options = dict(self.degrees), dict(self.options)
         for key in options:

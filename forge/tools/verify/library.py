@@ -352,7 +352,7 @@ class _ModuleRun:
 def _of_batch(seen: Sequence[Seen], rows: int) -> list[Seen]:
     """Return the inputs and outputs of modules for this rank's `rows` sequences.
 
-    Their names are without wrappers and numbered in order.
+    They are numbered in order. Their names do not contain the names of wrappers.
 
     A pipeline calls its modules once with zeros before its first step, to learn their output shapes.
     """

@@ -216,7 +216,10 @@ class Reduction:
             self._launch(self._due[self._next])
 
     def finish(self) -> None:
-        """Launch the rest and wait. After the last backward gradients are sums over all ranks."""
+        """Launch the remaining buckets and wait for all of them.
+
+        After the last backward, gradients are sums over all ranks.
+        """
         if not self._due:
             return
         self.launch_rest()
