@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -18,6 +19,20 @@ def environment(cache: Path) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
+
+
+def render(golden: dict[str, dict[str, Any]]) -> str:
+    """Return golden values by config as JSON with one line for each kernel."""
+    configs = []
+    for name, found in sorted(golden.items()):
+        kernels = [
+            f"   {json.dumps(kernel)}: {json.dumps(uses)}" for kernel, uses in found["kernels"].items()
+        ]
+        rest = {key: value for key, value in found.items() if key != "kernels"}
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in rest.items()]
+        lines.append('  "kernels": {\n' + ",\n".join(kernels) + "\n  }")
+        configs.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(configs) + "\n}\n"
 
 
 def kernels(cache: Path) -> dict[str, Any]:
