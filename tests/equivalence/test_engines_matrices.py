@@ -341,7 +341,7 @@ CLIPPED_LAYOUTS = {
     "name",
     [
         name
-        if name in ("tp", "zero1, cp", "latent, cp that moves latents")
+        if name in ("tp", "latent, cp that moves latents")
         else pytest.param(name, marks=pytest.mark.slow)
         for name in CLIPPED_LAYOUTS
     ],

@@ -136,7 +136,6 @@ AXES = {
 }
 FAST_AXES = {
     ("hsdp", "ZBVZeroBubble", "tied"),
-    ("cp", "InterleavedZeroBubble", "everything"),
     ("zero1", "ZBVZeroBubble", "tied"),
 }
 
