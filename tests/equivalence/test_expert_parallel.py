@@ -117,7 +117,7 @@ def test_layouts(name: str, variant: str) -> None:
     ("experts", "world", "parallel"),
     [
         (6, 4, ""),  # the last rank has none
-        (2, 4, ""),  # each is cut
+        pytest.param(2, 4, "", marks=pytest.mark.slow),  # each is cut
         (2, 4, "ep = 2"),
         pytest.param(3, 2, "ep = 1\ntp = 2", marks=pytest.mark.slow),
         pytest.param(4, 8, "ep = 2\ncp = 2", marks=pytest.mark.slow),

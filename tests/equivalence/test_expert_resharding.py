@@ -142,6 +142,7 @@ def _with_local_indices(rank: int, world: int, keys: str, folder: str, begin: in
     return train_part(rank, world, keys, folder, begin, end)
 
 
+@pytest.mark.slow
 def test_experts_saved_under_local_indices_would_be_seen(tmp_path: Path) -> None:
     keys = text("bias", "ep = 4")
     run_ranks(_with_local_indices, 4, keys, str(tmp_path), 0, SAVED_AFTER)

@@ -341,7 +341,7 @@ def _with_defect(rank: int, world: int, text: str, defect: str) -> RankRecord:
     return layout_on_rank(rank, world, text)
 
 
-FAST_DEFECTS = ("scaled", "tied gradients", "labels")
+FAST_DEFECTS = ("scaled", "tied gradients")
 
 
 @pytest.mark.parametrize(
