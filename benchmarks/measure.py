@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from forge.runtime.compat import cores
+from forge.runtime.cores import cores
 from forge.runtime.errors import FAILED, UserError
 from scripts.options import count, positive
 

@@ -38,7 +38,7 @@ from benchmarks.measure import (
 from forge.config import Config
 from forge.model import Experts, flops_per_token, parameter_counts
 from forge.parallel.build import build_meta_model
-from forge.runtime.compat import cores
+from forge.runtime.cores import cores
 from forge.runtime.errors import UserError
 from scripts.options import exit_code_of, positive
 

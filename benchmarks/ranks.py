@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from forge.runtime.compat import cores
+from forge.runtime.cores import cores
 from forge.runtime.errors import FAILED, UserError
 from forge.runtime.world import join, read_world
 

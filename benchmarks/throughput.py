@@ -42,7 +42,7 @@ from benchmarks.measure import (
     ratio,
 )
 from benchmarks.ranks import rows_of_ranks
-from forge.runtime.compat import cores
+from forge.runtime.cores import cores
 from forge.runtime.errors import UserError
 from scripts.options import exit_code_of, positive
 

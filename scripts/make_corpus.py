@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.runtime.compat import cores
+from forge.runtime.cores import cores
 from forge.tools.prepare.packages import make_corpus, read_manifest
 from scripts.options import Options, exit_code_of, positive
 

@@ -32,7 +32,7 @@ import torch.multiprocessing as processes
 import torch.nn.functional as F
 
 from forge.observe.hardware import GIB
-from forge.runtime.compat import cores
+from forge.runtime.cores import cores
 from forge.tools.plan.node import clock_of, median_s
 from scripts.options import Options, exit_code_of, positive
 

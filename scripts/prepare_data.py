@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
-from forge.runtime.compat import cores
+from forge.runtime.cores import cores
 from forge.tools.prepare.part import MAX_BAD_FRACTION
 from forge.tools.prepare.prepare import Request, prepare
 from forge.tools.prepare.quality import Quality

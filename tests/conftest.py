@@ -90,8 +90,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def by_itself(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Draw the same numbers whichever tests ran before, and leave no process behind."""
+    """Draw the same numbers on one thread whichever tests ran before, and leave no process behind."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # a benchmark sets those that its options name
     processes.started.clear()
     yield
     end_ranks()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forge.config.keys import read_toml
-from forge.runtime.compat import cores
+from forge.runtime.cores import cores
 
 ROOT = Path(__file__).parents[1]
 PROJECT = read_toml((ROOT / "pyproject.toml").read_text())["project"]
@@ -45,7 +45,7 @@ def test_cores_are_counted_on_a_system_without_affinity(monkeypatch) -> None:
     assert cores() == os.cpu_count()
     for folder in ("forge", "scripts", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
-            assert "sched_getaffinity" not in path.read_text() or path.name == "compat.py", path
+            assert "sched_getaffinity" not in path.read_text() or path.name == "cores.py", path
 
 
 def test_the_constraints_of_the_simulated_gpu_differ_in_pytorch_only() -> None:

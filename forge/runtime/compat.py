@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import platform
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -263,10 +262,3 @@ def meeting_store() -> dist.Store:
     """Return a new connection to the rendezvous store, for use by another thread."""
     store: Any = dist.distributed_c10d._get_default_store()
     return store.clone()
-
-
-def cores() -> int:
-    """Return the number of cores for this process; of the machine if the system has no affinity (macOS)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

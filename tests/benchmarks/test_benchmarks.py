@@ -326,6 +326,7 @@ def test_a_row_of_the_gpu_benchmark_that_does_not_fit_is_skipped_with_the_reason
     assert row["note"].startswith("skipped: does not fit: 2.0 of 2.0 GiB (parameters ")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_gpu_benchmark_reports_the_outcomes_of_tests(tmp_path):
     (tmp_path / "test_few.py").write_text(

@@ -21,6 +21,7 @@ from forge.config import load_config
 from forge.config.keys import keys, read_toml, sections, to_literal
 from forge.config.load import CONFIGS
 from tests.support.harness import start_ranks
+from tests.support.layouts import slow_unless
 from tests.support.pages import PAGES, REPOSITORY, blocks, commands, links, quoted
 from tests.support.runs import reserve_port
 from tests.support.scripts import run_script
@@ -86,7 +87,24 @@ def test_every_path_exists(page: Path) -> None:
     assert missing == []
 
 
-@pages
+# What takes four seconds or more and is neither the way in nor a guide that everyone reads.
+SLOW = (
+    "CONTRIBUTING.md",
+    *(
+        f"docs/guides/{name}.md"
+        for name in ("large-data", "planning", "recipes", "slurm", "verify", "watching")
+    ),
+    *(f"docs/reference/{name}.md" for name in ("models", "optimizers")),
+)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name, marks=slow_unless(name not in SLOW))
+        for page, name in zip(PAGES, NAMES, strict=True)
+    ],
+)
 def test_every_command_runs(page: Path, clone: Path, tmp_path: Path) -> None:
     for command in commands(page):
         code, output = _run(command, clone, tmp_path)

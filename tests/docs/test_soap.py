@@ -56,7 +56,7 @@ def compared(text: str, plain: str, ranks: int) -> None:
             ("data_parallel = 'zero1'", 2, True),
             ("tp = 2", 2, False),
             ("cp = 2", 2, False),
-            ("pp = 2\ntp = 2", 4, True),
+            ("pp = 2\ntp = 2", 4, False),
         ]
     ),
 )

@@ -31,9 +31,8 @@ def test_a_run_changes_its_engine_at_every_resume_and_nobody_sees_it(tmp_path) -
     assert "zero1: " in run.log() and "bytes per parameter on this rank" in run.log()
 
 
-@pytest.mark.parametrize(
-    "engine", ["zero1", *(pytest.param(one, marks=pytest.mark.slow) for one in ENGINES if one != "zero1")]
-)
+@pytest.mark.slow  # tests/equivalence/test_engines.py resumes engines bit for bit in every run
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_killed_run_goes_on_as_if_it_had_not_been(engine: str, tmp_path) -> None:
     options = (
         f"--parallel.data_parallel={engine}",
@@ -71,7 +70,14 @@ def test_a_shipped_config_trains_under_each_engine_on_one_curve(config: str, tmp
         assert losses(engine) == pytest.approx(expected, rel=1e-4), engine
 
 
-@pytest.mark.parametrize("option", ["parallel.tp=2", "parallel.data_parallel=zero1", "parallel.cp=2"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "parallel.tp=2",
+        "parallel.data_parallel=zero1",
+        pytest.param("parallel.cp=2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_calls_nothing_that_this_version_of_pytorch_deprecates(option: str, tmp_path) -> None:
     run = Run(
         tmp_path, f"--{option}", "--resilience.check_replicas=true", "--resilience.straggler_interval=2"

@@ -22,6 +22,7 @@ def test_torchrun_has_the_history_of_forked_ranks(tmp_path) -> None:
     assert Run(tmp_path).metrics() == forked.metrics()
 
 
+@pytest.mark.slow  # tests/end_to_end/test_bad_input.py has what two ranks report; this one has torchrun
 def test_a_wrong_command_line_is_reported_once_and_before_any_training(tmp_path) -> None:
     process = start([*TORCHRUN, "--nproc-per-node=2", *command("--train.stepz=3")], tmp_path)
     _, output = process.communicate(timeout=240)

@@ -1,5 +1,7 @@
 """What a run reports about itself: memory, traces, and what to do when memory runs out."""
 
+import pytest
+
 from tests.support.runs import Run
 
 
@@ -32,6 +34,7 @@ def test_a_profile_changes_nothing_in_the_history(tmp_path) -> None:
     assert profiled.metrics() == plain.metrics()
 
 
+@pytest.mark.slow  # tests/run/test_out_of_memory.py plans in every run
 def test_x2_out_of_memory_gives_the_report_three_keys_with_their_plans_and_no_traceback(tmp_path) -> None:
     run = Run(tmp_path)
     assert run.start(patch="tests.end_to_end.test_observing:host_is_full", world=2).join() == [1, 1]

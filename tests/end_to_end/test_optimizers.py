@@ -10,6 +10,7 @@ from tests.support.runs import EXPERTS, FLOAT64, Run, assert_same_history
 MUON = ["--optimizer.name=muon", "--optimizer.muon.second_moment=neuron", "--optimizer.muon.split_heads=true"]
 
 
+@pytest.mark.slow
 def test_muon_killed_and_moved_to_another_layout_and_engine_keeps_the_curve_of_one_process(tmp_path) -> None:
     options = [*FLOAT64, *EXPERTS, *MUON]
     whole, moved = Run(tmp_path / "whole", *options), Run(tmp_path / "moved", *options)

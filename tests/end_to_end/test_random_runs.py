@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from forge.config import to_toml
+from tests.support.layouts import slow_unless
 from tests.support.random_runs import draw_run, numbers, write_tokens
 from tests.support.runs import Run
 
-# `make test` draws these on two ranks.
-FAST = 2
+# Seeds on two ranks, of which `make test` draws the first; and of the slow tests.
+NARROW = 2
 SLOW = 40
 
 
@@ -36,7 +37,7 @@ def check(folder: Path, seed: int, worlds: tuple[int, ...]) -> None:
         assert found[name] == near, name
 
 
-@pytest.mark.parametrize("seed", range(FAST))
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=slow_unless(s == 0)) for s in range(NARROW)])
 def test_a_run_on_two_ranks(tmp_path: Path, seed: int) -> None:
     check(tmp_path, seed, (2,))
 

@@ -16,7 +16,7 @@ DECAYING = ["--schedule.name=cosine", "--schedule.warmup_steps=3"]
     [
         (1, []),
         (2, DECAYING),
-        (1, EXPERTS),
+        pytest.param(1, EXPERTS, marks=pytest.mark.slow),
         pytest.param(2, [*EXPERTS, "--parallel.ep=2"], marks=pytest.mark.slow),
     ],
     ids=["one process", "fsdp 2", "experts", "ep 2"],
@@ -41,6 +41,7 @@ def test_r1_counts_of_skipped_steps_go_on_where_they_were(tmp_path) -> None:
     assert_same_history(halves, whole)
 
 
+@pytest.mark.slow  # so do runs drawn at random, and layouts in tests/equivalence/test_resharding.py
 def test_r2_another_number_of_ranks_reads_the_same_data_on_the_same_curve(tmp_path) -> None:
     whole, moved = Run(tmp_path / "whole", *FLOAT64), Run(tmp_path / "moved", *FLOAT64)
     assert whole() == 0

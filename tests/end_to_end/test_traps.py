@@ -67,6 +67,7 @@ def only_the_first_ranks_share() -> None:
     evaluate.evaluation_batches = share_of_the_first
 
 
+@pytest.mark.slow
 def test_a_stop_flag_that_one_rank_keeps_to_itself_is_caught(tmp_path) -> None:
     """Put in: each rank acts on its own flag. Rank 1 stops alone, and the run does not end in good order."""
     run = Run(tmp_path, "--train.steps=100000", "--checkpoint.interval=0")
@@ -89,6 +90,7 @@ def act_on_ones_own_flag() -> None:
     Trainer.step = acting_alone
 
 
+@pytest.mark.slow
 def test_a_resume_that_begins_its_data_again_is_caught(tmp_path) -> None:
     """Put in: the position in the data is not restored. The history then differs from the undisturbed one."""
     whole, halves = Run(tmp_path / "whole"), Run(tmp_path / "halves")

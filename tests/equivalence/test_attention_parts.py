@@ -91,7 +91,7 @@ def check(parts: tuple[str, ...], axes: tuple[str, ...]) -> None:
     [
         pytest.param(LATENT, ("tp", "cp by allgather"), marks=pytest.mark.slow),
         pytest.param(LATENT, ("tp, stream whole", "cp by ring"), marks=pytest.mark.slow),
-        (DIRECT, ("tp", "cp by ulysses")),
+        pytest.param(DIRECT, ("tp", "cp by ulysses"), marks=pytest.mark.slow),
         pytest.param(DIRECT, ("tp", "pp"), marks=pytest.mark.slow),
         pytest.param(GROUPED, ("tp", "cp by ring"), marks=pytest.mark.slow),
         (GROUPED, ("cp by ulysses", "fsdp")),

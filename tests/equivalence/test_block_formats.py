@@ -113,7 +113,7 @@ def test_dense_model(kind: str, name: str) -> None:
 GATHERED = "\nfloat8_all_gather = true"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["mxfp8", pytest.param("blockwise", marks=SLOW)])
 @pytest.mark.parametrize("parallel", ["", pytest.param("dp_replicate = 2\ndp_shard = 2", marks=SLOW)])
 def test_weights_gathered_in_codes(kind: str, parallel: str) -> None:
     whole = text(kind, parallel=parallel, micro=1).replace(

@@ -64,7 +64,7 @@ def test_compile(world: int) -> None:
 
 @pytest.mark.parametrize(
     "mode",
-    [pytest.param("full", marks=SLOW), pytest.param("attention", marks=SLOW), "selective", "memory_budget"],
+    [*(pytest.param(mode, marks=SLOW) for mode in ("full", "attention", "memory_budget")), "selective"],
 )
 def test_compile_with_activation_checkpointing(mode: str) -> None:
     check(2, COMPILE + recompute(mode), micro=2)

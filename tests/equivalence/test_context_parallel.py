@@ -47,7 +47,9 @@ def test_context_parallel_alone(kind: str, cp: int, variant: str) -> None:
     check(cp, kind, f"cp = {cp}", variant)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "ring" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_with_fsdp_and_accumulation(kind: str) -> None:
     check(4, kind, "cp = 2\ndp_shard = 2", micro=2)
 
@@ -117,7 +119,10 @@ def test_with_compiled_and_recomputed_blocks(kind: str, mode: str) -> None:
     assert_equal(layout(text, 2), expected("everything"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# test_blocks.py recomputes the ring's in every run.
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "ulysses" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_with_recomputed_blocks(kind: str) -> None:
     text = (
         tiny_config(parallel=f'context = "{kind}"\ncp = 2', micro=4)

@@ -39,7 +39,7 @@ def test_fsdp_with_accumulation(micro: int) -> None:
     check(2, micro=micro)
 
 
-@pytest.mark.parametrize("micro", [2, 1])
+@pytest.mark.parametrize("micro", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_hsdp_with_accumulation(micro: int) -> None:
     check(4, "dp_replicate = 2\ndp_shard = 2", micro=micro)
 
@@ -48,7 +48,7 @@ def test_replicas_alone() -> None:
     check(2, "dp_replicate = 2\ndp_shard = 1", micro=2)
 
 
-@pytest.mark.parametrize("variant", ["tied", "everything"])
+@pytest.mark.parametrize("variant", [pytest.param("tied", marks=pytest.mark.slow), "everything"])
 def test_other_models(variant: str) -> None:
     check(2, variant=variant, micro=2)
     check(4, "dp_replicate = 2\ndp_shard = 2", variant=variant, micro=2)

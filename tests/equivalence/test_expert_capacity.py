@@ -26,9 +26,9 @@ def limited(parallel: str = "", micro: int = 1) -> str:
     ("world", "parallel"),
     [
         (4, "ep = 2"),
-        (2, 'data_parallel = "zero1"\nep = 2'),
+        pytest.param(2, 'data_parallel = "zero1"\nep = 2', marks=pytest.mark.slow),
         (2, "pp = 2"),
-        (4, "dp_replicate = 2\ndp_shard = 2\nep = 2"),
+        pytest.param(4, "dp_replicate = 2\ndp_shard = 2\nep = 2", marks=pytest.mark.slow),
     ],
 )
 def test_with_a_capacity_microbatches_of_whole_sequences_drop_the_same_on_any_layout(
@@ -49,7 +49,13 @@ HELD_OUT = "[evaluate]\ninterval = 1\nsequences = 5\n"
 
 @pytest.mark.parametrize(
     ("world", "parallel", "micro"),
-    [(1, "", 4), (4, "ep = 2", 1), (2, "tp = 2\nep = 2", 2), (2, "cp = 2\nep = 2", 2), (2, "pp = 2", 2)],
+    [
+        (1, "", 4),
+        pytest.param(4, "ep = 2", 1, marks=pytest.mark.slow),
+        (2, "tp = 2\nep = 2", 2),
+        (2, "cp = 2\nep = 2", 2),
+        (2, "pp = 2", 2),
+    ],
 )
 def test_evaluation_with_a_capacity_depends_on_no_layout_and_no_microbatch(
     world: int, parallel: str, micro: int

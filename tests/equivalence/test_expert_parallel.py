@@ -44,7 +44,7 @@ def test_two_ranks_share_the_experts(variant: str) -> None:
     check(2, "ep = 2", variant, micro=2)
 
 
-FAST_TENSOR = [("bias", "true"), ("aux_loss", "false"), ("sequence_aux_loss", "true")]
+FAST_TENSOR = [("bias", "true"), ("aux_loss", "false")]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ LAYOUTS = {
     "cp 2, tp 2, ep 2": (4, "cp = 2\ntp = 2\nep = 2", ""),
     "cp 2, tp 2, ep 4, whole stream": (4, "cp = 2\ntp = 2\nep = 4\nsequence_parallel = false", ""),
     "ep 4, nodes of 2": (4, "ep = 4\nep_node_size = 2", "groups"),
-    "tp 2, ep 4, nodes of 1": (4, "tp = 2\nep = 4\nep_node_size = 1", "bias"),
+    "tp 2, ep 4, nodes of 1": (4, "tp = 2\nep = 4\nep_node_size = 1", ""),
     "cp 2, tp 2, ep 8, nodes of 4": (8, "cp = 2\ntp = 2\nep = 8\nep_node_size = 4", ""),
     "ep 8": (8, "ep = 8", ""),
     "ep 2, fsdp 4": (8, "ep = 2", ""),
@@ -117,7 +117,7 @@ def test_layouts(name: str, variant: str) -> None:
     ("experts", "world", "parallel"),
     [
         (6, 4, ""),  # the last rank has none
-        (2, 4, ""),  # each is cut
+        pytest.param(2, 4, "", marks=pytest.mark.slow),  # each is cut
         (2, 4, "ep = 2"),
         pytest.param(3, 2, "ep = 1\ntp = 2", marks=pytest.mark.slow),
         pytest.param(4, 8, "ep = 2\ncp = 2", marks=pytest.mark.slow),
@@ -188,7 +188,7 @@ def test_compile(world: int, parallel: str, mode: str) -> None:
         (4, "ep = 2\ncpu_offload = true"),
         pytest.param(4, 'ep = 2\nreshard_after_forward = "never"', marks=pytest.mark.slow),
         pytest.param(4, 'ep = 2\nreshard_after_forward = "always"', marks=pytest.mark.slow),
-        (4, "ep = 2\nreshard_after_forward = 2"),
+        pytest.param(4, "ep = 2\nreshard_after_forward = 2", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("mode", ["none", pytest.param("selective", marks=pytest.mark.slow)])
@@ -196,7 +196,7 @@ def test_options_of_sharding(world: int, parallel: str, mode: str) -> None:
     check(world, parallel, "groups", 2, RECOMPUTE.format(mode))
 
 
-@pytest.mark.parametrize("variant", ["bias", "aux_loss"])
+@pytest.mark.parametrize("variant", ["bias", pytest.param("aux_loss", marks=pytest.mark.slow)])
 def test_state_of_routers_over_five_steps_of_a_tied_model(variant: str) -> None:
     def five(parallel: str) -> str:
         keys = text(variant, parallel, micro=2).replace("steps = 3", "steps = 5")
@@ -255,7 +255,7 @@ def test_extremes(twist: Twist, variant: str, world: int, parallel: str) -> None
     assert_equal(layout(text(variant, parallel, 2), world, twist), expected(variant, twist=twist))
 
 
-@pytest.mark.parametrize("variant", ["none", "groups"])
+@pytest.mark.parametrize("variant", ["none", pytest.param("groups", marks=pytest.mark.slow)])
 def test_equal_scores_go_to_the_lowest_indices(variant: str) -> None:
     # One step only: after it scores are equal but for rounding.
     twist = Twist(routers=equal_scores)
@@ -265,7 +265,7 @@ def test_equal_scores_go_to_the_lowest_indices(variant: str) -> None:
     assert (counts[:2] == counts.sum() / 2).all() and not counts[2:].any()
 
 
-@pytest.mark.parametrize("variant", slow_but("bias", "sequence_aux_loss"))
+@pytest.mark.parametrize("variant", slow_but("bias"))
 def test_a_batch_without_a_valid_token_changes_nothing(variant: str) -> None:
     ranks = layout(text(variant, "ep = 2", 2), 2, Twist(labels=none_valid))
     assert losses(ranks) == norms(ranks) == [0.0] * 3
@@ -376,7 +376,9 @@ TENSOR = "tp = 2\nep = 2"
 @pytest.mark.parametrize(
     ("defect", "parallel", "found"),
     [
-        (same_data_on_expert_ranks, "ep = 2", "router of layers.0, step 1"),
+        pytest.param(
+            same_data_on_expert_ranks, "ep = 2", "router of layers.0, step 1", marks=pytest.mark.slow
+        ),
         (expert_gradients_times_ep, "ep = 2", "gradient of .*experts.w13, step 1"),
         pytest.param(norm_without_ep, "ep = 2", "norm of gradient, step 1", marks=pytest.mark.slow),
         pytest.param(experts_born_by_local_index, "ep = 2", "initial of .*, step 0", marks=pytest.mark.slow),

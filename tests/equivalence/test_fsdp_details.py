@@ -44,7 +44,8 @@ def test_deferred_reduction(world: int, parallel: str) -> None:
 
 # Recomputation runs a block's forward again, and with it what FSDP2 does around the experts inside.
 @pytest.mark.parametrize(
-    ("world", "parallel"), [(1, ""), (2, "ep = 2"), (2, "dp_replicate = 2\ndp_shard = 1")]
+    ("world", "parallel"),
+    [(1, ""), (2, "ep = 2"), pytest.param(2, "dp_replicate = 2\ndp_shard = 1", marks=pytest.mark.slow)],
 )
 def test_experts_that_no_other_rank_shards_are_freed_in_each_microbatch(world: int, parallel: str) -> None:
     selective = '[activation_checkpoint]\nmode = "selective"\n'

@@ -45,7 +45,7 @@ def slow(*values: object) -> object:
     ("cp", "kind", "model"),
     [
         (2, "ring", "hybrid"),
-        (4, "allgather", "alone"),
+        slow(4, "allgather", "alone"),
         (2, "allgather", "kimi"),
         *(slow(*case) for case in itertools.product((2, 4), KINDS, MODELS)),
     ],

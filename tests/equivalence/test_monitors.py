@@ -133,8 +133,15 @@ def test_a_mixture_of_experts_on_any_layout(parallel: str) -> None:
     assert_same(parallel, MOE, 4)
 
 
-@pytest.mark.parametrize("more", ["", CLIPPED], ids=["plain", "clipped logits"])
-@pytest.mark.parametrize("model", ["attention_bias = true", LATENT], ids=["grouped", "latent"])
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        pytest.param("attention_bias = true", "", marks=pytest.mark.slow, id="grouped-plain"),
+        pytest.param("attention_bias = true", CLIPPED, id="grouped-clipped logits"),
+        pytest.param(LATENT, "", id="latent-plain"),
+        pytest.param(LATENT, CLIPPED, marks=pytest.mark.slow, id="latent-clipped logits"),
+    ],
+)
 def test_attention_over_parts_of_a_sequence(model: str, more: str) -> None:
     assert_same(f"cp = 2\n{more}", model, 2)
 

@@ -29,7 +29,7 @@ LAYOUTS = {
 def _pairs() -> list:
     """The next layout and one process read what each saved, and it reads what they saved; most are slow."""
     near = {*itertools.pairwise([*LAYOUTS, "one process"]), ("interleaved over 4", "one process")}
-    fast = {("one process", "1F1B"), ("interleaved over 4", "V with fsdp")}
+    fast = {("interleaved over 4", "V with fsdp")}
     pairs = [(a, b) for a in LAYOUTS for b in LAYOUTS if (a, b) in near or "one process" in (a, b)]
     return [pytest.param(*pair, marks=slow_unless(pair in fast)) for pair in pairs]
 

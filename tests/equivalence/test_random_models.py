@@ -4,10 +4,11 @@ import pytest
 
 from forge.config import parse_toml_text
 from tests.support.equivalence import assert_equal, layout, reference
+from tests.support.layouts import slow_unless
 from tests.support.random_models import draw
 
-# `make test` draws these without the compiler, on two ranks.
-FAST = 2
+# Seeds without the compiler, on two ranks, of which `make test` draws the first; and of the slow tests.
+NARROW = 2
 SLOW = 30
 
 
@@ -17,7 +18,7 @@ def check(seed: int, worlds: tuple[int, ...], compiles: bool) -> None:
     assert_equal(layout(case.text(parse_toml_text(text)), case.world), reference(text))
 
 
-@pytest.mark.parametrize("seed", range(FAST))
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=slow_unless(s == 0)) for s in range(NARROW)])
 def test_a_model_on_two_ranks(seed: int) -> None:
     check(seed, (2,), False)
 

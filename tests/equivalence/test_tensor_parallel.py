@@ -60,11 +60,19 @@ def test_four_ranks(sequence: str) -> None:
     check(4, f"tp = 4\nsequence_parallel = {sequence}", "everything")
 
 
-@pytest.mark.parametrize("variant", [pytest.param("plain", marks=pytest.mark.slow), "tied", "everything"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param("plain", marks=pytest.mark.slow),
+        "tied",
+        pytest.param("everything", marks=pytest.mark.slow),
+    ],
+)
 def test_with_fsdp_and_accumulation(variant: str) -> None:
     check(4, "tp = 2\ndp_shard = 2", variant, micro=2)
 
 
+@pytest.mark.slow
 def test_with_fsdp_without_sequence_and_loss_parallel() -> None:
     check(4, "tp = 2\nsequence_parallel = false\nloss_parallel = false", "everything", micro=2)
 
@@ -77,22 +85,21 @@ def test_with_gradients_reduced_once_per_step() -> None:
     check(4, "tp = 2\ndefer_gradient_reduction = true", "tied", micro=1)
 
 
-@pytest.mark.parametrize("context", [pytest.param("allgather", marks=pytest.mark.slow), "ring"])
+@pytest.mark.slow  # test_context_parallel.py has both axes in every run
+@pytest.mark.parametrize("context", ["allgather", "ring"])
 def test_with_context_parallelism(context: str) -> None:
     check(4, f'tp = 2\ncp = 2\ncontext = "{context}"', "everything")
 
 
+@pytest.mark.slow  # test_blocks.py recomputes split blocks in every run
 @pytest.mark.parametrize(
     "more",
     [
         '[activation_checkpoint]\nmode = "selective"\n',
-        pytest.param(
-            '[activation_checkpoint]\nmode = "full"\n[compile]\nenabled = true\nloss = true\nbackend = "aot_eager"\n',
-            marks=pytest.mark.slow,
-        ),
+        '[activation_checkpoint]\nmode = "full"\n[compile]\nenabled = true\nloss = true\nbackend = "aot_eager"\n',
     ],
 )
-@pytest.mark.parametrize("sequence", ["true", pytest.param("false", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sequence", ["true", "false"])
 def test_with_recomputation_and_compile(more: str, sequence: str) -> None:
     keys = text("everything", f"tp = 2\nsequence_parallel = {sequence}", 4)
     assert_equal(layout(keys + more, 2), expected("everything"))
@@ -184,7 +191,11 @@ def only_local_logsumexp() -> None:
 @pytest.mark.parametrize(
     ("defect", "found"),
     [
-        (forget_qk_norm, "gradient of layers.0.attention.q_norm.weight|norm of"),
+        pytest.param(
+            forget_qk_norm,
+            "gradient of layers.0.attention.q_norm.weight|norm of",
+            marks=pytest.mark.slow,
+        ),
         (only_local_logsumexp, "loss of"),
     ],
 )

@@ -30,7 +30,7 @@ def raw(path: Path) -> str:
 NONE = "--data.tokenizer=none"
 
 
-@pytest.mark.parametrize("window", [3, 4, 50])
+@pytest.mark.parametrize("window", [3, pytest.param(4, marks=pytest.mark.slow), 50])
 def test_d1_an_id_beyond_the_vocabulary_is_found_at_the_batch_with_file_and_byte(
     tmp_path, window: int
 ) -> None:
@@ -93,7 +93,7 @@ def reverse_tokens(content: bytes) -> bytes:
     return np.frombuffer(content, "<u2")[::-1].tobytes()
 
 
-@pytest.mark.parametrize("change", [flip_a_bit, reverse_tokens])
+@pytest.mark.parametrize("change", [flip_a_bit, pytest.param(reverse_tokens, marks=pytest.mark.slow)])
 @pytest.mark.planted("data")
 def test_d2_data_changed_in_place_stop_the_run_with_file_and_block(tmp_path, change) -> None:
     """Names, sizes, dataset.json and every token id stay valid, so only the checksums of blocks differ."""
@@ -176,7 +176,7 @@ def read_by(run: Run) -> list[list[int]]:
     return [[w for _, part in sorted(latest[step].items()) for w in part] for step in sorted(latest)]
 
 
-@pytest.mark.parametrize("worlds", [(2, 1, 2), (1, 2, 1)])
+@pytest.mark.parametrize("worlds", [pytest.param((2, 1, 2), marks=pytest.mark.slow), (1, 2, 1)])
 def test_d2_an_added_source_neither_repeats_nor_skips_what_was_there(tmp_path, capsys, worlds) -> None:
     """Three steps of one source, four with another beside it, two after a resume: on any number of ranks."""
     run = Run(tmp_path, *NUMBERED, "--checkpoint.allow_changed_data=true")

@@ -38,7 +38,13 @@ def test_h1_the_same_command_goes_on_after_the_watchdog_as_if_nothing_had_been(t
     assert hung.metrics() == whole.metrics()
 
 
-@pytest.mark.parametrize("point", ["save.begin:4:1", "save.before_manifest:4:0"], ids=["begin", "background"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param("save.begin:4:1", marks=pytest.mark.slow, id="begin"),
+        pytest.param("save.before_manifest:4:0", id="background"),
+    ],
+)
 def test_h1_a_save_that_hangs_is_ended_too(tmp_path, point: str) -> None:
     """In the background it is noticed when the next one has to wait for it."""
     run = Run(tmp_path, *LONG[:1], "--resilience.save_timeout_s=4", "--resilience.step_timeout_s=30")
@@ -72,6 +78,7 @@ def test_h4_a_full_pipe_behind_stderr_does_not_keep_a_signal_from_stopping_the_r
     assert run.metrics()[-1]["step"] == run.status()["step"]
 
 
+@pytest.mark.slow
 @pytest.mark.planted("watchdog")
 def test_h4_a_full_pipe_behind_stderr_does_not_keep_the_watchdog_from_its_report(tmp_path) -> None:
     run = Run(tmp_path, *LONG, "--resilience.step_timeout_s=10")

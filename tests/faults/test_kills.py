@@ -59,12 +59,10 @@ def test_k3_a_kill_at_a_boundary_of_a_save(tmp_path, undisturbed, point: str) ->
     assert run.checkpoints() == [step_name(8), step_name(10)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "mode"),
-    [
-        (1, "async"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, "async"), (0, "sync"), (1, "sync"))),
-    ],
+    [(0, "async"), (1, "async"), (0, "sync"), (1, "sync")],
 )
 def test_k3_one_rank_killed_between_the_shards(tmp_path, undisturbed, rank: int, mode: str) -> None:
     run = Run(tmp_path, PRUNING, f"--checkpoint.mode={mode}")
@@ -101,13 +99,11 @@ MANY_STEPS = ("--train.steps=30", "--checkpoint.interval=3")
 
 
 def _trials() -> list:
-    """Thirty, the first one fast."""
-    names = [list(TWO_RANKS)[seed % len(TWO_RANKS)] for seed in range(30)]
-    return [
-        pytest.param(name, seed, marks=pytest.mark.slow if seed else []) for seed, name in enumerate(names)
-    ]
+    """(layout, seed) of thirty."""
+    return [(list(TWO_RANKS)[seed % len(TWO_RANKS)], seed) for seed in range(30)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "seed"), _trials())
 def test_k2_kills_at_random_moments(tmp_path, undisturbed, layout: str, seed: int) -> None:
     """One rank or both, twice in a run that saves in the background."""

@@ -95,7 +95,9 @@ def test_r8_a_damaged_record_of_the_origin_does_not_refuse_a_run_that_does_not_n
     assert_same_history(run, undisturbed())
 
 
-@pytest.mark.parametrize("content", [b"\x00[", b'{"a": 1}', b"[1]"])
+@pytest.mark.parametrize(
+    "content", [b"\x00[", *(pytest.param(one, marks=pytest.mark.slow) for one in (b'{"a": 1}', b"[1]"))]
+)
 def test_r8_a_damaged_record_of_roll_backs_is_one_sentence(tmp_path, content: bytes) -> None:
     run = Run(tmp_path)
     assert run("--train.steps=6") == 0

@@ -93,7 +93,7 @@ def test_n2_bad_data_is_rolled_back_over_and_never_seen_again(tmp_path, layout: 
 
 
 @pytest.mark.planted("bad_steps", "killed")
-@pytest.mark.parametrize("model", [(), EXPERTS], ids=["dense", "moe"])
+@pytest.mark.parametrize("model", [pytest.param((), marks=pytest.mark.slow), EXPERTS], ids=["dense", "moe"])
 def test_n2_a_kill_right_after_a_rollback_does_not_forget_it(tmp_path, model: tuple[str, ...]) -> None:
     patch = "tests.support.spoil:samples_32_to_55"
     whole, killed = Run(tmp_path / "whole", THREE, *model), Run(tmp_path / "killed", THREE, *model)
@@ -226,10 +226,7 @@ FLIPPED = {
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(one, marks=pytest.mark.slow) if one in ("pp 2, ddp", "ep 2, hsdp") else one
-        for one in COPIES
-    ],
+    [one if one == "zero1, hybrid" else pytest.param(one, marks=pytest.mark.slow) for one in COPIES],
 )
 def test_n3_a_flipped_bit_is_named_by_all_ranks_wherever_its_copies_are(
     tmp_path, undisturbed, layout: str
@@ -260,7 +257,7 @@ TIED = {
 }
 
 
-@pytest.mark.parametrize("layout", TIED)
+@pytest.mark.parametrize("layout", ["pp 2", pytest.param("v", marks=pytest.mark.slow)])
 def test_n3_a_flipped_bit_in_the_last_stages_copy_of_a_tied_weight_is_found(
     tmp_path, undisturbed, layout: str
 ) -> None:

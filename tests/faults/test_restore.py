@@ -96,7 +96,9 @@ def test_s7_a_new_history_does_not_overwrite_the_copies_of_another(tmp_path) -> 
     assert copies(mirror)[-1] == 6 and not run.events("fresh")
 
 
-@pytest.mark.parametrize("kept", ["status and events", "events", "status", "metrics"])
+@pytest.mark.parametrize(
+    "kept", ["status and events", pytest.param("events", marks=pytest.mark.slow), "status", "metrics"]
+)
 def test_s8_vanished_checkpoints_are_exit_77_and_nothing_is_deleted(tmp_path, undisturbed, kept: str) -> None:
     run = Run(tmp_path)
     assert run("--train.steps=6") == 0

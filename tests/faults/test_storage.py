@@ -85,7 +85,7 @@ def test_s2_a_save_is_tried_again_at_the_next_interval(tmp_path, undisturbed) ->
 
 
 @namespaces
-@pytest.mark.parametrize("keep_last", [1, 2])
+@pytest.mark.parametrize("keep_last", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_s2_a_full_disk_is_cured_by_a_lower_keep_last(tmp_path, undisturbed, keep_last: int) -> None:
     """Three checkpoints fill the disk; pruning them before the next save makes room, and the newest one always stays."""
     run = Run(tmp_path, "--checkpoint.keep_last=0", "--checkpoint.max_failed_saves=2")
@@ -255,7 +255,7 @@ def read_only_checkpoints() -> None:
 
 
 @namespaces
-@pytest.mark.parametrize("how", ["small", "read_only"])
+@pytest.mark.parametrize("how", ["small", pytest.param("read_only", marks=pytest.mark.slow)])
 def test_s3_a_node_that_does_not_share_the_output_directory_is_reported_at_the_start(
     tmp_path, how: str
 ) -> None:
@@ -293,7 +293,7 @@ def test_s4_an_error_in_the_background_reaches_all_ranks_at_the_next_save(tmp_pa
     assert step_name(4) not in run.checkpoints() and step_name(6) in run.checkpoints()
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_s4_failures_in_a_row_end_all_ranks(tmp_path, mode: str) -> None:
     run = Run(tmp_path, "--checkpoint.max_failed_saves=2", f"--checkpoint.mode={mode}")
     assert run(world=2, fault="save.between_shards:*:1:raise") == 1

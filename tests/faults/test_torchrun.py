@@ -55,7 +55,8 @@ def restarted(folder: Path, fault: str, *options: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGUSR1"])
+@pytest.mark.slow  # tests/faults/test_preemption.py has signals to the ranks themselves
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_p1_a_signal_to_the_launcher_stops_all_ranks_after_one_checkpoint(tmp_path, name: str) -> None:
     run = Run(tmp_path)
     endless = ["--train.steps=100000", "--checkpoint.interval=0"]

@@ -136,6 +136,7 @@ def test_groups_are_the_same_on_every_layout(name: str, parallel: str, ranks: in
     assert_equal(run_ranks(record_on_rank, ranks, other, how), record_plain(plain, how))
 
 
+@pytest.mark.slow
 def test_a_run_with_groups_resumes_bit_for_bit_and_under_another_layout(tmp_path) -> None:
     alone, halves, other = (Run(tmp_path / name, OPTION, *FLOAT64) for name in ("alone", "halves", "other"))
     assert alone() == 0

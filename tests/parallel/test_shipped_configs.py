@@ -11,9 +11,12 @@ from tests.support.layouts import slow_unless
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
 
-# kimi-k3 takes over a minute: 93 layers, and Muon over 4,096 ranks.
+# kimi-k3 takes over a minute: 93 layers, and Muon over 4,096 ranks. The others have a smaller sister.
+SLOW = ("kimi-k3", "13b", "70b", "llama3-70b", "gpt-oss-120b")
+
+
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, id=path.stem, marks=slow_unless(path.stem != "kimi-k3")) for path in CONFIGS]
+    "path", [pytest.param(path, id=path.stem, marks=slow_unless(path.stem not in SLOW)) for path in CONFIGS]
 )
 def test_a_shipped_config_builds_on_its_world(path: Path, tmp_path) -> None:
     world = int(re.match(r"# For (\d+) process", path.read_text())[1])

@@ -69,8 +69,19 @@ def logits(rank: int, world: int, text: str, seq: int) -> torch.Tensor:
     return model.logits(torch.arange(seq)[None] % 67)
 
 
-@pytest.mark.parametrize("keys", ["tp = 2", "tp = 2\nsequence_parallel = false\nloss_parallel = false"])
-@pytest.mark.parametrize("model", ["", "tie_embeddings = true\nlogit_soft_cap = 2.0"])
+@pytest.mark.parametrize(
+    ("model", "keys"),
+    [
+        pytest.param("", "tp = 2", marks=pytest.mark.slow),
+        ("", "tp = 2\nsequence_parallel = false\nloss_parallel = false"),
+        ("tie_embeddings = true\nlogit_soft_cap = 2.0", "tp = 2"),
+        pytest.param(
+            "tie_embeddings = true\nlogit_soft_cap = 2.0",
+            "tp = 2\nsequence_parallel = false\nloss_parallel = false",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_every_rank_has_the_logits_of_a_sequence_of_any_length(keys: str, model: str) -> None:
     alone = run_ranks(logits, 1, tiny_config(model=model), 13)[0]
     for of_rank in run_ranks(logits, 2, tiny_config(parallel=keys, model=model), 13):

@@ -181,7 +181,7 @@ def test_a_state_that_is_not_json_ends_the_run_with_the_name_of_the_hook(tmp_pat
     assert f"hook {HERE}:NotJson: state_dict returned a value that is not JSON" in run.status()["reason"]
 
 
-@pytest.mark.parametrize("interval", ["0", "100"])
+@pytest.mark.parametrize("interval", ["0", pytest.param("100", marks=pytest.mark.slow)])
 def test_a_hook_s_request_for_a_checkpoint_on_one_rank_is_met_once(tmp_path, interval: str) -> None:
     run = Run(tmp_path, hooks("Saving"), "--train.steps=10", f"--checkpoint.interval={interval}")
     assert run(world=2) == 0, run.output()

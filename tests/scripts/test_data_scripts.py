@@ -11,6 +11,7 @@ import pytest
 from forge.data.format import TokenDataset
 from forge.runtime.errors import BAD_CONFIG, FINISHED, STOPPED
 from tests.support.runs import wait_for
+from tests.support.trained import call
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,6 +22,13 @@ def command(name, *arguments):
 
 def run(name, *arguments):
     return subprocess.run(command(name, *arguments), capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("name", ["prepare_data", "train_tokenizer", "make_corpus"])
+def test_a_script_and_its_workers_start_without_torch(name):
+    # Its import takes seconds, and each worker imports the script.
+    code = f"import sys, scripts.{name}; raise SystemExit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_from_text_to_datasets_and_again(tmp_path):
@@ -63,9 +71,9 @@ def test_an_error_is_one_sentence_and_exit_code_2(tmp_path, name, arguments):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("some text\n" * 50)
     names = {"absent", "empty", "text", "out", "text/a.txt"}
-    result = run(name, *[tmp_path / part if part in names else part for part in arguments])
-    assert result.returncode == BAD_CONFIG
-    assert "Traceback" not in result.stderr and "forge: " in result.stderr.splitlines()[-1]
+    result = call(tmp_path, name, *[tmp_path / part if part in names else part for part in arguments])
+    assert result.code == BAD_CONFIG
+    assert "Traceback" not in result.err and "forge: " in result.err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 
@@ -86,7 +94,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_ctrl_c_stops_all_processes_and_the_same_command_continues(tmp_path):
     (tmp_path / "text").mkdir()
-    for i in range(30):
+    for i in range(12):
         (tmp_path / "text" / f"{i}.txt").write_text(f"{i} some words of text\n" * 45_000)
     arguments = ["--input", tmp_path / "text", "--output", tmp_path / "out"]
     arguments += ["--tokenizer", "bytes", "--workers", 2]
@@ -105,4 +113,4 @@ def test_ctrl_c_stops_all_processes_and_the_same_command_continues(tmp_path):
     assert process.returncode == STOPPED and "interrupted" in output and "Traceback" not in output
     result = run("prepare_data", *arguments)
     assert result.returncode == FINISHED and "continuing an interrupted run" in result.stderr
-    assert TokenDataset(tmp_path / "out").documents == 30
+    assert TokenDataset(tmp_path / "out").documents == 12

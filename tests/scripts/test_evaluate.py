@@ -74,7 +74,9 @@ def test_the_loss_is_the_trainers(folder, tmp_path, name) -> None:
     assert found["sequences"] == 5 and found["step"] == 6
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "tensorwise"])
+@pytest.mark.parametrize(
+    "recipe", ["blockwise", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mxfp8", "tensorwise"))]
+)
 def test_a_model_trained_in_float8_is_measured_in_float8_on_request(folder, tmp_path, recipe: str) -> None:
     (tmp_path / "data").symlink_to(folder / "data")
     run = trained(tmp_path, f"--precision.float8={recipe}", *MOE)

@@ -94,9 +94,10 @@ def name(case: tuple[int, str, str]) -> str:
     return "-".join([f"world{world}", model, *axes(case), *([] if engine == "fsdp2" else [engine])])
 
 
-def cases(number: int, fast: int, models: list[str]) -> list[Any]:
+def cases(number: int, fast: tuple[int, ...], models: list[str]) -> list[Any]:
+    """`number` layouts; those that are not at a place of `fast` are slow tests."""
     drawn = list(layouts(number, models))
     # Eight ranks on two cores take long, so they come last; what combines most axes comes first.
     drawn.sort(key=lambda case: (case[0] == 8, -len(axes(case))))
-    marks = [() if place < fast else (pytest.mark.slow,) for place in range(len(drawn))]
+    marks = [() if place in fast else (pytest.mark.slow,) for place in range(len(drawn))]
     return [pytest.param(case, marks=m, id=name(case)) for case, m in zip(drawn, marks, strict=True)]

@@ -20,7 +20,7 @@ import torch
 from forge.config import Config
 from forge.config.keys import to_literal
 from forge.observe.hardware import GIB
-from forge.runtime.compat import cores
+from forge.runtime.cores import cores
 from forge.runtime.errors import UserError
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.layers import traced_layers

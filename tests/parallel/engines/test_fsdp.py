@@ -62,6 +62,7 @@ def collectives(
     return {name: number for name, number in found[0].items() if number}
 
 
+SLOW = pytest.mark.slow
 # Embedding, blocks, norm with head.
 UNITS = LAYERS + 2
 # Gathered once more in backward: the blocks but the last. Embedding rows are never read there.
@@ -284,8 +285,11 @@ def fsdp_matches(pattern: str, name: str) -> bool:
     return all(a in ("*", b) for a, b in zip(parts, names, strict=False)) and len(parts) <= len(names)
 
 
-@pytest.mark.parametrize("mode", ["selective", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", ["norms", "half a block", "one product", "a block"])
+@pytest.mark.parametrize("mode", ["selective", pytest.param("full", marks=SLOW)])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param("norms", marks=SLOW), "half a block", "one product", pytest.param("a block", marks=SLOW)],
+)
 def test_recomputation_uses_the_same_dtypes_and_gives_the_same_gradients(case: str, mode: str) -> None:
     plain = pinned_text(case, micro=2)
     recomputed = pinned_text(case, micro=2, extra=f'[activation_checkpoint]\nmode = "{mode}"')
@@ -302,7 +306,10 @@ def _gradients(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
     return gathered(wholes(model.shards, [shard.grad for shard in model.shards]))
 
 
-@pytest.mark.parametrize("case", ["norms", "half a block", "one product", "both ends"])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param("norms", marks=SLOW), "half a block", pytest.param("one product", marks=SLOW), "both ends"],
+)
 def test_pins_go_with_tensor_parallelism(case: str) -> None:
     (alone,) = run_ranks(_gradients, 1, pinned_text(case, micro=4))
     split = run_ranks(_gradients, 2, pinned_text(case, micro=4, parallel="tp = 2"))[0]

@@ -163,6 +163,7 @@ def test_fewer_rows_than_ranks_are_not_gathered_in_float8() -> None:
     assert torchao._holders(48, 32) == 24 and torchao._holders(64, 32) == 32 and torchao._holders(33, 8) == 7
 
 
+@pytest.mark.slow
 def test_torchao_is_imported_without_a_word() -> None:
     code = "from tests.parallel.float8.test_apply import build; build('float8 = \"tensorwise\"')"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -72,7 +72,7 @@ def check(text: str, world: int) -> None:
 
 
 SLOW = pytest.mark.slow
-FAST = ("muon", "mxfp8, gathered in codes")
+FAST = ("muon",)
 
 
 @pytest.mark.parametrize(

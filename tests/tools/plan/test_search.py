@@ -78,7 +78,7 @@ def test_an_interleaved_pipeline_waits_for_the_plain_one_of_its_shapes() -> None
     [
         (plan_text(), 1),
         (deep(plan_text(), 10), 2),
-        (deep(plan_text("pp = 2"), 12), 2),
+        pytest.param(deep(plan_text("pp = 2"), 12), 2, marks=SLOW),
         pytest.param(deep(pipeline("Interleaved1F1B"), 12), 2, marks=SLOW),
     ],
 )

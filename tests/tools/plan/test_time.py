@@ -58,7 +58,7 @@ ON_CARDS = [
     ("text", "world", "card"),
     [
         *(pytest.param(*case, True, marks=slow_unless("cp" not in case[0])) for case in ON_CARDS),
-        *((*case, False) for case in ON_BOTH),
+        *(pytest.param(*case, False, marks=slow_unless("moe" in case[0])) for case in ON_BOTH),
     ],
 )
 def test_traced_operations_are_those_that_the_model_counts(text: str, world: int, card: bool) -> None:

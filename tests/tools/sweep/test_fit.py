@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
-import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from forge.model import parameter_counts
 from forge.parallel.build import build_meta_model
 from forge.tools.sweep.law import Law
 from scripts.fit import main
+from tests.support.harness import run_ranks
 
 LAW = Law(1.7, 60.0, 0.3, 90.0, 0.33)
 WIDTHS, STEPS = (32, 64, 128), (100, 400, 1600)
@@ -131,15 +133,24 @@ def test_a_class_that_a_run_names_is_imported_only_with_trust(tmp_path, capsys, 
 
 
 @pytest.mark.long
+def _fit_without_matplotlib(rank: int, world: int, arguments: list[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    for name in [*sys.modules]:  # the fork server has loaded both
+        if name.startswith(("matplotlib", "forge.tools.report")):
+            del sys.modules[name]
+    sys.modules["matplotlib"] = None
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(arguments)
+    return code, out.getvalue(), err.getvalue()
+
+
 def test_a_fit_ends_with_0_without_matplotlib(planted, tmp_path) -> None:
     folder, _ = planted
-    code = "import sys; sys.modules['matplotlib'] = None; from scripts.fit import main; sys.exit(main(sys.argv[1:]))"
     arguments = [str(folder), "--metric=eval.python", "--resamples=2", "--output", str(tmp_path / "law.html")]
-    ended = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "9 points of 27 runs" in ended.stdout and "no page: " in ended.stderr
+    ((code, out, err),) = run_ranks(_fit_without_matplotlib, 1, arguments)
+    assert code == 0, err
+    assert "9 points of 27 runs" in out and "no page: " in err
 
 
 def test_a_folder_without_runs_and_a_metric_that_no_run_has_are_one_sentence(

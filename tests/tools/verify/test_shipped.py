@@ -46,7 +46,10 @@ def verify(config: str, options: tuple[str, ...], cases: list[Case] | int, steps
     return [one.case.name for one in found]
 
 
-@pytest.mark.parametrize("config", DEBUG)
+# k3_debug has linear layers, too.
+@pytest.mark.parametrize(
+    "config", [pytest.param(one, marks=pytest.mark.slow) if one == "hybrid_debug" else one for one in DEBUG]
+)
 def test_a_debug_config_is_equal_on_a_layout(config: str) -> None:
     assert verify(config, (), [DEBUG[config]], steps=2) == [DEBUG[config].name]
 

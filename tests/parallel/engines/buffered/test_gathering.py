@@ -142,8 +142,14 @@ def _loaded_at_once(rank: int, world: int, text: str) -> list[str]:
     return [shard.name for shard in model.shards if not bool((shard.data == 0.02).all())]
 
 
-@pytest.mark.parametrize("formats", [("float64",) * 3, BFLOAT16])
-@pytest.mark.parametrize("engine", ["zero1", "zero2"])
+@pytest.mark.parametrize(
+    ("engine", "formats"),
+    [
+        pytest.param(engine, formats, marks=slow_unless((engine == "zero1") == (formats == BFLOAT16)))
+        for engine in ("zero1", "zero2")
+        for formats in (("float64",) * 3, BFLOAT16)
+    ],
+)
 def test_values_loaded_right_after_an_update_are_not_overwritten(engine: str, formats) -> None:
     assert run_ranks(_loaded_at_once, 2, engine_config(engine, SMALL, formats=formats)) == [[], []]
 
@@ -164,7 +170,9 @@ def _moved(rank: int, world: int, text: str) -> tuple[float, float]:
     return masters, (computed - 1).abs().max().item()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(engine, marks=slow_unless(engine == "zero1")) for engine in ENGINES]
+)
 def test_masters_in_float32_keep_what_bfloat16_rounds_away(engine: str) -> None:
     text = engine_config(engine, SMALL, formats=BFLOAT16)
     results = run_ranks(_moved, 2, text)

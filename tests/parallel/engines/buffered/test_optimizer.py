@@ -98,7 +98,13 @@ def test_a_step_is_fused_adamw_to_one_unit_in_the_last_place(engine: str, world:
             assert units_in_the_last_place(values, expected[name]) <= 1, name
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "fsdp2"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(one, marks=() if one in ("zero2", "fsdp2") else pytest.mark.slow)
+        for one in (*ENGINES, "fsdp2")
+    ],
+)
 def test_bfloat16_moments_are_rounded_the_same_on_any_layout(engine: str) -> None:
     narrow = '\n[optimizer]\nmoment_dtype = "bfloat16"\n'
     expected = run_ranks(_stepped, 1, engine_config("ddp") + narrow, 0.0)[0]
