@@ -1,9 +1,9 @@
 """Names and shapes of tensors: the tensors of transformers that make up each tensor of forge.
 
 In this file "ours" are forge's tensors and "theirs" are transformers'. Most tensors of forge are the concatenation of one
-or more tensors of transformers, all of one shape: a plain weight of a single tensor, the fused weight of experts of gate of
-0, up of 0, gate of 1, and so on. forge/tools/hf/fused.py has the exceptions: tensors of transformers that hold several
-tensors of forge, or hold them transposed.
+or more tensors of transformers, all of one shape. A plain weight consists of a single tensor. The fused weight of experts
+consists of many: gate and up of expert 0, gate and up of expert 1, and so on. forge/tools/hf/fused.py has the exceptions:
+tensors of transformers that hold several tensors of forge, or hold them transposed.
 """
 
 from __future__ import annotations
