@@ -144,8 +144,8 @@ class Checkpoints:
         A damaged checkpoint is renamed `.damaged-step-n` with an error in the log, and the next older one is tried; see
         `fallbacks`. Without `verify`, tensor files are compared by name and size only.
 
-        Raises UserError (exit 77) if all checkpoints of the folder (without `at_most`) are damaged, or if a rank cannot
-        read a checkpoint. An unreadable checkpoint may be intact, so it is not renamed.
+        Raises UserError (exit 77) if a rank cannot read a checkpoint or, without `at_most`, if all checkpoints are damaged.
+        An unreadable checkpoint may be intact, so it is not renamed.
         """
         self._join()
         self.fallbacks = []

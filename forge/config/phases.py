@@ -1,4 +1,7 @@
-"""The values of a step at each point of a run: a pure function of the tokens trained before it."""
+"""The settings of each step: batch size, learning rate, window and other values that [[phase]] tables may change.
+
+They are a pure function of the number of tokens trained before the step.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The values of one step.
+    """The settings of one step.
 
     lr: the peak learning rate, by schedule.lr_rule. windows: the number of windows of train.seq_len tokens that the step
     reads. weights: one for each source with a weight above 0 in some phase; None: the weights of [data].

@@ -71,8 +71,8 @@ def log_left_out(dataset: PackedDataset, position: int, last: int) -> None:
     end = order.capped_at(max(position, order.segments[-1].start), limits)
     if end is not None and end < last:
         raise UserError(
-            f"data.sources: by sample {end} every source has been read max_epochs times, and the run has {last}; add data, "
-            "raise max_epochs, or lower train.steps"
+            f"data.sources: by sample {end} every source has been read max_epochs times, and the run has {last} samples; "
+            "add data, raise max_epochs, or lower train.steps"
         )
 
 

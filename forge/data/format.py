@@ -246,7 +246,9 @@ class TokenDataset:
     def _check(self) -> None:
         index, where = self.index, join(self.path, INDEX)
         if index.dtype != token_dtype(index.vocab_size).name:
-            raise UserError(f"{where}: dtype {index.dtype} does not go with vocab_size {index.vocab_size}")
+            raise UserError(
+                f"{where}: dtype {index.dtype} does not match vocab_size {index.vocab_size}; prepare the dataset again"
+            )
         for shard in index.shards:
             self._check_size(shard.token_file, shard.tokens, index.token_dtype)
             self._check_size(shard.document_file, shard.documents, START_DTYPE)

@@ -29,8 +29,8 @@ def evaluation_batches(
     """Yield `sequences` windows of the source (see `held_out_windows`), distributed over the data ranks.
 
     Every rank yields the same number of batches of `micro_batch_size` rows, padded with rows whose labels are all
-    IGNORE. The windows do not depend on `ranks`. With `unreadable`, a read error is appended there and the batch is all
-    padding, so that all ranks make the same number of collective calls.
+    IGNORE. The windows do not depend on `ranks`. If the list `unreadable` is given, a read
+    error is appended to it instead of raised, and the batch is all padding: all ranks then make the same collective calls.
     """
 
     def read(window: int) -> tuple[np.ndarray, np.ndarray | None]:

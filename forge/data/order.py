@@ -43,8 +43,7 @@ class Segment:
 class PassedOver:
     """Skipped samples: global samples from `first_sample` up to, not including, `end_sample`.
 
-    drawn: source -> [from, up to), a skipped range in the source's own order. Both describe the same samples, unless the
-    mixture has changed since.
+    drawn: source -> [from, up to), the same samples in the source's own order, which a change of the mixture leaves valid.
     """
 
     first_sample: int

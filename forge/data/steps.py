@@ -37,11 +37,11 @@ class StepRows:
         return ((self.dataset, sample) for sample, _ in groupby(self.samples))
 
     def cut(self, windows: Iterator[Row]) -> Iterator[Row]:
-        """Yield the tokens and labels `[seq_len + 1]` of each row, and their documents.
+        """Cut samples into rows. Yield each row: tokens `[seq_len + 1]`, and the document of each token.
 
-        Rows at the end of a short sample are shorter.
+        A row holds both inputs and labels: labels are the tokens shifted by one. The last row of a short sample is shorter.
 
-        windows: samples from `reads()`, consumed in order.
+        windows: the samples of `reads()`, in order.
         """
         for (_, rows), window in zip(
             groupby(zip(self.samples, self.parts, strict=True), itemgetter(0)), windows, strict=False

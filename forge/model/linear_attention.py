@@ -5,8 +5,8 @@ Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692) are finer and come from 
 
 In place of attention over all keys, each head has a state of fixed size, which tokens decay, correct and read
 (forge/model/delta_rule.py), so a layer's work is linear in the sequence. Queries, keys and values first pass a short
-causal convolution along the sequence; the output is normalised and gated. There are no positions: the recurrence has the
-order.
+causal convolution along the sequence; the output is normalised and gated. There is no position embedding: the
+recurrence itself depends on the order of the tokens.
 
 The convolution and the recurrence look across tokens and are an extension point: context parallelism and the cache of
 generation replace `LinearAttention.attend` and leave the rest.

@@ -13,8 +13,8 @@ class Collector(Hook):
     """Replaces automatic collections during a run by one every `interval` steps.
 
     Objects from before the run (modules, model, optimizer) are collected once and then frozen: later collections skip them.
-    Every rank collects at the same steps, so that all pause together, and only young objects (generation 1), which takes
-    milliseconds. Interval 0 keeps automatic collection. Collection time is counted in both cases.
+    Every rank collects at the same steps, so that all pause together. A collection covers only young objects (generation
+    1), which takes milliseconds. Interval 0 keeps automatic collection. Collection time is counted in both cases.
     """
 
     def __init__(self, interval: int):

@@ -110,8 +110,8 @@ class JsonLines:
     def cut(self, after_step: int, aside: bool = False) -> Path | None:
         """Drop all lines with a `step` greater than `after_step`, so that a resumed run writes no step twice.
 
-        Torn and unreadable lines are dropped, too, and so are lines that still wait for room on the disk. A replaced file
-        is replaced atomically. With `aside`, keep the old file and return its new name.
+        Torn and unreadable lines are dropped, too, and so are lines that still wait for room on the disk. The new file
+        replaces the old one atomically. With `aside`, keep the old file and return its new name.
         """
         self.close()
         written = self.path.read_bytes() if self.path.exists() else b""
@@ -136,7 +136,12 @@ class JsonLines:
             taken += 1
             path = first.with_name(f"{first.name}.{taken}")
         replace_atomically(path, content)
-        log.warning("%s as it was is kept as %s", self.path.name, path, extra=Cause.SET_ASIDE.mark)
+        log.warning(
+            "%s: lines were removed; the former file is kept as %s",
+            self.path.name,
+            path,
+            extra=Cause.SET_ASIDE.mark,
+        )
         return path
 
     def _keeps(self, line: bytes, number: int, after_step: int) -> bool:

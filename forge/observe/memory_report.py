@@ -50,7 +50,7 @@ class MemoryReport(Hook):
         self.bytes["optimizer"] = sum(values.nbytes for values in here)
 
     def per_parameter(self, parameters: int) -> str:
-        """Return this rank's bytes for each of the model's `parameters`, as a log line."""
+        """Return a log line with this rank's bytes divided by `parameters`, the number of parameters of the whole model."""
         each = ", ".join(f"{kind} {size / parameters:.2f}" for kind, size in self.bytes.items())
         return f"{sum(self.bytes.values()) / parameters:.2f} bytes per parameter on this rank: {each}"
 

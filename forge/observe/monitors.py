@@ -365,7 +365,7 @@ def _raise_to(place: Tensor, value: Tensor) -> None:
 
 
 def _views(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """Return float64 tensors of these shapes, and the single vector under these views."""
+    """Return named float64 views, of these shapes, of one new vector, and the vector itself."""
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     parts = flat.split(sizes)

@@ -116,16 +116,16 @@ def make_regions(
 
 
 def cut_blocks(shape: torch.Size, boxes: Iterable[Box]) -> NDArray[np.int64]:
-    """Return the blocks that the boundaries of `boxes` cut, in order, by row and column. shape: the tensor's global shape."""
+    """Return the sorted indices of the blocks that boundaries of `boxes` cut. shape: the tensor's global shape."""
     cut = [blocks for box in boxes for *_, blocks in _divide(shape, box)]
     return np.unique(np.concatenate(cut)) if cut else np.empty(0, dtype=np.int64)
 
 
 def _divide(shape: torch.Size, box: Box) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """Divide a box at block boundaries.
+    """Divide the columns of a box into ranges of whole blocks and of cut blocks.
 
-    Yield columns [start, stop) of the global tensor and, for cut blocks, the number of the block in each row: `[rows]`,
-    otherwise `[0]`.
+    Yield (start, stop, blocks): columns [start, stop) of the global tensor. If the range is part of one cut block, `blocks`
+    has the index of that block in each row, `[rows]`; if the range holds whole blocks, it is empty.
     """
     *counts, columns = shape or (1,)
     *tops, left = box.offsets or (0,)

@@ -17,10 +17,12 @@ and queries have the multiplier sqrt(base_head_dim / head_dim), for scores divid
 No multiplier is part of the forward. If an optimizer's updates do not depend on the scale of gradients, a multiplier on a
 layer's output is equivalent to the same factor on the initial values and the learning rate of the layer's last matrix,
 and its inverse on eps. So a model is the same function of its weights under every parametrization, and exports and
-samples as usual. The head has the factor of the logits, or the final norm if embeddings are tied.
+samples as usual. The multiplier of the logits is applied to the head or, with tied
+embeddings, to the final norm.
 
-An orthogonalised update (Muon) has a spectral norm, not a size of elements. It should grow as sqrt(rows / columns)
-(Yang et al. 2023, arXiv:2310.17813): not at all for whole matrices. Weight decay is divided by the factor of the learning
+An orthogonalised update (Muon) has a fixed spectral norm instead of a fixed size of its elements. It should grow as
+sqrt(rows / columns) (Yang et al. 2023, arXiv:2310.17813). For a whole matrix this ratio does not change with the width, so
+its factor is 1. Weight decay is divided by the factor of the learning
 rate, so that their product is the same at every size. With the sizes of the base all factors are 1.
 """
 

@@ -1,4 +1,4 @@
-"""The history of a run, for its trainer: load the state at the start, and the states of roll-backs."""
+"""Load checkpoints into the trainer: once at the start of a run, and again at each roll-back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class History:
         rollback = progress.rollback_to(point.state, required.pass_over)
         first, end = rollback.first_sample, rollback.end_sample
         over = f", passing over samples {first} to {end - 1}" if required.pass_over else ""
-        log.warning("%s. Back to step %d%s", required, point.step, over, extra=required.cause.mark)
+        log.warning("%s. Rolling back to step %d%s", required, point.step, over, extra=required.cause.mark)
         numbers = {name: value for name, value in vars(rollback).items() if name != "drawn"}
         reporter.event("rolled_back", cause=required.cause, reason=str(required), **numbers)
         trainer.anomalies.discard_gradients()

@@ -1,6 +1,6 @@
 """The origin of the history in a run directory, recorded in `origin.json`.
 
-Because of the record, an origin in the command counts only once.
+An origin named in the command takes effect at the first start only: later starts find the record and continue.
 
 A history is one sequence of updates. A run directory holds one history: checkpoints, metrics and roll-backs. If a person,
 torchrun or Slurm repeats the command that began it, the command names the same origin and continues the history. Another
@@ -152,7 +152,10 @@ def _changed_settings(config: Config, directory: RunDirectory) -> str:
 
 
 def refuse_moved_run(command: CommandLine, config: Config) -> None:
-    """Raise UserError if the command uses another run's config.toml but would not continue that run (often a moved run)."""
+    """Raise UserError if --config is the config.toml of a run, but its keys lead to another run directory.
+
+    This happens after a run has been moved or renamed.
+    """
     path, target = Path(command.config or ""), Path(config.run.output_dir) / config.run.name
     home = path.resolve().parent
     if path.name != "config.toml" or not (home / "status.json").is_file() or home == target.resolve():

@@ -64,7 +64,8 @@ def _fresh_slots(
 
     Collective.
 
-    The kind is the same if the name is (None: not compared) and the slots differ only by STARTS_ALONE. Logs ignored state.
+    The state is of the same kind if the optimizer has the same `name` (None: not compared) and its slots differ only by
+    STARTS_ALONE. Logs ignored state.
     Raises UserError (exit 77) if the checkpoint cannot be read.
     """
 

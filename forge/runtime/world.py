@@ -243,8 +243,9 @@ def _fresh(store: dist.Store, world: World, timeout: timedelta, environment: Map
     """Return a view of `store` without the keys written before a restart.
 
     torchrun keeps one store over all restarts, but PyTorch assumes a new one each time: a group could connect to the
-    address of a dead worker, and hang. On one node the number of restarts identifies a start. The agents of several nodes
-    count restarts differently, because a change of nodes does not count as one.
+    address of a dead worker, and hang. The view adds a prefix that is new at each start. On one node the prefix is the
+    number of restarts. On several nodes the ranks agree on one, because agents do not count a change of nodes as a restart,
+    so their numbers may differ.
     """
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
         return dist.PrefixStore(f"start-{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

@@ -171,6 +171,6 @@ def test_tensor_parallelism_names_a_module_whose_parameters_it_does_not_know() -
     text = tiny_config(model=f'kind = "{HERE}:WithScale"', parallel="tp = 2")
     config = parse_toml_text(text)
     with pytest.raises(
-        UserError, match=r"does not know what layers\.0\.scaled computes on; name it in a plan"
+        UserError, match=r"cannot tell whether layers\.0\.scaled needs whole or split inputs; give it"
     ):
         plan_for(build_meta_model(config), layout_without_ranks(config))

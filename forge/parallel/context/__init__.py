@@ -56,9 +56,9 @@ def check_attention(model: Transformer) -> None:
         attention = getattr(block, "attention", None)
         if not hasattr(attention, "attend"):
             raise UserError(
-                f"parallel.cp splits sequences, but layers.{layer}.attention ({type(attention).__name__}) has no `attend` "
-                "that reaches the other parts; call self.attend (docs/internals/extending/own-model.md), "
-                "or set parallel.cp = 1"
+                f"parallel.cp splits sequences, but layers.{layer}.attention ({type(attention).__name__}) has no `attend`, "
+                "so it would see only this rank's tokens; add that attribute and compute attention with it "
+                "(docs/internals/extending/own-model.md), or set parallel.cp = 1"
             )
 
 

@@ -89,7 +89,7 @@ def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
 
 
 def _alone(layout: Layout) -> bool:
-    """Return whether no rank that reads other data has parameters or experts of this rank."""
+    """Return whether this rank shares no parameter or expert with a rank that reads other data."""
     meshes = layout.meshes
     return meshes.fsdp.size() == 1 and (layout.model.moe is None or meshes.fsdp_experts.size() == 1)
 

@@ -95,7 +95,7 @@ def _gather(
         )
     if layout.parallel.data_parallel == "fsdp2":
         log.info(
-            "float8 %s: FSDP2 may gather %d of %d weights as codes and scales",
+            "float8 %s: %d of %d weights allow FSDP2 to gather codes and scales instead of values",
             form.name,
             len(taken),
             len(weights),

@@ -125,7 +125,9 @@ class GatheredWeight(torch.Tensor):
         same = func.overloadpacket is aten.as_strided and tuple(args[1]) == tuple(one.shape)
         if same or func.overloadpacket in (aten.detach, aten.alias):
             return cls(one.codes, one.scales, one.form, one.summed, one.dtype)
-        raise NotImplementedError(f"{func} on a weight that was gathered in float8")
+        raise NotImplementedError(
+            f"{func} cannot run on a weight that FSDP2 has gathered as float8 codes; use float8_all_gather = false"
+        )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"GatheredWeight({list(self.shape)}, {self.form.name})"
@@ -164,10 +166,7 @@ def gather_in_blocks(weights: dict[str, tuple[nn.Module, str]], form: Format, la
 
 
 def gather_plain(modules: tuple[nn.Module, ...]) -> None:
-    """Replace weights of `modules` by plain ones if forward and backward need different codes.
-
-    FSDP2 then gathers the values.
-    """
+    """Replace weights of `modules` by plain ones, which FSDP2 gathers as values, if forward and backward need other codes."""
     for module in modules:
         for inner in module.modules():
             for name, weight in list(inner.named_parameters(recurse=False)):

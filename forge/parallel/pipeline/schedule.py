@@ -217,7 +217,7 @@ def read_schedule(path: Path, ranks: int, microbatches: int) -> Schedule:
     except OSError as error:
         raise UserError(f"{key}: {error.strerror}") from None
     if len(rows) != ranks:
-        raise UserError(f"{key}: has {len(rows)} lines, one per rank; parallel.pp = {ranks}")
+        raise UserError(f"{key}: has {len(rows)} lines, one per rank, but parallel.pp = {ranks} ranks")
     order = tuple(tuple(action for cell in row for action in _parse(cell, key)) for row in rows)
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     if sorted(rank_of) != list(range(len(rank_of))):

@@ -54,9 +54,9 @@ class Sums:
 class ParallelModel:
     """A model spread over ranks. Methods are collective unless they say otherwise; the loop calls them in this order.
 
-    parts: this rank's stages of the model (without a pipeline one, the whole model). shards: the parameters. buffers:
-    other tensors of checkpoints: the balancing state of routers. copies: this rank's part of the narrower compute copies,
-    by parameter of a shard.
+    parts: this rank's pipeline stages; without a pipeline, the whole model as the only part. shards: this rank's parameters.
+    buffers: the balancing state of routers, which checkpoints save beside the parameters. copies: parameter of a shard ->
+    this rank's part of its copy in the narrower compute dtype.
     """
 
     def __init__(self, parts: Sequence[Transformer], engines: Sequence[DataParallel], layout: Layout):

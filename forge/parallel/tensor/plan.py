@@ -140,8 +140,8 @@ def plan_for(model: nn.Module, layout: Layout) -> TensorPlan:
         unknown = type(module) is nn.Linear and not isinstance(inside, tuple(PARTS))
         if name not in plan and (unknown or _is_foreign(name, module, plan)):
             raise UserError(
-                f"tensor parallelism does not know what {name} computes on; name it in a plan "
-                f"(parallel.tp_plan = package.module:function) with a ParallelStyle of PyTorch"
+                f"tensor parallelism cannot tell whether {name} needs whole or split inputs; give it a ParallelStyle of "
+                f"PyTorch in a plan (parallel.tp_plan = package.module:function)"
             )
     return plan
 

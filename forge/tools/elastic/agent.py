@@ -124,7 +124,7 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
     except RendezvousTimeoutError as error:
         rendezvous.shutdown()
         raise UserError(
-            f"--patience {node.patience_s} is over: {error or 'too few nodes came'}", FAILED
+            f"no rendezvous within --patience {node.patience_s} s: {error or 'too few nodes came'}", FAILED
         ) from None
     except RendezvousConnectionError:
         raise UserError(f"--meeting {node.meeting}: the meeting has ended before the run", FAILED) from None

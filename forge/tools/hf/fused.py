@@ -48,7 +48,7 @@ class HFPlace(NamedTuple):
 
 
 def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
-    """Return the positions of one layer's tensors in gpt-oss, by their name below `layers.N`."""
+    """Return forge's tensor name below `layers.N` -> position in gpt-oss, for one layer's tensors that differ."""
     found = {"attention.sinks.weight": HFPlace("self_attn.sinks", (model.n_heads,))}
     if not model.has_experts(layer) or model.moe is None:
         return found
@@ -68,7 +68,7 @@ def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
 
 
 def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
-    """Return the unusual positions of one layer's tensors in Qwen3-Next, by their name below `layers.N`."""
+    """Return forge's tensor name below `layers.N` -> position in Qwen3-Next, for one layer's tensors that differ."""
     linear = model.linear_attention
     if model.kind_of(layer) != "linear" or linear is None:
         if model.attention_gate != "element":

@@ -56,7 +56,7 @@ def write_linear(model: ModelConfig) -> dict[str, Any]:
 
 
 def k3_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
-    """Return the unusual positions of one linear-attention layer's tensors, by their name below `layers.N`."""
+    """Return forge's tensor name below `layers.N` -> position, for one linear-attention layer's tensors that differ."""
     linear = model.linear_attention
     if model.kind_of(layer) != "linear" or linear is None:
         return {}

@@ -168,7 +168,7 @@ def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
 
 
 def _effective(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys that decide the trained model's results; values with the same effect are made equal."""
+    """Return the keys that decide the trained model's results. Different values with the same effect become one value."""
     flat = {key: value for key, value in _flat(model).items() if key not in _TRAINING_ONLY}
     scaling = model.rope_scaling
     if scaling is not None:
@@ -297,7 +297,9 @@ def _read_linear(config: ConfigJson, n_layers: int) -> list[str]:
         key = "linear_attn_config.kda_layers"
         linear, full = config[key], config["linear_attn_config.full_attn_layers"]
         if sorted([*linear, *full]) != list(range(1, n_layers + 1)):
-            raise config.error(key, f"with full_attn_layers needed: each of 1 to {n_layers} once")
+            raise config.error(
+                key, f"it and full_attn_layers must together name each of 1 to {n_layers} once"
+            )
         return _shortest(["linear" if layer in linear else "nope" for layer in range(1, n_layers + 1)])
     types = config["layer_types"]
     key = "full_attention_interval"

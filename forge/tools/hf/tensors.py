@@ -1,9 +1,9 @@
 """Names and shapes of tensors: the tensors of transformers that make up each tensor of forge.
 
-In this file "ours" are forge's tensors and "theirs" are transformers'. One rule covers most of them: one of ours is the
-concatenation of theirs with equal shapes. A plain weight is a single tensor; the fused weight of experts is gate of 0, up
-of 0, gate of 1, and so on. The exceptions are theirs that hold several of ours, or hold them transposed
-(forge/tools/hf/fused.py).
+In this file "ours" are forge's tensors and "theirs" are transformers'. Most tensors of forge are the concatenation of one
+or more tensors of transformers, all of one shape. A plain weight consists of a single tensor. The fused weight of experts
+consists of many: gate and up of expert 0, gate and up of expert 1, and so on. forge/tools/hf/fused.py has the exceptions:
+tensors of transformers that hold several tensors of forge, or hold them transposed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from forge.tools.hf.kimi import LAST_MIX, LAYER_MIXES
 
 @dataclass(frozen=True)
 class Weight:
-    """`ours` `[shape]` holds the elements of `theirs`, each `[their_shape]`, in this order.
+    """One tensor of forge and its tensors in transformers.
 
-    ours None: forge has no such tensor, and theirs are zeros. theirs empty: transformers has no such tensor, and ours is
-    zeros.
+    forge's tensor `ours` `[shape]` is the concatenation of the tensors `theirs`, each `[their_shape]`.
+    ours None: forge has no such tensor; an export writes `fill` to all elements. theirs empty: transformers has no such
+    tensor; an import sets forge's to zeros.
     is_state: not a parameter; `dtype` is forge's dtype for it.
-    heads: number of heads (or experts) whose rows are paired: paired rows are neighbours in theirs, and half of the paired
-    rows apart in ours. 0: the same order in both. first: first paired row of a head; paired rows extend to the head's end.
-    rows: ours are only these rows of theirs. transposed: the last two dimensions are swapped.
-    is_copy: theirs is written, but not read, because ours is read from another tensor.
-    fill: the value of all elements of theirs if forge has no such tensor.
-    gain: another tensor of theirs that is multiplied into theirs; forge has the product, in float32 at least.
+    heads: number of heads (or experts) whose rows are paired: transformers stores the two rows of a pair as neighbours,
+    forge stores the first rows of all pairs, then the second rows. 0: the same order in both. first: first paired row of a
+    head; paired rows extend to the head's end.
+    rows: forge's tensor is only these rows of transformers'. transposed: the last two dimensions are swapped.
+    is_copy: an export writes the tensor; an import ignores it, because it reads `ours` from another tensor.
+    gain: a further tensor of transformers; forge's tensor is the product of both, in float32 at least.
     """
 
     ours: str | None
@@ -53,7 +54,7 @@ class Weight:
 
     @property
     def read_shape(self) -> tuple[int, ...]:
-        """The shape of all of theirs together."""
+        """The shape of all tensors in `theirs` together."""
         return self.shape if self.rows is None and not self.transposed else self.their_shape
 
     def split(self, ours: Tensor) -> list[Tensor]:
@@ -65,7 +66,7 @@ class Weight:
         return list(ours.reshape(len(self.theirs), *self.their_shape).unbind())
 
     def joined(self, out: Tensor) -> Tensor:
-        """Convert `out` `[read_shape]`, whose memory has theirs one after another, to ours `[shape]`."""
+        """Convert `out` `[read_shape]`, the tensors in `theirs` one after another, to forge's tensor `[shape]`."""
         if self.rows is not None:
             return self.rows.of(out, self.shape)
         if self.transposed:
@@ -142,14 +143,17 @@ def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
 
 
 def modules_ahead(names: Container[str], n_layers: int) -> int:
-    """Return the number of multi-token prediction modules: layers after the first `n_layers` in the tensors of theirs."""
+    """Return the number of multi-token prediction modules in a folder of transformers: its layers beyond `n_layers`.
+
+    names: all tensor names of the folder.
+    """
     return next(
         n for n in count() if f"model.layers.{n_layers + n}.{LAYER['projection']}.weight" not in names
     )
 
 
 def _in_order(weights: list[Weight]) -> list[Weight]:
-    """Sort weights that are rows of one tensor of theirs by their position in it."""
+    """Sort weights that share a tensor of transformers by their rows in that tensor."""
     first = {theirs: n for n, weight in reversed(list(enumerate(weights))) for theirs in weight.theirs}
 
     def key(numbered: tuple[int, Weight]) -> tuple[int, int]:
@@ -160,7 +164,7 @@ def _in_order(weights: list[Weight]) -> list[Weight]:
 
 
 def their_tensors(weights: list[Weight], read: Callable[[Weight], Tensor]) -> Iterator[Tensor]:
-    """Yield all tensors of theirs made from `weights`, in order. read: returns a tensor of forge by name."""
+    """Yield the tensors of transformers made from `weights`, in order. read: returns forge's tensor for a weight."""
     for _, group in groupby(weights, key=lambda weight: weight.theirs):
         weight, *others = group
         if weight.rows is None:

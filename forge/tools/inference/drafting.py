@@ -79,7 +79,10 @@ class DraftedScores:
         self._scores = {len(text) + number: logits[:, number] for number in range(len(draft) + 1)}
 
     def _draft(self, text: list[int]) -> list[int]:
-        """Return the modules' predictions after `text`. The model has read all tokens of `text` but the last."""
+        """Return the draft: the token ids that the multi-token prediction modules predict after `text`.
+
+        The model has already read all tokens of `text` but the last.
+        """
         model, end = self._model, len(text) - 1
         # In the last call, the last module may have read drafted tokens, as far back as it looks ahead.
         begin = max(0, min(self._finished, end) - len(model.ahead))

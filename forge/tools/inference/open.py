@@ -120,9 +120,9 @@ def _for_inference(config: Config, compute: str | None, context: int | None) -> 
 
 
 def _build(config: Config, device: torch.device, found: Path, *, float8: bool) -> Any:
-    """Return the model with uninitialised weights, each in its compute dtype of training.
+    """Return the model with uninitialised weights. Each weight has the dtype in which training computed with it.
 
-    float8: with the products of precision.float8.
+    float8: multiply in `precision.float8`.
 
     Raises UserError before any allocation if the tensors of the checkpoint `found` do not match its config.
     """

@@ -21,10 +21,13 @@ class Places(NamedTuple):
 
 
 class StateCache:
-    """The `Recurrence` of one layer. Keeps the state for the next token.
+    """The `Recurrence` of one layer, with a cached state for each text of a batch. The caller sets `places` and `last`.
 
-    With `places` None it reads whole texts, which are padded after their last tokens at `last`, int64 `[texts]`. Otherwise
-    it reads one token of each text. If a text has not grown, its last token is read again, and the state does not change.
+    places None: forward reads whole texts, padded at the end, and caches the state after the last token of each. Otherwise
+    forward reads one token per text, at `places`, and advances the cached states. The state of a text without a new token
+    stays.
+
+    last: position of each text's last token, int64 `[texts]`; needed for whole texts.
     """
 
     def __init__(self, inner: Recurrence):

@@ -99,7 +99,9 @@ class Scorer(TemplateLM):
         try:
             (self._prefix,) = begin_text([], self._text)
         except UserError as error:
-            raise UserError(f"{opened.path}: {error}, and tasks have empty texts") from None
+            raise UserError(
+                f"{opened.path}: {error}, but tasks need empty texts: leave out --tasks"
+            ) from None
 
     @property
     def eot_token_id(self) -> int | None:  # type: ignore[override]

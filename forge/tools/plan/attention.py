@@ -100,7 +100,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: int | None) -> tuple[Tensor,
 @torch.library.custom_op("forge::planned_attention", mutates_args=())
 def planned_attention(q: Tensor, k: Tensor, v: Tensor, scores: int) -> tuple[Tensor, Tensor]:
     """Compute attention with `scores` scores per head, on fake tensors."""
-    raise NotImplementedError("a plan runs on fake tensors, which have no values")
+    raise NotImplementedError("this operator exists for plans only: it has shapes, but computes no values")
 
 
 @torch.library.custom_op("forge::planned_attention_backward", mutates_args=())
@@ -108,7 +108,7 @@ def planned_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    raise NotImplementedError("a plan runs on fake tensors, which have no values")
+    raise NotImplementedError("this operator exists for plans only: it has shapes, but computes no values")
 
 
 @planned_attention.register_fake

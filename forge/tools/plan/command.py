@@ -70,9 +70,9 @@ def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) 
 
 
 def largest(config: Config) -> Config:
-    """Return `config` without phases, with the step sizes that need most memory and as many steps as have the run's tokens.
+    """Replace the phases of `config` by the step sizes that need most memory: those with the largest microbatch.
 
-    These step sizes have the largest microbatch. Without phases, return `config`.
+    train.steps is then the number of such steps with as many tokens as the run. Without phases, return `config`.
     """
     if not config.phase:
         return config

@@ -103,7 +103,7 @@ def _place(phase: str, microbatch: int) -> tuple[str, int]:
 
 
 def _as_run(work: Work, moment: Moment, config: Config, float8: Collection[str]) -> Work:
-    """Correct `work`, traced without compiler and float8, for both. float8: see `products_in_float8`."""
+    """Correct `work`, which was traced without compiler and float8, for their effects. float8: see `products_in_float8`."""
     in_block = moment.part.startswith("layers.")
     in_loss = moment.part == "head"
     if work.kind == "memory" and ((in_block and config.compile.enabled) or (in_loss and config.compile.loss)):

@@ -20,7 +20,8 @@ Times: TypeAlias = tuple[StepTime, ...] | None
 class Growth:
     """The difference between the plans `large` and `small`.
 
-    The whole model adds it `steps` times; to peaks `of_peaks` times, and to activations kept for backward `of_kept` times.
+    The plan of the whole model adds this difference `of_peaks` times to peaks, `of_kept` times to activations kept for
+    backward, and `steps` times to everything else.
     """
 
     small: StagePlan

@@ -280,7 +280,8 @@ def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
 def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
     """Return the bytes of gathered parameters and unreduced gradients that FSDP2 holds at once.
 
-    They belong to two layers, or to all layers that are not freed.
+    By default these are two layers. They are all layers for parameters that FSDP2 keeps after forward, and for gradients
+    that it reduces only after the last microbatch.
     """
     parallel, pipelined = config.parallel, degrees.pp > 1
     if parallel.data_parallel != "fsdp2":

@@ -38,13 +38,13 @@ def norm_on_gpu(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> 
 @torch.library.custom_op("forge::fused_norm", mutates_args=())
 def fused_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the RMS norm over the last dim, and the reciprocal root mean square of each row; for fake tensors."""
-    raise NotImplementedError("a plan runs on fake tensors, which have no values")
+    raise NotImplementedError("this operator exists for plans only: it has shapes, but computes no values")
 
 
 @torch.library.custom_op("forge::fused_norm_backward", mutates_args=())
 def fused_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight."""
-    raise NotImplementedError("a plan runs on fake tensors, which have no values")
+    raise NotImplementedError("this operator exists for plans only: it has shapes, but computes no values")
 
 
 @fused_norm.register_fake

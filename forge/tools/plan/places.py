@@ -18,13 +18,16 @@ from forge.parallel.layout import local_box
 from forge.shard import Box, Shard
 
 RankPlace: TypeAlias = Mapping[str, int]
-"""Of a rank, by mesh axis."""
+"""The coordinates of a rank, by mesh axis."""
 
 
 def known_everywhere(
     shards: Sequence[Shard], engines: Sequence[DataParallel], degrees: Degrees
 ) -> list[Shard]:
-    """Return the `shards` of `engines` with `boxes_on`, so that an optimizer need not ask other ranks for their boxes."""
+    """Return `shards` with `boxes_on` set, so that an optimizer can compute the boxes of other ranks.
+
+    engines: hold the shards.
+    """
     at = functools.cache(partial(place_of, degrees=degrees))
     boxes_at = {name: function for engine in engines for name, function in _functions(engine)}
 

@@ -89,8 +89,8 @@ class Tally(BaseModel):
         if self.lost:
             where, reason, _ = self.lost[0]
             raise UserError(
-                f"{where}: {reason}; an unknown number of documents is lost with it: repair it, remove it from the input, or "
-                f"name another --text-key; {remedy}"
+                f"{where}: {reason}; an unknown number of documents is lost: repair the file, remove it from the input, "
+                f"or name another --text-key; {remedy}"
             )
         if self.bad > allowed * self.documents:
             raise UserError(

@@ -335,7 +335,8 @@ def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], share
         return
     if existing and shared:
         raise UserError(
-            f"{parts}: holds parts that were made with other options or another input; prepare those first, or remove it"
+            f"{parts}: holds chunks of an unfinished run with other options or another input; finish that run with its own "
+            "command, or remove the folder to discard its chunks"
         )
     if existing:
         print("the options or the input changed since a run was interrupted: starting over", file=sys.stderr)

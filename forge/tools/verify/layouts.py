@@ -200,8 +200,8 @@ def _parse(part: str) -> Case:
         key = name if "." in name else f"parallel.{name}"
         if not equals or key not in all_keys():
             raise UserError(
-                f"--layouts: {word} is not KEY=VALUE with one of {', '.join(AXES)}, another key of [parallel], or any key "
-                "of the config with its section"
+                f"--layouts: {word} is not KEY=VALUE; KEY is one of {', '.join(AXES)}, another key of [parallel], or "
+                "section.key of the config"
             )
         if key.removeprefix("parallel.") not in AXES:
             options[key] = from_literal(value, False)

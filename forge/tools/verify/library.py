@@ -319,7 +319,9 @@ class _ModuleRun:
                 tensor = self.done.whole(name, tensor)
             values = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
             if name not in self._shapes:
-                raise ValueError(f"{name} is no parameter of the module before it was parallelised")
+                raise ValueError(
+                    f"the parallelised module has a parameter {name}, which is no parameter of the module in one process"
+                )
             if tuple(values.shape) != self._shapes[name]:
                 shapes = f"{tuple(values.shape)} on a rank and {self._shapes[name]} in one process"
                 raise ValueError(

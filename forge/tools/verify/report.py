@@ -125,9 +125,10 @@ def _numbers(one: Difference) -> str:
 
 
 def last_line(error: str) -> str:
-    """Return the last line of the first traceback in `error` (of RankFailed), or of the first rank's message.
+    """Return the last line of the first traceback in `error`, the text of a RankFailed.
 
-    Peers of a failed rank only wait for it, so their tracebacks say less.
+    If no rank has a traceback, return the last line of the first rank's message. Ranks without a traceback were only
+    waiting for the failed rank.
     """
     ranks = [text for text in re.split(r"^rank \d+: ", error, flags=re.M) if text.strip()]
     raised = [text for text in ranks if text.startswith("Traceback")] or ranks or ["no message"]

@@ -73,7 +73,9 @@ def test_interrupted_parts_are_done_again_and_finished_ones_are_not(text, whole,
 
 def test_parts_of_another_request_are_refused_and_kept(text, tmp_path) -> None:
     prepare(request(text, tmp_path / "out", part=(1, 2)))
-    with pytest.raises(UserError, match="holds parts that were made with other options or another input"):
+    with pytest.raises(
+        UserError, match="holds chunks of an unfinished run with other options or another input"
+    ):
         prepare(replace(request(text, tmp_path / "out", part=(2, 2)), text_key="content"))
     assert part_path(tmp_path / "out" / ".parts", 0).exists()
 
