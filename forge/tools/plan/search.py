@@ -38,6 +38,8 @@ MARGIN = 1.2
 # Layouts per round: the next round is chosen with the corrections of the last. Constant, so that the number of processes
 # does not change the result. The first round has cheap plans only.
 ROUND = 8
+# Layouts within this factor of the fastest count as equally fast: a plan's range is far wider.
+EQUAL = 1.02
 # Memory that a layout leaves free: three GiB, on a small GPU a twentieth.
 SPARE, SMALL_SPARE = 3 * GIB, 0.05
 
@@ -115,9 +117,22 @@ def search(
     if not tried:
         raise UserError("--search: no layout of this config can be planned; see what --plan alone says")
     found = [one for _, one in tried]
-    fitting_ones = sorted((one for one in found if one.fits), key=lambda one: one.speed.step_s)
-    with_room = [one for one in fitting_ones if has_room(one, hardware)]
+    fitting_ones = _in_order([one for one in found if one.fits])
+    with_room = _in_order([one for one in fitting_ones if has_room(one, hardware)])
     return with_room or fitting_ones or [min(found, key=lambda one: one.needed)]
+
+
+def _in_order(found: list[Found]) -> list[Found]:
+    """Return the fastest first; of those that count as equally fast, the one with the fewest axes."""
+    limit = EQUAL * min((one.speed.step_s for one in found), default=0.0)
+
+    def key(one: Found) -> tuple[bool, int, float]:
+        seconds, degrees = one.speed.step_s, one.plan.degrees
+        axes = sum(degree > 1 for degree in (degrees.tp, degrees.cp, degrees.ep, degrees.pp))
+        slower = seconds > limit
+        return slower, 0 if slower else axes, seconds
+
+    return sorted(found, key=key)
 
 
 def has_room(found: Found, hardware: Hardware) -> bool:

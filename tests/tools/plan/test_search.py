@@ -4,6 +4,8 @@ import json
 import re
 import shlex
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from forge.tools.plan import command
 from forge.tools.plan.hardware import Hardware, find_hardware
 from forge.tools.plan.layers import kinds_of_layers, plan_stages, traced_layers
 from forge.tools.plan.layouts import MODES, Model, layouts, least_state
-from forge.tools.plan.search import Corrections, _first, _next, _promising, search, usable_bytes
+from forge.tools.plan.search import Corrections, _first, _in_order, _next, _promising, search, usable_bytes
 from forge.tools.plan.stage import STATE, plan_stage
 from tests.support.planning import CPU, pipeline, plan_text
 
@@ -44,6 +46,17 @@ def test_layouts_that_fit_come_first_and_the_fastest_before_others(capsys) -> No
     # With too little memory the nearest is returned.
     nearest = search(config, 1, with_memory(1 / 1024), tries=3, processes=1)
     assert [one.needed > 2**20 for one in nearest] == [True]
+
+
+def test_of_layouts_that_are_equally_fast_the_one_with_the_fewest_axes_comes_first() -> None:
+    def found(seconds: float, **degrees: int) -> Any:
+        axes = SimpleNamespace(**({"tp": 1, "cp": 1, "ep": 1, "pp": 1} | degrees))
+        return SimpleNamespace(speed=SimpleNamespace(step_s=seconds), plan=SimpleNamespace(degrees=axes))
+
+    plain, pipeline, both = found(1.015), found(1.0, pp=4), found(0.999, pp=2, tp=2)
+    slow, slower = found(1.03), found(1.04, tp=2)
+    assert _in_order([slower, both, slow, pipeline, plain]) == [plain, pipeline, both, slow, slower]
+    assert _in_order([]) == []
 
 
 def test_some_memory_stays_free() -> None:
