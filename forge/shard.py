@@ -87,7 +87,7 @@ class Shard:
         return None if grad is None else local(grad)
 
     @property
-    def counted(self) -> bool:
+    def is_primary_replica(self) -> bool:
         """True on exactly one of the ranks with these elements: the one that contributes to sums over all ranks."""
         return self.replicas is None or self.replicas.rank() == 0
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MinLen
+from pydantic import model_validator
 
 from forge.config.section import (
     Count,
@@ -15,6 +16,7 @@ from forge.config.section import (
     Section,
     Text,
     Unused,
+    unused,
     unused_if,
 )
 
@@ -48,7 +50,7 @@ class SourceConfig(Stream):
     weight: NonNegativeNumber = 1.0
     """Share of the samples, relative to the other sources. 0: none."""
     max_epochs: NonNegativeNumber = 0.0
-    """Read the source at most this many times; see data.at_cap. 0: as often as its weight asks for."""
+    """Read the source at most this many times; see data.on_max_epochs. 0: as often as its weight asks for."""
 
 
 class ValidationConfig(Stream):
@@ -79,9 +81,11 @@ class Data(Section):
     temperature: Annotated[NonNegativeNumber, MIXTURE] = 0.0
     """Multiply each weight by the number of the source's samples to the power of 1 / temperature: 1: shares by size, above 1:
     between that and equal shares. 0: weights only."""
-    at_cap: Annotated[Literal["leave_out", "refuse"], CAPS] = "leave_out"
+    on_max_epochs: Annotated[Literal["leave_out", "refuse"], CAPS] = "leave_out"
     """When a source has been read max_epochs times. leave_out: the others share its part from then on; refuse: refuse to
     start a run that would go beyond it."""
+    at_cap: Annotated[Literal["leave_out", "refuse"] | None, unused("its name is data.on_max_epochs now")] = None
+    """Former name of on_max_epochs. Counts if on_max_epochs is not set."""
     packing: Literal["stream", "best_fit", "document"] = "stream"
     """How documents become sequences. stream: all in a row, cut every train.seq_len tokens; best_fit: whole documents, as
     many as fit; document: one in each. The last two need a plan in each source, made by scripts/prepare_data.py --packing."""
@@ -90,6 +94,14 @@ class Data(Section):
     the user's runs, and may be deleted. Empty: forge-cache-UID in the system's folder for temporary files."""
     cache_gib: Annotated[PositiveNumber, URLS] = 16.0
     """Limit of cache_dir in GiB."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_former_name(cls, values: Any) -> Any:
+        """Read on_max_epochs from its former name."""
+        if not isinstance(values, dict) or not values.get("at_cap") or "on_max_epochs" in values:
+            return values
+        return values | {"on_max_epochs": values["at_cap"]}
 
     @property
     def synthetic(self) -> bool:

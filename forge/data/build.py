@@ -52,7 +52,7 @@ def build_dataset(config: Config) -> PackedDataset:
     """
     used = [config.data.sources[number] for number in used_sources(config)]
     sources = _open(config, used, "train")
-    leaves_out = config.data.at_cap == "leave_out"
+    leaves_out = config.data.on_max_epochs == "leave_out"
     dataset = PackedDataset(
         sources,
         _weights(config, sources, [source.weight for source in used]),

@@ -38,11 +38,11 @@ def check_caps(after: dict[str, float], config: Data) -> None:
     """Raise UserError if the run would read a source (see `epochs`) more often than data.sources allows."""
     for source in config.sources:
         total = after.get(source.name or source.path, 0.0)
-        if config.at_cap == "refuse" and source.max_epochs and total > source.max_epochs:
+        if config.on_max_epochs == "refuse" and source.max_epochs and total > source.max_epochs:
             raise UserError(
                 f"data.sources: {source.name or source.path} would be read {total:.3g} times by the end of the run, and its "
                 f"max_epochs is {source.max_epochs:g}; lower its weight or train.steps, raise max_epochs, or set "
-                'data.at_cap = "leave_out"'
+                'data.on_max_epochs = "leave_out"'
             )
 
 

@@ -40,7 +40,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class PassedOver:
+class SkippedRange:
     """Skipped samples: global samples from `first_sample` up to, not including, `end_sample`.
 
     drawn: source -> [from, up to), the same samples in the source's own order, which a change of the mixture leaves valid.
@@ -68,7 +68,7 @@ class Order:
         seed: int,
         sources: Sequence[str],
         segments: Sequence[Segment],
-        passed_over: Iterable[PassedOver] = (),
+        passed_over: Iterable[SkippedRange] = (),
     ):
         self.seed, self.sources, self.segments = seed, tuple(sources), tuple(segments)
         self.passed_over = tuple(passed_over)
@@ -193,7 +193,7 @@ class Order:
             low, high = (low, middle) if reached(middle) else (middle, high)
         return high
 
-    def passing_over(self, ranges: Iterable[PassedOver]) -> Order:
+    def passing_over(self, ranges: Iterable[SkippedRange]) -> Order:
         """Return this order with exactly these ranges skipped, instead of its own."""
         return Order(self.seed, self.sources, self.segments, ranges)
 

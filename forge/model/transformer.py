@@ -61,9 +61,9 @@ class Block(nn.Module):
 
     def ffn_branch(self, x: Tensor, shared: Shared) -> Tensor:
         """Return what the feed-forward half adds to the stream, for input x `[batch, seq, dim]`."""
-        return self.fed(self.ffn_norm(x), shared)
+        return self.ffn_output(self.ffn_norm(x), shared)
 
-    def fed(self, x: Tensor, shared: Shared) -> Tensor:
+    def ffn_output(self, x: Tensor, shared: Shared) -> Tensor:
         """Return the feed-forward's output for x `[batch, seq, dim]`."""
         if isinstance(self.feed_forward, MoE):
             return self.feed_forward(x, shared.labels)
@@ -79,7 +79,7 @@ class PostNormBlock(Block):
 
     def ffn_branch(self, x: Tensor, shared: Shared) -> Tensor:
         """As in `Block`."""
-        return self.ffn_norm(self.fed(x, shared))
+        return self.ffn_norm(self.ffn_output(x, shared))
 
 
 class SandwichBlock(Block):
@@ -96,7 +96,7 @@ class SandwichBlock(Block):
 
     def ffn_branch(self, x: Tensor, shared: Shared) -> Tensor:
         """As in `Block`."""
-        return self.ffn_post_norm(self.fed(self.ffn_norm(x), shared))
+        return self.ffn_post_norm(self.ffn_output(self.ffn_norm(x), shared))
 
 
 POSITIONS: dict[str, type[nn.Module]] = {"pre": Block, "post": PostNormBlock, "sandwich": SandwichBlock}

@@ -196,7 +196,7 @@ class Monitors:
         """Add the sum of squares of each shard's tensor to the row of its parameter. Each element counts on one rank only."""
         kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
         for shard, tensor in tensors:
-            if shard.boxes and shard.counted and shard.name in self._rows:
+            if shard.boxes and shard.is_primary_replica and shard.name in self._rows:
                 kinds.setdefault((tensor.dtype, tensor.device), []).append((self._rows[shard.name], tensor))
         for (dtype, _), found in kinds.items():
             norms = torch._foreach_norm([tensor for _, tensor in found], 2, dtype=promoted(dtype))
@@ -350,7 +350,7 @@ def chosen_queries(seq: int, split: Any, device: torch.device) -> tuple[Tensor, 
 
 
 def _counted(shards: Sequence[Shard]) -> Iterator[Shard]:
-    return (shard for shard in shards if shard.boxes and shard.counted)
+    return (shard for shard in shards if shard.boxes and shard.is_primary_replica)
 
 
 def _add(place: Sequence[Tensor], value: Tensor, count: int) -> None:

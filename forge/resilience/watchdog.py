@@ -59,7 +59,7 @@ def step_bound(configured: float, seconds: Sequence[float]) -> float:
     return min(configured, max(LEAST_S, TIMES_MEDIAN * statistics.median(seconds)))
 
 
-def patience(config: Resilience) -> float:
+def collective_timeout_s(config: Resilience) -> float:
     """Return the timeout of collectives in seconds. It is longer than any phase, because the watchdog can report more.
 
     PyTorch's own timeout then ends hangs that the watchdog cannot see.

@@ -147,7 +147,7 @@ def _as_written(key: str, there: object, now: object, old: Config, new: Config) 
     written = [
         (name, getattr(was, field), getattr(is_now, field)),
         ("data.temperature", old.data.temperature, new.data.temperature),
-        ("data.at_cap", old.data.at_cap, new.data.at_cap),
+        ("data.on_max_epochs", old.data.on_max_epochs, new.data.on_max_epochs),
     ]
     differ = [one for one in written if one[1] != one[2]]
     computed = (f"{name}, with data.temperature and the size of the source,", there, now)

@@ -29,7 +29,7 @@ from forge.observe.report import Reporter
 from forge.observe.run_directory import RunDirectory
 from forge.resilience.elastic import exit_code_after_stop
 from forge.resilience.stopping import StopSignals
-from forge.resilience.watchdog import Watchdog, bounds, patience
+from forge.resilience.watchdog import Watchdog, bounds, collective_timeout_s
 from forge.run.changes import check_data
 from forge.run.crash import CrashReporter
 from forge.run.history import History
@@ -130,7 +130,7 @@ def _run_in(
     if world.size > 1:
         at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         log.info("%d ranks under %s, rendezvous at %s", world.size, world.launcher, at)
-    compat.raise_timeouts(patience(config.resilience))
+    compat.raise_timeouts(collective_timeout_s(config.resilience))
     reporter = Reporter(directory, world, time.monotonic() - process_age_s(), fallback)
     crash = CrashReporter(reporter)
     watchdog = Watchdog(

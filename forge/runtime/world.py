@@ -143,7 +143,7 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
         torch.cuda.set_device(world.device)
     _raise_file_limit()
     if os.environ.keys() & {"FORGE_NODES", "FORGE_END_WITH_LAUNCHER"}:
-        end_with_agent()
+        die_with_parent()
     backend = compat.communication_backend(world.device)
     # With a device, each NCCL communicator is bound to its GPU now; without, PyTorch guesses at the first collective.
     bound: dict[str, Any] = {"device_id": world.device} if world.device.type == "cuda" else {}
@@ -208,7 +208,7 @@ def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
         arrived = store.add("arrived", 0)
 
 
-def end_with_agent() -> None:
+def die_with_parent() -> None:
     """Let the kernel kill this process when its launcher dies.
 
     Otherwise ranks of a lost elastic agent would continue in the old group, and ranks of a killed sweep would hold their

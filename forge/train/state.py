@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from forge.config import StepPlan
-from forge.data.order import Order, PassedOver
+from forge.data.order import Order, SkippedRange
 from forge.optim import Optimizer
 from forge.parallel.step.model import ParallelModel
 from forge.resilience.spikes import SpikeWindow
@@ -18,7 +18,7 @@ from forge.shard import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollback(PassedOver):
+class Rollback(SkippedRange):
     """A roll-back from `from_step` to the checkpoint of `to_step`. Training skips the samples that were read in between."""
 
     from_step: int

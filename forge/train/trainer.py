@@ -21,7 +21,7 @@ from forge.parallel.step.gradients import GradientReport, report_gradients
 from forge.parallel.step.model import Sums
 from forge.resilience.spikes import SpikeWindow
 from forge.resilience.stopping import StopSignals
-from forge.resilience.watchdog import patience
+from forge.resilience.watchdog import collective_timeout_s
 from forge.runtime import compat
 from forge.runtime.distributed import on_every_rank
 from forge.runtime.errors import RollbackRequired
@@ -51,9 +51,9 @@ class Trainer:
         self.reporter, self.signals, self.device = reporter, signals, reporter.world.device
 
         self.meshes = make_meshes(degrees, self.device.type, offloaded=config.parallel.cpu_offload)
-        compat.raise_timeouts(patience(config.resilience))
+        compat.raise_timeouts(collective_timeout_s(config.resilience))
         self.model = build_parallel_model(config, self.meshes, self.device)
-        compat.raise_timeouts(patience(config.resilience))  # of groups created by the engines
+        compat.raise_timeouts(collective_timeout_s(config.resilience))  # of groups created by the engines
 
         self.optimizer = self._make_optimizer()
         reporter.memory.count_state(self.model.memory(), self.optimizer.tensors())

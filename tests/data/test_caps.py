@@ -71,7 +71,7 @@ def test_the_start_says_when_sources_are_left_out_and_refuses_a_run_without_any(
 
 
 def test_at_the_cap_a_run_may_be_refused_instead() -> None:
-    config = Data(sources=({"path": "x", "name": "web", "max_epochs": 4.0},), at_cap="refuse")
+    config = Data(sources=({"path": "x", "name": "web", "max_epochs": 4.0},), on_max_epochs="refuse")
     check_caps({"web": 4.0}, config)
     with pytest.raises(
         UserError, match=r"web would be read 4.1 times by the end of the run, and its max_epochs is 4"

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.data.dataset import PackedDataset
-from forge.data.order import Order, PassedOver, merge, nth_outside, numbered
+from forge.data.order import Order, SkippedRange, merge, nth_outside, numbered
 from forge.runtime.errors import UserError
 from tests.support.streams import GLOBAL, Numbers, first_batches, make_dataset
 
@@ -49,7 +49,7 @@ def test_under_one_mixture_passing_over_is_leaving_out(weights, ranges) -> None:
     """All other samples are what they were."""
     order = Order.beginning(1, numbered("x" * len(weights)), weights, block=16)
     spans = [(first, first + length) for first, length in ranges]
-    without = order.passing_over([PassedOver(*span, order.between(*span)) for span in spans])
+    without = order.passing_over([SkippedRange(*span, order.between(*span)) for span in spans])
     left = [i for i in range(300) if not any(first <= i < end for first, end in spans)]
     assert [without.nth(0, n) for n in range(len(left))] == left
     assert [without.locate(i) for i in left] == [order.locate(i) for i in left]
@@ -59,7 +59,9 @@ def test_ranks_share_what_is_left_and_a_batch_may_go_over_a_gap() -> None:
     dataset = make_dataset()
     order = dataset.order
     spans = [(12, 30), (33, 34)]
-    passing = dataset.following(order.passing_over(PassedOver(*span, order.between(*span)) for span in spans))
+    passing = dataset.following(
+        order.passing_over(SkippedRange(*span, order.between(*span)) for span in spans)
+    )
     samples = [*range(8, 12), 30, 31, 32, *range(34, 43)]
     per_rank = [first_batches(2, passing, rank=rank, ranks=2, start_sample=8) for rank in range(2)]
     for step in range(2):
@@ -106,7 +108,7 @@ def test_the_same_mixture_is_no_change_whatever_the_order_of_its_sources() -> No
 def test_samples_passed_over_stay_so_under_another_mixture() -> None:
     """Back to sample 20, before the range that is passed over, and on with other weights."""
     before, after = data(al=1, bl=1), data(al=1, bl=5, cl=1)
-    span = PassedOver(50, 90, before.order.between(50, 90))
+    span = SkippedRange(50, 90, before.order.between(50, 90))
     bad = {before.order.locate(i) for i in range(50, 90)}
     order = after.continuing(before.order.passing_over([span]), 20)
     drawn = [order.locate(order.nth(0, n)) for n in range(400)]

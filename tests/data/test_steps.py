@@ -11,7 +11,7 @@ from forge.config import Phases, load_config
 from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
 from forge.data.loader import Loader
-from forge.data.order import PassedOver
+from forge.data.order import SkippedRange
 from forge.data.steps import StepRows, part_of, steps_from
 
 CONFIG = load_config(
@@ -67,7 +67,7 @@ def test_parts_are_the_tokens_and_labels_of_the_sample() -> None:
 
 def test_a_step_continues_where_another_ended_also_behind_a_gap() -> None:
     dataset = build_dataset(CONFIG)
-    dataset = dataset.following(dataset.order.passing_over([PassedOver(5, 9)]))
+    dataset = dataset.following(dataset.order.passing_over([SkippedRange(5, 9)]))
     whole, phases = steps(dataset), Phases(CONFIG)
     order, sample = dataset.order, 0
     for number, step in enumerate(whole[:9]):

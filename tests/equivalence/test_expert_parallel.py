@@ -311,15 +311,15 @@ def norm_without_ep() -> None:
     from forge.shard import Shard
     from forge.tools.verify import record
 
-    counted, report = Shard.counted, record.report_gradients
+    counted, report = Shard.is_primary_replica, record.report_gradients
     on_first = property(lambda self: counted.fget(self) and (self.kind != "expert" or dist.get_rank() == 0))
 
     def of_first_rank(*arguments, **named):
-        Shard.counted = on_first
+        Shard.is_primary_replica = on_first
         try:
             return report(*arguments, **named)
         finally:
-            Shard.counted = counted
+            Shard.is_primary_replica = counted
 
     record.report_gradients = of_first_rank
 

@@ -101,7 +101,7 @@ def boxes(rank: int, world: int, text: str) -> dict:
     return {
         shard.name: [(box.offsets, box.sizes) for box in shard.boxes]
         for shard in model.shards
-        if shard.counted
+        if shard.is_primary_replica
     }
 
 

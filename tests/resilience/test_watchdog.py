@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from forge.config.schema import Resilience
-from forge.resilience.watchdog import STEPS, Watchdog, bounds, patience, step_bound
+from forge.resilience.watchdog import STEPS, Watchdog, bounds, collective_timeout_s, step_bound
 from forge.runtime import compat
 from forge.runtime.errors import WATCHDOG
 from tests.support.harness import start_ranks
@@ -118,8 +118,8 @@ def test_zero_is_no_bound_and_collectives_wait_longer_than_any_phase(tmp_path) -
             time.sleep(0.05)
         time.sleep(0.3)
         assert not watchdog.expired
-    assert patience(config) > 1800
-    assert patience(Resilience(save_timeout_s=9000)) > 9000
+    assert collective_timeout_s(config) > 1800
+    assert collective_timeout_s(Resilience(save_timeout_s=9000)) > 9000
 
 
 def test_where_there_is_a_card_the_record_is_of_nccls_collectives(monkeypatch) -> None:

@@ -142,9 +142,9 @@ FINGERPRINTS = {
             "data.sources[1].weight differs from PATH: 2 there, 3.5 now. Set data.sources[1].weight back",
         ),
         (
-            ["--data.at_cap=refuse"],
+            ["--data.on_max_epochs=refuse"],
             {"data.sources[1].max_epochs": None},
-            "data.at_cap differs from PATH: leave_out there, refuse now. Set data.at_cap back",
+            "data.on_max_epochs differs from PATH: leave_out there, refuse now. Set data.on_max_epochs back",
         ),
         (
             [SOURCES.replace("[{", "[{path='unused',weight=0.0},{").replace("weight=2.0", "weight=3.0")],

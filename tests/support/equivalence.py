@@ -160,7 +160,7 @@ def whole(shard: Shard, values: torch.Tensor) -> torch.Tensor:
 def _place(shard: Shard, values: torch.Tensor, out: torch.Tensor) -> None:
     """Write the pieces that this rank counts into a global tensor."""
     for box, piece in shard.pieces(values):
-        if shard.counted:
+        if shard.is_primary_replica:
             out[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] = piece
 
 

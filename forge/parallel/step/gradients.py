@@ -64,7 +64,9 @@ def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool, save: boo
     entries[3].fill_(float(save))
     entries[2] = (~torch.isfinite(loss)).double()
     for counted in (True, False):
-        for dtype, grads in _present([shard for shard in shards if shard.counted is counted]).items():
+        for dtype, grads in _present(
+            [shard for shard in shards if shard.is_primary_replica is counted]
+        ).items():
             norms = torch._foreach_norm(grads, 2, dtype=promoted(dtype))
             square = torch.stack(norms).double().square().sum().to(entries.device)
             if counted:

@@ -35,7 +35,7 @@ def pieces_of(kind: str, tensors: Iterable[tuple[Shard, Tensor]]) -> dict[Tensor
     for shard, values in tensors:
         assert (kind, shard.name) not in found, f"{shard.name} twice"
         found[kind, shard.name] = [
-            TensorPiece(piece.detach().clone().cpu(), _slices(box), shard.counted)
+            TensorPiece(piece.detach().clone().cpu(), _slices(box), shard.is_primary_replica)
             for box, piece in shard.pieces(values)
         ]
     return found

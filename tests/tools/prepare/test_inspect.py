@@ -10,7 +10,7 @@ from forge.config import Phases, load_config
 from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
 from forge.data.loader import Loader
-from forge.data.order import PassedOver
+from forge.data.order import SkippedRange
 from forge.data.steps import steps_from
 from forge.data.tokenizer import ByteTokenizer
 from forge.tools.prepare.inspect import dataset_of_run, mixture_of_steps, samples_of_step
@@ -49,7 +49,7 @@ def test_every_rank_reads_what_is_shown(ranks):
 def test_what_a_run_passes_over_is_not_shown():
     """Batches before, across and after the range."""
     order = dataset().order
-    passing = dataset().following(order.passing_over([PassedOver(10, 21, order.between(10, 21))]))
+    passing = dataset().following(order.passing_over([SkippedRange(10, 21, order.between(10, 21))]))
     loader = Loader(passing, global_batch_size=8, rank=0, ranks=1)
     for step in (1, 2, 3):
         shown = samples_of_step(passing, None, step, global_batch_size=8)
