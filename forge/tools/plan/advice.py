@@ -9,7 +9,7 @@ from forge.config.keys import to_literal
 from forge.run.out_of_memory import usable_changes
 from forge.tools.plan.plan import Plan, make_plan
 
-# These train on other samples, or need other processes.
+# These train on other samples, or need another number of processes.
 NOT_THE_SAME_RUN = ("train.seq_len", "parallel.dp_shard")
 # At most this many keys, set one after another.
 MOST = 5
@@ -24,9 +24,9 @@ class Remedy:
 
 
 def remedy_for(made: Plan) -> Remedy | None:
-    """Set one key after another on a plan that does not fit, until it does. None if no key frees anything.
+    """Set at most MOST keys, one after another, until the plan `made` fits. None if no key frees memory.
 
-    The plan with all keys may still need too much.
+    With all keys of the remedy, the plan may still need too much memory.
     """
     overrides: list[str] = []
     best = made

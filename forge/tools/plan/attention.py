@@ -36,7 +36,7 @@ def on_gpu(attend: Any) -> Any:
 
 
 class PlannedAttention(SdpaAttention):
-    """An attention function whose mask has the number of scores as its table; None: causal."""
+    """Attention for plans. The mask's table is the number of scores inside the mask; None for a causal mask."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         seq = x.shape[1]

@@ -208,7 +208,7 @@ class _NoOptimizer:
 
 
 def _leave(*_: Any) -> None:
-    """Fake parameters have no values."""
+    """Do nothing: fake parameters have no values to initialize."""
 
 
 def _loads(rows: int, load: float, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
@@ -233,7 +233,7 @@ def _divided(rows: int, ranks: int) -> list[int]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turn the error of a body that reads data into UserError: fake tensors have no data."""
+    """Raise UserError if the body reads values of a fake tensor, which has none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

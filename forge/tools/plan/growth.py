@@ -112,7 +112,7 @@ def _named(place: tuple[str, str], moment: Moment, names: list[str]) -> Moment:
 def _each(
     first: Times, second: Times, combine: Callable[[StepTime, StepTime], StepTime]
 ) -> tuple[StepTime, ...] | None:
-    """Combine the times of two plans at each pace. None if neither plan has times."""
+    """Combine the times of two plans at each pace. None if either plan has no times."""
     if first is None or second is None:
         return None
     return tuple(combine(a, b) for a, b in zip(first, second, strict=True))

@@ -194,7 +194,7 @@ def _collective(
 ) -> Timed:
     """Time one kind of collective of `size` bytes among `ranks`, and check its result.
 
-    Each rank sends its number, plus one.
+    Each rank sends tensors filled with its rank in the group plus one.
     """
     n, me = len(ranks), dist.get_rank(group) + 1
     total = n * (n + 1) // 2

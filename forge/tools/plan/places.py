@@ -55,7 +55,7 @@ def place_of(rank: int, degrees: Degrees) -> RankPlace:
 
 
 def _functions(engine: Any) -> Iterator[tuple[str, Callable[[RankPlace], tuple[Box, ...]]]]:
-    """Yield each parameter of an engine, with a function from a rank's position to the rank's boxes."""
+    """Yield (name, function) for each parameter of an engine. The function maps a rank's position to the rank's boxes."""
     if not hasattr(engine, "buffers"):
         yield from ((shard.name, partial(_of_units, shard.parameter)) for shard in engine.shards)
         return
