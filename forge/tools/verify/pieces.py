@@ -14,7 +14,7 @@ from forge.shard import Box, Shard
 
 # One per dimension of the global tensor: a contiguous part, or indices.
 TensorPlace: TypeAlias = tuple[slice | tuple[int, ...], ...]
-# What a tensor is, and its name: ("gradient", "layers.0.attention.wq.weight"). Kinds: initial, input, output, loss, norm,
+# (kind, name) of a tensor, e.g. ("gradient", "layers.0.attention.wq.weight"). Kinds: initial, input, output, loss, norm,
 # gradient, parameter, optimizer, router; held-out, generation; hooked, curve of hooks; saved, loaded, resumed, continued for
 # checkpoints.
 TensorKey: TypeAlias = tuple[str, str]
@@ -59,7 +59,7 @@ def _slices(box: Box) -> TensorPlace:
 
 
 def part_of(tensor: Tensor, place: TensorPlace) -> Tensor:
-    """Return the elements of the global tensor `whole` at `place`."""
+    """Return the elements of the global tensor `tensor` at `place`."""
     for dim, one in enumerate(place):
         if isinstance(one, slice):
             tensor = tensor.narrow(dim, one.start, one.stop - one.start)
