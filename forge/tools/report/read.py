@@ -21,8 +21,8 @@ class RunRecord:
 
     config, status: read from their files, empty if absent. lines, events: from the .jsonl files.
 
-    plan: the output of `train.py --plan --json` for the run, or its `problem`. It is in no file; `scripts/planned.py` sets
-    it.
+    plan: the output of `train.py --plan --json` for the run, or {"problem": message}. No file has it; `scripts/planned.py`
+    sets it.
     """
 
     path: Path
