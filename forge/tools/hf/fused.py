@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     stop: int
 
     def of(self, theirs: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Take these rows of `theirs`: `[shape]`."""
+        """Return a copy of these rows of `theirs` as `[shape]`."""
         return theirs.unflatten(0, (self.groups, -1))[:, self.start : self.stop].reshape(shape).contiguous()
 
 
@@ -100,9 +100,9 @@ def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
 
 
 def join(parts: list[Tensor], rows: list[Rows], shape: tuple[int, ...]) -> Tensor:
-    """Concatenate `parts`, tensors of forge, in the order of `rows` to transformers' tensor `[shape]`.
+    """Return transformers' tensor `[shape]`, which has each of `parts`, tensors of forge, at its `rows`.
 
-    The rows after the last part are zeros.
+    In each group of rows, the rows after the last part are zeros.
     """
     runs = [
         part.reshape(place.groups, place.stop - place.start, -1)

@@ -65,7 +65,8 @@ def _write_scaling(model: ModelConfig, architecture: Architecture, seq_len: int)
 def read_rope(config: ConfigJson) -> dict[str, Any]:
     """Return the keys of the position embedding.
 
-    They are rope_theta; rope_scaling, if positions are scaled; and sliding_rope_theta, if it differs from rope_theta.
+    They are rope_theta; rope_scaling, if positions are scaled; sliding_rope_theta, if it differs from rope_theta; and
+    rope_fraction, if the architecture has partial_rope.
 
     Raises UserError (exit 2) for a scaling that forge does not have.
     """

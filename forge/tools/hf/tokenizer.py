@@ -116,14 +116,14 @@ def _vocab_size(described: Path) -> int:
 
 
 def _bytes() -> tuple[dict[str, Any], Ends]:
-    """Return the tokenizer.json of the byte tokenizer: a token for each byte, and two special tokens."""
+    """Return the tokenizer.json of the byte tokenizer (a token for each byte, two special tokens), and its begin and end."""
     ends = {_BEGIN: 256, _END: 257}
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | ends
     return _tokenizer_json(vocab, [], special=ends, whole={}, begin=_BEGIN), (_BEGIN, _END)
 
 
 def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
-    """Return the tokenizer.json of a SentencePiece BPE model.
+    """Return the tokenizer.json of a SentencePiece BPE model, and its begin and end tokens.
 
     SentencePiece merges the two neighbours whose joint piece has the highest score, the leftmost first. So the merges are
     all splits of a piece in two, in the order of the pieces' scores.
