@@ -84,7 +84,8 @@ class DraftedScores:
         The model has already read all tokens of `text` but the last.
         """
         model, end = self._model, len(text) - 1
-        # In the last call, the last module may have read drafted tokens, as far back as it looks ahead.
+        # In the previous call, the modules may have read drafted tokens. Go back by the number of tokens that they look
+        # ahead.
         begin = max(0, min(self._finished, end) - len(model.ahead))
         begin = _back_to(begin, self._caches[len(self._trunk) :])
         assert self._hidden is not None
