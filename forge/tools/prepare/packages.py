@@ -113,7 +113,8 @@ def read_manifest(path: Path) -> Manifest:
 def make_corpus(manifest: Manifest, size: str, cache: Path, output: Path, workers: int) -> str:
     """Fetch the packages, make the datasets below `output`, and return one SHA-256 of all datasets.
 
-    Raises UserError if a package is missing or differs from the manifest, or if the result differs from it.
+    Raises UserError if a package is missing or differs from the manifest, or if the result differs from the
+    manifest's hash.
     """
     if size not in manifest.sizes:
         raise UserError(f"--size {size}: must be one of {', '.join(manifest.sizes)}")
@@ -152,7 +153,7 @@ def _compare(found: str, wanted: str, size: str, output: Path) -> None:
 
 
 def corpus_hash(folders: dict[str, Path]) -> str:
-    """Return the SHA-256 over the names and fingerprints of the datasets. First compare every byte with its checksum."""
+    """Return the SHA-256 over the names and fingerprints of the datasets. Raises UserError if a file is damaged."""
     lines = []
     for name, folder in sorted(folders.items()):
         for check in check_files(folder):
@@ -268,7 +269,7 @@ def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], fo
 
 
 def _chosen(package: Package, share: float) -> Callable[[str], bool]:
-    """Return this share of the package's files, chosen by a hash of their names."""
+    """Return a function that says by a hash of a file's name whether the file is in this share of the package."""
 
     def chosen(name: str) -> bool:
         place = hashlib.sha256(f"{package.name}/{name}".encode()).digest()

@@ -13,7 +13,8 @@ from forge.tools.prepare.content import File, text_bytes
 TO_THE_END = sys.maxsize
 # Bytes of a range: a thousandth of the budget, within these limits.
 _SHORTEST, _LONGEST = 4096, 1 << 20
-# A compressed file is read from its start. Its ranges are spread through this many times its share, or these bytes.
+# A compressed file must be read from its start. Its ranges are spread over its first bytes only: this many times its share
+# of the budget, or at least these bytes.
 _REACH, _LEAST_REACH = 16, 16 << 20
 
 
