@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
-sys.path.append(os.getcwd())  # a model of one's own
+sys.path.append(os.getcwd())  # for the user's own model
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from forge.config import Config, load_config

@@ -102,7 +102,7 @@ def decide(
     limits: RequeueLimits,
     restarts: int,
 ) -> tuple[JobAction, str]:
-    """Return the action after the step has ended with `code`, and its reason. Count the job run in `history`.
+    """Return the action after the srun step has ended with `code`, and its reason. Count the job run in `history`.
 
     before, after: the run directory at the start and the end of the job run. restarts: number of restarts within this job
     run.

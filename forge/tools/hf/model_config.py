@@ -152,7 +152,7 @@ def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
     """Return the keys of `model` that a round trip through `architecture` would change, each with both values."""
     try:
         back = ModelConfig.model_validate(read_model(write_model(model, architecture, 1), architecture))
-    except UserError:  # the only output that is refused as input: normalised weights with top_k = 1
+    except UserError:  # read_model refuses one result of write_model: normalised weights with top_k = 1
         return ["model.moe.top_k = 1 (it would make every weight 1)"]
     there, here = _effective(back), _effective(model)
     if architecture.router_bias is not None:
@@ -243,7 +243,7 @@ def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
         read["moe.n_shared_experts"] = model["moe.n_shared_experts"] or 0
     if config.architecture.router_bias is not None:
         return read | {"moe.balance": "bias"}
-    # Transformers' balancing loss sums the shares of all top_k choices; forge's is 1 when the load is even.
+    # Transformers' balancing loss sums the shares of all top_k choices; forge's is their mean, which is 1 for an even load.
     coefficient = (model["moe.aux_loss_coef"] or 0.0) * top_k
     return read | {"moe.balance": "aux_loss" if coefficient else "none", "moe.aux_loss_coef": coefficient}
 

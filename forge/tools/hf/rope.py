@@ -42,7 +42,7 @@ def _write_scaling(model: ModelConfig, architecture: Architecture, seq_len: int)
     scaling = model.rope_scaling
     written: dict[str, Any] = {"rope_theta": model.rope_theta}
     if scaling is None:
-        # Not null, if null means a scaling.
+        # Not null for a class in which null means its default scaling.
         plain = {"rope_type": "default"} if architecture.default_scaling else None
         return written | {"rope_scaling": plain, "max_position_embeddings": seq_len}
     theirs = {key: getattr(scaling, key) for key in SCALINGS[scaling.kind]}

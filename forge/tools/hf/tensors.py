@@ -58,7 +58,7 @@ class Weight:
         return self.shape if self.rows is None and not self.transposed else self.their_shape
 
     def split(self, ours: Tensor) -> list[Tensor]:
-        """ours `[shape]` -> theirs, each `[their_shape]`: views, or copies if elements are reordered."""
+        """Return theirs, each `[their_shape]`, from ours `[shape]`: views, or copies if elements are reordered."""
         if self.heads:
             ours = self._with_pairs(ours, 2, -1)
         if self.transposed:

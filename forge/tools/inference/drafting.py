@@ -136,7 +136,7 @@ class _TextCache:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        """Compute `inner` for the queries, keys and values of the new tokens and all cached ones."""
+        """Attend from the new tokens' queries to all cached keys and values and the new ones. Cache the new ones."""
         if self.begin:
             k = torch.cat([self._keys[:, :, : self.begin], k], dim=2)
             v = torch.cat([self._values[:, :, : self.begin], v], dim=2)

@@ -76,7 +76,7 @@ def evaluate_tasks(
         task_manager=manager,
         log_samples=False,
     )
-    if found is None:  # lm-eval goes by LOCAL_RANK
+    if found is None:  # LOCAL_RANK is not 0
         return {}
     return {
         task: {name: value for name, value in metrics.items() if name != "alias"}

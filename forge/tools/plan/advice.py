@@ -1,4 +1,4 @@
-"""Find keys that free enough memory: the keys that an out-of-memory message names, each planned."""
+"""Find keys that free enough memory. The candidates are the keys that an out-of-memory message names; each is planned."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Remedy:
 
 
 def remedy_for(made: Plan) -> Remedy | None:
-    """Set at most MOST keys, one after another, until the plan `made` fits. None if no key frees memory.
+    """Return at most MOST keys that, set one after another, make the plan `made` fit. None if no key frees memory.
 
-    With all keys of the remedy, the plan may still need too much memory.
+    With all returned keys, the plan may still need too much memory.
     """
     overrides: list[str] = []
     best = made

@@ -38,7 +38,7 @@ PACES = (Pace(0.87, 0.75), Pace(1.0, 1.0), Pace(1.15, 1.4))
 
 @dataclass
 class Spent:
-    """Seconds by cause. waiting: exposed collectives. background: overlapped collectives.
+    """Seconds by cause. compute: computation. waiting: exposed collectives. background: overlapped collectives.
 
     node, network: seconds for which the bytes of all these collectives occupy NVLink and the NIC.
     """
@@ -71,7 +71,7 @@ def time_of(
 ) -> StepTime:
     """Return the time of the traced step.
 
-    config: has compilation and float8, which are not traced. ranks_of: name of a process group -> its ranks.
+    config: the run's own, with compilation and float8, which the trace lacks. ranks_of: name of a process group -> its ranks.
     """
     spent: dict[tuple[str, int], Spent] = defaultdict(Spent)
     float8 = products_in_float8(config, hardware)

@@ -128,7 +128,7 @@ class FakeRank:
         return sum(len(buffer.buckets) for buffer in buffers)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Return two numbers of bytes: host memory for this rank's asynchronous save, and its tensors in a checkpoint."""
+        """Return the bytes of host memory for this rank's asynchronous save, and of its whole tensors in a checkpoint."""
         host = whole = 0
         for name, (shard, values) in all_tensors(self.model, self.optimizer).items():
             host += local(values).nbytes if writes(name, shard) else 0

@@ -53,9 +53,9 @@ def plan_stages(
 
 
 def with_experts_first(config: Config, degrees: Degrees) -> Config:
-    """Return `config` with experts in its first dense layers, too, if only these layers keep a pipeline from `few_layers`.
+    """Return `config` with experts in its first dense layers, too, if a pipeline needs this for `few_layers`.
 
-    Otherwise, return `config`. DeepSeek's dense layers compute as much as its layers with experts.
+    Otherwise, return `config` unchanged. DeepSeek's dense layers compute as much as its layers with experts.
     """
     moe = config.model.moe
     if degrees.pp == 1 or moe is None or not moe.n_dense_layers or few_layers(config, degrees) is not None:

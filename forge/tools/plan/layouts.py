@@ -42,9 +42,9 @@ UNEVEN = 3
 KEPT = {"none": 41.0, "selective": 25.0, "full": 2.0}
 TOUCHED = 280.0
 COMPUTED = {"none": 1.0, "selective": 1.05, "full": 4 / 3}
-# Collectives of a layer's two halves in forward, in backward, and in a recomputed forward.
+# Number of collectives of tensor parallelism per layer: in forward, in backward, and in a recomputed forward.
 TENSOR_CALLS = {"none": 10, "selective": 12, "full": 14}
-# All-to-alls of a layer's experts; selective recomputation keeps their results.
+# Number of all-to-alls of a layer's experts. Selective recomputation keeps their results.
 EXPERT_CALLS = {"none": 4, "selective": 4, "full": 6}
 
 

@@ -17,7 +17,7 @@ from forge.config.model import MoEConfig
 from forge.tools.plan.collectives import Collective
 from forge.tools.plan.hardware import Hardware
 
-# All ranks wait for these. They move the bytes of a ring twice.
+# These move the bytes of a ring twice.
 TWICE = ("all_reduce",)
 
 

@@ -183,7 +183,7 @@ def _error(found: Tensor, exact: Tensor) -> str:
     """Return a sentence if the result `found` differs from `exact` by more than the tolerance; otherwise empty."""
     size = float(exact.double().square().mean().sqrt())
     error = float((found - exact).abs().max()) / size if size else float("nan")
-    # Also true for NaN.
+    # An error of NaN is over the tolerance, too.
     return (
         "" if error <= TOLERANCE else f"wrong result: its error is {error:.3g} of its size, over {TOLERANCE}"
     )

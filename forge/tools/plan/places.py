@@ -26,7 +26,7 @@ def known_everywhere(
 ) -> list[Shard]:
     """Return `shards` with `boxes_on` set, so that an optimizer can compute the boxes of other ranks.
 
-    engines: hold the shards.
+    engines: the engines that hold the shards.
     """
     at = functools.cache(partial(place_of, degrees=degrees))
     boxes_at = {name: function for engine in engines for name, function in _functions(engine)}

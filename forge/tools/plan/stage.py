@@ -90,10 +90,10 @@ def plan_stage(
     load: float = 1.0,
     optimizer: Literal["with", "without", "alone"] = "with",
 ) -> StagePlan:
-    """Trace one step of the first rank at this position of the pp axis.
+    """Trace one step of the first rank at this position of the pp axis, and return the rank's plan.
 
-    microbatches: number to trace; None: enough to represent a step. load: as in `FakeRank`. optimizer: whether to trace its
-    part of the step. alone: trace only the optimizer's part; `kept` is then the memory that it leaves allocated for
+    microbatches: number to trace; None: enough to represent a step. load: as in `FakeRank`. optimizer: trace the step with
+    or without the optimizer's part, or that part alone. If alone, `kept` is the memory that the part leaves allocated for
     the next step, e.g. random numbers.
     """
     rank, traced = pp_rank * degrees.world // degrees.pp, fewer_microbatches(config, degrees)

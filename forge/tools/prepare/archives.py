@@ -17,7 +17,7 @@ from forge.runtime.errors import FAILED, UserError
 
 LEAST_BYTES, MOST_BYTES = 200, 1_000_000
 _LONGEST_LINE = 2000  # bytes; minified code and tables of data have longer ones
-_HEAD = 2000  # bytes in which a generated file says so
+_HEAD = 2000  # bytes at the start of a file in which _GENERATED is searched
 _GENERATED = (
     b"do not edit",
     b"@generated",
@@ -135,7 +135,7 @@ def _deb_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[st
                         assert content is not None
                         yield name, member.size, content
             assert process.stdout is not None
-            process.stdout.read()  # what follows the last member, so that dpkg-deb can end
+            process.stdout.read()  # the bytes after the last member, so that dpkg-deb can exit
     except FileNotFoundError:
         raise UserError(
             f"{path}: needs dpkg-deb, which this machine lacks: make the corpus on Debian", FAILED

@@ -37,7 +37,7 @@ from forge.tools.prepare.prepare import Request, prepare
 from forge.tools.prepare.quality import Quality
 from forge.tools.prepare.train_tokenizer import train_tokenizer
 
-_MADE_FROM = "made_from"  # beside the tokenizer: the hash of its text and size
+_MADE_FROM = "made_from"  # a file beside the tokenizer: the hash of its text, and its size
 Word = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.+:~_-]*$")]
 Sha256 = Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -211,7 +211,7 @@ def _download(package: Package, folder: Path) -> str:
             "--disable-pip-version-check",
             "--no-deps",
         ]
-        # Wheels that run anywhere: neither a build nor this machine's Python has a say in what is chosen.
+        # Wheels that run anywhere: pip's choice depends neither on a build nor on this machine's Python.
         command += [
             "--only-binary=:all:",
             "--platform=any",

@@ -19,9 +19,9 @@ _REACH, _LEAST_REACH = 16, 16 << 20
 
 
 class Piece(NamedTuple):
-    """A part of a file: of bytes begin ... end - 1 of its decompressed content, the first `take` of every `step` bytes.
+    """A part of a file's decompressed content: within bytes begin ... end - 1, the first `take` of every `step` bytes.
 
-    step 0: all.
+    step 0: all these bytes.
 
     A JSON line belongs to the range in which it begins, a Parquet row to the range with its share of the file. Each range
     of a text file is a document.

@@ -57,7 +57,7 @@ class RunRecord:
         return list(found)
 
     def having(self, key: str) -> Iterator[tuple[int, Any]]:
-        """Yield step and value of every metrics line with `key`."""
+        """Yield (step, value of `key`) for every metrics line that has `key`."""
         return ((int(line["step"]), line[key]) for line in self.lines if key in line)
 
     def events_of(self, *kinds: str) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ def standing(text: str) -> Standing:
 def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
     """Return the stragglers: ranks outside of any collective while others wait in one.
 
-    If there are none, return the ranks that are not where more than half of all ranks are.
+    If there are none, and more than half of all ranks share a position, return the other ranks.
     """
     if len(standings) < 2:
         return []

@@ -75,7 +75,7 @@ class Sweep(Section):
 
 @dataclass(frozen=True)
 class Trial:
-    """Values of the keys. steps: of the trial's runs; 0: those of the recipe."""
+    """Values of the keys. steps: number of steps of the trial's runs; 0: the recipe's."""
 
     number: int
     values: dict[str, Any]
@@ -211,4 +211,4 @@ def _draw(values: list[Any] | Between, drawn: random.Random) -> Any:
         value = math.exp(drawn.uniform(math.log(values.low), math.log(values.high)))
     else:
         value = drawn.uniform(values.low, values.high)
-    return float(f"{value:.4g}")  # what the table shows is what is run
+    return float(f"{value:.4g}")  # rounded, so that the table shows the exact value

@@ -1,4 +1,4 @@
-"""Inputs and outputs of modules on one rank, with their place in the global batch.
+"""Borders: inputs and outputs of modules on one rank, with their place in the global batch.
 
 Hooks record the first tensor argument and the outputs of every module, in the order in which forwards end: children before
 their parents. So a difference arose in the first module in this order whose output differs while its input agrees.
@@ -34,7 +34,7 @@ class BatchPart:
     """A rank's part of the global batch.
 
     first_row: the rank's first global sample. positions: the positions of its tokens in each sequence. tp: number of pieces
-    into which tensor parallelism divides sequences or features. tp_rank: the number of this rank's piece.
+    into which tensor parallelism divides sequences or features. tp_rank: the index of this rank's piece.
     """
 
     first_row: int
@@ -76,7 +76,7 @@ class BatchPart:
 class Seen:
     """A tensor at a border of the module `name`: `values`, whose first sequence is row `row` on this rank.
 
-    output: output or input. The name ends with the number of the call, unless it is the first in its microbatch.
+    output: output or input. The name ends with the number of the call, unless the call is the first in its microbatch.
     """
 
     name: str

@@ -21,7 +21,7 @@ from forge.tools.verify.record import RankRecord, RankStep, WholeRecord
 
 TOLERANCE, FLOOR = 1e-9, 1e-3
 EXACT = ("initial", "loaded", "resumed")
-# The last step made again from a checkpoint: the layout's own, and another layout's.
+# Kinds of the last step, repeated from a checkpoint: the layout's own, and another layout's.
 AGAIN = ("resumed", "continued")
 # The ranks together must hold every element of tensors of these kinds.
 COMPLETE = ("initial", "gradient", "parameter", "optimizer", "router", "hooked", "saved", "loaded")
@@ -158,7 +158,7 @@ def elements(reference: WholeRecord) -> dict[tuple[int, TensorKey], int]:
 def _held(
     whole: dict[TensorKey, Tensor], step: RankStep, result: Comparison
 ) -> dict[TensorKey, list[TensorPiece]]:
-    """Return all pieces of a step on one rank, including borders."""
+    """Return all pieces of a step on one rank, including activations at borders."""
     held: dict[TensorKey, list[TensorPiece]] = defaultdict(list, step.pieces)
     for one in step.seen:
         key = ("output" if one.output else "input", one.name)
@@ -199,7 +199,7 @@ def difference_of(
 
 
 def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
-    """Return the differences between resuming from this layout's own checkpoint and continuing without a stop."""
+    """Yield the differences between resuming from this layout's own checkpoint and continuing without a stop."""
     last = record.steps[-1].pieces
     for (kind, name), pieces in last.items():
         if kind != "resumed":

@@ -36,7 +36,7 @@ OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ),
     ("train.micro_batch_size", "dp_shard", (2, 4, 1)),
 )  # fmt: skip
-# How many options are tried alone: the others vary at random only.
+# Number of OPTIONS that are tried alone. The others vary only at random.
 ALONE = 6
 
 

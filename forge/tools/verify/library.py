@@ -136,7 +136,7 @@ def verify_library(
 
 
 def notes_on(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return one line for each kind of tensor that was not compared."""
+    """Return one line for each layout whose checkpoint was not compared."""
     without = [one.case.name for one in outcomes if one.status != "failed" and "saved" not in one.largest]
     return [f"{name}: no checkpoint was compared (Parallelized.checkpoint is False)" for name in without]
 
@@ -180,7 +180,7 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _batches(model: Any, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield tokens and labels int64 `[BATCH, seq]` of each step."""
+    """Yield (tokens, labels) of each step, both int64 `[BATCH, seq]`."""
     generator = torch.Generator().manual_seed(SEED)
     seq = getattr(model, "seq_len", SEQ)
     for _ in range(steps):

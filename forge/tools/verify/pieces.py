@@ -22,7 +22,7 @@ TensorKey: TypeAlias = tuple[str, str]
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The local `values` at `place` of a global tensor. counted: True on one of the ranks with copies."""
+    """The local `values` at `place` of a global tensor. counted: True on exactly one of the ranks with copies."""
 
     values: Tensor
     place: TensorPlace

@@ -132,7 +132,7 @@ def _worker(
         outcome = (True, function(rank, world, *arguments))
     except BaseException:
         outcome = (False, traceback.format_exc())
-    # Plain pickle: the pipe's own passes tensors through shared memory, which ends with this process.
+    # Plain pickle: the pipe's own pickler passes tensors through shared memory, which ends with this process.
     pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()
     if outcome[0]:

@@ -162,7 +162,7 @@ def record_on_rank(
                 last |= {
                     (kind, f"{of} {name}"): pieces
                     for (of, name), pieces in again.pieces.items()
-                    # A hook need not have a state in checkpoints: a curve need not continue.
+                    # A hook need not save its state in checkpoints, so its curve need not continue.
                     if of != "curve" and (of, name) in last
                 }
                 if kind == "continued":

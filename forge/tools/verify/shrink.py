@@ -182,7 +182,7 @@ def _whole_blocks(model: ModelConfig, keys: Mapping[str, Any], unit: int) -> dic
     else:
         of_head = unit // gcd(unit, keys["model.n_heads"])
         sizes = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), of_head)
-        # A whole table: shrinking sets one.
+        # Set the whole table, as `_model` does.
         found["model.mla"] = keys.get("model.mla", model.latent.model_dump(mode="json")) | sizes
     if model.moe is not None and model.moe.n_shared_experts:
         found["model.moe.expert_dim"] = _multiple(keys["model.moe.expert_dim"], unit)
