@@ -66,7 +66,7 @@ class RunSnapshot:
 
 @dataclass
 class JobHistory:
-    """Consecutive job runs of one job: those that failed, and those that were stopped or killed without a new save.
+    """Counts of a job's consecutive job runs that failed, or that were stopped or killed without a new save.
 
     newest: for an elastic job, the newest checkpoint at the end of the previous job run.
     """

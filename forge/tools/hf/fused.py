@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 class HFPlace(NamedTuple):
-    """The position of a tensor of forge in one of transformers: name below `model.layers.N`, shape, and rows (None: all).
+    """The place of a tensor of forge in a tensor of transformers: name below `model.layers.N`, shape, and rows (None: all).
 
     paired: rows of gate and up alternate instead of following each other. transposed: inputs come before outputs.
     """

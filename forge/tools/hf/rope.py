@@ -92,7 +92,7 @@ def read_rope(config: ConfigJson) -> dict[str, Any]:
 
 
 def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict[str, Any]:
-    """Read one dictionary of RoPE's parameters, the value of `key`."""
+    """Return rope_theta and rope_scaling from `scaling`, RoPE's parameters under `key` of config.json."""
     theta = float(scaling.get("rope_theta") or config["rope_theta"])
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     partial = scaling.pop("partial_rotary_factor", config["partial_rotary_factor"])

@@ -35,7 +35,7 @@ _SMI = ("uuid", "driver_version", "ecc.mode.current", "ecc.errors.uncorrected.vo
 
 @dataclass(frozen=True)
 class Sizes:
-    """n: rows and columns of the matrix product.
+    """Sizes of the checks. n: rows and columns of each matrix of the product.
 
     copied, message: bytes. least_s: seconds for which a kernel is timed. calls: calls of a collective.
     """

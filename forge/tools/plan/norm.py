@@ -18,7 +18,7 @@ from forge.model.norm import RMSNorm, zero_centered_norm
 
 
 def use_fused_norms(model: nn.Module) -> None:
-    """Let each RMS norm of `model` run as one operator, as its CUDA kernel does, in place.
+    """Let each RMS norm of `model` run as one operator, like the CUDA kernel, in place.
 
     CUDA has this kernel only if the weight has the input's dtype. Other norms keep PyTorch's operators.
     """

@@ -1,4 +1,4 @@
-"""Compute the boxes of other ranks from their positions in the mesh, so that no communication is needed."""
+"""Compute the boxes (parts of tensors) of other ranks from their positions in the mesh, without communication."""
 
 from __future__ import annotations
 

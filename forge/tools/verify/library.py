@@ -189,7 +189,7 @@ def _batches(model: Any, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _alone(_rank: int, _world: int, request: LibraryRequest, file: Path) -> tuple[list[str], dict]:
-    """Run one process and write the reference to `file`. Return the order of its modules and the sizes of its tensors."""
+    """Write the reference, of one process, to `file`. Return the order of its modules and the sizes of its tensors."""
     model, make = _make(request)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to train")

@@ -42,7 +42,7 @@ def pieces_of(kind: str, tensors: Iterable[tuple[Shard, Tensor]]) -> dict[Tensor
 
 
 def assemble(shard: Shard, values: Tensor) -> Tensor:
-    """Return a copy of the whole tensor, laid out like `shard.data`. This process must hold every element."""
+    """Return a copy of the whole tensor. values: laid out like `shard.data`. This process must hold every element."""
     tensor = values.new_empty(shard.global_shape)
     for box, piece in shard.pieces(values):
         tensor[_slices(box)] = piece

@@ -116,7 +116,7 @@ class WholeRecord:
 def record_on_rank(
     rank: int, world: int, text: str, settings: Settings, device: torch.device = CPU
 ) -> RankRecord:
-    """Run the steps of the configuration `text` on its layout, on one of `world` ranks. Collective."""
+    """Run the steps of the configuration `text` on its layout; return the recording of this rank of `world`. Collective."""
     if settings.patch is not None:
         settings.patch()
     config = parse_toml_text(text)
