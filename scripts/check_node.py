@@ -5,8 +5,8 @@ torchrun --nproc-per-node 8 scripts/check_node.py
 srun --nodes=64 --ntasks-per-node=8 --gpus-per-node=8 python scripts/check_node.py
 
 Checks name, memory and uncorrected ECC errors of each GPU; a matrix product, causal attention and a copy in memory; and
-all-reduce, all-gather, reduce-scatter and all-to-all in each node and over all nodes. Each result is compared with its
-definition, and each rate with the planned one. Rates of collectives are bus bandwidths, as in nccl-tests.
+all-reduce, all-gather, reduce-scatter and all-to-all in each node and over all nodes. Each result is checked for
+correctness, and each rate is compared with the planned one. Rates of collectives are bus bandwidths, as in nccl-tests.
 
 Exit codes: 0 all results are right and all compared rates reach the required fractions; 1 a check failed; 2 a wrong option,
 no GPU, or a GPU that the planner does not know. torchrun turns each code but 0 into 1.

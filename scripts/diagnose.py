@@ -3,8 +3,8 @@
 
     python scripts/diagnose.py runs/debug
 
-Reads status.json, events.jsonl, traces in profile/, and in logs/ the messages, stacks and records of collectives of all
-ranks. Prints a page of text.
+Reads status.json, events.jsonl and the traces in profile/. From logs/ it reads the messages, stacks and records of
+collectives of all ranks. Prints a page of text.
 """
 
 from __future__ import annotations

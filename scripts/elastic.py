@@ -98,7 +98,7 @@ def _node(given: argparse.Namespace) -> int:
         given.gather,
         given.patience,
     )
-    layouts(given.train, node)  # a mistake is one sentence now, not one for each restart
+    layouts(given.train, node)  # reports a mistake once, not at each restart
     return run_agent(node, given.train)
 
 

@@ -142,7 +142,7 @@ def _drafted(opened: TrainedModel, prompts: int) -> NextScores:
 
 
 def _begin(prompt: str | list[int], tokenizer: Tokenizer | None, opened: TrainedModel) -> Writing:
-    """Return a prompt's ids: text gets the begin token of a document, ids are used as given."""
+    """Return the Writing of a prompt. Text gets the begin token of a document; ids are used as given."""
     text: str | None = None
     if isinstance(prompt, list):
         tokens = prompt
@@ -173,7 +173,7 @@ def _begin(prompt: str | list[int], tokenizer: Tokenizer | None, opened: Trained
 def _parser() -> Options:
     parser = Options(description=__doc__)
     add = parser.add_argument
-    # A smaller one divides scores beyond the range of float32.
+    # A smaller temperature would divide scores beyond the range of float32.
     temperature = number(
         float, lambda value: value == 0 or 1e-6 <= value < float("inf"), "0, or at least 1e-6"
     )

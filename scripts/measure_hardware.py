@@ -39,7 +39,7 @@ from scripts.options import Options, exit_code_of, positive
 MeasuredRates = list[list[float]]
 Clock = Callable[[], float]
 Turns = Iterator[list[torch.Tensor]]
-# Seconds of a call after which larger ones are not measured: a CPU that computes slowly in bfloat16 would take minutes.
+# If a call takes this many seconds, larger ones are not measured: a CPU that is slow in bfloat16 would take minutes.
 LONG = 0.3
 
 
@@ -177,7 +177,7 @@ def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Cl
 
         operations = 7 * 2.0 * 8 * 64 * seq * (seq + 1) / 2
         seconds = median_s(both, clock)
-        # Forward and backward are two operators; each has about half.
+        # Forward and backward are two operators; each has about half of the operations.
         found.append([operations / 2, operations / seconds / 1e12])
         if seconds > LONG:
             break
@@ -236,7 +236,7 @@ def _link(card: bool, size: int) -> dict[str, float]:
         port = free.getsockname()[1]
     context = processes.get_context("spawn")
     answer = context.SimpleQueue()
-    # A CPU wakes waiting threads late, but not for tensors of a few bytes: both sizes occur in a step.
+    # On a CPU, both sizes occur in a step: it wakes waiting threads late for these, but not for a few bytes.
     sizes = (32 if card else size // 16, size)
     processes.spawn(_rank, (port, card, sizes, answer), nprocs=2)
     few, many = answer.get()
@@ -260,7 +260,7 @@ def _rank(rank: int, port: int, card: bool, sizes: tuple[int, ...], answer: Any)
 
 
 def _together(tensor: torch.Tensor, device: torch.device, times: int = 40) -> float:
-    """Return the mean time of an all-reduce.
+    """Return the mean time of an all-reduce in seconds, without the first eighth of the calls.
 
     Ranks on a CPU compute before each call. Both ranks make the same number of calls.
     """

@@ -21,7 +21,7 @@ class Planner:
 
         self._hardware = None if hardware is None else find_hardware(hardware)
         self._trust = trust
-        self._lock = threading.Lock()  # a plan needs the process group of the process
+        self._lock = threading.Lock()  # a plan uses the default process group of this process
         self._known: dict[tuple[str, int, str], dict[str, Any]] = {}
 
     def add(self, run: RunRecord) -> None:

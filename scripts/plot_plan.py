@@ -26,7 +26,7 @@ from scripts import images
 from scripts.options import Options
 from scripts.plot_pipeline import draw_timeline
 
-# From the bottom up.
+# Kinds of memory, from the bottom of the drawing up.
 KINDS = ("state", "gradients", "gathered", "activations", "masks", "loss")
 
 

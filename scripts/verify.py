@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
-sys.path.append(os.getcwd())  # a model of one's own
+sys.path.append(os.getcwd())  # for the user's own model
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from forge.config import Config, load_config
@@ -95,7 +95,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
     cases = None if given.layouts is None else parse_layouts(given.layouts)
     config = load_config(["--config", given.config, *overrides])
     small, notes = shrink(config)
-    load_hooks(small)  # so that a path that names none is an error of the configuration
+    load_hooks(small)  # reports a path without a hook as a mistake in the configuration
     for world in given.world_sizes or ():
         require_any(small, world)
     if not given.json:

@@ -45,9 +45,7 @@ def main(argv: list[str]) -> int:
         turns_without_progress=_number(os.environ, "MAX_TURNS_WITHOUT_PROGRESS", 3),
     )
     history, before = JobHistory.read(run / "requeues.json", job), RunSnapshot.read(run)
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, [signal.SIGTERM]
-    )  # until the process to which it is passed on exists
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until the child that gets it exists
     process = subprocess.Popen(command, preexec_fn=_unblock)
     signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
     _unblock()

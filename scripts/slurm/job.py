@@ -31,9 +31,9 @@ from forge.config import Config, check_world, load_config  # noqa: E402
 from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED, NO_CHECKPOINT, STOPPED, UserError  # noqa: E402
 
 JobAction = Literal["end", "restart", "requeue"]
-# With less time than this from start to end a warning is printed: Slurm's notice of 300 s, and a start-up.
+# A job run with less time than this gets a warning: it must hold a start-up, and Slurm's notice of 300 s.
 SHORT_S = 600
-# The step has to end so long before the job does.
+# The step must end this many seconds before the job.
 MARGIN_S = 30
 # Exit codes of a worker that a signal ended before the interpreter could handle it.
 KILLED = 128 + signal.SIGKILL
@@ -66,7 +66,7 @@ class RunSnapshot:
 
 @dataclass
 class JobHistory:
-    """Numbers of consecutive job runs of one job that failed, and that were stopped or killed without a new save.
+    """Counts of a job's consecutive job runs that failed, or that were stopped or killed without a new save.
 
     newest: for an elastic job, the newest checkpoint at the end of the previous job run.
     """
@@ -87,7 +87,7 @@ class JobHistory:
 
 @dataclass(frozen=True)
 class RequeueLimits:
-    """The numbers of consecutive job runs after which the job ends."""
+    """Limits for one job: restarts within a job run, and consecutive job runs that fail or make no progress."""
 
     restarts: int
     failed_turns: int
@@ -102,7 +102,7 @@ def decide(
     limits: RequeueLimits,
     restarts: int,
 ) -> tuple[JobAction, str]:
-    """Return the action after the step has ended with `code`, and its reason. Count the job run in `history`.
+    """Return the action after the srun step has ended with `code`, and its reason. Count the job run in `history`.
 
     before, after: the run directory at the start and the end of the job run. restarts: number of restarts within this job
     run.
@@ -130,7 +130,7 @@ def decide(
         return "restart", f"is {state}, exit code {code}"
     history.failed += 1
     if not saved:
-        # By the loss of a node, most often: srun ends before Slurm has noticed it.
+        # Most often a node was lost: srun ends before Slurm has noticed the loss.
         history.without_progress += code == KILLED
         if code != KILLED or history.without_progress >= limits.turns_without_progress:
             return "end", f"is {state}, exit code {code}, and this job run has saved nothing"
@@ -243,7 +243,7 @@ def step_environment(workers: int, environment: Mapping[str, str]) -> dict[str, 
     """Return the environment of srun and of the workers."""
     kept = {name: value for name, value in environment.items() if name not in NOT_FOR_THE_STEP}
     if workers > 1:
-        # Else each worker starts as many threads as the node has cores.
+        # Otherwise each worker starts as many threads as the node has cores.
         kept.setdefault("OMP_NUM_THREADS", "1")
     return kept
 

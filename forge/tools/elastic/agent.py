@@ -93,7 +93,7 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
     os.environ.pop(VARIABLE, None)  # ranks do not need it
     _share_clock(clock_offset(store))
     os.environ |= {
-        # Agents would else keep the address of the first rank's store of the first round, also when that node is gone.
+        # Otherwise agents would keep the address of the first round's store, even after its node was lost.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": SIGNALS,
         "FORGE_NODES": f"{node.least}:{node.most}",

@@ -21,7 +21,8 @@ from forge.runtime.errors import UserError
 
 RUN_ID = "forge"
 HEARTBEAT_S = 1
-# A member that leaves has sent a heartbeat shortly before. PyTorch reads the state at most once a second.
+# PyTorch reads the state at most once a second, so this agent sees a heartbeat up to this late. A member that leaves by
+# itself has sent a heartbeat shortly before.
 SLACK_S = 1.0
 POLL_S, PATIENT_S = 0.5, 10.0
 
@@ -119,6 +120,6 @@ class Rendezvous(DynamicRendezvousHandler):
         return True
 
     def _keep_alive(self) -> None:
-        # A thread of PyTorch's calls this; the main thread meets the same error at its next look.
+        # A thread of PyTorch's calls this; the main thread meets the same error when it next reads the state.
         with suppress(UserError):
             super()._keep_alive()

@@ -124,7 +124,7 @@ class Architecture:
     output_bias: bool = False
     """attention_bias also adds a bias to the output projection; zeros if forge's model has none."""
     must_be: Mapping[str, Any] = field(default_factory=dict)
-    """Added to MUST_BE; written unless false, the default."""
+    """Added to MUST_BE. An export writes them, except false values, which are transformers' defaults."""
     default_scaling: Mapping[str, Any] | None = None
     """rope_scaling of a config.json without one."""
     rope_by_kind: bool = False
@@ -142,7 +142,7 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     """Prefixes of tensor names to leave out, as transformers does."""
     numbered_layers: bool = False
-    """Layers are listed by kind and number, and all but linear layers have no positions (forge/tools/hf/kimi.py)."""
+    """config.json lists the numbers of linear-attention layers and of the others, which have no positions (kimi.py)."""
     prefix: str = ""
     """Prefix of all tensor names. With a prefix config.json is nested (forge/tools/hf/kimi.py)."""
     interleaved_rope: bool = False
@@ -155,7 +155,7 @@ class Architecture:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether it has linear layers."""
+        """Whether it has linear-attention layers."""
         return "linear_attention.n_key_heads" in self.keys
 
     @property

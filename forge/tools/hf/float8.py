@@ -50,7 +50,7 @@ def with_scales(
 ) -> dict[str, Stored | Scaled]:
     """Return the tensors of a folder by name. The two tensors of a float8 weight become one under the weight's name.
 
-    quantization: from the config.json `source`. Raises UserError (exit 2) if its blocks do not have two sizes, if one of
+    quantization: from the config.json `source`. Raises UserError (exit 2) if weight_block_size is not two sizes, if one of
     the two tensors is missing, or if their shapes do not match.
     """
     block = quantization.get("weight_block_size")

@@ -29,8 +29,8 @@ def no_progress(activity: str, done: int, total: int) -> None:
 def new_folder(output: Path, needed: int) -> Iterator[Path]:
     """Yield an empty folder beside `output` with room for `needed` bytes. The caller fills it and renames it to `output`.
 
-    The folder is removed unless it was renamed. Raises UserError if `output` exists (exit 2), or if the file system has too
-    little space (exit 1).
+    The folder is removed unless it was renamed. Raises UserError if `output` exists and is not empty (exit 2), or if the
+    file system has too little space (exit 1).
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output}: exists already; choose another folder or remove it")

@@ -30,12 +30,12 @@ class Rows(NamedTuple):
     stop: int
 
     def of(self, theirs: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Take these rows of `theirs`: `[shape]`."""
+        """Return a copy of these rows of `theirs` as `[shape]`."""
         return theirs.unflatten(0, (self.groups, -1))[:, self.start : self.stop].reshape(shape).contiguous()
 
 
 class HFPlace(NamedTuple):
-    """The position of a tensor of forge in one of transformers: name below `model.layers.N`, shape, and rows (None: all).
+    """The place of a tensor of forge in a tensor of transformers: name below `model.layers.N`, shape, and rows (None: all).
 
     paired: rows of gate and up alternate instead of following each other. transposed: inputs come before outputs.
     """
@@ -100,9 +100,9 @@ def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
 
 
 def join(parts: list[Tensor], rows: list[Rows], shape: tuple[int, ...]) -> Tensor:
-    """Concatenate `parts`, tensors of forge, in the order of `rows` to transformers' tensor `[shape]`.
+    """Return transformers' tensor `[shape]`, which has each of `parts`, tensors of forge, at its `rows`.
 
-    The rows after the last part are zeros.
+    In each group of rows, the rows after the last part are zeros.
     """
     runs = [
         part.reshape(place.groups, place.stop - place.start, -1)

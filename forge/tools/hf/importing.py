@@ -64,7 +64,7 @@ def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_
         raise UserError(
             f"{described}: asks for {model['n_layers']} layers, and the folder has {len(stored)} tensors"
         )
-    # Transformers writes the number of modules, but not their tensors.
+    # Count the tensors: transformers writes the number of modules into config.json, but not their tensors.
     if architecture.predicts_ahead and (depth := modules_ahead(stored, model["n_layers"])):
         model["mtp"] = {"depth": depth}
     embedding = stored.get(f"{architecture.prefix}{ENDS['embedding']}.weight")
@@ -118,7 +118,10 @@ def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_
 def _dequantized(
     stored: dict[str, Stored], values: dict[str, Any], source: Path
 ) -> tuple[Mapping[str, Stored | Blocks | Scaled], dict[str, Any]]:
-    """Return all tensors as if they were plain, and the keys `values` of `source` without their storage format."""
+    """Return `stored` with each quantized weight as one tensor, and `values` without a storage format.
+
+    values: the content of the config.json `source`. Raises UserError for a format that forge cannot read.
+    """
     quantization = values.get("quantization_config")
     if not isinstance(quantization, dict):
         return stored, values
@@ -146,7 +149,7 @@ def _config(
 ) -> Config:
     """Return the config.toml of the imported checkpoint.
 
-    It has its model, and other keys that make it valid without reading files.
+    It has the checkpoint's model, and the other keys that a valid config.toml needs. It names no data files.
 
     precision.compute is `dtype`, the embedding's, as in transformers; float32 for float16, which forge does not support.
     """
@@ -203,7 +206,7 @@ def _match(
             dtypes[weight.ours] = torch.promote_types(dtype, torch.float32) if weight.gain else dtype
     known = {name for weight in weights for name in weight.theirs}
     if config.model.tie_embeddings:
-        known.add("lm_head.weight")  # like transformers, ignore it and the next one, which old versions wrote
+        known.add("lm_head.weight")  # transformers ignores it, too, like rotary_emb.inv_freq of old versions
     problems += [
         f"{name} is no part of the model that config.json describes"
         for name in stored

@@ -61,7 +61,7 @@ def k3_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
     if model.kind_of(layer) != "linear" or linear is None:
         return {}
     keys, values = linear.n_key_heads * linear.key_head_dim, linear.n_value_heads * linear.value_head_dim
-    # Padded with zeros to the size of a head.
+    # A_log is padded with zeros to the size of a head.
     heads = max(linear.n_value_heads, linear.key_head_dim)
     a_log = HFPlace("self_attn.A_log", (heads,), Rows(1, 0, linear.n_value_heads))
     convolutions = {

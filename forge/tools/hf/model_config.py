@@ -1,7 +1,6 @@
 """[model] of forge <-> config.json of transformers.
 
-Whether an architecture supports a model is found by a round trip through its config.json. Keys of [model] whose value
-changes are not supported.
+An architecture supports a model if a round trip through its config.json changes no key of [model].
 """
 
 from __future__ import annotations
@@ -153,13 +152,13 @@ def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
     """Return the keys of `model` that a round trip through `architecture` would change, each with both values."""
     try:
         back = ModelConfig.model_validate(read_model(write_model(model, architecture, 1), architecture))
-    except UserError:  # the only output that is refused as input: normalised weights with top_k = 1
+    except UserError:  # read_model refuses one result of write_model: normalised weights with top_k = 1
         return ["model.moe.top_k = 1 (it would make every weight 1)"]
     there, here = _effective(back), _effective(model)
     if architecture.router_bias is not None:
         there["moe.balance"] = here["moe.balance"]  # a bias of zeros has no effect
     if architecture.output_bias and model.attention_bias and not model.attention_output_bias:
-        there["attention_output_bias"] = False  # the same
+        there["attention_output_bias"] = False  # this bias of zeros has no effect, either
     return [
         f"model.{key} = {here[key]!r} (it would be {there[key]!r})"
         for key in here
@@ -244,7 +243,7 @@ def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
         read["moe.n_shared_experts"] = model["moe.n_shared_experts"] or 0
     if config.architecture.router_bias is not None:
         return read | {"moe.balance": "bias"}
-    # Transformers' balancing loss sums the shares of all top_k choices; forge's is 1 when the load is even.
+    # Transformers' balancing loss sums the shares of all top_k choices; forge's is their mean, which is 1 for an even load.
     coefficient = (model["moe.aux_loss_coef"] or 0.0) * top_k
     return read | {"moe.balance": "aux_loss" if coefficient else "none", "moe.aux_loss_coef": coefficient}
 
@@ -269,7 +268,7 @@ def _read_dense(config: ConfigJson, n_layers: int) -> tuple[int, int]:
 
 
 def _read_windows(config: ConfigJson, n_layers: int) -> tuple[int, list[str]]:
-    """sliding_window and layer_pattern."""
+    """Return sliding_window and layer_pattern."""
     keys = config.architecture.window_keys
     if not keys or ("use_sliding_window" in keys and not config["use_sliding_window"]):
         return 0, []
@@ -292,7 +291,7 @@ def _read_windows(config: ConfigJson, n_layers: int) -> tuple[int, list[str]]:
 
 
 def _read_linear(config: ConfigJson, n_layers: int) -> list[str]:
-    """layer_pattern of a class with linear layers."""
+    """Return layer_pattern for a class with linear-attention layers."""
     if config.architecture.numbered_layers:
         key = "linear_attn_config.kda_layers"
         linear, full = config[key], config["linear_attn_config.full_attn_layers"]

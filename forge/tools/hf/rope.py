@@ -42,7 +42,7 @@ def _write_scaling(model: ModelConfig, architecture: Architecture, seq_len: int)
     scaling = model.rope_scaling
     written: dict[str, Any] = {"rope_theta": model.rope_theta}
     if scaling is None:
-        # Not null, if null means a scaling.
+        # Not null for a class in which null means its default scaling.
         plain = {"rope_type": "default"} if architecture.default_scaling else None
         return written | {"rope_scaling": plain, "max_position_embeddings": seq_len}
     theirs = {key: getattr(scaling, key) for key in SCALINGS[scaling.kind]}
@@ -65,7 +65,8 @@ def _write_scaling(model: ModelConfig, architecture: Architecture, seq_len: int)
 def read_rope(config: ConfigJson) -> dict[str, Any]:
     """Return the keys of the position embedding.
 
-    They are rope_theta; rope_scaling, if positions are scaled; and sliding_rope_theta, if it differs from rope_theta.
+    They are rope_theta; rope_scaling, if positions are scaled; sliding_rope_theta, if it differs from rope_theta; and
+    rope_fraction, if the architecture has partial_rope.
 
     Raises UserError (exit 2) for a scaling that forge does not have.
     """
@@ -91,7 +92,7 @@ def read_rope(config: ConfigJson) -> dict[str, Any]:
 
 
 def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict[str, Any]:
-    """Read one dictionary of RoPE's parameters, the value of `key`."""
+    """Return rope_theta and rope_scaling from `scaling`, RoPE's parameters under `key` of config.json."""
     theta = float(scaling.get("rope_theta") or config["rope_theta"])
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     partial = scaling.pop("partial_rotary_factor", config["partial_rotary_factor"])

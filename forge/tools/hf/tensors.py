@@ -58,7 +58,7 @@ class Weight:
         return self.shape if self.rows is None and not self.transposed else self.their_shape
 
     def split(self, ours: Tensor) -> list[Tensor]:
-        """ours `[shape]` -> theirs, each `[their_shape]`: views, or copies if elements are reordered."""
+        """Return theirs, each `[their_shape]`, from ours `[shape]`: views, or copies if elements are reordered."""
         if self.heads:
             ours = self._with_pairs(ours, 2, -1)
         if self.transposed:
@@ -74,7 +74,10 @@ class Weight:
         return self._with_pairs(out, -1, 2) if self.heads else out
 
     def _with_pairs(self, rows: Tensor, *sizes: int) -> Tensor:
-        """Swap the two dimensions `sizes` of the paired rows of each head, which changes one order of rows into the other."""
+        """Reorder the paired rows of each head: view them as two dimensions `sizes`, and swap these.
+
+        (2, -1) changes forge's order into transformers', and (-1, 2) changes it back.
+        """
         heads = rows if rows.shape[0] == self.heads else rows.unflatten(0, (self.heads, -1))
         turned = heads[:, self.first :].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
         return torch.cat([heads[:, : self.first], turned], dim=1).reshape(rows.shape)
@@ -177,7 +180,7 @@ def their_tensors(weights: list[Weight], read: Callable[[Weight], Tensor]) -> It
 def _parameter(
     model: ModelConfig, architecture: Architecture, name: str, shape: tuple[int, ...], prefix: str, inner: str
 ) -> Iterator[Weight]:
-    """Return the parameter `name` of module `inner` of a layer, and the extra tensors that transformers has beside it."""
+    """Yield the Weight of parameter `name` in module `inner` of a layer, then extra tensors of transformers beside it."""
     leaf = name.rpartition(".")[2]
     theirs = f"{prefix}.{(LAYER | dict(architecture.layer))[inner]}"
     heads, first = _rotated(model).get(inner, (0, 0)) if architecture.interleaved_rope else (0, 0)
@@ -193,9 +196,9 @@ def _parameter(
 
 
 def _mix(name: str, dim: int) -> list[Weight]:
-    """Return the query of attention residuals.
+    """Return the two Weights for `name`, the query of a mix of attention residuals.
 
-    In Kimi K3's folders it is a projection to one number times the gain of a norm.
+    In Kimi K3's folders the query is the product of two tensors: a projection to one number, and the gain of a norm.
     """
     *layer, module, _ = name.split(".")
     theirs = f"model.layers.{layer[1]}.{LAYER_MIXES[module]}" if layer else f"model.{LAST_MIX}"
@@ -225,7 +228,7 @@ def _zeros(theirs: str, *shape: int) -> Weight:
 def _router_state(
     model: ModelConfig, architecture: Architecture, name: str, tensor: Tensor, prefix: str
 ) -> Weight:
-    """Return the router's state: the bias on the choice of experts, and counts of the last step, which only forge has."""
+    """Return the Weight of a state of the router: the bias on the choice of experts, or counts, which only forge has."""
     shape = tuple(tensor.shape)
     if not name.endswith(".bias") or architecture.router_bias is None:
         return Weight(name, shape, (), shape, is_state=True, dtype=tensor.dtype)

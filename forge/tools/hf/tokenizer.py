@@ -38,10 +38,10 @@ _ALSO_COPIED = ("added_tokens.json", "chat_template.jinja")
 def export_files(folder: Path) -> dict[str, bytes]:
     """Return name -> content of files for AutoTokenizer, with the same ids as forge's tokenizer in `folder`.
 
-    Exception: AutoTokenizer turns the spelling of a special token in a text into the token. A text begins with the begin
-    token of documents, if there is one. A tokenizer.json is changed only if the begin token that it adds differs. Raises
-    UserError for a SentencePiece model that tokenizer.json cannot express. Returns nothing for a folder without a
-    tokenizer.
+    One difference remains: if a text spells a special token, AutoTokenizer encodes the spelling as that token. A text
+    begins with the begin token of documents, if there is one. A tokenizer.json is changed only if it adds another begin
+    token than forge. Raises UserError for a SentencePiece model that tokenizer.json cannot express. Returns nothing for a
+    folder without a tokenizer.
     """
     if (folder / BYTES_FILE).is_file():
         return _files(*_bytes()) | {BYTES_FILE: (folder / BYTES_FILE).read_bytes()}
@@ -116,14 +116,14 @@ def _vocab_size(described: Path) -> int:
 
 
 def _bytes() -> tuple[dict[str, Any], Ends]:
-    """Return the tokenizer.json of the byte tokenizer: a token for each byte, and two special tokens."""
+    """Return the tokenizer.json of the byte tokenizer (a token for each byte, two special tokens), and its begin and end."""
     ends = {_BEGIN: 256, _END: 257}
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | ends
     return _tokenizer_json(vocab, [], special=ends, whole={}, begin=_BEGIN), (_BEGIN, _END)
 
 
 def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
-    """Return the tokenizer.json of a SentencePiece BPE model.
+    """Return the tokenizer.json of a SentencePiece BPE model, and its begin and end tokens.
 
     SentencePiece merges the two neighbours whose joint piece has the highest score, the leftmost first. So the merges are
     all splits of a piece in two, in the order of the pieces' scores.

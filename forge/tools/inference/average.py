@@ -26,10 +26,11 @@ def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
 
     Return the number of tensors.
 
-    ema: average the checkpoints' weight averages (`optimizer.ema`) instead of their weights. Balanced state, e.g. a
-    router's bias, is not learned and has no weight average.
+    ema: average the checkpoints' weight averages (`optimizer.ema`) instead of their weights. State that is not
+    learned, e.g. a router's bias, has no weight average. Its values are averaged directly.
 
-    Sums are float64, results have the dtypes of the last checkpoint. Its config, tokenizer and router counters are copied.
+    Sums are float64, results have the dtypes of the last checkpoint. The last
+    checkpoint's config, tokenizer and router counters are copied.
     Each checkpoint is verified before it is read.
 
     Raises UserError if a folder is not a checkpoint, is damaged (exit 77) or lacks weight averages, if the models differ,

@@ -89,8 +89,7 @@ class CachedScores:
 class _LayerCache:
     """The attention function of one layer. Stores keys and values `[texts, kv_heads, places, head_dim]`.
 
-    With `places` None it reads whole texts by `inner`. Otherwise it reads one token of each text and attends to the stored
-    keys.
+    places None: a call has whole texts. Otherwise a call has one token of each text, which attends to the stored keys.
     """
 
     def __init__(self, inner: AttentionFunction):
@@ -120,7 +119,7 @@ class _LayerCache:
     ) -> Tensor:
         """See `LatentAttention`. Stores the latents. One query per text attends to them directly (absorbed projections).
 
-        In a block format they are expanded into keys and values instead.
+        In a float8 block format, the latents are expanded into keys and values instead.
         """
         latent, key = (kept.squeeze(1) for kept in self._kept(latent.unsqueeze(1), key.unsqueeze(1)))
         # In float8 the up-projection quantises latents and weights, as in training: it is not absorbed.

@@ -84,7 +84,8 @@ class DraftedScores:
         The model has already read all tokens of `text` but the last.
         """
         model, end = self._model, len(text) - 1
-        # In the last call, the last module may have read drafted tokens, as far back as it looks ahead.
+        # In the previous call, the modules may have read drafted tokens. Go back by the number of tokens that they look
+        # ahead.
         begin = max(0, min(self._finished, end) - len(model.ahead))
         begin = _back_to(begin, self._caches[len(self._trunk) :])
         assert self._hidden is not None
@@ -135,7 +136,7 @@ class _TextCache:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        """Compute `inner` for the queries, keys and values of the new tokens and all cached ones."""
+        """Attend from the new tokens' queries to all cached keys and values and the new ones. Cache the new ones."""
         if self.begin:
             k = torch.cat([self._keys[:, :, : self.begin], k], dim=2)
             v = torch.cat([self._values[:, :, : self.begin], v], dim=2)

@@ -111,7 +111,7 @@ def _find_undamaged(path: Path, verify: bool) -> Path:
 def _for_inference(config: Config, compute: str | None, context: int | None) -> Config:
     model = config.model
     if model.moe is not None:
-        # Drops depend on the other tokens of a batch; generated text must not.
+        # Dropped tokens depend on the other tokens of a batch; generated text must not.
         exact = model.moe.model_copy(update={"capacity_factor": 0.0, "router_noise": 0.0})
         model = model.model_copy(update={"moe": exact})
     precision = config.precision.model_copy(update={"compute": compute} if compute else {})

@@ -103,7 +103,7 @@ def choose_token(scores: Tensor, sampling: Sampling, position: int) -> int:
         scores = scores[: sampling.top_k or None]
     cumulative = scores.softmax(-1).cumsum(-1)
     if sampling.top_p < 1.0:
-        # The first position where the sum reaches top_p is still in; the likeliest token always is.
+        # Keep the first position at which the sum reaches top_p, so that the likeliest token always stays.
         cumulative = cumulative[: int((cumulative < sampling.top_p).sum()) + 1]
     # A uniform number in [0, 1) from a hash: it does not depend on the version of a random generator.
     key = hashlib.blake2b(f"{sampling.seed}:sample:{position}".encode(), digest_size=8).digest()
@@ -134,7 +134,7 @@ class TextStream:
         return "" if not new or new.endswith("\ufffd") else self._emit(new)
 
     def end(self) -> str:
-        """Return the rest after the last token: an incomplete character, as U+FFFD."""
+        """Return the rest of the text after the last token. An incomplete character becomes U+FFFD."""
         return self._emit(self._new_text()) if self._waiting else ""
 
     def _new_text(self) -> str:

@@ -24,7 +24,7 @@ from forge.tools.inference import CachedScores, Sampling, TextStream, generate, 
 from forge.tools.inference.open import TrainedModel
 from forge.tools.inference.sampling import NextScores, padded, recomputed
 
-# Task options for the longest answer, in tokens: the first one set counts; then the limit if none is.
+# Task options that limit an answer, in tokens. The first one that is set counts; without any, _LENGTH is the limit.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _LENGTH = 256
 
@@ -67,7 +67,7 @@ def evaluate_tasks(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return task or group -> metric -> value, under lm-eval's own names. Only the first rank of a machine gets a result."""
+    """Return task or group -> metric -> value, under lm-eval's own names. Ranks whose LOCAL_RANK is not 0 get {}."""
     found = simple_evaluate(
         scorer,
         tasks=list(tasks),
@@ -76,7 +76,7 @@ def evaluate_tasks(
         task_manager=manager,
         log_samples=False,
     )
-    if found is None:  # lm-eval goes by LOCAL_RANK
+    if found is None:  # LOCAL_RANK is not 0
         return {}
     return {
         task: {name: value for name, value in metrics.items() if name != "alias"}
@@ -127,7 +127,7 @@ class Scorer(TemplateLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each whole text.
 
-        It is cut into disjoint windows, each preceded by the last token before it.
+        A text is cut into disjoint windows. The last token before a window is the window's context.
         """
         windows: list[tuple[Any, list[int], list[int]]] = []
         owners: list[int] = []

@@ -1,4 +1,4 @@
-"""Find keys that free enough memory: the keys that an out-of-memory message names, each planned."""
+"""Find keys that free enough memory. The candidates are the keys that an out-of-memory message names; each is planned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forge.config.keys import to_literal
 from forge.run.out_of_memory import usable_changes
 from forge.tools.plan.plan import Plan, make_plan
 
-# These train on other samples, or need other processes.
+# These train on other samples, or need another number of processes.
 NOT_THE_SAME_RUN = ("train.seq_len", "parallel.dp_shard")
 # At most this many keys, set one after another.
 MOST = 5
@@ -24,9 +24,9 @@ class Remedy:
 
 
 def remedy_for(made: Plan) -> Remedy | None:
-    """Set one key after another on a plan that does not fit, until it does. None if no key frees anything.
+    """Return at most MOST keys that, set one after another, make the plan `made` fit. None if no key frees memory.
 
-    The plan with all keys may still need too much.
+    With all returned keys, the plan may still need too much memory.
     """
     overrides: list[str] = []
     best = made

@@ -1,9 +1,9 @@
 """Attention as it runs on a GPU, for plans made on a CPU.
 
 On a GPU attention runs in kernels, PyTorch's own or flex_attention. They keep queries, keys, values, the output and its
-logsumexp, and compute only the scores inside the mask. A CPU has no such kernels. `attend` replaces all of them by an
-operator without values that is given the number of scores. Block tables are small and left out. A plan does not know
-document lengths, so a sequence counts as one document.
+logsumexp, and compute only the scores inside the mask. A CPU has no such kernels. `attend` replaces all of them by one
+operator, which gets the number of scores and returns tensors without values. Block tables are small and left out. A plan
+does not know document lengths, so a sequence counts as one document.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def on_gpu(attend: Any) -> Any:
 
 
 class PlannedAttention(SdpaAttention):
-    """An attention function whose mask has the number of scores as its table; None: causal."""
+    """Attention for plans. The mask's table is the number of scores inside the mask; None for a causal mask."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         seq = x.shape[1]

@@ -30,7 +30,7 @@ _NOT_SENT = ("wait_tensor", "_wrap_tensor_autograd")
 
 @dataclass(frozen=True)
 class Collective:
-    """One call. size: bytes of its largest tensor; a ring moves (n - 1) / n of them."""
+    """One call of a collective. size: bytes of its largest tensor; a ring of n ranks moves (n - 1) / n of these."""
 
     kind: str
     size: int
@@ -51,7 +51,7 @@ def collective_of(func: Any, args: Any, kwargs: Any = None) -> Collective | None
 
 
 def _group_name(leaves: list[Any]) -> str:
-    for leaf in reversed(leaves):  # a functional collective ends with the name
+    for leaf in reversed(leaves):  # the last string of a functional collective is the group's name
         if isinstance(leaf, str):
             return leaf
         if isinstance(leaf, torch.ScriptObject):
@@ -63,7 +63,7 @@ def _group_name(leaves: list[Any]) -> str:
 
 
 def axes_of(meshes: Meshes) -> dict[str, str]:
-    """Return each process group's axis, by the group's name. If two axes share a group, the first axis counts."""
+    """Return name of a process group -> its axis. If two axes share a group, the first axis counts."""
     d = meshes.degrees
     fsdp = "dp_shard" if d.cp == 1 else "dp_shard x cp"
     named: list[tuple[str, Any]] = [

@@ -23,7 +23,9 @@ from forge.tools.plan.show import (
 
 
 def plan(config: Config, command: CommandLine) -> int:
-    """Print the plan of `config`; return FINISHED, or DOES_NOT_FIT if the hardware is known and has too little memory.
+    """Print the plan of `config` or, with --search, the best layouts.
+
+    Return FINISHED, or DOES_NOT_FIT if the hardware is known and has too little memory.
 
     Raises UserError (exit 2) for an invalid layout or unknown hardware.
     """
@@ -70,9 +72,9 @@ def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) 
 
 
 def largest(config: Config) -> Config:
-    """Replace the phases of `config` by the step sizes that need most memory: those with the largest microbatch.
+    """Return `config` without phases, with the step sizes of its largest microbatch, which needs most memory.
 
-    train.steps is then the number of such steps with as many tokens as the run. Without phases, return `config`.
+    train.steps becomes the number of such steps that have the tokens of the whole run. Without phases, return `config`.
     """
     if not config.phase:
         return config

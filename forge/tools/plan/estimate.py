@@ -38,9 +38,9 @@ PACES = (Pace(0.87, 0.75), Pace(1.0, 1.0), Pace(1.15, 1.4))
 
 @dataclass
 class Spent:
-    """Seconds of computation, of exposed collectives and of overlapped ones.
+    """Seconds by cause. compute: computation. waiting: exposed collectives. background: overlapped collectives.
 
-    For both kinds of collectives, also the seconds for which their bytes occupy the shared NVLink and NIC.
+    node, network: seconds for which the bytes of all these collectives occupy NVLink and the NIC.
     """
 
     compute: float = 0.0
@@ -71,7 +71,7 @@ def time_of(
 ) -> StepTime:
     """Return the time of the traced step.
 
-    config: has compilation and float8, which are not traced. ranks_of: name of a process group -> its ranks.
+    config: the run's own, with compilation and float8, which the trace lacks. ranks_of: name of a process group -> its ranks.
     """
     spent: dict[tuple[str, int], Spent] = defaultdict(Spent)
     float8 = products_in_float8(config, hardware)
@@ -110,7 +110,7 @@ def _as_run(work: Work, moment: Moment, config: Config, float8: Collection[str])
         return replace(work, size=FUSED * work.size)
     taken = (work.linear and "linear" in float8) or (work.experts and "experts" in float8)
     if in_block and taken and "float32" not in work.dtype:
-        # Scaling and rounding of operands read and write this many more bytes.
+        # Scaling and rounding of the operands doubles the bytes.
         return replace(work, dtype="float8", size=2 * work.size)
     return work
 

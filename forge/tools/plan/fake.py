@@ -128,7 +128,7 @@ class FakeRank:
         return sum(len(buffer.buckets) for buffer in buffers)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Return two numbers of bytes: host memory for this rank's asynchronous save, and its tensors in a checkpoint."""
+        """Return the bytes of host memory for this rank's asynchronous save, and of its whole tensors in a checkpoint."""
         host = whole = 0
         for name, (shard, values) in all_tensors(self.model, self.optimizer).items():
             host += local(values).nbytes if writes(name, shard) else 0
@@ -208,7 +208,7 @@ class _NoOptimizer:
 
 
 def _leave(*_: Any) -> None:
-    """Fake parameters have no values."""
+    """Do nothing: fake parameters have no values to initialize."""
 
 
 def _loads(rows: int, load: float, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
@@ -233,7 +233,7 @@ def _divided(rows: int, ranks: int) -> list[int]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turn the error of a body that reads data into UserError: fake tensors have no data."""
+    """Raise UserError if the body reads values of a fake tensor, which has none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -19,7 +19,7 @@ from forge.parallel.float8.layers import BlockFormatLinear, convert_experts, gro
 from forge.parallel.modules import for_all_layers
 from forge.tools.plan.hardware import Hardware
 
-# GPUs without kernels of a recipe, and without kernels for its experts (forge/parallel/float8/hardware.py, kernels.py).
+# By recipe: a pattern of the GPUs that have no kernels for it (forge/parallel/float8/hardware.py, kernels.py).
 _WITHOUT = {
     "tensorwise": "A100",
     "rowwise": "A100",
@@ -98,7 +98,7 @@ class PlainProducts:
 
 
 def use_plain_products(model: nn.Module) -> None:
-    """Let layers and experts in a block format multiply unquantised operands, in place. They still gather codes."""
+    """Let layers and experts in a block format multiply unquantised operands, in place. FSDP2 still gathers codes."""
     for module in model.modules():
         if isinstance(module, BlockFormatLinear):
             module.products = PlainProducts()

@@ -112,7 +112,7 @@ def _named(place: tuple[str, str], moment: Moment, names: list[str]) -> Moment:
 def _each(
     first: Times, second: Times, combine: Callable[[StepTime, StepTime], StepTime]
 ) -> tuple[StepTime, ...] | None:
-    """Combine the times of two plans at each pace. None if neither plan has times."""
+    """Combine the times of two plans at each pace. None if either plan has no times."""
     if first is None or second is None:
         return None
     return tuple(combine(a, b) for a, b in zip(first, second, strict=True))
@@ -162,7 +162,7 @@ def with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
 
 
 def with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
-    """Return the plan `one` with the state bytes of the rank that has all layers."""
+    """Return the plan `one` with the state bytes of `whole`, a plan with all layers of the rank."""
     more = sum(whole.state.values()) - sum(one.state.values())
     peaks = {place: peak.with_more("state", more) for place, peak in one.peaks.items()}
     same = {name: getattr(whole, name) for name in ("state", "host", "checkpoint", "buckets")}
@@ -170,7 +170,7 @@ def with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
 
 
 def with_update(one: StagePlan, update: StagePlan) -> StagePlan:
-    """Return the plan `one`, which was traced without the optimizer's part of a step, plus the plan of that part."""
+    """Return the plan `one`, which was traced without the optimizer's part of a step, plus `update`, that part."""
     one = with_more(one, 1, update.kept)
     peaks, flops = dict(one.peaks), Counter(one.flops)
     for place, peak in update.peaks.items():

@@ -5,8 +5,8 @@ step separately, because the full model may have its peak at another point than 
 ranks are traced: first, middle, last. For other ranks, each further microbatch in flight adds the memory of one microbatch.
 
 With attention residuals a layer's mixes read one more stream for each earlier block. Two more traces, of the smaller model
-with two blocks instead of one, give the cost of a block and of a stream in a mix. Sums over a step grow with both, peaks
-with the saved streams.
+with two blocks instead of one, give the cost of a block and of a stream in a mix. Sums over a step, e.g. FLOPs,
+grow with both. Peaks grow with the number of blocks, because each block saves one stream.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def plan_stages(
 
 
 def with_experts_first(config: Config, degrees: Degrees) -> Config:
-    """Return `config` with experts in its first dense layers, too, for a deep pipeline whose other layers all have experts.
+    """Return `config` with experts in its first dense layers, too, if a pipeline needs this for `few_layers`.
 
-    Then a few traced layers represent all. DeepSeek's dense layers compute as much as its layers with experts.
+    Otherwise, return `config` unchanged. DeepSeek's dense layers compute as much as its layers with experts.
     """
     moe = config.model.moe
     if degrees.pp == 1 or moe is None or not moe.n_dense_layers or few_layers(config, degrees) is not None:
@@ -138,13 +138,13 @@ def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tup
         size = lead + (n_layers - lead - tail) % period + 2 * period + tail
         if not mixes:
             return size
-        # In the third trace, layers of all kinds read two blocks of attention residuals.
+        # The third trace needs layers of all kinds that read two blocks of attention residuals.
         size -= period
         while size < 7 or (size < n_layers and not set(kinds[lead:-1]) <= set(shown(size, tail))):
             size += period
         return size
 
-    # Between `lead` and `tail` layers of their own kinds, the layers of one period repeat.
+    # The first `lead` and the last `tail` layers are special. Between them, one period of layers repeats.
     found = next(
         (
             (lead, period, tail)
@@ -273,7 +273,7 @@ def _all_ranks(
         growth = Growth(small[role], large[role], steps, steps, steps)
         one = _extrapolate([growth], names, config, degrees, hardware, rank)
         more = in_flight(plan.schedule, rank) - in_flight(traced, role)
-        # A rank's first stage has more in flight. There a microbatch also keeps the message from the previous stage.
+        # Further microbatches are in flight in the rank's first stage, where each also keeps the previous stage's message.
         sizes = [0 if own[0].embed else size for _, kind, size, _ in one.collectives if kind == "recv"]
         one = with_more(one, more, one.kept + max(sizes, default=0))
         stages.append(replace(one, pp_rank=rank, rank=first_rank, layers="; ".join(map(str, own))))
@@ -300,7 +300,7 @@ def _growths_by_streams(
 
     Both are in addition to the growth per layer with one block (`_growth`).
 
-    less, more: the smaller model with two blocks; the second block has few layers in `less`, and more in `more`.
+    less, more: plans of the models of `two_blocks`. `more` has the longer second block, so its mixes read more streams.
     """
     model, steps = config.model, _growth(config, few, small, small).steps
     read, read_by_larger = (streams_read(one.layers, one.block_size) for one in few)
@@ -323,7 +323,7 @@ def streams_read(n_layers: int, block_size: int) -> int:
 
 
 def in_flight(schedule: Schedule, rank: int) -> int:
-    """Return the largest number of forwards of a stage whose backward has not begun."""
+    """Return the largest number of forwards of a rank whose backward has not begun."""
     number = most = 0
     for action in schedule.order[rank]:
         number += _opens(action)
@@ -347,7 +347,7 @@ def _extrapolate(
     apart = _shares_work(config, degrees)
     if not growths[0].large.buckets and not apart:
         return whole_plan(growths, names)
-    # The number of buckets is not a multiple of a layer's either.
+    # Neither this work nor the number of buckets is proportional to the number of layers.
     whole = _optimizer_alone(config, degrees, hardware, pp_rank)
     one = with_state(whole_plan(growths, names, whole.buckets or None), whole)
     return with_update(one, whole) if apart else one

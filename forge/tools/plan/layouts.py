@@ -29,22 +29,22 @@ Changes: TypeAlias = dict[str, Any]
 RESHARD, DEFER = "parallel.reshard_after_forward", "parallel.defer_gradient_reduction"
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 MODES = ("none", "selective", "full")
-# Number of layouts that a search keeps, and of plain ones of each mode among them.
+# Number of layouts that a search keeps, and number of plain layouts of each recomputation mode that it always keeps.
 MOST, PLAIN = 400, 3
 # Activations are estimated at most this many times too large.
 DOUBT = 2.0
 # Least tokens of a sequence on a context-parallel rank, if data parallelism could use the ranks instead.
 SHORTEST = 8192
-# Stages of at least this many layers may differ by one.
+# Stages of at least this many layers may differ by one layer.
 UNEVEN = 3
 # For each token and element of the residual stream: bytes that a layer keeps for backward, and bytes that its operators
 # read and write in a step, as traced from Llama's shapes; FLOPs of a step relative to no recomputation.
 KEPT = {"none": 41.0, "selective": 25.0, "full": 2.0}
 TOUCHED = 280.0
 COMPUTED = {"none": 1.0, "selective": 1.05, "full": 4 / 3}
-# Collectives of a layer's two halves in forward, in backward, and in a recomputed forward.
+# Number of collectives of tensor parallelism per layer: in forward, in backward, and in a recomputed forward.
 TENSOR_CALLS = {"none": 10, "selective": 12, "full": 14}
-# All-to-alls of a layer's experts; selective recomputation keeps their results.
+# Number of all-to-alls of a layer's experts. Selective recomputation keeps their results.
 EXPERT_CALLS = {"none": 4, "selective": 4, "full": 6}
 
 
@@ -196,7 +196,7 @@ def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Cha
         cp = list(SIZES)
     for pp, c, t, e, replicate in itertools.product(SIZES[:5], cp, tp, ep, SIZES):
         rest, left = divmod(world, pp * c * t)
-        # Copies smaller than a node would hold more and send no less over the network.
+        # Replicas smaller than a node would hold more bytes per rank and send no less over the network.
         small = replicate > 1 and world // (pp * replicate) < hardware.cards_per_node
         if left or rest % replicate or train.global_batch_size % rest or rest * c * t % e or small:
             continue
@@ -223,9 +223,9 @@ def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Cha
 
 
 def _accumulations(config: Config, engine: str, *, several: bool) -> Iterator[Changes]:
-    """Yield variants of FSDP2 with less traffic and more memory, for steps with several microbatches.
+    """Yield values of RESHARD and DEFER, the config's own first.
 
-    The config's own comes first.
+    For FSDP2 and several microbatches per step, other values follow, some with less traffic and more memory.
     """
     own = {key: value_of(config, key) for key in (RESHARD, DEFER)}
     yield own
@@ -243,7 +243,7 @@ def _even(config: Config, degrees: Degrees) -> bool:
 
 
 def traceable(layout: CandidateLayout) -> bool:
-    """Return whether a deep model can be planned by tracing a few layers."""
+    """Return whether the model has at most eight layers, or a few traced layers represent all."""
     config, degrees = layout.config, layout.degrees
     return config.model.n_layers <= 8 or few_layers(with_experts_first(config, degrees), degrees) is not None
 
@@ -255,7 +255,7 @@ def least_state(config: Config, degrees: Degrees, model: Model) -> float:
     shards = degrees.dp_shard * degrees.cp
     state = {"adamw": 2, "lion": 1, "muon": 1}.get(config.optimizer.name, 0)
     state *= {"float32": 4, "bfloat16": 2}.get(config.optimizer.moment_dtype, 1)
-    # Experts are shared by at least as many ranks as other parameters, divided by ep.
+    # At best, the ranks of one replica divide all parameters among them, experts included.
     spread = model.parameters / (degrees.world / degrees.dp_replicate)
     if parallel.data_parallel == "fsdp2":
         return spread * (2 * storage + state)

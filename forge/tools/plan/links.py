@@ -17,7 +17,7 @@ from forge.config.model import MoEConfig
 from forge.tools.plan.collectives import Collective
 from forge.tools.plan.hardware import Hardware
 
-# All ranks wait for these. They move the bytes of a ring twice.
+# These move the bytes of a ring twice.
 TWICE = ("all_reduce",)
 
 
@@ -105,9 +105,10 @@ def message_seconds(size: int, apart: int, hardware: Hardware) -> float:
 
 
 def visited_nodes(moe: MoEConfig, nodes: int) -> float:
-    """Return the mean number of nodes, of `nodes`, that have the chosen experts of one token, over all choices.
+    """Return the mean number of nodes that hold the chosen experts of one token, over all choices.
 
-    With limited groups, a token first chooses groups by their best experts, and then has experts in each group.
+    nodes: number of nodes that hold the experts. With limited groups, a token first chooses groups by their best experts,
+    and then has experts in each group.
     """
     groups, limited = moe.n_expert_groups, moe.n_limited_groups or moe.n_expert_groups
     of_node = groups // nodes  # groups on a node

@@ -35,7 +35,7 @@ _SMI = ("uuid", "driver_version", "ecc.mode.current", "ecc.errors.uncorrected.vo
 
 @dataclass(frozen=True)
 class Sizes:
-    """n: rows and columns of the matrix product.
+    """Sizes of the checks. n: rows and columns of each matrix of the product.
 
     copied, message: bytes. least_s: seconds for which a kernel is timed. calls: calls of a collective.
     """
@@ -183,7 +183,7 @@ def _error(found: Tensor, exact: Tensor) -> str:
     """Return a sentence if the result `found` differs from `exact` by more than the tolerance; otherwise empty."""
     size = float(exact.double().square().mean().sqrt())
     error = float((found - exact).abs().max()) / size if size else float("nan")
-    # Also true for NaN.
+    # An error of NaN is over the tolerance, too.
     return (
         "" if error <= TOLERANCE else f"wrong result: its error is {error:.3g} of its size, over {TOLERANCE}"
     )
@@ -194,7 +194,7 @@ def _collective(
 ) -> Timed:
     """Time one kind of collective of `size` bytes among `ranks`, and check its result.
 
-    Each rank sends its number, plus one.
+    Each rank sends tensors filled with its rank in the group plus one.
     """
     n, me = len(ranks), dist.get_rank(group) + 1
     total = n * (n + 1) // 2

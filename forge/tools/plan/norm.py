@@ -18,9 +18,9 @@ from forge.model.norm import RMSNorm, zero_centered_norm
 
 
 def use_fused_norms(model: nn.Module) -> None:
-    """Replace the norms of `model` for which CUDA has one kernel by one operator, in place.
+    """Let each RMS norm of `model` run as one operator, like the CUDA kernel, in place.
 
-    It has one if the weight has the input's dtype.
+    CUDA has this kernel only if the weight has the input's dtype. Other norms keep PyTorch's operators.
     """
     for module in model.modules():
         if isinstance(module, RMSNorm):
@@ -29,7 +29,7 @@ def use_fused_norms(model: nn.Module) -> None:
 
 
 def norm_on_gpu(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
-    """F.rms_norm as on CUDA, on fake tensors."""
+    """Compute F.rms_norm on fake tensors, as one operator if CUDA has one kernel for it."""
     if weight.dtype != x.dtype:
         return F.rms_norm(x, list(shape), weight, eps)
     return fused_norm(x, weight)[0]

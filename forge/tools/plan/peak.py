@@ -1,4 +1,4 @@
-"""Print the planned peak of a configuration as a number. A run starts this program when its memory is exhausted.
+"""Print the planned peak of a configuration in bytes. A run starts this program when its memory is exhausted.
 
 python -m forge.tools.plan.peak WORLD_SIZE card|host < config.toml
 """
@@ -12,7 +12,7 @@ from forge.tools.plan.command import largest
 from forge.tools.plan.hardware import Hardware, Link
 from forge.tools.plan.plan import make_plan
 
-# Bytes depend on the hardware only by GPU or CPU.
+# The peak depends only on whether the hardware is a GPU or a CPU. Other values of the hardware are placeholders.
 _LINK = Link(gb_per_s=1, latency_us=0)
 
 

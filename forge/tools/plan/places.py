@@ -1,4 +1,4 @@
-"""Compute the boxes of other ranks from their positions in the mesh, so that no communication is needed."""
+"""Compute the boxes (parts of tensors) of other ranks from their positions in the mesh, without communication."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def known_everywhere(
 ) -> list[Shard]:
     """Return `shards` with `boxes_on` set, so that an optimizer can compute the boxes of other ranks.
 
-    engines: hold the shards.
+    engines: the engines that hold the shards.
     """
     at = functools.cache(partial(place_of, degrees=degrees))
     boxes_at = {name: function for engine in engines for name, function in _functions(engine)}
@@ -55,7 +55,7 @@ def place_of(rank: int, degrees: Degrees) -> RankPlace:
 
 
 def _functions(engine: Any) -> Iterator[tuple[str, Callable[[RankPlace], tuple[Box, ...]]]]:
-    """Yield each parameter of an engine, with a function from a rank's position to the rank's boxes."""
+    """Yield (name, function) for each parameter of an engine. The function maps a rank's position to the rank's boxes."""
     if not hasattr(engine, "buffers"):
         yield from ((shard.name, partial(_of_units, shard.parameter)) for shard in engine.shards)
         return

@@ -16,7 +16,7 @@ from forge.tools.plan.plannable import plannable
 from forge.tools.plan.speed import Speed, speed_of
 from forge.tools.plan.stage import StagePlan
 
-# A second figure is planned for this load of a rank's experts, relative to the mean.
+# `crowded_bytes` plans this load of a rank's experts, relative to the mean.
 CROWDED = 2.0
 
 
@@ -33,7 +33,7 @@ class Plan:
 
     @property
     def timeline(self) -> list[list[TimedAction]] | None:
-        """The actions of each pipeline rank over time: in seconds or, without hardware, in units of a forward."""
+        """The actions of each pipeline rank over time, in seconds; in forwards without hardware. None without a pipeline."""
         if self.speed is not None:
             return self.speed.timeline
         if self.degrees.pp == 1:
@@ -71,7 +71,7 @@ def smallest_world(config: Config) -> Degrees:
 
 
 def make_plan(config: Config, degrees: Degrees, hardware: Hardware | None = None) -> Plan:
-    """Trace one rank for each rank of the pp axis. Raises UserError if the config cannot be planned."""
+    """Return the plan of `config`: a StagePlan for each rank of the pp axis. Raises UserError if it cannot be planned."""
     _, warnings = plannable(config)
     if hardware is not None:
         degrees = degrees.on_nodes(config, hardware.cards_per_node)
@@ -87,7 +87,7 @@ def make_plan(config: Config, degrees: Degrees, hardware: Hardware | None = None
 def crowded_bytes(config: Config, degrees: Degrees, hardware: Hardware | None = None) -> int | None:
     """Return the largest need of any rank if its experts get CROWDED times their share of tokens.
 
-    None: its load cannot grow.
+    None without expert parallelism: then every rank has all experts, so its load cannot grow.
     """
     if degrees.ep == 1:
         return None

@@ -266,9 +266,9 @@ def _attempt(layout: CandidateLayout, hardware: Hardware) -> Found | None:
 def fewest_ranks(
     config: Config, world: int, hardware: Hardware, limit: int = 64, *, processes: int | None = None
 ) -> int | None:
-    """Return the fewest ranks on which the layout with the least memory fits, found by doubling `world`.
+    """Double `world` until one of the layouts with the least memory fits, and return that number of ranks.
 
-    None: more than `limit`.
+    None if `limit` times `world` ranks are too few.
     """
     size = 2 * world
     with _pool(processes) as pool:

@@ -204,9 +204,9 @@ def _lines_of_work(plan: Plan) -> list[str]:
 
 
 def _local_states(config: Config, stage: StagePlan) -> int:
-    """Return a rank's share of the node's memory for states.
+    """Return the bytes of host memory that one rank needs for checkpoint.local_interval; 0 without it.
 
-    It is two states and one being written, copies for peers, and the buffer.
+    These are three states (the third is being written), three of each peer, and a buffer.
     """
     kept = config.checkpoint
     return stage.host * (3 * (1 + kept.peers) + 1) if kept.local_interval else 0
@@ -222,7 +222,7 @@ def search_as_text(
 ) -> str:
     """Return the layouts of a search as text, the best first.
 
-    fewest: the fewest processes on which one fits, if none fits here.
+    fewest: from `fewest_ranks`, if none of the layouts fits.
     """
     has = f"{hardware.memory_gib:g} GiB"
     if not found[0].fits:

@@ -90,11 +90,11 @@ def plan_stage(
     load: float = 1.0,
     optimizer: Literal["with", "without", "alone"] = "with",
 ) -> StagePlan:
-    """Trace one step of the first rank at this position of the pp axis.
+    """Trace one step of the first rank at this position of the pp axis, and return the rank's plan.
 
-    microbatches: number to trace; None: enough to represent a step. load: as in `FakeRank`. optimizer: whether to trace its
-    part of the step. alone: trace nothing but the optimizer's part; `kept` is then the memory that it leaves for the next
-    step, e.g. random numbers.
+    microbatches: number to trace; None: enough to represent a step. load: as in `FakeRank`. optimizer: trace the step with
+    or without the optimizer's part, or that part alone. If alone, `kept` is the memory that the part leaves allocated for
+    the next step, e.g. random numbers.
     """
     rank, traced = pp_rank * degrees.world // degrees.pp, fewer_microbatches(config, degrees)
     if microbatches is not None:
@@ -107,7 +107,7 @@ def plan_stage(
         gc.disable()
         stack.callback(gc.enable)
         state = {kind: 0 for kind in STATE} | fake.state_bytes()
-        # The first call also sets up state for later ones.
+        # The first step also allocates state that later steps reuse.
         left: list[int] = []
         for microbatches in (traced.accumulation if degrees.pp > 1 else 1, traced.accumulation):
             if optimizer == "alone":
@@ -188,7 +188,7 @@ def hideable(moment: Moment, call: Collective) -> bool:
 def all_calls(
     calls: list[tuple[Moment, Collective]], model: ParallelModel, traced: Degrees, degrees: Degrees
 ) -> Iterator[tuple[Moment, Collective]]:
-    """Yield the collectives of a whole step, from a trace with fewer microbatches.
+    """Yield (moment, collective) for every collective of a whole step, from a trace with fewer microbatches.
 
     An omitted microbatch counts like the one in the middle. Messages between stages have no fixed position among the
     microbatches; each microbatch needs equally many.

@@ -97,7 +97,7 @@ class Trace(TorchDispatchMode):
         return max(self.peaks.values(), key=lambda peak: peak.size)
 
     def watch(self, parts: Sequence[Transformer]) -> None:
-        """Add hooks to the stages' models that report the current phase and submodule."""
+        """Add hooks to the stages' models that set `moment` to the current phase and submodule."""
         parts[0].register_forward_hook(self._end_of_first_forward)
         for part in parts:
             part.register_forward_pre_hook(self._new_microbatch, prepend=True)
@@ -180,9 +180,9 @@ class Trace(TorchDispatchMode):
         return "loss" if moment.part in ("head", "norm") else "activations"
 
     def _take_part(self, kind: str, args: Any) -> None:
-        """Count the send and receive buffers of a bucket or an FSDP unit.
+        """Count the buffers of a collective as `gathered`.
 
-        The result of a reduce-scatter counts as a gradient.
+        The result of a reduce-scatter counts as `gradients`.
         """
         tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
         for number, tensor in enumerate(tensors):
@@ -209,7 +209,7 @@ class Trace(TorchDispatchMode):
 
     def _count_as(self, kind: str, key: int) -> None:
         old = self._kind_of.get(key)
-        # State stays state: a bucket of gradients that is sent, or a shard that is gathered.
+        # State stays state, e.g. a bucket of gradients that is sent, or a shard that is gathered.
         if old is not None and old not in ("state", kind):
             size = self._size_of[key]
             self.live[old] -= size

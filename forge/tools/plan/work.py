@@ -41,7 +41,7 @@ UNFUSED = (
     ),
     *("gather", "scatter", "scatter_", "scatter_add", "sort", "topk", "cumsum", "bincount", "histc"),
 )
-# These touch as many elements of the large tensor as their smallest tensor has.
+# These read or write only as many elements of each tensor as their smallest tensor has.
 SPARSE = ("gather", "scatter_", "all_gather_copy_in")
 
 
@@ -91,9 +91,9 @@ def work_of(func: Any, args: Any, output: Any) -> Work | None:
 
 
 def _attention(q: Tensor, scores: float, width: int) -> float:
-    """Return the FLOPs for heads of q `[batch, heads, seq, head_dim]`.
+    """Return the FLOPs of attention for all heads of q `[batch, heads, seq, head_dim]`.
 
-    Each has `scores` scores of `width` multiplications.
+    Each head has `scores` scores, and each score costs `width` multiply-adds.
     """
     return 2.0 * q.shape[0] * q.shape[1] * width * scores
 

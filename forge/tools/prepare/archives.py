@@ -17,7 +17,7 @@ from forge.runtime.errors import FAILED, UserError
 
 LEAST_BYTES, MOST_BYTES = 200, 1_000_000
 _LONGEST_LINE = 2000  # bytes; minified code and tables of data have longer ones
-_HEAD = 2000  # bytes in which a generated file says so
+_HEAD = 2000  # bytes at the start of a file in which _GENERATED is searched
 _GENERATED = (
     b"do not edit",
     b"@generated",
@@ -100,7 +100,7 @@ def _unfit(content: bytes) -> str:
 
 
 def _members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes | None]]:
-    """Yield the wanted regular files. A file whose size is out of bounds has no content."""
+    """Yield (name, content) of the wanted regular files. content: None if the file's size is out of bounds."""
     opened = _zip_members if path.suffix == ".whl" else _deb_members
     for name, size, content in opened(path, wanted):
         if size > MOST_BYTES:
@@ -123,7 +123,7 @@ def _zip_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[st
 
 
 def _deb_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, int, IO[bytes]]]:
-    """Yield the files that dpkg-deb prints as a tar. The package's own scripts are not among them."""
+    """Yield (name, size, content) of the files that dpkg-deb prints as a tar, which excludes the package's own scripts."""
     command = ["dpkg-deb", "--fsys-tarfile", str(path)]
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -135,7 +135,7 @@ def _deb_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[st
                         assert content is not None
                         yield name, member.size, content
             assert process.stdout is not None
-            process.stdout.read()  # what follows the last member, so that dpkg-deb can end
+            process.stdout.read()  # the bytes after the last member, so that dpkg-deb can exit
     except FileNotFoundError:
         raise UserError(
             f"{path}: needs dpkg-deb, which this machine lacks: make the corpus on Debian", FAILED

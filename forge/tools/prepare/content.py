@@ -20,7 +20,7 @@ FileKind = Literal["text", "lines", "parquet"]
 Compression = Literal["", "gzip", "zstd"]
 COMPRESSED = (".gz", ".zst", ".zstd")
 _LINES = (".jsonl", ".ndjson")
-_MAX_FIRST_LINE = 16 << 20  # of JSON lines whose name does not say so
+_MAX_FIRST_LINE = 16 << 20  # bytes of a line, read to recognise JSON lines by content
 _BLOCK = 1 << 20
 # Errors raised by reading a damaged file, compressed or not.
 UNREADABLE = (OSError, EOFError, zlib.error)
@@ -108,7 +108,7 @@ def _object(line: bytes) -> dict | None:
 def open_content(file: File, first: int | None = None) -> io.BufferedReader:
     """Open a text file or JSON lines, decompressed.
 
-    first: read only this many bytes of a compressed file, and their content.
+    first: number of bytes on disk to read of a compressed file; None: all.
 
     Reading raises one of UNREADABLE if the file is damaged.
     """

@@ -65,7 +65,8 @@ class Sample:
 def dataset_of_run(config: Config, last: int) -> PackedDataset:
     """Open the dataset in the sample order of the run with this config, up to step `last`, which may be in the future.
 
-    Prints skipped ranges and changes of the mixture in the run's history. Raises UserError if the run reads other samples.
+    Prints skipped ranges and changes of the mixture in the run's history. Raises UserError if the run has another seed or
+    sequence length.
     """
     dataset = build_dataset(config)
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)

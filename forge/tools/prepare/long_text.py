@@ -80,7 +80,7 @@ def check_text(file: File) -> bytes | Bad:
 
 
 def read_part(part: TextPart, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield texts whose ids, in order, are the ids of the part. Nothing if the text has no possible cut in the part."""
+    """Yield texts whose ids, in order, are the ids of the part. Yield nothing if the text has no possible cut in the part."""
     with open_binary(part.file.path) as content:
         begin, end = (
             _find_cut(content, place, part.file.size, tokenizer) for place in (part.begin, part.end)

@@ -125,7 +125,7 @@ def best_fit(pieces: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def _documents(dataset: TokenDataset, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield first tokens and lengths, int64, of `window` documents at a time."""
+    """Yield (starts, lengths), both int64 `[documents]`, for `window` documents at a time."""
     waiting, first = np.zeros(0, np.int64), 0
     for shard in dataset.index.shards:
         if shard.documents:

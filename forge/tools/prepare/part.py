@@ -156,9 +156,9 @@ def for_chunks(
     workers: int,
     advance: Callable[[int], None],
 ) -> dict[int, T]:
-    """Call `work` on chunks in `workers` processes; return its results in the order of the chunks.
+    """Call `work` on the chunks `numbers` in `workers` processes; return chunk number -> result.
 
-    advance: called after each chunk.
+    advance: called with the chunk's number after each chunk.
 
     Raises UserError if a worker was killed.
     """

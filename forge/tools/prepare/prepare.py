@@ -99,7 +99,7 @@ class Request:
 
 
 def prepare(request: Request) -> list[Path]:
-    """Make the datasets and return their folders; does nothing if they exist.
+    """Make the datasets, unless they exist, and return their folders. With `request.part`, only make parts and return [].
 
     Raises UserError for mistakes in the request or the input.
     """
@@ -268,7 +268,7 @@ def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) 
     """Cut the corpus into chunks of about 1/256 of the whole, at least 1 MB (a chunk has a fixed cost) and at most 128 MB.
 
     A text file is one document. It is cut only where that does not change its tokens. A compressed file is not cut, because
-    it is read from its start. The returned corpus lists unreadable large text files as unreadable.
+    it is read from its start. The returned corpus also lists the large text files that proved to be unreadable.
     """
     chunk_bytes = min(max(sum(piece.size for piece in corpus.pieces) // 256, 1 << 20), 128 << 20)
     chunks: list[Chunk] = [[]]
@@ -319,9 +319,9 @@ def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
 
 
 def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], shared: bool = False) -> None:
-    """Keep the parts of an interrupted run only if its chunks and options were the same. shared: refuse other parts.
+    """Keep the parts of an interrupted run only if its chunks and options were the same.
 
-    `encode_chunk` compares each part with the content of its chunk.
+    shared: raise UserError instead of removing other parts. `encode_chunk` compares each part with the content of its chunk.
     """
     digest = hashlib.sha256()
     for number, (file, *places) in ((n, piece) for n, chunk in enumerate(chunks) for piece in chunk):

@@ -152,8 +152,7 @@ def _coefficients() -> tuple[np.ndarray, np.ndarray]:
 def signature(text: str) -> np.ndarray:
     """Return the MinHash of the text's runs of five words, uint32 `[PERMUTATIONS]` (Broder, 1997).
 
-    The expected share of equal positions in two signatures is the number of runs that both texts have, divided by the
-    number of different runs of both.
+    The expected share of equal positions in two signatures is the Jaccard similarity of the texts' sets of runs.
     """
     words = _WORD.findall(text.lower()) or [text]
     last = max(1, len(words) - _SHINGLE + 1)
@@ -218,7 +217,7 @@ def duplicates(digests: np.ndarray, signatures: np.ndarray | None) -> tuple[np.n
 
 
 def add_counts(counts: dict[str, int], more: Iterable[tuple[str, int]]) -> None:
-    """Add to counts by reason."""
+    """Add the pairs (reason, count) in `more` to `counts`."""
     for reason, count in more:
         if count:
             counts[reason] = counts.get(reason, 0) + count

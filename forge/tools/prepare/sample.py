@@ -13,14 +13,15 @@ from forge.tools.prepare.content import File, text_bytes
 TO_THE_END = sys.maxsize
 # Bytes of a range: a thousandth of the budget, within these limits.
 _SHORTEST, _LONGEST = 4096, 1 << 20
-# A compressed file is read from its start. Its ranges are spread through this many times its share, or these bytes.
+# A compressed file must be read from its start. Its ranges are spread over its first bytes only: this many times its share
+# of the budget, or at least these bytes.
 _REACH, _LEAST_REACH = 16, 16 << 20
 
 
 class Piece(NamedTuple):
-    """A part of a file: of bytes begin ... end - 1 of its decompressed content, the first `take` of every `step` bytes.
+    """A part of a file's decompressed content: within bytes begin ... end - 1, the first `take` of every `step` bytes.
 
-    step 0: all.
+    step 0: all these bytes.
 
     A JSON line belongs to the range in which it begins, a Parquet row to the range with its share of the file. Each range
     of a text file is a document.

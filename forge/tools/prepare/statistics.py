@@ -100,7 +100,7 @@ def _plans(folder: Path) -> list[tuple[str, str]]:
 
 
 def _metadata(folder: Path) -> list[str]:
-    """Return the most frequent values of each metadata key whose values are texts or numbers."""
+    """Return a table of the most frequent values of each metadata key, as HTML."""
     path = folder / METADATA
     counts: dict[str, Counter[str]] = {}
     if path.exists():

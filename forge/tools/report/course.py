@@ -10,7 +10,7 @@ from forge.tools.report.draw import WIDE, Curve, Lane, Mark, curves, lanes, shar
 from forge.tools.report.parts import PageSection, Picture, Table, sampled
 from forge.tools.report.read import Points, RunRecord
 
-# Event -> style and label of its mark in the curves.
+# Event -> kind of its mark in the curves, a key of MARKS in draw.py.
 MARKED = {
     "resumed": "restart",
     "skipped": "skipped",
@@ -205,7 +205,7 @@ def _short(value: Any) -> str:
 
 
 def _time(runs: Sequence[RunRecord]) -> PageSection:
-    """Goodput: the parts of the wall time."""
+    """Return the section on goodput: the wall time of each run by kind."""
     spent = {run.name: run.events_of("goodput")[-1]["seconds"] for run in runs if run.events_of("goodput")}
     section = PageSection("Where the time went")
     if spent:

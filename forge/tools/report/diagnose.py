@@ -22,7 +22,7 @@ from forge.runtime.errors import FAILED, USUAL_CAUSES
 from forge.tools.report.read import RunRecord, read_run
 from forge.tools.report.stacks import odd_ranks, read_collectives, read_stacks
 
-# The log of an earlier version has no causes, and times without an offset from UTC are those of this machine's zone.
+# Lines of an earlier forge have no cause and do not match. A time without an offset from UTC is in this machine's zone.
 _LINE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\d[T ][\d:]{8}\.\d{3}(?:[+-]\d\d:\d\d)?) rank (?P<rank>\d+) (?P<level>[A-Z]+) [\w.]+"
     r"\[(?P<cause>\w+):?(?P<ranks>[\d,]*)\]: (?P<text>.*)"
@@ -35,7 +35,7 @@ WIDTH, SHOWN = 110, 12
 class Incident:
     """An event or log record that has a cause.
 
-    ranks: those at fault, or else the rank that wrote it. ends: whether it ended the run.
+    ranks: the ranks at fault, or else the rank that wrote the record. ends: whether the incident ended the run.
     """
 
     when: datetime
@@ -61,9 +61,9 @@ def diagnose(path: Path) -> str:
 
 
 def read_incidents(run: RunRecord) -> list[Incident]:
-    """Return the incidents in all events and logs, the worst first.
+    """Return the incidents in all events and logs, by severity of their causes, then by time.
 
-    Causes that end a start come before others, then by time.
+    Among causes that can end a run, incidents that did end it come first.
     """
     of_starts = [one for events in _starts_of(run) for one in _of_start(events, _was_killed(run, events))]
     found = [*of_starts, *_of_logs(run.path / "logs")]
@@ -96,11 +96,11 @@ def _was_killed(run: RunRecord, events: list[dict[str, Any]]) -> bool:
 def _of_start(events: list[dict[str, Any]], killed: bool) -> Iterator[Incident]:
     """Yield the incidents among the events of one start.
 
-    If it was `killed` before it could report its end, yield that, too.
+    If the start was `killed` before it could report its end, also yield an incident for that.
     """
     timed = [(datetime.fromisoformat(event["time"]), event) for event in events if "time" in event]
     for when, event in timed:
-        # The kind of an event is a cause, too. An earlier forge gave the exit code only.
+        # Some kinds of events are causes. An earlier forge recorded only the exit code.
         cause = CAUSES.get(event.get("cause", "")) or CAUSES.get(event["event"])
         if event["event"] == "failed":
             cause = cause or USUAL_CAUSES.get(event.get("exit_code", FAILED), Cause.ERROR)

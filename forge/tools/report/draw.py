@@ -26,7 +26,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-# Bars beside the whole, e.g. downtime.
+# Colour of parts that are outside of the whole, e.g. downtime.
 ABSENT = "#999999"
 # Okabe and Ito's colours are distinct for all kinds of colour vision; dashes are for print.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -147,7 +147,7 @@ def _mark(axes: Axes, marks: Sequence[Mark]) -> None:
 
 @dataclass(frozen=True)
 class Heat:
-    """values `[rows, steps]`, NaN for missing ones."""
+    """A map for `heat_maps`. values: `[rows, steps]`, NaN if missing."""
 
     title: str
     rows: Sequence[str]
@@ -223,7 +223,7 @@ def _edges(steps: Sequence[int]) -> np.ndarray:
 
 
 def shares(key: str, bars: Mapping[str, Mapping[str, float]], unit: str, absent: str) -> str:
-    """Draw one horizontal bar per run, with at most seven consecutive parts, and the part `absent` in grey."""
+    """Draw one horizontal bar per run: at most seven coloured parts end to end, and the part `absent` in grey."""
     names = list(dict.fromkeys(part for parts in bars.values() for part in parts))
     with matplotlib.rc_context(STYLE):
         figure = new_figure(10.4, 1.0 + 0.45 * len(bars), left=1.1, top=0.4)
@@ -290,7 +290,8 @@ def new_figure(
 def as_svg(figure: Figure, key: str) -> str:
     """Return the figure as an SVG element.
 
-    Ids made by matplotlib begin with `key`; ids set by the caller begin with "bar-".
+    Its ids begin with `key`, so that figures of one page do not collide. Unused ids are removed, except those that the caller
+    set, which begin with "bar-".
     """
     written = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": key}):

@@ -9,7 +9,7 @@ from statistics import median
 
 from forge.tools.report.read import RunRecord
 
-# A layer stands out if it is this many times the median layer, in the same matrix.
+# A layer stands out if its value is this many times the median of all layers, for the same matrix.
 OUTLIER = 8.0
 # Attention logits of this size let a softmax see one key only.
 LARGE_LOGIT = 100.0
@@ -46,7 +46,7 @@ def _diverged(run: RunRecord) -> str:
     losses = run.series("loss")[1]
     if len(losses) < 10:
         return ""
-    # Over five lines: one batch may be much easier than the next.
+    # Medians of five lines, because one batch may be much easier than the next.
     smooth = [median(losses[at : at + 5]) for at in range(len(losses) - 4)]
     low, last = min(smooth), smooth[-1]
     if last > low + 0.5:

@@ -128,7 +128,10 @@ def _by_position(run: RunRecord, number: int) -> list[Part]:
 def expert_pictures(
     run: RunRecord, number: int = 0, levels: Sequence[tuple[str, float]] = ()
 ) -> list[Picture]:
-    """Return the largest load of each layer as curves, with `levels`, and the load of every expert as maps."""
+    """Return pictures of a run's experts: the largest load in each layer as curves, and the load of every expert as maps.
+
+    levels: names and values of dashed lines beside the curves. Without routers in the metrics, return no pictures.
+    """
     layers = sorted(run.names("routers"), key=int)
     if not layers:
         return []

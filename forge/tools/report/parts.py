@@ -104,7 +104,7 @@ class PageSection:
 
 
 def shown(value: Any) -> str:
-    """Return a cell as text: numbers with four digits."""
+    """Return a cell as text. Numbers that are not integers have four digits."""
     if value is None:
         return ""
     if _is_number(value):

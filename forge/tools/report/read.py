@@ -21,8 +21,8 @@ class RunRecord:
 
     config, status: read from their files, empty if absent. lines, events: from the .jsonl files.
 
-    plan: the output of `train.py --plan --json` for the run, or its `problem`. It is in no file; `scripts/planned.py` sets
-    it.
+    plan: the output of `train.py --plan --json` for the run, or {"problem": message}. No file has it; `scripts/planned.py`
+    sets it.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class RunRecord:
         return list(found)
 
     def having(self, key: str) -> Iterator[tuple[int, Any]]:
-        """Yield step and value of every metrics line with `key`."""
+        """Yield (step, value of `key`) for every metrics line that has `key`."""
         return ((int(line["step"]), line[key]) for line in self.lines if key in line)
 
     def events_of(self, *kinds: str) -> list[dict[str, Any]]:

@@ -56,4 +56,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(page)
 
     def log_message(self, *_: object) -> None:
-        """Suppress the standard output of a line per request."""
+        """Do nothing. The standard library's method would write a line for each request."""

@@ -64,7 +64,7 @@ def _memory(runs: Sequence[RunRecord]) -> list[Part]:
     return _columns("What rank 0 holds, in GiB", found)
 
 
-# Bytes of a plan and of the event `memory`.
+# Kinds of memory in a plan and in the event `memory`.
 KINDS = ("parameters", "masters", "gradients", "optimizer", "buckets", "activations")
 
 

@@ -20,7 +20,8 @@ _FILE = re.compile(r"(?:stacks|collectives)-rank-(\d+)")
 class Standing:
     """The position of a rank's main thread.
 
-    where: a line in forge or in the user's code. collective: the one it waits for, if any.
+    reason: why the watchdog ended the rank. where: a line in forge or in the user's code. collective: the collective that the
+    thread waits for; empty if none.
     """
 
     reason: str
@@ -53,7 +54,7 @@ def standing(text: str) -> Standing:
 def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
     """Return the stragglers: ranks outside of any collective while others wait in one.
 
-    If there are none, return ranks at another position than the majority.
+    If there are none, and more than half of all ranks share a position, return the other ranks.
     """
     if len(standings) < 2:
         return []

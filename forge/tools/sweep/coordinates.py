@@ -27,7 +27,7 @@ from forge.parallel.precision import DTYPES
 from forge.runtime.errors import UserError
 from forge.shard import Shard
 
-# Keys of [model] that are sizes and grow with model.dim; with a fixed size of heads their number grows.
+# Sizes in [model] that grow with model.dim. Heads keep their size, so their number grows.
 SIZES = ("n_heads", "n_kv_heads", "ffn_dim")
 OF_TABLES = {
     "moe": ("expert_dim",),

@@ -64,7 +64,7 @@ class Fit:
 
         No optimum can be derived from such a law.
         """
-        # Without failed runs.
+        # A quantile, because the largest errors may be those of failed runs.
         least = max(float(np.quantile(np.abs(self.errors), 0.9)), 1e-4)
         small, large = min(parameters), max(parameters)
         few, many = min(tokens), max(tokens)
@@ -128,7 +128,7 @@ def _minimise(
     values = _value(points, x, y, weights)
     for _ in range(ITERATIONS):
         residual, jacobian = _residual(points, x, y)
-        # Huber's loss has the weights of least squares that fall off beyond HUBER.
+        # Huber's loss is least squares with weights that fall off beyond HUBER.
         scale = weights * np.minimum(1.0, HUBER / np.maximum(np.abs(residual), 1e-300))
         gradient = np.einsum("nr,nr,nrp->np", scale, residual, jacobian)
         curvature = np.einsum("nr,nrp,nrq->npq", scale, jacobian, jacobian)

@@ -116,7 +116,7 @@ def _start(sweep: Sweep, trial: Trial, seed: int, train: Sequence[str]) -> subpr
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
+            start_new_session=True,  # Ctrl-C reaches only the sweep, which passes it on once
             preexec_fn=_end_with_parent,
         )
 

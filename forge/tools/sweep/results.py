@@ -89,7 +89,10 @@ def metric_of(lines: Sequence[dict[str, Any]], metric: str) -> float | None:
 
 
 def rows(results: Iterable[SweepResult], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return one row per trial: finished trials first, from the best to the worst, then the others in their order."""
+    """Return one row per trial, the last rung first.
+
+    In a rung, finished trials come first, from the best to the worst, then the others by number.
+    """
     ranked = sorted(
         results, key=lambda r: (-r.trial.rung, not r.done, r.mean if r.done else 0.0, r.trial.number)
     )

@@ -40,15 +40,15 @@ class Sweep(Section):
     output_dir: Line = "runs"
     """Folder of the sweep's folder."""
     method: Literal["grid", "random", "halving"] = "grid"
-    """grid: every combination; random: `trials` draws; halving: as random, of which the best go on to longer runs."""
+    """grid: every combination; random: `trials` draws; halving: random draws, of which the best are trained again, longer."""
     trials: Positive = 8
-    """random, halving: how many are drawn."""
+    """random, halving: number of draws."""
     draw: Count = 0
     """random, halving: seed of the draws."""
     eta: Positive = 3
     """halving: keep the best 1/eta of the trials, and train them eta times longer."""
     rungs: Positive = 2
-    """halving: number of lengths. The last is the recipe's."""
+    """halving: number of run lengths. The last length is the recipe's."""
     seeds: ListOf[Count] = (0,)
     """Values of run.seed: each trial is made with all of them, and ranked by the mean."""
     metric: Text = "loss"
@@ -62,7 +62,7 @@ class Sweep(Section):
     processes: Positive = 1
     """Processes of each run, under torchrun if more than one."""
     threads: Count = 0
-    """Threads of each process on a CPU. 0: as the environment has it."""
+    """Threads of each process on a CPU. 0: not set here."""
     budget_tokens: Count = 0
     """Tokens of all runs of all rungs together; the last trials are dropped until the rest fits. 0: no limit."""
     budget_minutes: NonNegativeNumber = 0.0
@@ -75,7 +75,7 @@ class Sweep(Section):
 
 @dataclass(frozen=True)
 class Trial:
-    """Values of the keys. steps: of the trial's runs; 0: those of the recipe."""
+    """Values of the keys. steps: number of steps of the trial's runs; 0: the recipe's."""
 
     number: int
     values: dict[str, Any]
@@ -86,7 +86,7 @@ class Trial:
         return f"trial-{self.number:03d}-rung-{self.rung}-seed-{seed}"
 
     def options(self, sweep: Sweep, seed: int) -> list[str]:
-        """Return the command line of its run."""
+        """Return train.py's arguments for the run with `seed`."""
         keys = {**sweep.overrides, **self.values, "run.seed": seed, "run.name": self.run_name(seed)}
         keys["run.output_dir"] = str(sweep.folder)
         if self.steps:
@@ -211,4 +211,4 @@ def _draw(values: list[Any] | Between, drawn: random.Random) -> Any:
         value = math.exp(drawn.uniform(math.log(values.low), math.log(values.high)))
     else:
         value = drawn.uniform(values.low, values.high)
-    return float(f"{value:.4g}")  # what the table shows is what is run
+    return float(f"{value:.4g}")  # rounded, so that the table shows the exact value

@@ -23,7 +23,7 @@ from forge.tools.verify.pieces import TensorKey, TensorPiece, whole
 from forge.tools.verify.ranks import RankFailed, limit_s, run_ranks
 from forge.tools.verify.record import RankRecord, RankStep, Settings, record_on_rank
 
-# Beyond the limit of its ranks: for the imports of the other process, and for it to end its ranks.
+# Seconds beyond the limit of the ranks: the other process imports forge and ends its ranks in this time.
 EXTRA_S = 120.0
 _CODE = "import sys; from forge.tools.verify.against import record_to; record_to(*sys.argv[1:])"
 
@@ -68,7 +68,7 @@ def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) 
         except subprocess.TimeoutExpired:
             errors = f"nothing within {limit_s(world) + EXTRA_S:.0f} s"
         finally:
-            # Its ranks and their server are of its session.
+            # Its ranks and their fork server belong to its session.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if process.wait() or not answer.exists():
@@ -131,7 +131,10 @@ def _tensors(step: RankStep) -> Iterator[tuple[tuple[TensorKey, int], TensorPiec
 def _paired(
     now: dict[tuple[TensorKey, int], TensorPiece], then: dict[tuple[TensorKey, int], TensorPiece]
 ) -> Iterator[tuple[tuple[TensorKey, int], TensorPiece, TensorPiece]]:
-    """Return pairs of corresponding tensors. Raises UserError if parameters or shapes of the two sides differ."""
+    """Yield (key, piece of `now`, piece of `then`) for each tensor of equal shape on both sides.
+
+    Raises UserError if an initial value, a gradient or a parameter has no counterpart of its shape.
+    """
     for place in {**then, **now}:
         (kind, name), _ = place
         mine, theirs = now.get(place), then.get(place)

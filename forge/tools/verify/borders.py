@@ -1,4 +1,4 @@
-"""Inputs and outputs of modules on one rank, with their place in the global batch.
+"""Borders: inputs and outputs of modules on one rank, with their place in the global batch.
 
 Hooks record the first tensor argument and the outputs of every module, in the order in which forwards end: children before
 their parents. So a difference arose in the first module in this order whose output differs while its input agrees.
@@ -25,7 +25,7 @@ from forge.parallel.context import SequenceSplit
 from forge.parallel.mesh import Meshes
 from forge.tools.verify.pieces import TensorPlace
 
-# Modules with tensors sorted by expert (the order depends on the layout), and containers.
+# Modules whose tensors are sorted by expert: the order depends on the layout.
 HIDDEN = (".experts",)
 
 
@@ -34,7 +34,7 @@ class BatchPart:
     """A rank's part of the global batch.
 
     first_row: the rank's first global sample. positions: the positions of its tokens in each sequence. tp: number of pieces
-    into which tensor parallelism divides sequences or features. tp_rank: the number of this rank's piece.
+    into which tensor parallelism divides sequences or features. tp_rank: the index of this rank's piece.
     """
 
     first_row: int
@@ -76,7 +76,7 @@ class BatchPart:
 class Seen:
     """A tensor at a border of the module `name`: `values`, whose first sequence is row `row` on this rank.
 
-    output: output or input. The name ends with the number of the call, unless it is the first in its microbatch.
+    output: output or input. The name ends with the number of the call, unless the call is the first in its microbatch.
     """
 
     name: str
@@ -144,13 +144,13 @@ class Borders:
 
 
 class _Microbatch:
-    """A microbatch in progress.
+    """The latest microbatch in `part`, a model or a stage of a pipeline.
 
-    part: its part of the global batch. row: its first sequence on this rank. calls: module -> number of calls.
+    row: index of its first sequence on this rank. calls: module -> number of calls.
     """
 
     def __init__(self, part: nn.Module):
-        # The part with the embedding calls it first.
+        # If this stage has the embedding but does not embed tokens, another stage has made the first call.
         embeds_later = getattr(part, "embedding", None) is not None and not getattr(part, "embeds", True)
         self._elsewhere = {"embedding": 1} if embeds_later else {}
         self.calls: Counter[str] = Counter()
@@ -179,7 +179,7 @@ def call_of(name: str) -> str:
 
 
 def parent_of(name: str) -> str:
-    """Return the name of the enclosing module's input, in the call with the number of border `name`; "": none."""
+    """Return the input border of the enclosing module, with the call number of border `name`; "" if no module encloses it."""
     module, call, number = name.partition(" (call ")
     parent = module.rpartition(".")[0]
     return parent + call + number if parent else ""
@@ -202,7 +202,7 @@ def _local(value: Any) -> Tensor | None:
 
 
 def _recomputing() -> bool:
-    """Whether this is inside of a backward."""
+    """Return whether a backward is running, so that a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -21,9 +21,9 @@ from forge.tools.verify.record import RankRecord, RankStep, WholeRecord
 
 TOLERANCE, FLOOR = 1e-9, 1e-3
 EXACT = ("initial", "loaded", "resumed")
-# The last step made again from a checkpoint: the layout's own, and another layout's.
+# Kinds of the last step, repeated from a checkpoint: the layout's own, and another layout's.
 AGAIN = ("resumed", "continued")
-# Of these the ranks together must hold every element.
+# The ranks together must hold every element of tensors of these kinds.
 COMPLETE = ("initial", "gradient", "parameter", "optimizer", "router", "hooked", "saved", "loaded")
 
 
@@ -57,10 +57,10 @@ class Difference:
 class Comparison:
     """The result of comparing tensors.
 
-    differences: one per tensor above the tolerance. largest: by kind, over all tensors. compared: number of tensors. counted:
-    number of elements of each tensor on the ranks, without copies. index_sums: sum of the flat indices of these elements,
-    because a duplicate element could hide a missing one in the count. unplaced: tensors that cannot be compared: borders
-    whose place shapes do not determine, and curves of hooks that differ between runs.
+    differences: one per tensor above the tolerance. largest: the largest difference by kind. compared: number of tensors.
+    counted: number of elements of each tensor on the ranks, without copies. index_sums: sum of the flat indices of these
+    elements, because a duplicate element could hide a missing one in the count. unplaced: tensors that cannot be compared:
+    activations whose place does not follow from shapes, and curves of hooks that differ between runs.
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -113,8 +113,8 @@ def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, TensorKey
     """Return the comparison over all ranks. For each tensor, keep the rank with the largest difference.
 
     expected: number of elements of each tensor of the reference, by step and key. If some elements of a tensor are on no
-    rank, that counts as a difference. Kinds of which no rank has any tensor are exempt: not every layout has an activation
-    at each border.
+    rank, that counts as a difference. Kinds outside of COMPLETE are exempt: not every layout has an activation at each
+    border. So are kinds of which no rank has any tensor.
     """
     result = Comparison()
     worst: dict[tuple[int, str, str], Difference] = {}
@@ -132,7 +132,7 @@ def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, TensorKey
                 worst[name] = found
     kinds = {key[0] for _, key in result.counted}
     for (step, key), number in expected.items():
-        # With experts a rank may count nothing of a step: a missing entry is as bad as a part.
+        # Without an entry, no rank has counted an element of the tensor.
         counted = result.counted.get((step, key), 0)
         other = counted == number and result.index_sums.get((step, key), 0) != number * (number - 1) // 2
         if key[0] in COMPLETE and key[0] in kinds and (counted < number or other):
@@ -158,7 +158,7 @@ def elements(reference: WholeRecord) -> dict[tuple[int, TensorKey], int]:
 def _held(
     whole: dict[TensorKey, Tensor], step: RankStep, result: Comparison
 ) -> dict[TensorKey, list[TensorPiece]]:
-    """Return all pieces of a step on one rank, including borders."""
+    """Return all pieces of a step on one rank, including activations at borders."""
     held: dict[TensorKey, list[TensorPiece]] = defaultdict(list, step.pieces)
     for one in step.seen:
         key = ("output" if one.output else "input", one.name)
@@ -178,7 +178,7 @@ def _held(
 def difference_of(
     equal: Difference, expected: Tensor, pieces: Sequence[TensorPiece], scale: float
 ) -> Difference:
-    """Return the largest difference of one tensor over its pieces, the first among equals; `equal`: there is none."""
+    """Return the largest difference over a tensor's pieces, the first among equals. Return `equal` if no element differs."""
     worst = equal
     for piece in pieces:
         mine = part_of(expected, piece.place)
@@ -199,7 +199,7 @@ def difference_of(
 
 
 def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
-    """Return the differences between resuming from this layout's own checkpoint and continuing without a stop."""
+    """Yield the differences between resuming from this layout's own checkpoint and continuing without a stop."""
     last = record.steps[-1].pieces
     for (kind, name), pieces in last.items():
         if kind != "resumed":

@@ -26,7 +26,7 @@ NUMBERS = 2
 _BITS = 0xFFFFFFFF
 
 Digest: TypeAlias = list[float]
-# A rank's digests of one step: for each tensor its pieces by place (as text), each with its number of elements.
+# A rank's digests of one step: tensor -> place of a piece, as text -> (number of elements, digest of the piece).
 Held: TypeAlias = dict[TensorKey, dict[str, tuple[int, Digest]]]
 
 
@@ -86,7 +86,7 @@ def digest(values: Tensor, place: TensorPlace) -> Digest:
 def held_by(record: RankRecord, expected: Expected) -> list[Held]:
     """Return the digests of a rank's recording, by piece.
 
-    Borders whose place in the global tensor shapes do not determine are left out.
+    An activation is left out if its place in the global tensor does not follow from shapes.
     """
     steps: list[Held] = []
     for step, wholes in zip(record.steps, expected.steps, strict=True):
@@ -148,10 +148,9 @@ def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: 
 
 
 def _pieces(key: TensorKey, ranks: Sequence[Held]) -> Iterator[tuple[int, float, int, Digest]]:
-    """Return every distinct piece once.
+    """Yield (rank, difference, number of elements, digest) for every distinct piece.
 
-    Each entry has the rank whose copy differs most from the first copy, the difference, the number of elements, and the
-    digest.
+    rank: the rank whose copy of the piece differs most from the first copy. difference: of these two copies.
     """
     found: dict[str, tuple[int, float, int, Digest]] = {}
     for rank, held in enumerate(ranks):

@@ -22,7 +22,7 @@ TEXTS, PROMPT, NEW = 3, 13, 2
 def held_out_on_rank(
     model: ParallelModel, config: Config, meshes: Meshes, device: torch.device
 ) -> dict[TensorKey, list[TensorPiece]]:
-    """Evaluate and generate as a run does. Collective."""
+    """Evaluate and generate as a run does. Return the held-out losses and the logits of generated texts. Collective."""
     sources = build_validation(config)
     losses = held_out_losses(model, sources, config, meshes, device)
     found = {("held-out", name): torch.tensor(loss, dtype=torch.float64) for name, loss in losses.items()}

@@ -2,8 +2,8 @@
 
 A hook gets a Trainer as in a run. Its model and optimizer are the verified ones, and its run directory is removed
 afterwards. The hook is called at the same points as in a run. Parameters and gradients before and after each call are
-recorded, and so are the numbers that it passes to `trainer.metrics.scalars`. So the first call with another effect on a
-layout can be named.
+recorded, and so are the numbers that it passes to `trainer.metrics.scalars`. So a report
+can name the first hook call whose effect differs under a layout.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class UserHooks:
         )
 
     def process_last_result(self) -> None:
-        """Report the last step, once."""
+        """Call `after_result` with the result of the last step, once."""
         result, self._result = self._result, None
         if result is not None:
             self.call("after_result", result)

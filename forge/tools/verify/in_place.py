@@ -28,7 +28,7 @@ _HOW = ("parallel", "pipeline", "activation_checkpoint")
 
 
 def write_digests(config: Config, settings: Settings, world: int, file: Path) -> Config:
-    """Compute one process with the sizes of `config` on `world` processes; write its digests for `verify_in_place`.
+    """Run one process with the sizes that `config` has on `world` processes; write its digests for `verify_in_place`.
 
     Returns the small configuration.
     """

@@ -36,7 +36,7 @@ OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ),
     ("train.micro_batch_size", "dp_shard", (2, 4, 1)),
 )  # fmt: skip
-# How many options are tried alone: the others vary at random only.
+# Number of OPTIONS that are tried alone. The others vary only at random.
 ALONE = 6
 
 
@@ -79,7 +79,7 @@ class Case:
         return result
 
     def text(self, config: Config) -> str:
-        """Return the result of `config` as TOML, to be sent to ranks."""
+        """Return `self.config(config)` as TOML, to be sent to ranks."""
         return to_toml(self.config(config))
 
     def smaller(self) -> Iterator[Case]:
@@ -108,11 +108,9 @@ def why_illegal(config: Config, case: Case) -> str | None:
 
 
 def systematic(config: Config, worlds: Sequence[int]) -> Iterator[Case]:
-    """Yield one process, each axis alone, each option alone, and each pair of axes.
+    """Yield one process, each axis alone, each pair of axes, and the first ALONE options alone.
 
-    worlds: the numbers of processes.
-
-    They may be illegal.
+    worlds: numbers of processes; other layouts are left out. The yielded layouts may be illegal.
     """
     axes = [axis for axis in AXES if axis != "ep" or config.model.moe is not None]
     yield Case()

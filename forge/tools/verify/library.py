@@ -2,7 +2,8 @@
 
 `make_model()` returns the module and `parallelize(module)` applies the parallelism; docs/guides/verify-libraries.md has the
 requirements of both. Both sides make the same steps on the same tokens in float64, with gloo on this machine. Parameters,
-gradients and checkpoints are compared as whole tensors, on every rank. Activations are compared with the rank's part.
+gradients and checkpoints are compared as whole tensors, on every rank. A rank's activations are compared with its part of
+the whole ones.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def verify_library(
 
 
 def notes_on(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return one line for each kind of tensor that was not compared."""
+    """Return one line for each layout whose checkpoint was not compared."""
     without = [one.case.name for one in outcomes if one.status != "failed" and "saved" not in one.largest]
     return [f"{name}: no checkpoint was compared (Parallelized.checkpoint is False)" for name in without]
 
@@ -179,7 +180,7 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _batches(model: Any, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield tokens and labels int64 `[BATCH, seq]` of each step."""
+    """Yield (tokens, labels) of each step, both int64 `[BATCH, seq]`."""
     generator = torch.Generator().manual_seed(SEED)
     seq = getattr(model, "seq_len", SEQ)
     for _ in range(steps):
@@ -188,7 +189,7 @@ def _batches(model: Any, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _alone(_rank: int, _world: int, request: LibraryRequest, file: Path) -> tuple[list[str], dict]:
-    """Run one process and write the reference to `file`. Return the order of its modules and the sizes of its tensors."""
+    """Write the reference, of one process, to `file`. Return the order of its modules and the sizes of its tensors."""
     model, make = _make(request)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to train")
@@ -229,7 +230,8 @@ def _together(rank: int, _world: int, request: LibraryRequest, file: Path, folde
 class _ModuleRun:
     """The steps of one module on this rank.
 
-    shapes: parameter name -> shape of the whole parameter. limit: of the gradient norm; None: half of the first step's norm.
+    shapes: name -> whole parameter, of which only the shape is used. limit: of the gradient norm; None: half of the first
+    step's norm.
     """
 
     def __init__(self, done: Parallelized, make: Any, shapes: dict[str, nn.Parameter], limit: float | None):
@@ -304,14 +306,14 @@ class _ModuleRun:
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Yield name, parameter, and its values."""
+        """Yield (name, parameter, values) for `_pieces`. The values are the parameter itself."""
         for part in self.done.parts:
             for name, parameter in part.named_parameters():
                 if parameter.requires_grad:
                     yield _plain(name), parameter, parameter
 
     def _pieces(self, kind: str, tensors: Any) -> dict[TensorKey, list[TensorPiece]]:
-        """Return the whole tensors of (name, parameter, tensor laid out like it). Collective."""
+        """Return whole tensors under `kind`. tensors: (name, parameter, tensor laid out like the parameter). Collective."""
         found = {}
         for name, _, tensor in tensors:
             tensor = tensor.detach()
@@ -352,11 +354,10 @@ class _ModuleRun:
 
 
 def _of_batch(seen: Sequence[Seen], rows: int) -> list[Seen]:
-    """Return the inputs and outputs of modules for this rank's `rows` sequences.
+    """Return the inputs and outputs of modules for this rank's `rows` sequences, with `row` set.
 
-    They are numbered in order. Their names do not contain the names of wrappers.
-
-    A pipeline calls its modules once with zeros before its first step, to learn their output shapes.
+    Their names do not contain the names of wrappers. Earlier calls are left out: before its first step a pipeline calls its
+    modules once with zeros, to learn their output shapes.
     """
     found: list[Seen] = []
     extra = Counter({key: -rows for key in ((one.name, one.output) for one in seen)})

@@ -14,7 +14,7 @@ from forge.shard import Box, Shard
 
 # One per dimension of the global tensor: a contiguous part, or indices.
 TensorPlace: TypeAlias = tuple[slice | tuple[int, ...], ...]
-# What a tensor is, and its name: ("gradient", "layers.0.attention.wq.weight"). Kinds: initial, input, output, loss, norm,
+# (kind, name) of a tensor, e.g. ("gradient", "layers.0.attention.wq.weight"). Kinds: initial, input, output, loss, norm,
 # gradient, parameter, optimizer, router; held-out, generation; hooked, curve of hooks; saved, loaded, resumed, continued for
 # checkpoints.
 TensorKey: TypeAlias = tuple[str, str]
@@ -22,7 +22,7 @@ TensorKey: TypeAlias = tuple[str, str]
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The local `values` at `place` of a global tensor. counted: True on one of the ranks with copies."""
+    """The local `values` at `place` of a global tensor. counted: True on exactly one of the ranks with copies."""
 
     values: Tensor
     place: TensorPlace
@@ -42,7 +42,7 @@ def pieces_of(kind: str, tensors: Iterable[tuple[Shard, Tensor]]) -> dict[Tensor
 
 
 def assemble(shard: Shard, values: Tensor) -> Tensor:
-    """Return a copy of the whole tensor, laid out like `shard.data`. This process must hold every element."""
+    """Return a copy of the whole tensor. values: laid out like `shard.data`. This process must hold every element."""
     tensor = values.new_empty(shard.global_shape)
     for box, piece in shard.pieces(values):
         tensor[_slices(box)] = piece
@@ -59,7 +59,7 @@ def _slices(box: Box) -> TensorPlace:
 
 
 def part_of(tensor: Tensor, place: TensorPlace) -> Tensor:
-    """Return the elements of the global tensor `whole` at `place`."""
+    """Return the elements of the global tensor `tensor` at `place`."""
     for dim, one in enumerate(place):
         if isinstance(one, slice):
             tensor = tensor.narrow(dim, one.start, one.stop - one.start)

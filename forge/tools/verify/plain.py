@@ -154,7 +154,7 @@ def _largest_logits(
 def _checkpoint(
     model: Transformer, shards: list[Shard], optimizer: Optimizer
 ) -> dict[str, tuple[Shard, Tensor]]:
-    """Return the result of forge.train.state.all_tensors for a layout."""
+    """Return (shard, values) by name, with the names that forge.train.state.all_tensors gives under a layout."""
     tensors = {f"model.{shard.name}": (shard, shard.data) for shard in shards}
     for layer, router in model.routers.items():
         for leaf in ("bias", "previous_counts"):
@@ -176,7 +176,7 @@ def _save(
 
 
 def _quantile(bins: list[int], share: float) -> float:
-    """Return the quantile of a histogram, in bins."""
+    """Return the quantile at `share` of a histogram, interpolated, in bins from its left end."""
     below = 0
     for index, count in enumerate(bins):
         if count and below + count >= share * sum(bins):
@@ -186,7 +186,7 @@ def _quantile(bins: list[int], share: float) -> float:
 
 
 def _move_routers(model: Transformer, valid: Tensor) -> dict[str, Tensor]:
-    """Update every router's state by one step, expert by expert. Return it with the keys of `record_on_rank`."""
+    """Update every router's state by one step, expert by expert. Return the state with the keys of `record_on_rank`."""
     moved = {}
     for layer, router in model.routers.items():
         moe, counts = router.config, router.counts.tolist()

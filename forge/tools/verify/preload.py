@@ -14,6 +14,6 @@ for _module in pkgutil.walk_packages(forge.__path__, "forge."):
     with contextlib.suppress(ImportError, MissingExtra):
         importlib.import_module(_module.name)
 
-# Imported objects live as long as the server. Frozen, they are skipped by a rank's collector, which then copies no pages.
+# Imported objects live as long as the server. A rank's collector skips frozen ones, and so copies no pages.
 gc.collect()
 gc.freeze()

@@ -39,7 +39,7 @@ context.set_forkserver_preload(
 
 # Far more than any layout of a small model needs, however busy the machine.
 TIMEOUT_S = 400.0
-# A layout of a small model takes seconds: after this, times the number of processes (at least two), it hangs.
+# A layout of a small model takes seconds: after this time per process (of at least two), it counts as hanging.
 LIMIT_S = 45.0
 
 
@@ -132,12 +132,12 @@ def _worker(
         outcome = (True, function(rank, world, *arguments))
     except BaseException:
         outcome = (False, traceback.format_exc())
-    # Plain pickle: the pipe's own passes tensors through shared memory, which ends with this process.
+    # Plain pickle: the pipe's own pickler passes tensors through shared memory, which ends with this process.
     pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()
     if outcome[0]:
-        # Gloo fails on a rank whose peer has gone while it still connects, so all go together; a rank that waits for a
-        # failed peer is killed by the parent.
+        # Gloo fails on a rank whose peer has gone while it still connects, so all ranks exit together; a rank that waits
+        # for a failed peer is killed by the parent.
         meeting.add("done", 1)
         while meeting.add("done", 0) < world:
             time.sleep(0.01)

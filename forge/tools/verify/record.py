@@ -1,8 +1,6 @@
 """Recordings of a few optimizer steps: of a layout, as pieces on every rank, and of one process, as whole tensors.
 
-Both read the same batches and make the same steps. They share no code beyond the model itself and the optimizer. The
-reference is a plain module that computes the whole global batch in one forward, clips with PyTorch, and updates its routers
-with code of its own.
+Both read the same batches and make the same steps. forge/tools/verify/plain.py says which code they share.
 """
 
 from __future__ import annotations
@@ -118,7 +116,7 @@ class WholeRecord:
 def record_on_rank(
     rank: int, world: int, text: str, settings: Settings, device: torch.device = CPU
 ) -> RankRecord:
-    """Run the steps of the configuration `text` on its layout, on one of `world` ranks. Collective."""
+    """Run the steps of the configuration `text` on its layout; return the recording of this rank of `world`. Collective."""
     if settings.patch is not None:
         settings.patch()
     config = parse_toml_text(text)
@@ -164,7 +162,7 @@ def record_on_rank(
                 last |= {
                     (kind, f"{of} {name}"): pieces
                     for (of, name), pieces in again.pieces.items()
-                    # A hook need not have a state in checkpoints: a curve need not continue.
+                    # A hook need not save its state in checkpoints, so its curve need not continue.
                     if of != "curve" and (of, name) in last
                 }
                 if kind == "continued":
@@ -174,7 +172,7 @@ def record_on_rank(
 
 
 def plans_of(config: Config, steps: int) -> list[StepPlan]:
-    """Return the configuration of each step, because phases begin at a number of trained tokens."""
+    """Return the StepPlan of each of the first `steps` steps."""
     phases = Phases(config)
     return [phases.at(phases.tokens_after(step)) for step in range(steps)]
 
@@ -281,9 +279,9 @@ def every_batch(
 
 
 def leave_out(batch: Batch, first: int) -> None:
-    """Leave tokens out of the loss, a different number in each sequence and in each part of one.
+    """Leave tokens out of the loss, a different number in each sequence and in each part of a sequence.
 
-    The choice is a function of the global number of a row. first: that of row 0.
+    The choice is a function of the global index of a row. first: global index of the batch's first row.
     """
     rows, seq = batch.labels.shape
     for row in range(rows):

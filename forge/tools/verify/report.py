@@ -66,9 +66,9 @@ def summary(report: Report) -> str:
 
 
 def precision_table(report: Report, small: Config) -> str:
-    """Return a table of differences from one process in float64.
+    """Return a table of each layout's differences from one process in float64.
 
-    It has layouts in float64, and in the formats of the configuration.
+    The layout computes once in float64, and once in the formats of the configuration.
     """
     kinds = ("loss", "output", "gradient", "parameter")
     own = f"{small.precision.compute}, sums in {small.precision.reduce}"

@@ -1,6 +1,6 @@
 """Compare all layouts of a configuration with one process, within a time budget.
 
-A failed or hanging layout stops no other.
+A failed or hanging layout does not stop the others.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class Report:
 class Verifier:
     """Compare layouts of `config` with one process. `config` is small and describes one process.
 
-    settings: how the steps are made; this class sets its folders. other: the layout whose checkpoint the next one loads.
-    rounded: the same configuration in its own formats, which is also compared with float64. Raises RankFailed if one
-    process fails.
+    settings: how the steps are made; this class replaces their folders. other: the layout whose checkpoint the next one
+    loads. rounded: the same configuration in its own formats, which is also compared with float64. Raises RankFailed if the
+    run of one process fails.
     """
 
     def __init__(
@@ -100,7 +100,8 @@ class Verifier:
         one = self._folder()
         self._settings = replace(settings, own_folder=one)
         self._known: dict[Case, Outcome] = {}
-        # Checkpoints: of one process, of the last equal layout, and of layouts that later ones load.
+        # Checkpoint folders: of one process, of the last equal layout, and those that a layout with status `different`
+        # loaded.
         self._saved = {ALONE: one}
         self.other = ALONE
         self._file = os.path.join(self._home.name, "reference")
@@ -121,7 +122,7 @@ class Verifier:
     def check(self, case: Case) -> Outcome:
         """Return the result of one legal layout. Each layout is run only once.
 
-        It loads the checkpoint of the last layout with several processes that was equal, or else the one of one process.
+        The layout loads the checkpoint of the last equal layout with several processes; without one, that of one process.
         """
         if case not in self._known:
             self._known[case] = self._run(case, self.other, keep=True)
@@ -201,7 +202,7 @@ def verify(
 
     Without them, check every axis and pair of axes, then `random` layouts (None: until `seconds` are over).
 
-    Once some layout differs, no random layouts are checked: the time is used to reduce the failing ones. `begin` is called
+    Once some layout differs, no random layouts are checked: the time is used to reduce the worst one. `begin` is called
     before each layout with the remaining seconds, `end` after it.
     """
     began = time.monotonic()

@@ -1,6 +1,6 @@
 """A configuration as small as its structure allows, in float64.
 
-Unchanged are the kind of model, the ratio of query to key/value heads, the pattern of sliding windows, tied weights, groups
+It keeps the kind of model, the ratio of query to key/value heads, the pattern of sliding windows, tied weights, groups
 and shared experts, dense first layers, whether a size is odd or even, the optimizer, modules pinned to a format, the
 engine, the tensor-parallel plan and every other option. Widths, layers, experts, vocabulary, sequence and batch become
 small. Each phase is one step, or two with a ramp. Data are synthetic, because the comparison needs tokens, not text.
@@ -33,7 +33,7 @@ DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 # Sections and keys of sizes, data, formats and layout: the report's heading shows them.
 TOLD = ("model", "train", "data", "evaluate", "phase", *(f"parallel.{axis}" for axis in DEGREES))
 TOLD += ("parallel.bucket_size", "precision.storage", "precision.compute", "precision.reduce")
-# All other changed keys, and these, are reported with the reason.
+# Changes of these keys are reported with a reason. Changes of other keys outside of TOLD are reported without one.
 REASONS = {
     "activation_checkpoint.mode": "memory_budget needs the compiler",
     "compile.enabled": "nothing is compiled",
@@ -74,7 +74,8 @@ def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
     """
     keys = _model(config.model) | _training(config) | _layout(config) | _left_out(config)
     if exact and (block := BLOCKS.get(config.precision.float8)):
-        # In float64, sums do not change codes. Sides and sequences are large enough for whole blocks on two ranks.
+        # In float64, the order of sums does not change float8 codes. Sides and sequences are large enough for whole blocks
+        # on two ranks.
         keys |= {"precision.float8": config.precision.float8, "train.seq_len": 4 * block}
         keys |= _whole_blocks(config.model, keys, 2 * block)
     keys["phase"] = _phases(config, keys["train.seq_len"])
@@ -84,7 +85,7 @@ def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
     try:
         small = changed(config, parts | keys)
     except UserError:
-        # Sizes of such a part may depend on each other: then it stays as it is.
+        # Sizes of these parts may depend on each other: then all of them stay as they are.
         small = changed(config, keys)
     return small, list(_notes(config, small))
 
@@ -181,7 +182,7 @@ def _whole_blocks(model: ModelConfig, keys: Mapping[str, Any], unit: int) -> dic
     else:
         of_head = unit // gcd(unit, keys["model.n_heads"])
         sizes = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), of_head)
-        # A whole table: shrinking sets one.
+        # Set the whole table, as `_model` does.
         found["model.mla"] = keys.get("model.mla", model.latent.model_dump(mode="json")) | sizes
     if model.moe is not None and model.moe.n_shared_experts:
         found["model.moe.expert_dim"] = _multiple(keys["model.moe.expert_dim"], unit)
@@ -336,7 +337,7 @@ def _layout(config: Config) -> dict[str, Any]:
 
 
 def _left_out(config: Config) -> dict[str, Any]:
-    """Return changes to keys that would let results depend on more than the mathematics."""
+    """Return changes that turn off features whose results depend on more than the mathematics."""
     keys: dict[str, Any] = {"precision.float8": "none"}
     keys |= {"compile.enabled": False, "compile.loss": False, "compile.optimizer": False}
     if config.activation_checkpoint.mode == "memory_budget":
