@@ -32,7 +32,7 @@ class AllToAllDispatcher:
 
     def __init__(self, group: dist.ProcessGroup, n_experts: int):
         self.group, self.n_experts = group, n_experts
-        # An attribute, because the planner, which has no data, knows no counts.
+        # An attribute, so that the planner can replace it: without data there are no counts.
         self.sizes = sizes_from_counts
         self.kernels = EAGER
 
@@ -74,7 +74,10 @@ def through_experts(
 
 
 def exchange(numbers: Tensor, group: dist.ProcessGroup, *sizes: list[int]) -> Tensor:
-    """All-to-all of `numbers`, without a gradient. sizes: (receives, sends) in rows of each rank; none: equal parts."""
+    """Return the all-to-all of `numbers`, without a gradient.
+
+    sizes: two lists, the rows to receive from each rank and the rows to send to each rank. Without them all parts are equal.
+    """
     receives, sends = sizes or (None, None)
     return functional.wait_tensor(functional.all_to_all_single(numbers.contiguous(), receives, sends, group))
 
@@ -136,9 +139,9 @@ class NodeDispatcher:
 
 
 def _counts(experts: Tensor, n_experts: int) -> Tensor:
-    """Count the elements of experts, int64, that are 0, 1, ... n_experts - 1.
+    """Return how often each of 0, 1, ... n_experts - 1 occurs in `experts`, int64. Shape `[n_experts]`, int64.
 
-    Unlike bincount it does not wait for the device.
+    Unlike bincount this does not wait for the device.
     """
     flat = experts.flatten()
     return flat.new_zeros(n_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:-1]

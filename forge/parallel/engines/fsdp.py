@@ -254,7 +254,7 @@ def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: in
                 unit.set_modules_to_forward_prefetch(after)
             wanted = [*group[1:], *before] if unit in ends else []
             # An empty list would mean PyTorch's choice, which under accumulation takes the first unit's predecessor to
-            # be the last unit of the microbatch before and gathers it once more. A unit itself is there already.
+            # be the last unit of the microbatch before and gathers it once more. The unit itself is gathered already.
             unit.set_modules_to_backward_prefetch(wanted or [unit])
 
 
@@ -300,7 +300,7 @@ def replicated_parameters(
 
     They are those of routers that compute without a cast, and those of decays, which cast themselves.
 
-    None if nothing is sharded, or everything is offloaded.
+    The set is empty if nothing is sharded or everything is offloaded.
     """
     if layout.meshes.fsdp.size() == 1 or layout.parallel.cpu_offload:
         return set()

@@ -156,7 +156,7 @@ def _is_foreign(name: str, module: nn.Module, plan: TensorPlan) -> bool:
 
 
 def _patterns(model: nn.Module, layout: Layout) -> tuple[str | None, Mapping[str, Any]]:
-    """Return the plan, and its configuration key. Key None: the model's own plan, whose patterns may match nothing."""
+    """Return (configuration key, plan). Key None: the model's own plan, whose patterns may match nothing."""
     chosen = layout.parallel.tp_plan
     if isinstance(chosen, dict):
         return "parallel.tp_plan", chosen

@@ -304,7 +304,7 @@ class GradientCheck:
         self._largest: dict[str, float] = {}
 
     def __call__(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
-        """gradients: of one bucket, with parameter names."""
+        """gradients: (parameter name, gradient) pairs of one bucket."""
         norms = torch.stack(torch._foreach_norm([gradient for _, gradient in gradients])).tolist()
         for (name, _), norm in zip(gradients, norms, strict=True):
             if not isfinite(norm):
