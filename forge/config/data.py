@@ -48,7 +48,7 @@ class SourceConfig(Stream):
     weight: NonNegativeNumber = 1.0
     """Share of the samples, relative to the other sources. 0: none."""
     max_epochs: NonNegativeNumber = 0.0
-    """Read the source at most this many times; see data.at_cap. 0: as often as its weight asks for."""
+    """Read the source at most this many times; see data.at_cap. 0: no limit."""
 
 
 class ValidationConfig(Stream):
@@ -80,8 +80,8 @@ class Data(Section):
     """Multiply each weight by the number of the source's samples to the power of 1 / temperature: 1: shares by size, above 1:
     between that and equal shares. 0: weights only."""
     at_cap: Annotated[Literal["leave_out", "refuse"], CAPS] = "leave_out"
-    """When a source has been read max_epochs times. leave_out: the others share its part from then on; refuse: refuse to
-    start a run that would go beyond it."""
+    """Reaction to a source that reaches max_epochs. leave_out: from then on the other sources share its part; refuse: do
+    not start a run that would read it more often."""
     packing: Literal["stream", "best_fit", "document"] = "stream"
     """How documents become sequences. stream: all in a row, cut every train.seq_len tokens; best_fit: whole documents, as
     many as fit; document: one in each. The last two need a plan in each source, made by scripts/prepare_data.py --packing."""

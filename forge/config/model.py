@@ -47,7 +47,7 @@ class RopeScalingConfig(Section):
     factor: PositiveNumber
     """How many times longer the new context is."""
     original_max_position: Annotated[Count, unused_if("model.rope_scaling.kind", "linear")] = 0
-    """llama3, yarn: original training context, in tokens, which they need."""
+    """llama3, yarn: original training context in tokens. Required by both."""
     low_freq_factor: Annotated[PositiveNumber, WITH_LLAMA3] = 1.0
     """llama3: wavelengths longer than original_max_position / low_freq_factor are fully scaled."""
     high_freq_factor: Annotated[PositiveNumber, WITH_LLAMA3] = 4.0
@@ -57,7 +57,8 @@ class RopeScalingConfig(Section):
     beta_slow: Annotated[PositiveNumber, WITH_YARN] = 1.0
     """yarn: frequencies with fewer rotations than this over the original context are fully scaled."""
     truncate: Annotated[bool, WITH_YARN] = True
-    """yarn: widen the range of frequencies between these two to whole ones, as its authors do. gpt-oss does not."""
+    """yarn: round the first and the last index of the partly scaled frequencies outwards, as its authors do. gpt-oss does
+    not."""
     attention_factor: Annotated[PositiveNumber | None, WITH_YARN] = Field(
         default=None, json_schema_extra={"default": "0.1 ln(factor) + 1"}
     )
@@ -163,8 +164,8 @@ class LinearAttentionConfig(Section):
     full_rank_gate: Annotated[bool, KIMI_DELTA] = False
     """kimi_delta: output gates from one projection (Kimi K3) instead of two through value_head_dim features."""
     decay_bound: Annotated[NonNegativeNumber, KIMI_DELTA] = 0.0
-    """kimi_delta: a token decays a state by a factor of at least exp(-decay_bound), through a sigmoid; Kimi K3 has 5. 0: no
-    bound, through a softplus."""
+    """kimi_delta: the decay factor of a token comes from a sigmoid and is at least exp(-decay_bound); Kimi K3 has 5. 0: it
+    comes from a softplus, without a bound."""
     conv_size: Positive = 4
     """Tokens that the convolution of queries, keys and values spans, including the token itself."""
     chunk_size: Positive = 64
@@ -231,7 +232,8 @@ class ModelConfig(Section):
     attention: Literal["gqa", "mla"] = "gqa"
     """gqa: grouped-query attention, n_kv_heads heads of keys and values. mla: multi-head latent attention, [model.mla]."""
     attention_gate: Literal["none", "head", "element"] = "none"
-    """Multiply attention's output by the sigmoid of a projection of its input: one number per head, or per element of it."""
+    """Multiply attention's output by the sigmoid of a projection of its input. head: one number per head; element: one per
+    element of a head."""
     attention_sinks: bool = False
     """Add a learned logit per head to the softmax, so that a token may attend to nothing."""
     attention_bias: bool = False

@@ -53,7 +53,7 @@ class GroupConfig(Section):
     group, or 1."""
     weight_decay: NonNegativeNumber | None = None
     """Replaces optimizer.weight_decay, even for a match of optimizer.no_decay. Absent: the value of an earlier group,
-    otherwise of these two keys."""
+    or else of optimizer.weight_decay and no_decay."""
 
 
 class MupConfig(Section):

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 NET_S = 30.0
 # A step may take this many times the median of the last ones, and at least LEAST_S seconds: a compiler may be running.
 TIMES_MEDIAN, LEAST_S, STEPS = 20.0, 300.0, 32
-# Number of consecutive failures to ask for an alarm.
+# After this many failed calls of `alarm` in a row, the rendezvous store counts as gone.
 ALARM_TRIES = 3
 
 
@@ -60,9 +60,9 @@ def step_bound(configured: float, seconds: Sequence[float]) -> float:
 
 
 def patience(config: Resilience) -> float:
-    """Return the timeout of collectives in seconds. It is longer than any phase, because the watchdog can report more.
+    """Return the timeout of collectives in seconds. It ends only hangs that the watchdog does not see.
 
-    PyTorch's own timeout then ends hangs that the watchdog cannot see.
+    It is longer than the limit of every phase, so that the watchdog acts first: its report has the stacks.
     """
     default = 1800.0
     return max(seconds or default for seconds, _ in bounds(config).values()) + 2 * NET_S

@@ -280,7 +280,7 @@ class RemoteFile:
         return self._expected is None or self._digest is None or self._digest(data) == self._expected(block)
 
     def _look(self) -> tuple[int, str]:
-        """Return its size and version."""
+        """Return the object's size in bytes, and its version."""
         about = with_retries(self.url, lambda: self._files.info(self.url))
         return _size(self.url, about), _version(about)
 

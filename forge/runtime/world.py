@@ -174,7 +174,7 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
     if world.local_rank == 0:
         silence.start()
     try:
-        # Without its own wait for the others, which prints nothing.
+        # The store's own wait for other ranks prints nothing. `_wait_for_all` does.
         return dist.TCPStore(
             host, int(port), is_master=opens, wait_for_workers=False, multi_tenant=opens, timeout=timeout
         )
