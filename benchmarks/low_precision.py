@@ -135,7 +135,7 @@ def gradient_noise(
 ) -> dict[str, dict[str, float]]:
     """Return the signal-to-noise ratio of each parameter's gradient, dB, by recipe and name.
 
-    Of the first batch at the initial weights, in float32, against the gradients without float8.
+    The gradients are of the first batch at the initial weights, in float32. Gradients without float8 are the reference.
     """
     shared = [*(SMALL + SMALL_OF[model] if given.small else ()), *overrides, "--precision.compute=float32"]
     gradients: dict[str, dict[str, Tensor]] = {}

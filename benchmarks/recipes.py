@@ -1,4 +1,4 @@
-"""Which optimizer learns most, in as many steps and in as much time: each with the best of as many learning rates.
+"""Which optimizer learns most in the same number of steps and in the same time, each with its best learning rate.
 
     python benchmarks/recipes.py                                           after `make data`; two hours on two CPU cores
     python benchmarks/recipes.py --steps 100 --seeds 1 --train.global_batch_size=4

@@ -78,7 +78,7 @@ def _case(folder: Path, fault: str, options: list[str]) -> dict[str, Any]:
         nodes.wait_for_step(lost["step"] + 1)
         until_there = time.monotonic() - began
         [recovered] = nodes.run.events("recovered")[:1]
-        # Of the start before the fault, by the run's own ledger.
+        # The seconds by kind of the start before the fault, from its own goodput events.
         seconds = next(
             event for event in reversed(nodes.run.events("goodput")) if event["seconds"].get("steps")
         )["seconds"]

@@ -113,7 +113,7 @@ def started(device: torch.device) -> list[Row]:
 
 
 def made(maker: str, groups: str) -> Row:
-    """Make all meshes on this rank, and use each of their groups once."""
+    """Make all meshes on this rank, use each of their groups once, and return the row."""
     world, began = dist.get_world_size(), time.perf_counter()
     degrees = degrees_of(world)
     before = _groups()
