@@ -1,6 +1,6 @@
 """Grouped-query attention, and the base of other kinds of attention.
 
-The attention function is an extension point: context parallelism replaces `Attention.attend` and leaves the rest.
+The attention function is an extension point: context parallelism replaces `Attention.attend` and nothing else.
 """
 
 from __future__ import annotations
