@@ -77,8 +77,8 @@ ACCUMULATION = ("first microbatch", "each other")
 class Traffic(TorchDispatchMode):
     """Counts bytes by `part` of the step and operator; collectives are left out.
 
-    While `gradients` is given, only operators that write to these storages count, with their preceding cast, and copies
-    of `masters`, which fsdp2 gathers.
+    While `gradients` is given, two kinds of operators count: those that write to these storages, with the cast before them,
+    and copies of `masters`, which fsdp2 gathers.
     """
 
     def __init__(self, masters: set[int]) -> None:

@@ -199,7 +199,8 @@ def publish(
 ) -> None:
     """Print the table and write it down. timed: the results depend on the speed of the machine.
 
-    Raises UserError (exit 1) for results in the repository from changed files, and for timed ones from a busy machine.
+    Raises UserError (exit 1) if `folder` is in the repository and files have changes that are not committed, or the results
+    are timed and the machine was busy.
     """
     print(table)
     if folder.resolve() == RESULTS:

@@ -4,7 +4,7 @@
 
 Agents stand for nodes: with an agent the kernel kills its ranks, so a lost agent is a lost node. In each row a run of two
 nodes meets a fault halfway between two checkpoints and continues; in the storage rows the save before it has failed, too.
-Seconds to the first new step (the `recovered` event) count from the last sign of life. They include the start of an
+Seconds to the first new step (the `recovered` event) count from the last write of status.json. They include the start of an
 interpreter, imports, and, for a node, the wait until it counts as lost. Seconds to the previous position count from the
 fault to the end of the interrupted step, and grow with the steps to repeat. Prints the table and writes it, with date,
 versions and settings, to benchmarks/results/.

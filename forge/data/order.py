@@ -29,8 +29,8 @@ Ranges = tuple[tuple[int, int], ...]
 class Segment:
     """`weights` apply from global sample `start` on, in blocks of `block`.
 
-    drawn: samples of each source read before. Both have an entry for each source of the history so far, in the order of first
-    use.
+    drawn: samples of each source read before. `weights` and `drawn` have an entry for each source of the history so far, in
+    the order of first use.
     """
 
     start: int

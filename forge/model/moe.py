@@ -29,7 +29,7 @@ class MoE(nn.Module):
     et al. 2026, "Revisiting Efficiency-Accuracy Scaling in Mixture-of-Experts Architectures"). One projection leads into the
     latent before dispatch. A norm, as in Kimi K3, and the projection back follow the weighted sum. Router and shared experts
     read the stream.
-    `dispatch` is an extension point: expert parallelism replaces it, and the experts by those of this rank.
+    `dispatch` is an extension point. Expert parallelism replaces `dispatch`, and `experts` by the experts of this rank.
     """
 
     def __init__(self, config: ModelConfig, layer: int):

@@ -130,8 +130,8 @@ def uniform_units(
 ) -> list[Unit]:
     """Return units of one compute dtype for all parameters of `modules` in `dtypes`; inner ones first.
 
-    Parameters in `apart` are left out; the caller makes separate units of them, inside of these. Raises UserError if one
-    module has parameters of different dtypes, because units consist of whole modules.
+    Parameters in `apart` are left out; the caller makes separate units of them, inside of the returned ones. Raises UserError
+    if one module has parameters of different dtypes, because units consist of whole modules.
     """
     keys = {p: dtypes[p] for p in _parameters(modules) if p in dtypes and p not in apart}
     sizes: Counter[torch.dtype] = Counter()

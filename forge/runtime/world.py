@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among all ranks. restarts_left: how many more times the launcher would restart the run.
+    """The place of this process among all ranks. restarts_left: number of restarts that the launcher still allows.
 
     local_size: processes on this machine (0: unknown). bound: Slurm may have assigned one GPU to this process.
     """

@@ -320,7 +320,7 @@ def styles_of(module: nn.Module) -> dict[str | None, Apply]:
 
 
 def input_of(model: nn.Module, name: str, stream: Placement) -> Placement:
-    """Return the layout of the input of the linear layer `name`, which has all features."""
+    """Return the layout of the input of the linear layer `name`. The input has all features."""
     parent, _, leaf = name.rpartition(".")
     latent = isinstance(model.get_submodule(parent), LatentAttention) and leaf != "wo"
     return stream if latent else Replicate()

@@ -103,7 +103,7 @@ class BucketGradients:
             self._collect(placed)
 
     def collect_rest(self) -> None:
-        """Call before the launch. Collects gradients that had no slot or no hook's report; zeros for missing ones."""
+        """Collect gradients that had no slot, or that no hook reported. Missing ones are zeros. Call before the launch."""
         if self.collected:
             for placed in self.memory.parameters:
                 if placed.parameter.grad is not None:
