@@ -4,9 +4,9 @@
     python benchmarks/startup.py --worlds 8 --fake 1024
 
 The table also has PyTorch's init_device_mesh for the same three views of the ranks; it makes a group per axis. Gloo is
-measured with its default connections, every rank of a group with every other, and lazily, at the first message
-(TORCH_GLOO_LAZY_INIT=1); the first sum over each group is part of the time. Fake ranks show the work of one process among
-many without connections. Prints the table and writes it, with date, versions and settings, to benchmarks/results/.
+measured twice: by default it connects every rank of a group with every other at once, and with TORCH_GLOO_LAZY_INIT=1 at the
+first message. The first sum over each group is part of the time. Fake ranks show the work of one process among many without
+connections. Prints the table and writes it, with date, versions and settings, to benchmarks/results/.
 """
 
 from __future__ import annotations

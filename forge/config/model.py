@@ -205,9 +205,9 @@ class ModelConfig(Section):
     """Norms multiply by 1 + weight, and their weights begin at 0 (Gemma)."""
     activation: Literal["silu", "gelu_tanh", "relu2", "clamped_swiglu", "situ"] = "silu"
     """The feed-forward, dense and of experts. silu, gelu_tanh (GELU by its tanh formula): w2(f(w1 x) * w3 x); clamped_swiglu
-    (gpt-oss): the same with gate and up clamped, f(g) = g sigmoid(1.702 g), and 1 added to up; situ (Kimi K3): bounded
-    smoothly, f(g) = sigmoid(g) limit tanh(g / limit), with up_limit tanh(up / up_limit); relu2: w2(relu(w1 x)^2), without
-    w3."""
+    (gpt-oss): the same with gate and up clamped, f(g) = g sigmoid(1.702 g), and 1 added to up; situ (Kimi K3): the same with
+    smooth bounds, f(g) = sigmoid(g) limit tanh(g / limit), and up_limit tanh(up / up_limit) in place of up; relu2:
+    w2(relu(w1 x)^2), without w3."""
     activation_limit: Annotated[PositiveNumber, used_if("model.activation", "clamped_swiglu", "situ")] = 7.0
     """clamped_swiglu: gate is at most this, and up within plus and minus this. situ: the bound of the gate; Kimi K3 has 4."""
     activation_up_limit: Annotated[PositiveNumber, used_if("model.activation", "situ")] = 25.0

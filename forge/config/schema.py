@@ -256,7 +256,7 @@ class Metrics(Section):
 
     @property
     def trackers(self) -> dict[str, str]:
-        """Return tracker -> its project or experiment."""
+        """Return name of the tracker -> its project or experiment; empty if it is off."""
         return {"wandb": self.wandb, "mlflow": self.mlflow}
 
 

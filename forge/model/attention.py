@@ -57,7 +57,7 @@ class AttentionFunction(Protocol):
     """The parameterless inner part of `Attention`: causal attention of one forward."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        """Return the mask with its table.
+        """Return the mask with the `table` that this attention function needs.
 
         Called once per forward and window. x `[batch, seq, dim]` gives dtype, device and sizes.
         """

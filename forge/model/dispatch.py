@@ -70,7 +70,7 @@ def sort_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
 def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
     """Return the plan of `sort_by_expert` by counting: a few passes if compiled, slow if not.
 
-    Requires that no token chooses an expert twice; n_experts may be repeated.
+    Requires that no token chooses an expert twice. n_experts, which means none, may be repeated.
     """
     indices = torch.arange(n_experts + 1, device=experts.device).unsqueeze(1)
     columns = experts.unbind(1)

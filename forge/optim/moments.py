@@ -44,7 +44,7 @@ class Moments:
         return self.stored[slot, shard.name].to(wide_dtype(shard))
 
     def write(self, shard: Shard, slot: str, wide: Tensor) -> None:
-        """Store `wide`, as `read` returned it, and perhaps overwrite it. Without rounding it is the stored tensor itself."""
+        """Store `wide`, the tensor from `read`, and perhaps overwrite it. Without rounding it is the stored tensor itself."""
         if self.rounding is not None:
             self.rounding.copy_(self.stored[slot, shard.name], wide, shard, slot)
 
