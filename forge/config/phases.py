@@ -105,7 +105,7 @@ class Phases:
         else:
             self._spans.append(_Span(start, None, before, base, frozenset()))
         self._starts = [span.start for span in self._spans]
-        # One object for each span without a ramp: with these alone a step computes nothing here.
+        # Plans of spans without a ramp are made once, so that their steps compute nothing here.
         self._constant = [None if span.ramped else self._plan(span.last) for span in self._spans]
 
     def at(self, tokens: int) -> StepPlan:

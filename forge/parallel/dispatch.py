@@ -111,7 +111,7 @@ class NodeDispatcher:
         """x `[tokens, dim]`, experts int64 and weights `[tokens, top_k]` -> `[tokens, dim]`."""
         nodes, kernels = self.across.size(), self.kernels
         visits = kernels.plan(first_visits(experts // self.experts_of_node, nodes), nodes)
-        # To each node: how many rows it gets from here, and how many of their choices each of its experts gets.
+        # For each node: the number of rows that it gets from here, and the number of choices for each of its experts.
         wanted = _counts(experts, nodes * self.experts_of_node).view(nodes, -1)
         leaving = torch.cat([visits.counts.unsqueeze(1), wanted], 1)  # [nodes, 1 + experts of a node]
         arriving = exchange(leaving, self.across)
@@ -128,7 +128,7 @@ class NodeDispatcher:
 
         rows, row_weights = sent(x), sent(weights)
         chosen = exchange(experts[visits.order[: sum(to_nodes)] // experts.shape[1]], *across)
-        # On the way: choices of this node's experts; the others, which come last, are for other nodes.
+        # Only choices of this node's experts travel within the node. Choices of experts elsewhere come last.
         chosen = chosen - self.across.rank() * self.experts_of_node
         elsewhere = (chosen < 0) | (chosen >= self.experts_of_node)
         plan = kernels.plan(chosen.masked_fill(elsewhere, self.experts_of_node), self.experts_of_node)

@@ -236,8 +236,9 @@ def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: in
     ends: list[object] = [model.embedding, *model.layers.values(), model.norm, model.head]
     # Each group in the order of forward's use: the last unit encloses the others.
     ordered = [group[::-1] for group in groups[:-1]]
-    # Multi-token prediction calls the embedding again after the last block: it must not gather the first block then, which
-    # would stay gathered until backward, mxfp8 weights in the codes of forward. The root gathers that block instead.
+    # Multi-token prediction calls the embedding again after the last block. The second call must not gather the first
+    # block, which would stay gathered until backward, with mxfp8 weights in the codes of forward. So the root gathers the
+    # first block, and the embedding prefetches nothing.
     again = model.embedding if getattr(model, "ahead", ()) else None
     # Before the first group computes, the root gathers for it.
     root = groups[-1][-1]

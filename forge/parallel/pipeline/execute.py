@@ -86,7 +86,7 @@ class PipelinedModel(ParallelModel):
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
         yield from super().replicated_tensors()
         if self._tied is not None:
-            # The number of changes, not the copy: the next update would hide a change. It must be 0, as on other ranks.
+            # The number of changes instead of the copy, whose change the next update hides. All other ranks yield 0.
             yield f"weights.{NAME} of the last stage", self._tied.take_changes(), self.pp
 
     def accumulation_memory_summary(self) -> str:
