@@ -11,11 +11,12 @@ import sys
 from forge.resilience.stopping import StopSignals
 
 if __name__ == "__main__":
-    # A standard stream that the caller has closed would give its number to a file of the run, and messages would go there.
+    # If the caller closed a standard stream, the next file to be opened would get its descriptor, and messages would go
+    # into that file. So put /dev/null on closed standard streams first.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
-    # Importing torch takes seconds, in which a signal has to end the run in the same way as later.
+    # Importing torch takes seconds. A signal in this time must end the run as it does later.
     with StopSignals():
         from forge.run.launch import main
 

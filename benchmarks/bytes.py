@@ -70,15 +70,15 @@ PARTS = ("zeroing", "first microbatch", "each other", "norm", "clip", "update", 
 FREE = ("empty", "empty_like", "empty_strided", "detach", "_local_scalar_dense")
 OVERWRITES = ("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_")
 COPIES = ("_to_copy", "copy_", "_foreach_copy_", "all_gather_copy_in", "cat", "split_with_sizes_copy")
-# The state between two microbatches is queried separately; the sum is of the rest.
+# The table shows these two parts, but its sum leaves them out.
 ACCUMULATION = ("first microbatch", "each other")
 
 
 class Traffic(TorchDispatchMode):
     """Counts bytes by `part` of the step and operator; collectives are left out.
 
-    While `gradients` is given, only operators that write to these storages count, with their preceding cast, and copies
-    of `masters`, which fsdp2 gathers.
+    While `gradients` is given, two kinds of operators count: those that write to these storages, with the cast before them,
+    and copies of `masters`, which fsdp2 gathers.
     """
 
     def __init__(self, masters: set[int]) -> None:
@@ -198,7 +198,10 @@ def _rows(device: torch.device, given: argparse.Namespace, overrides: list[str])
 
 
 def traffic_of(config_name: str, keys: tuple[str, ...], device: torch.device) -> Row:
-    """Bytes of this rank in one step with two microbatches, by part, and by operator within the parts."""
+    """Return the bytes that this rank reads and writes in one step with two microbatches, per parameter of the model.
+
+    `bytes` has them by part of the step, `operators` by part and operator.
+    """
     config = configure(config_name, *keys)
     ranks = dist.get_world_size()
     meshes = make_meshes(check_world(config, ranks), device.type)

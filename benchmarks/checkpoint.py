@@ -44,7 +44,11 @@ from scripts.options import exit_code_of, positive
 
 @dataclass(frozen=True)
 class Save:
-    """One save and the steps until its end, in seconds: the call, until it was on disk, the steps; and their number."""
+    """One save, and the steps until it ended.
+
+    blocked: seconds of the call of save(). until_on_disk: seconds until the checkpoint was on disk. stepping: seconds of
+    the steps; steps: their number.
+    """
 
     blocked: float
     until_on_disk: float

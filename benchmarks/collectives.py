@@ -33,11 +33,11 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def number(self) -> dict[str, int]:
-        """Name -> how often."""
+        """Return name -> number of calls."""
         return dict(Counter(name for name, _ in self.calls))
 
     def sizes(self, name: str) -> list[int]:
-        """Bytes of each call of that name, in order."""
+        """Return the bytes of each call with this name, in order."""
         return [size for called, size in self.calls if called == name]
 
 

@@ -3,8 +3,8 @@
     python benchmarks/data.py
     python benchmarks/data.py --dataset data/python/train --seq-len 2048
 
-Without --dataset it writes one of random ids to a temporary folder (--megabytes). All contenders read as many different
-sequences in random order and make int64 inputs and labels of them.
+Without --dataset it writes one of random ids to a temporary folder (--megabytes). All contenders read the same
+number of different sequences, in random order, and make int64 inputs and labels of them.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _measure(given: argparse.Namespace, path: Path) -> None:
 
 
 def write_dataset(folder: Path, megabytes: int) -> Path:
-    """Random ids in documents of 1000 tokens."""
+    """Write `megabytes` MB of random ids, in documents of 1000 tokens, as a dataset. Return `folder`."""
     writer = ShardWriter(folder, vocab_size=VOCAB, tokenizer="none")
     generator = np.random.default_rng(0)
     for _ in range(max(1, megabytes)):
@@ -127,7 +127,7 @@ def touch(path: Path) -> None:
 
 
 def _after(prepare: Callable[[], None], action: Callable[[], None]) -> float:
-    """Seconds that `action` takes once `prepare` is done."""
+    """Call `prepare`, then `action`. Return the seconds of `action`."""
     prepare()
     began = time.perf_counter()
     action()

@@ -80,7 +80,7 @@ class Engine:
         return dict(Counter(name for name, _ in calls)), sum(size for _, size in calls) / MIB
 
     def held(self) -> float:
-        """MiB of parameters, gradients and optimizer state on this rank, as allocated."""
+        """Return the MiB that parameters, gradients and optimizer state occupy on this rank."""
         moments = sum(values.nbytes for _, _, values in self._optimizer.tensors())
         return (sum(self._model.memory().values()) + moments) / MIB
 

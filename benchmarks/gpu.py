@@ -201,7 +201,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> list[Row]:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Planned memory of one row, in bytes, and the GPU's. `kinds` of the peak, by name."""
+    """The planned memory of one row, in bytes. needed: the peak. available: the GPU's memory. kinds: the peak by kind."""
 
     needed: int
     available: int
@@ -218,7 +218,7 @@ class MemoryPlan:
 
 
 def plan_of(name: str, given: argparse.Namespace, overrides: list[str], hardware: Hardware) -> MemoryPlan:
-    """Plan the memory of a row. Compilation and float8 change none of a plan, so rows that differ there share one."""
+    """Plan the memory of a row. Compilation and float8 do not change a plan, so rows that differ only there share one."""
     parts = [part for part in name.split(", ") if not part.startswith(("compile", "eager", "float8", "bare"))]
     parts += ["reshard"] if ", bare" in name else []  # a bare loop has one copy of its weights
     config = config_of(", ".join(parts), given, overrides)
@@ -249,7 +249,7 @@ def this_gpu() -> Hardware | None:
 
 
 def _in_a_process(name: str, given: argparse.Namespace, overrides: list[str], seconds: float) -> Row:
-    """Return the row, measured by a process with the GPU to itself; with the reason if the process fails."""
+    """Return the row, measured in a process of its own. If the process fails, the row has the reason."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "row.json"
         command = [sys.executable, __file__, "--row", name, "--row-file", str(file), *overrides]
@@ -293,7 +293,7 @@ def config_of(name: str, given: argparse.Namespace, overrides: list[str]) -> Con
 
 
 def parts_of(name: str) -> tuple[str, str, tuple[int, int], list[str]]:
-    """Return the shape, the state, microbatch size and number, and the variants of a row."""
+    """Return the shape, the state, (microbatch size, number of microbatches), and the variants of a row."""
     head, *variants = name.split(", ")
     shape, state, batch = head.split()
     micro, number = batch.split("x")
@@ -347,7 +347,8 @@ def _measure(name: str, config: Config, given: argparse.Namespace, device: torch
         row,
         allocated_gib=torch.cuda.max_memory_allocated(device) / GIB,
         reserved_gib=torch.cuda.max_memory_reserved(device) / GIB,
-        # Of an unprofiled step: recording makes steps longer, kernels not. Kernels that overlap count twice: not below 0.
+        # Of an unprofiled step, because profiling lengthens steps but not kernels. Overlapping kernels count twice, so the
+        # difference may be negative.
         idle=max(0.0, 1 - busy_s / Spread.of(seconds[name]).median),
     )
 

@@ -3,8 +3,7 @@
     python benchmarks/host.py
 
 32 layers of width 16: operators have almost nothing to compute, so a step takes as long as Python and PyTorch need to
-launch it. Runs in one process and on two; on two the bare loop has fully_shard on each layer. Prints the table and writes
-it,
+launch it. Runs in one process and on two; on two the bare loop has fully_shard on each layer. Prints the table and writes it,
 with date, versions and settings, to benchmarks/results/. Other --section.key=value options override the config.
 """
 
@@ -36,7 +35,7 @@ NARROW = (
     "--optimizer.lr=1e-2",
     "--precision.compute=float32",
 )
-# (processes, engine) -> the most times as long as the bare loop on as many processes.
+# (processes, engine) -> largest allowed ratio of forge's step time to the bare loop's, on the same number of processes.
 BARS = {(1, "fsdp2"): 1.10, (2, "fsdp2"): 1.15, (2, "zero1"): 1.0}
 BARE = "bare"
 

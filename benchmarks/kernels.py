@@ -18,7 +18,8 @@ _PRODUCT = re.compile(
     r"aten::mkldnn_|aten::dot\b|aten::mv\b",
     re.IGNORECASE,
 )
-# Flash, memory-efficient and cuDNN attention, and flex attention's templates. Asked first: CUTLASS makes some of them.
+# Flash, memory-efficient and cuDNN attention, and flex attention's templates. Matched before _PRODUCT, because some are of
+# CUTLASS.
 _ATTENTION = re.compile(r"flash|fmha|attention|sdpa|flex_|pytorch_.*scaled_dot", re.IGNORECASE)
 
 
@@ -30,7 +31,7 @@ def kind_of(name: str) -> str:
 
 
 def shares(times: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Share of the summed time by kind; they add up to one."""
+    """Return each kind's share of the summed time. The shares add up to one."""
     totals = {"products": 0.0, "attention": 0.0, "other": 0.0}
     for name, seconds in times:
         totals[kind_of(name)] += seconds
@@ -47,7 +48,7 @@ def largest_other(times: Iterable[tuple[str, float]], count: int = 8) -> list[tu
 
 
 def times_of(action: Callable[[], Any], device: torch.device) -> list[tuple[str, float]]:
-    """(name, microseconds by itself) of every kernel that `action` runs on a CUDA device, or operator on the CPU."""
+    """Return (name, microseconds without its callees) of each kernel of `action` on a CUDA device, or operator on the CPU."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities = [ProfilerActivity.CUDA]  # kernels alone: recording operators would slow the host down

@@ -80,7 +80,7 @@ def configure(config: str, *overrides: str) -> Config:
 def settings_of(
     given: argparse.Namespace, config: Config, device: torch.device, **more: Any
 ) -> dict[str, Any]:
-    """Return the measurements for a results file."""
+    """Return the settings of a measurement, for a results file."""
     return {
         "config": Path(given.config).stem,
         "device": device.type,
@@ -99,7 +99,7 @@ def settings_of(
 
 
 def joined() -> World:
-    """Return the process among the others on this machine, which it joins on the first call."""
+    """Return this process's rank among those on this machine. The first call joins them."""
     if not dist.is_initialized():
         join(read_world())
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -203,7 +203,7 @@ class BareLoop:
         self._next += 1
         tokens = (
             batch.labels != IGNORE
-        ).sum()  # as many on each process, of whose gradients fully_shard takes the mean
+        ).sum()  # the same number on each process: fully_shard takes the mean of their gradients
         total = torch.zeros((), device=batch.tokens.device)
         for micro in batch.microbatches(self.config.train.micro_batch_size):
             with torch.autocast(tokens.device.type, torch.bfloat16, self._narrow):
@@ -263,7 +263,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def why_no_bfloat16(device: torch.device) -> str | None:
-    """Why a step in bfloat16 would take minutes on `device`; None if it would not."""
+    """Return the reason why a step in bfloat16 would take minutes on `device`; None if it would not."""
     if device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
     return (
@@ -272,7 +272,7 @@ def why_no_bfloat16(device: torch.device) -> str | None:
 
 
 def why_no_llama() -> str | None:
-    """Why transformers' Llama cannot take part; None if it can."""
+    """Return the reason why transformers' Llama cannot take part; None if it can."""
     return None if find_spec("transformers") else "transformers is not installed"
 
 

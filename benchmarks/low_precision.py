@@ -1,14 +1,13 @@
-"""How much each float8 recipe changes training, emulated: final loss, gradients by layer, and a planted outlier channel.
+"""How much each float8 recipe changes training, emulated: final loss, and a layer with a planted outlier channel.
 
     python benchmarks/low_precision.py                                     after `make data`; days on two CPU cores
     python benchmarks/low_precision.py --small --steps 100 --compute float32     smaller models, an hour or more
     python benchmarks/low_precision.py --only mxfp8 --models dense         a part
 
 Whole runs of train.py, one after another, seed by seed. Each finished run is a line of OUTPUT/low_precision-runs.jsonl and is
-not repeated. Recipes of one seed share initial weights and batches, so differences of losses are paired: mean over seeds,
-and the half-width of a 95 % interval by Student's t. Gradients: of one batch at the initial weights, each recipe against the
-same model without it. --compute: the format around the float8 products; bfloat16, as on a GPU, is slow on most CPUs. The
-emulation says nothing about speed.
+not repeated. Recipes of one seed share initial weights and batches, so differences of losses are paired. The table has their
+mean over seeds and the half-width of a 95 % interval by Student's t. --compute: the format around the float8 products;
+bfloat16, as on a GPU, is slow on most CPUs. The emulation says nothing about speed.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Train the missing runs, measure gradients, print and write the tables."""
+    """Train the missing runs, measure the layer with an outlier, print and write the tables."""
     about = environment(torch.device("cpu"))
     shared = {"steps": given.steps, "seeds": given.seeds, "small": given.small, "compute": given.compute}
     about["settings"] = {"device": "cpu", "overrides": overrides} | shared
@@ -135,7 +134,7 @@ def gradient_noise(
 ) -> dict[str, dict[str, float]]:
     """Return the signal-to-noise ratio of each parameter's gradient, dB, by recipe and name.
 
-    Of the first batch at the initial weights, in float32, against the gradients without float8.
+    The gradients are of the first batch at the initial weights, in float32. Gradients without float8 are the reference.
     """
     shared = [*(SMALL + SMALL_OF[model] if given.small else ()), *overrides, "--precision.compute=float32"]
     gradients: dict[str, dict[str, Tensor]] = {}
@@ -181,8 +180,8 @@ def _noise_table(found: dict[str, dict[str, dict[str, float]]]) -> str:
 def outliers(dim: int, tokens: int) -> dict[str, dict[str, dict[str, float]]]:
     """Return the signal-to-noise ratios, dB, of a linear layer's output and gradients by size of an outlier channel.
 
-    One of the `dim` input features is multiplied by the size. Against float64, without the outlier's own part of the output,
-    which would hide the error: its column of the weight is zero.
+    One of the `dim` input features is multiplied by the size. The reference is float64. The feature's own part of the output
+    would hide the error, so its column of the weight is zero.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, tokens, dim, generator=generator)

@@ -26,10 +26,10 @@ from scripts.options import count, positive
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "torchao", "numpy", "triton")
-# By how many nats the loss must have fallen. The synthetic stream starts at ln(vocab_size) and is far below that after
+# Nats by which the loss must have fallen. The synthetic stream starts at ln(vocab_size) and is far below that after
 # ten steps; noise between batches is a few hundredths.
 LEAST_GAIN = 0.2
-# Of a core, by other work: above it no timing is published.
+# Load of other work per core, above which no timing is published.
 MAX_LOAD = 0.25
 
 
@@ -74,10 +74,10 @@ class Contender(Protocol):
     name: str
 
     def step(self) -> None:
-        """One optimizer step; may return before the device has done it."""
+        """Make one optimizer step. May return before the device has finished it."""
 
     def losses(self) -> list[float]:
-        """Mean cross-entropy per token of steps so far, in order; not necessarily of every step."""
+        """Return the mean cross-entropy per token of the steps so far, in order. Some steps may be left out."""
 
     def close(self) -> None:
         """Release its resources."""
@@ -85,7 +85,7 @@ class Contender(Protocol):
 
 @dataclass(frozen=True)
 class Spread:
-    """Of repeated measurements: the median and the extremes."""
+    """The median and the extremes of repeated measurements."""
 
     median: float
     low: float
@@ -109,10 +109,10 @@ def take_turns(
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Name -> seconds of `clock` per step in each round.
+    """Return name -> seconds of `clock` per step in each round.
 
-    In a round every contender takes `steps` steps; who begins moves on by one each round, so that drift of the
-    machine's speed falls on all equally. Before the first, each takes `warmup` steps.
+    In a round every contender takes `steps` steps. Another contender begins each round, so that drift of the machine's
+    speed falls on all equally. Before the first round, each takes `warmup` steps.
     """
     for contender in contenders:
         for _ in range(warmup):
@@ -131,12 +131,12 @@ def take_turns(
 
 
 def ratio(base: Sequence[float], mine: Sequence[float]) -> Spread:
-    """How many times as fast `mine` is as `base`, round by round."""
+    """Return the ratio of the speed of `mine` to that of `base`, round by round. base, mine: seconds."""
     return Spread.of([b / m for b, m in zip(base, mine, strict=True)])
 
 
 def require_learning(name: str, losses: Sequence[float], least_gain: float = LEAST_GAIN) -> None:
-    """UserError (exit 1) unless the loss fell: a model that does not learn may well be fast, and means nothing."""
+    """Raise UserError (exit 1) unless the loss fell: the speed of a model that does not learn means nothing."""
     last = statistics.fmean(losses[-max(1, len(losses) // 4) :]) if losses else float("nan")
     if len(losses) < 2 or not losses[0] - last >= least_gain:  # so that NaN is refused, too
         raise UserError(
@@ -161,7 +161,7 @@ def timed(action: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Date, machine and versions, for a results file."""
+    """Return date, machine and versions, for a results file."""
     return {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
@@ -178,7 +178,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def write_results(
     name: str, folder: Path, about: dict[str, Any], results: dict[str, Any], table: str
 ) -> Path:
-    """FOLDER/DATE-DEVICE-NAME.json and, beside it, the table as Markdown."""
+    """Write FOLDER/DATE-DEVICE-NAME.json and, beside it, the table as Markdown. Return the path of the JSON file."""
     folder.mkdir(parents=True, exist_ok=True)
     short = "cpu" if "cpu" in about["settings"]["device"] else about["device"].replace(" ", "-").lower()
     path = folder / f"{about['date']}-{short}-{name}.json"
@@ -199,7 +199,8 @@ def publish(
 ) -> None:
     """Print the table and write it down. timed: the results depend on the speed of the machine.
 
-    Raises UserError (exit 1) for results in the repository from changed files, and for timed ones from a busy machine.
+    Raises UserError (exit 1) if `folder` is in the repository and files have changes that are not committed, or the results
+    are timed and the machine was busy.
     """
     print(table)
     if folder.resolve() == RESULTS:
@@ -249,7 +250,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of forge, as git names it; None outside a clone."""
+    """Return forge's commit as `git describe` names it; None outside a clone."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         found = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, timeout=10)

@@ -1,10 +1,10 @@
 """A mixture of experts against a dense model of the same active parameters, and against experts padded to the largest.
 
-    python benchmarks/moe.py                     32 experts, 4 per token; on CPU or on the first CUDA card
+    python benchmarks/moe.py                     32 experts, 4 per token; on the CPU or on the first GPU
     python benchmarks/moe.py --experts 8 --top-k 2 --train.micro_batch_size=4
 
 All contenders take turns in one process. Prints the table and writes it, with date, versions and settings, to
-benchmarks/results/. What each row is: see benchmarks/README.md. Other --section.key=value options override the config for
+benchmarks/results/. benchmarks/README.md explains the rows. Other --section.key=value options override the config for
 every contender.
 """
 
@@ -81,13 +81,13 @@ class ExpertsLoop(ForgeLoop):
                 module.forward = functools.partial(padded, module)
 
     def load(self) -> float:
-        """Return the most visited expert's part of the last step, in even shares; mean over layers."""
+        """Return the load of the most visited expert in the last step, relative to an even share; mean over layers."""
         counts = torch.stack([router.previous_counts for router in self.model.routers.values()]).double()
         return (counts.amax(1) / counts.mean(1)).mean().item()
 
 
 def draw(skew: float, top_k: int, scores: Tensor) -> Tensor:
-    """`top_k` different experts for each of scores `[..., n_experts]`, in random order (Gumbel's trick)."""
+    """Draw `top_k` different experts for each of scores `[..., n_experts]` (Gumbel's trick): int64 `[..., top_k]`."""
     numbers = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
     gumbel = -torch.empty_like(scores).exponential_().log()
     return (gumbel - skew * numbers.log()).topk(top_k).indices

@@ -37,7 +37,7 @@ from benchmarks.measure import (
 from forge.runtime.errors import FAILED, UserError
 from scripts.options import exit_code_of
 
-# Share of the time of all steps, if every tenth is monitored.
+# The largest allowed share of the time of all steps, if every tenth step is monitored.
 INTERVAL, BAR = 10, 0.01
 
 

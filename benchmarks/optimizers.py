@@ -7,8 +7,7 @@
 All optimizers of one row are in the same processes and take turns. In one process, PyTorch's Muon is among them,
 unchanged (it iterates in bfloat16; for the dense model only) and with its iteration in float32; each expert is a separate
 parameter for it. Prints the table and writes it, with date, versions and settings, to benchmarks/results/. Other
---section.key=value
-options override the config.
+--section.key=value options override the config.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ OPTIMIZERS = {
 }
 TORCH, TORCH_FLOAT32 = "torch.optim.Muon", "torch.optim.Muon, float32"
 MIB = 2**20
-# Time of PyTorch's Muon in float32, as ours is on a CPU, over ours; in one process.
+# Least ratio of the time of PyTorch's Muon to that of forge's, in one process on a CPU, where both iterate in float32.
 BAR = 1.0
 
 
@@ -154,7 +153,10 @@ def _ours(config: Config, device: torch.device) -> Callable[[], None]:
 
 
 def _torchs(config: Config, device: torch.device, cast: bool) -> Callable[[], None]:
-    """torch.optim.Muon for the parameters of forge's Muon and torch.optim.AdamW for the rest, on the same gradients."""
+    """Return a step of torch.optim.Muon for the parameters of forge's Muon, and of torch.optim.AdamW for all others.
+
+    They get the same gradients. cast: iterate in bfloat16, as PyTorch's Muon does; otherwise in float32.
+    """
     shards = _with_gradients(config, device)[0].shards
     matrices: list[Tensor] = []
     rest: list[Tensor] = []

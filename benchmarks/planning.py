@@ -100,7 +100,7 @@ def _publish(rounds: list[dict[str, Any]], given: argparse.Namespace) -> None:
 def _one(
     ranks: int, base: str, overrides: tuple[str, ...], hardware: Hardware, given: argparse.Namespace
 ) -> dict[str, float]:
-    """Seconds of a step as planned and as measured."""
+    """Return the seconds of a step as planned and as measured."""
     argv = [f"--config={base}", *BASE, *overrides]
     if given.tiny:
         argv += ["--model.dim=64", "--model.ffn_dim=64", "--model.n_layers=2", "--train.seq_len=64"]

@@ -180,7 +180,7 @@ def _children() -> float:
 
 
 def write_text(path: Path, megabytes: int) -> Path:
-    """Write the Python standard library as JSON lines, a file each, as often as needed."""
+    """Write the files of Python's standard library as JSON lines, again and again up to `megabytes`. Return `path`."""
     left = megabytes * 10**6
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py"))
     with open(path, "w", encoding="utf-8") as file:

@@ -23,7 +23,7 @@ from forge.tools.plan.plan import Plan, make_plan
 from scripts.options import exit_code_of
 
 FILE = Path(__file__).with_name("published.toml")
-# A planned figure further from the published one than this is outside.
+# The largest relative distance of a planned figure from the published one that counts as within.
 BAR = 0.15
 
 

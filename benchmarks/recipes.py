@@ -1,4 +1,4 @@
-"""Which optimizer learns most, in as many steps and in as much time: each with the best of as many learning rates.
+"""Which optimizer learns most in the same number of steps and in the same time, each with its best learning rate.
 
     python benchmarks/recipes.py                                           after `make data`; two hours on two CPU cores
     python benchmarks/recipes.py --steps 100 --seeds 1 --train.global_batch_size=4
@@ -6,7 +6,7 @@
 
 Whole runs of train.py, one after another. Every optimizer is tried with all learning rates under the first seed, and its
 best one is repeated under the others; held-out loss decides. Prints the table, draws the curves of the best runs against
-steps and against time (each step counted as long as the median one of its run, so that other work does not show), and writes
+steps and against time (each step counts with the median step time of its run, so that other work does not show), and writes
 all of it to benchmarks/results/. Other --section.key=value options override the config.
 """
 

@@ -4,7 +4,7 @@
 
 Agents stand for nodes: with an agent the kernel kills its ranks, so a lost agent is a lost node. In each row a run of two
 nodes meets a fault halfway between two checkpoints and continues; in the storage rows the save before it has failed, too.
-Seconds to the first new step (the `recovered` event) count from the last sign of life. They include the start of an
+Seconds to the first new step (the `recovered` event) count from the last write of status.json. They include the start of an
 interpreter, imports, and, for a node, the wait until it counts as lost. Seconds to the previous position count from the
 fault to the end of the interrupted step, and grow with the steps to repeat. Prints the table and writes it, with date,
 versions and settings, to benchmarks/results/.
@@ -78,7 +78,7 @@ def _case(folder: Path, fault: str, options: list[str]) -> dict[str, Any]:
         nodes.wait_for_step(lost["step"] + 1)
         until_there = time.monotonic() - began
         [recovered] = nodes.run.events("recovered")[:1]
-        # Of the start before the fault, by the run's own ledger.
+        # The seconds by kind of the start before the fault, from its own goodput events.
         seconds = next(
             event for event in reversed(nodes.run.events("goodput")) if event["seconds"].get("steps")
         )["seconds"]

@@ -213,7 +213,7 @@ def _run(name: str, world: int, *command: str | Path, cwd: Path | None = None) -
 
 
 def table(curves: dict[str, Curves]) -> str:
-    """Return the differences of two packages on as many processes, and of one package on one process and on more."""
+    """Return the differences between packages on the same number of processes, and of each between numbers of processes."""
     rows = []
     for model, found in curves.items():
         for one, other in combinations(found, 2):

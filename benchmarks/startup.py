@@ -3,10 +3,10 @@
     python benchmarks/startup.py                          gloo on 2 to 32 processes, fake ranks of 64 to 8,192; five minutes
     python benchmarks/startup.py --worlds 8 --fake 1024
 
-The table also has PyTorch's init_device_mesh for the same three views of the ranks, which makes a group per axis. Gloo is
-measured with its default connections, every rank of a group with every other, and lazily, at the first message
-(TORCH_GLOO_LAZY_INIT=1); the first sum over each group is part of the time. Fake ranks show the work of one process among
-many without connections. Prints the table and writes it, with date, versions and settings, to benchmarks/results/.
+The table also has PyTorch's init_device_mesh for the same three views of the ranks; it makes a group per axis. Gloo is
+measured twice: by default it connects every rank of a group with every other at once, and with TORCH_GLOO_LAZY_INIT=1 at the
+first message. The first sum over each group is part of the time. Fake ranks show the work of one process among many without
+connections. Prints the table and writes it, with date, versions and settings, to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def started(device: torch.device) -> list[Row]:
 
 
 def made(maker: str, groups: str) -> Row:
-    """Make all meshes on this rank, and use each of their groups once."""
+    """Make all meshes on this rank, use each of their groups once, and return the row."""
     world, began = dist.get_world_size(), time.perf_counter()
     degrees = degrees_of(world)
     before = _groups()

@@ -3,8 +3,8 @@
     python benchmarks/throughput.py                          the debug model; on CPU or on the first GPU
     python benchmarks/throughput.py --config 160m.toml --train.micro_batch_size=4
 
-Prints the table and writes it, with date, versions and settings, to benchmarks/results/. What each row is: see
-benchmarks/README.md. Other --section.key=value options override the config for every contender.
+Prints the table and writes it, with date, versions and settings, to benchmarks/results/. benchmarks/README.md
+explains the rows. Other --section.key=value options override the config for every contender.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ BARS = {
     FORGE + TWO: (BARE + TWO, 1.0),
     NARROW_FORGE + TWO: (NARROW_BARE + TWO, 1.06),
 }
-# Of debug.toml, if nothing else is asked for: one microbatch per process.
+# Overrides of debug.toml if the command line has none: one microbatch per process.
 SHAPE = ("--model.n_layers=6", "--model.vocab_size=8192", "--train.seq_len=512", "--train.micro_batch_size=4")
 # Features at world size 1, each against forge without it. Rounding, recomputation and compilation pay off on large
 # models; the rows give their cost or gain on this one.

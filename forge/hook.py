@@ -84,7 +84,7 @@ class Hook:
     def after_rollback(self, step: int) -> None:
         """After the run has rolled back to the state after `step`.
 
-        Drop your records of later steps: they are repeated.
+        Drop your records of later steps: the run repeats these steps.
         """
 
     def after_run(self) -> None:
@@ -118,7 +118,7 @@ class Hook:
         """After the device has finished step `result.step`."""
 
     def after_evaluation(self, step: int, losses: Mapping[str, float]) -> None:
-        """With the held-out losses after `step`, by name; equal on all ranks."""
+        """After an evaluation of the state after `step`. losses: held-out loss by name, equal on all ranks."""
 
     def before_save(self, step: int) -> None:
         """Before a checkpoint after `step` is made. Flush your files: a killed run resumes there."""

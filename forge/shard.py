@@ -92,7 +92,7 @@ class Shard:
         return self.replicas is None or self.replicas.rank() == 0
 
     def pieces(self, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """Yield a view of `tensor` for each box, in the box's shape. tensor: laid out like `data`, e.g. a moment."""
+        """Yield (box, view of `tensor` in the box's shape) for each box. tensor: laid out like `data`, e.g. a moment."""
         flat, start = tensor.reshape(-1), 0
         for box in self.boxes:
             yield box, flat[start : start + box.numel].view(box.sizes)

@@ -64,7 +64,7 @@ class Task:
 
 @dataclass
 class Curve:
-    """Of each step: mean cross-entropy of the batch, gradient norm before clipping, learning rate."""
+    """The mean cross-entropy of the batch, the gradient norm before clipping and the learning rate of each step."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

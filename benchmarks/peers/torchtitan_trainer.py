@@ -145,7 +145,8 @@ def train(task: Task, rank: int, world: int) -> Curve:
         dataloader=Batches.Config(folder=str(task.folder)),
         loss=ChunkedLossWrapper.Config(loss_fn=cross_entropy),
         optimizer=default_adamw(task.lr, betas=task.betas, eps=task.eps, weight_decay=task.weight_decay),
-        # Its decay begins a step later than forge's in as many steps, so that the last rate is not 0.
+        # With the same number of steps torchtitan's decay would begin a step later than forge's, so that its last rate is
+        # not 0.
         lr_scheduler=LRSchedulersContainer.Config(
             warmup_steps=task.warmup,
             total_steps=steps - 1,

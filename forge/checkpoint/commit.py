@@ -167,7 +167,7 @@ class _Writer(dcp.FileSystemWriter):
     """DCP's writer with a fault point for tests. It keeps the absolute path out of the checkpoint."""
 
     def __init__(self, folder: Path, step: int, file_per_tensor: bool):
-        # With a copy-ahead other than 0 it opens CUDA streams in this thread, although all tensors are on the CPU.
+        # With a copy-ahead other than 0 DCP opens CUDA streams in this thread, although all tensors are on the CPU.
         super().__init__(
             folder, thread_count=1, per_thread_copy_ahead=0, single_file_per_rank=not file_per_tensor
         )

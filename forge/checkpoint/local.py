@@ -76,7 +76,7 @@ class LocalTier:
         return None
 
     def fetch(self, step: int, names: set[str]) -> None:
-        """Copy from other nodes those of the files `names` that this rank needs and its node lacks."""
+        """Copy the files `names`, which this rank needs, from other nodes. Files that its own node has are left out."""
         nodes, folder = self.nodes, self.path(step)
         lacking = {name for name in names if nodes.own not in self._holders[name]}
         wanted = gather_from_ranks("asking for files", lambda: sorted(lacking), self._group)

@@ -137,7 +137,7 @@ class Mirror:
     def _remove(self, step: int, recursive: bool) -> None:
         """Remove the manifest of a copy that the index no longer lists, so a rebuilt index omits the copy.
 
-        recursive: remove all of it.
+        recursive: remove the copy's other files, too.
         """
         folder = join(self._url, folders.step_name(step))
         try:

@@ -53,7 +53,7 @@ class Nodes:
         return list(names[ranks.index(self.rank) :: len(ranks)])
 
     def peers(self, node: int, copies: int) -> list[int]:
-        """Return the nodes that keep copies of the files of `node`: the next `copies` nodes, if there are as many."""
+        """Return the nodes that keep copies of the files of `node`: the next `copies` nodes, or all others if fewer."""
         count = len(self.ranks)
         return [(node + step) % count for step in range(1, min(copies, count - 1) + 1)]
 

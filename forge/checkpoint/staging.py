@@ -53,7 +53,7 @@ class Stager:
 
 
 def blocks_for(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return blocks for tensors of `sizes` bytes, and for each tensor its block index and first byte there.
+    """Return the sizes of blocks for tensors of `sizes` bytes, and (block index, first byte in the block) of each tensor.
 
     Blocks are powers of two, of BLOCK bytes at most unless a tensor is larger.
     """

@@ -259,7 +259,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             none = f"has no effect with model.qk_norm = true, {undone}"
             yield problem("optimizer.muon.qk_clip", none, "use 0, or model.qk_norm = false", "model.qk_norm")
         return
-    # A table of another optimizer, or of a user's own, is a mistake if it has values.
+    # With another optimizer, values in muon's table are a mistake.
     for key, value in optimizer.muon:
         if value != getattr(default, key):
             needed = f"needs optimizer.name = muon, but it is {optimizer.name}"

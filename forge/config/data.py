@@ -50,7 +50,7 @@ class SourceConfig(Stream):
     weight: NonNegativeNumber = 1.0
     """Share of the samples, relative to the other sources. 0: none."""
     max_epochs: NonNegativeNumber = 0.0
-    """Read the source at most this many times; see data.on_max_epochs. 0: as often as its weight asks for."""
+    """Read the source at most this many times; see data.on_max_epochs. 0: no limit."""
 
 
 class ValidationConfig(Stream):
@@ -82,8 +82,8 @@ class Data(Section):
     """Multiply each weight by the number of the source's samples to the power of 1 / temperature: 1: shares by size, above 1:
     between that and equal shares. 0: weights only."""
     on_max_epochs: Annotated[Literal["leave_out", "refuse"], CAPS] = "leave_out"
-    """When a source has been read max_epochs times. leave_out: the others share its part from then on; refuse: refuse to
-    start a run that would go beyond it."""
+    """Reaction to a source that reaches max_epochs. leave_out: from then on the other sources share its part; refuse: do
+    not start a run that would read it more often."""
     at_cap: Annotated[Literal["leave_out", "refuse"] | None, unused("its name is data.on_max_epochs now")] = None
     """Former name of on_max_epochs. Counts if on_max_epochs is not set."""
     packing: Literal["stream", "best_fit", "document"] = "stream"

@@ -49,8 +49,8 @@ python train.py --config debug.toml --train.steps=800 --optimizer.lr 1e-3
 `--config` takes a path or a name in `configs/`, with or without `.toml`. Override values are TOML literals;
 a bare word is a string. `--print-config` prints the complete configuration, which can be loaded again;
 `--help` prints the tables below as text. All errors are reported at once, with exit code 2. A valid value of a
-key that the chosen options do not use is ignored, and a run names such keys in one line at its start; but one in a
-table of an optimizer that is not chosen is refused."""
+key that the chosen options do not use is ignored, and a run names such keys in one line at its start. A value
+in the table of an optimizer that is not chosen is refused."""
 
 
 def help_text() -> str:

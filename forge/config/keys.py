@@ -264,9 +264,10 @@ def to_literal(value: Any) -> str:
 
 
 def from_literal(text: str, is_text: bool) -> Any:
-    """Read `text` as a TOML literal, or as a string if it is a bare word or `is_text` (the key takes text).
+    """Return the value of the TOML literal `text`, or `text` itself if it is none. is_text: the result must be a string.
 
-    Raises ValueError if `text` begins like a quoted string, list or table but is not one, or is not valid Unicode.
+    Raises ValueError if `text` is not valid Unicode, or, unless `is_text`, begins like a quoted string, list or table but is
+    not one.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError("not UTF-8 text")

@@ -81,7 +81,7 @@ class Parallel(Section):
     """With tp: how modules are split. auto: the model's own plan. A table maps module names to styles; `*` matches one
     component of a name, and other modules are not split. A function takes (model, config) and returns such a table."""
     tp_plan_styles: Annotated[dict[Text, TensorStyle], WITH_TP, unused("replaced by parallel.tp_plan")] = {}
-    """Former key of a table for tp_plan, which takes it from here if it is auto."""
+    """Former key of a table for tp_plan. Used if tp_plan is auto."""
     async_tp: Annotated[bool, WITH_TP] = False
     """With tp: overlap matrix products with their collectives in compiled blocks. Needs CUDA and compile.enabled.
     Experimental: not yet run on a GPU."""
@@ -96,7 +96,7 @@ class Parallel(Section):
     """zero1, zero2: shard the optimizer state over the ranks of one copy (dp_shard) or of all copies (dp)."""
     prefetch: Count = 1
     """fsdp2: number of units whose parameters are gathered in advance, while an earlier one computes; 0: PyTorch's default.
-    The other engines have the memory and gather all in advance."""
+    The other engines hold all parameters anyway, and gather all in advance."""
     defer_gradient_reduction: bool = False
     """Reduce gradients once per step, not once per microbatch: less communication, but each rank holds full gradients."""
     bucket_size: Literal["auto"] | Count = "auto"
@@ -147,7 +147,8 @@ class Pipeline(Section):
     module_names: Annotated[
         ListOf[ListOf[Text]], WITH_PP, unused("replaced by pipeline.layers_per_stage")
     ] = ()
-    """Former key of the modules in each stage. Their layers are counted for layers_per_stage if it is 0."""
+    """Former key: a list of the modules in each stage. If layers_per_stage is 0, each stage gets as many layers as its list
+    names."""
     round: Annotated[
         Literal["up", "down", "error"], WITH_PP, unused_if("pipeline.layers_per_stage", 0), LISTED
     ] = "error"
@@ -181,7 +182,7 @@ class Precision(Section):
     float8: Literal["none", "tensorwise", "rowwise", "blockwise", "mxfp8"] = "none"
     """Float8 matrix products, with one scale per tensor, per row, per 128 values (128 x 128 weights), or per 32 values."""
     float8_experts: Annotated[Literal["auto"] | bool, WITH_FLOAT8] = "auto"
-    """Routed experts, too. auto: with blockwise and mxfp8. Their weight gradients stay in precision.compute."""
+    """Also use float8 in routed experts. auto: with blockwise and mxfp8. Their weight gradients stay in precision.compute."""
     float8_emulate: Annotated[Literal["auto"] | bool, WITH_FLOAT8] = "auto"
     """Round operands to float8 and multiply them in a wider format. auto: if the hardware has no kernel, e.g. on a
     CPU."""

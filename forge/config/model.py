@@ -47,7 +47,7 @@ class RopeScalingConfig(Section):
     factor: PositiveNumber
     """How many times longer the new context is."""
     original_max_position: Annotated[Count, unused_if("model.rope_scaling.kind", "linear")] = 0
-    """llama3, yarn: original training context, in tokens, which they need."""
+    """llama3, yarn: original training context in tokens. Required by both."""
     low_freq_factor: Annotated[PositiveNumber, WITH_LLAMA3] = 1.0
     """llama3: wavelengths longer than original_max_position / low_freq_factor are fully scaled."""
     high_freq_factor: Annotated[PositiveNumber, WITH_LLAMA3] = 4.0
@@ -57,7 +57,8 @@ class RopeScalingConfig(Section):
     beta_slow: Annotated[PositiveNumber, WITH_YARN] = 1.0
     """yarn: frequencies with fewer rotations than this over the original context are fully scaled."""
     truncate: Annotated[bool, WITH_YARN] = True
-    """yarn: widen the range of frequencies between these two to whole ones, as its authors do. gpt-oss does not."""
+    """yarn: round the first and the last index of the partly scaled frequencies outwards, as its authors do. gpt-oss does
+    not."""
     attention_factor: Annotated[PositiveNumber | None, WITH_YARN] = Field(
         default=None, json_schema_extra={"default": "0.1 ln(factor) + 1"}
     )
@@ -163,8 +164,8 @@ class LinearAttentionConfig(Section):
     full_rank_gate: Annotated[bool, KIMI_DELTA] = False
     """kimi_delta: output gates from one projection (Kimi K3) instead of two through value_head_dim features."""
     decay_bound: Annotated[NonNegativeNumber, KIMI_DELTA] = 0.0
-    """kimi_delta: a token decays a state by a factor of at least exp(-decay_bound), through a sigmoid; Kimi K3 has 5. 0: no
-    bound, through a softplus."""
+    """kimi_delta: the decay factor of a token comes from a sigmoid and is at least exp(-decay_bound); Kimi K3 has 5. 0: it
+    comes from a softplus, without a bound."""
     conv_size: Positive = 4
     """Tokens that the convolution of queries, keys and values spans, including the token itself."""
     chunk_size: Positive = 64
@@ -204,9 +205,9 @@ class ModelConfig(Section):
     """Norms multiply by 1 + weight, and their weights begin at 0 (Gemma)."""
     activation: Literal["silu", "gelu_tanh", "relu2", "clamped_swiglu", "situ"] = "silu"
     """The feed-forward, dense and of experts. silu, gelu_tanh (GELU by its tanh formula): w2(f(w1 x) * w3 x); clamped_swiglu
-    (gpt-oss): the same with gate and up clamped, f(g) = g sigmoid(1.702 g), and 1 added to up; situ (Kimi K3): bounded
-    smoothly, f(g) = sigmoid(g) limit tanh(g / limit), with up_limit tanh(up / up_limit); relu2: w2(relu(w1 x)^2), without
-    w3."""
+    (gpt-oss): the same with gate and up clamped, f(g) = g sigmoid(1.702 g), and 1 added to up; situ (Kimi K3): the same with
+    smooth bounds, f(g) = sigmoid(g) limit tanh(g / limit), and up_limit tanh(up / up_limit) in place of up; relu2:
+    w2(relu(w1 x)^2), without w3."""
     activation_limit: Annotated[PositiveNumber, used_if("model.activation", "clamped_swiglu", "situ")] = 7.0
     """clamped_swiglu: gate is at most this, and up within plus and minus this. situ: the bound of the gate; Kimi K3 has 4."""
     activation_up_limit: Annotated[PositiveNumber, used_if("model.activation", "situ")] = 25.0
@@ -231,7 +232,8 @@ class ModelConfig(Section):
     attention: Literal["gqa", "mla"] = "gqa"
     """gqa: grouped-query attention, n_kv_heads heads of keys and values. mla: multi-head latent attention, [model.mla]."""
     attention_gate: Literal["none", "head", "element"] = "none"
-    """Multiply attention's output by the sigmoid of a projection of its input: one number per head, or per element of it."""
+    """Multiply attention's output by the sigmoid of a projection of its input. head: one number per head; element: one per
+    element of a head."""
     attention_sinks: bool = False
     """Add a learned logit per head to the softmax, so that a token may attend to nothing."""
     attention_bias: bool = False

@@ -53,7 +53,7 @@ class GroupConfig(Section):
     group, or 1."""
     weight_decay: NonNegativeNumber | None = None
     """Replaces optimizer.weight_decay, even for a match of optimizer.no_decay. Absent: the value of an earlier group,
-    otherwise of these two keys."""
+    or else of optimizer.weight_decay and no_decay."""
 
 
 class MupConfig(Section):
@@ -63,8 +63,9 @@ class MupConfig(Section):
     """
 
     base_dim: Annotated[Count, unused_if("optimizer.parametrization", "standard")] = 0
-    """Its model.dim. All sizes inside a block are taken to grow in proportion to it."""
+    """model.dim of the base model. All sizes inside a block are taken to grow in proportion to it."""
     base_depth: Annotated[Count, used_if("optimizer.parametrization", "completep")] = 0
-    """completep: its model.n_layers."""
+    """completep: model.n_layers of the base model."""
     base_head_dim: Annotated[Count, unused_if("optimizer.parametrization", "standard")] = 0
-    """Its model.head_dim (with mla: elements of a head of queries). 0: the same as here, and wider models have more heads."""
+    """model.head_dim of the base model (with mla: elements of a head of queries). 0: as in this model; a wider model has more
+    heads."""

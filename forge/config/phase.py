@@ -42,7 +42,7 @@ class Phase(Section):
     eps: Epsilon | None = None
     """Instead of optimizer.eps."""
     ema: Beta | None = None
-    """Instead of optimizer.ema, which must be above 0: a mean that the run keeps at all."""
+    """Instead of optimizer.ema, which must be above 0, so that the run keeps a mean from the start."""
     momentum: Beta | None = None
     """Instead of optimizer.muon.momentum."""
     sliding_window: Positive | None = None

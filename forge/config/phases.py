@@ -16,7 +16,8 @@ from forge.config.phase import Phase
 from forge.config.problem import Problem
 from forge.config.schema import Config, OptimizerConfig
 
-# Number of stages for weights of sources and windows: each is a segment of the order of samples, or compiled.
+# A ramp of source weights or of the window has this many stages: each stage is a segment of the order of samples, or
+# compiles the blocks again.
 STAGES = 16
 STEPWISE = ("micro_batch_size", "seq_len", "document_mask")
 RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
@@ -104,7 +105,7 @@ class Phases:
         else:
             self._spans.append(_Span(start, None, before, base, frozenset()))
         self._starts = [span.start for span in self._spans]
-        # One object for each span without a ramp: with these alone a step computes nothing here.
+        # Plans of spans without a ramp are made once, so that their steps compute nothing here.
         self._constant = [None if span.ramped else self._plan(span.last) for span in self._spans]
 
     def at(self, tokens: int) -> StepPlan:

@@ -149,8 +149,8 @@ class Train(Section):
     micro_batch_size: Positive = 1
     """Sequences per rank and forward pass."""
     tokens: Annotated[int, Ge(0), Le(10**16)] = 0
-    """Total number of tokens, in place of `steps`, which follow from it and from the phases. 0: as `steps` says. On the
-    command line either replaces the other of the file."""
+    """Total number of tokens, in place of `steps`, which follow from it and from the phases. 0: use `steps`. On the
+    command line, each of the two replaces the other one in the file."""
     grad_clip_norm: NonNegativeNumber = 1.0
     """Maximum global gradient norm: larger gradients are scaled down to it. 0: off."""
     z_loss_coef: NonNegativeNumber = 0.0
@@ -217,7 +217,7 @@ class Evaluate(Section):
     tasks_path: Annotated[str, TASKS] = ""
     """A folder with tasks of your own, as lm-eval's --include_path. Empty: none."""
     tasks_limit: Annotated[Count, TASKS] = 0
-    """Only the first questions of each task. 0: all."""
+    """Number of questions to score in each task, from its first one on. 0: all."""
     sample_interval: Annotated[Count, TOKENIZER] = 0
     """Steps between generated text samples, with another after the last step. 0: never."""
     sample_prompt: Annotated[str, SAMPLES] = ""
@@ -256,7 +256,7 @@ class Metrics(Section):
 
     @property
     def trackers(self) -> dict[str, str]:
-        """Return tracker -> its project or experiment."""
+        """Return name of the tracker -> its project or experiment; empty if it is off."""
         return {"wandb": self.wandb, "mlflow": self.mlflow}
 
 

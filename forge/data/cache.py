@@ -163,7 +163,7 @@ class BlockCache:
             )
 
     def _make_room(self, folder: Path, more: int) -> None:
-        """Evict blocks until the set has room for one more block and for `more` further ones.
+        """Evict blocks until the set has room for one more block. Evict at least `more` blocks, or all that there are.
 
         `in_order_of_need` chooses them.
         """

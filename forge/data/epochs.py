@@ -53,7 +53,7 @@ def sources_of(dataset: PackedDataset, samples: Sequence[int]) -> Tensor:
 
 
 def log_left_out(dataset: PackedDataset, position: int, last: int) -> None:
-    """Log from which global sample on a source is left out because it has reached max_epochs.
+    """Log the global sample from which each source is left out because it has reached max_epochs.
 
     Raises UserError if all sources reach max_epochs before sample `last`.
     """

@@ -51,7 +51,7 @@ class Loader:
         )
         first = next(steps)
         self.order = first.dataset.order
-        """The sample order of the last batch; before the first batch, of the first one."""
+        """The sample order of the batch returned last; before the first `next`, that of the first batch."""
         self._steps = (step.rows(rank, ranks) for step in chain([first], steps))
         self._dataset, self._prefetch = dataset, max(1, prefetch)
         self._ahead = max(32, self._prefetch * (global_batch_size // ranks))

@@ -23,7 +23,7 @@ import numpy as np
 from forge.data.permutation import hash_positions, key_of
 from forge.runtime.errors import UserError
 
-# Limits a block, which is held in memory, to 10^6 samples: the largest data.mixture_block, too.
+# This limits a block, which is held in memory, to 10^6 samples. That is also the largest data.mixture_block.
 _SMALLEST_SHARE = Fraction(1, 10**6)
 
 

@@ -29,8 +29,8 @@ Ranges = tuple[tuple[int, int], ...]
 class Segment:
     """`weights` apply from global sample `start` on, in blocks of `block`.
 
-    drawn: samples of each source read before. Both have an entry for each source of the history so far, in the order of first
-    use.
+    drawn: samples of each source read before. `weights` and `drawn` have an entry for each source of the history so far, in
+    the order of first use.
     """
 
     start: int
@@ -127,7 +127,7 @@ class Order:
 
     def key(self, source: int, epoch: int) -> int:
         """Return the key of a source's permutation in an epoch."""
-        # Later sources by name: after a restart from before them, they may be added in another order.
+        # Sources added later are in the key by name: a run that restarts from before may add them in another order.
         name = source if source < len(self.segments[0].weights) else self.sources[source]
         return key_of(self.seed, "epoch", name, epoch)
 
@@ -149,7 +149,7 @@ class Order:
         configured = tuple(float(weights.get(name, 0.0)) for name in sources)
         limits = [caps.get(name) for name in sources]
         wanted = _uncapped(configured, drawn, limits) or configured
-        # Later segments were planned because of caps.
+        # Drop later segments: they were planned because of the old caps.
         past = [segment for segment in self.segments if segment.start <= position]
         order = (
             Order(self.seed, self.sources, past, self.passed_over) if len(past) < len(self.segments) else self

@@ -1,6 +1,6 @@
 """Grouped-query attention, and the base of other kinds of attention.
 
-The attention function is an extension point: context parallelism replaces `Attention.attend` and leaves the rest.
+The attention function is an extension point: context parallelism replaces `Attention.attend` and nothing else.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class AttentionFunction(Protocol):
     """The parameterless inner part of `Attention`: causal attention of one forward."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        """Return the mask with its table.
+        """Return the mask with the `table` that this attention function needs.
 
         Called once per forward and window. x `[batch, seq, dim]` gives dtype, device and sizes.
         """

@@ -70,7 +70,7 @@ def sort_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
 def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
     """Return the plan of `sort_by_expert` by counting: a few passes if compiled, slow if not.
 
-    Requires that no token chooses an expert twice; n_experts may be repeated.
+    Requires that no token chooses an expert twice. n_experts, which means none, may be repeated.
     """
     indices = torch.arange(n_experts + 1, device=experts.device).unsqueeze(1)
     columns = experts.unbind(1)
@@ -102,7 +102,7 @@ def spread_rows(x: Tensor, experts: Tensor, n_experts: int) -> tuple[Tensor, Dis
 def group_by_expert(arriving: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
     """Reorder `total` rows from (rank, expert) order to expert order.
 
-    arriving int64 `[ranks, local experts]`: number of rows of each.
+    arriving int64 `[ranks, local experts]`: number of rows from each rank for each expert.
 
     Return order and places, int64 `[total]`, and counts, int64 `[local experts]`, with the meanings that `DispatchPlan` has.
     """

@@ -43,8 +43,8 @@ class Uniform:
 
     def of(self, drawn: Tensor) -> Tensor:
         """Turn draws from the standard normal distribution into draws from this one."""
-        # In float64 and then rounded: float32's own functions depend on how many elements are computed together, and each
-        # rank has others.
+        # In float64 and then rounded: results of float32's own functions depend on the number of elements that are
+        # computed together, which differs between ranks.
         values = self.low + (self.high - self.low) * torch.special.ndtr(drawn.double())
         return (values if self.function is None else self.function(values)).to(drawn.dtype)
 

@@ -9,7 +9,7 @@ causal convolution along the sequence; the output is normalised and gated. There
 recurrence itself depends on the order of the tokens.
 
 The convolution and the recurrence look across tokens and are an extension point: context parallelism and the cache of
-generation replace `LinearAttention.attend` and leave the rest.
+generation replace `LinearAttention.attend` and nothing else.
 """
 
 from __future__ import annotations

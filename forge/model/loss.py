@@ -105,7 +105,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 # Rows of x that are not valid are 0.
                 if exact == grad.dtype:
                     grad_weight.addmm_(grad.T, x)
-                elif grad.is_cuda:  # which alone can add a product of narrower numbers
+                elif grad.is_cuda:  # only CUDA adds products of narrower numbers
                     torch.addmm(grad_weight, grad.T, x, out_dtype=exact, out=grad_weight)
                 else:
                     grad_weight += grad.T @ x

@@ -43,7 +43,7 @@ class AttentionMask:
         return AttentionMask(self.window, self.documents, self.soft_cap, table, self.sinks)
 
     def is_causal(self, seq: int) -> bool:
-        """Whether the mask for `seq` tokens is plain causal, which PyTorch's own kernels compute."""
+        """Return whether the mask for `seq` tokens is plain causal, which PyTorch's own kernels compute."""
         reaches = not self.window or self.window >= seq
         return reaches and self.documents is None and not self.soft_cap and not self.sinks
 

@@ -24,7 +24,7 @@ class Down(nn.Linear):
 
 
 class Up(nn.Linear):
-    """A projection of a vector shared by all heads to heads."""
+    """A projection from a vector that all heads share to one vector for each head."""
 
 
 class Latents(nn.Module):

@@ -29,7 +29,7 @@ class MoE(nn.Module):
     et al. 2026, "Revisiting Efficiency-Accuracy Scaling in Mixture-of-Experts Architectures"). One projection leads into the
     latent before dispatch. A norm, as in Kimi K3, and the projection back follow the weighted sum. Router and shared experts
     read the stream.
-    `dispatch` is an extension point: expert parallelism replaces it and leaves the rest.
+    `dispatch` is an extension point. Expert parallelism replaces `dispatch`, and `experts` by the experts of this rank.
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -46,7 +46,7 @@ class MoE(nn.Module):
             self.latent_norm = norm_of(config, width)
             self.from_latent = Piecewise(width, config.dim, bias=False)
         weights = sum(weight.numel() for weight in self.experts.parameters())
-        # Of the experts that a token is not routed to.
+        # Parameters of the experts that a token is not routed to.
         self.idle_parameters = weights // moe.n_experts * (moe.n_experts - moe.top_k)
         shared_dim = moe.n_shared_experts * moe.expert_dim
         self.shared = (

@@ -94,7 +94,7 @@ def sums_with_ahead(model: Any, x: Tensor, labels: Tensor, ahead: Tensor, shared
 
 
 def hidden_ahead(model: Any, module: int, x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Return the hidden states of module `number` (0: the first) for some tokens of a text: `[batch, n, dim]`.
+    """Return the hidden states of module number `module` (0: the first) for some tokens of a text: `[batch, n, dim]`.
 
     x `[batch, n, dim]`: the hidden states of the previous module; tokens int64 `[batch, n]`: the tokens ahead; positions
     int64 `[batch, n]`.

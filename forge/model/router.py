@@ -81,7 +81,7 @@ class Router(nn.Module):
     def route(
         self, x: Tensor, labels: Tensor | None, noise: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return experts and weights like `forward`, and what to add to `counts`, `losses`, `dropped` and `required`.
+        """Return experts and weights like `forward`, and additions to `counts`, `losses`, `dropped` and `required`, by name.
 
         Changes no state, so it can be compiled. noise `[batch, seq, n_experts]` is added to the logits.
         """

@@ -56,11 +56,11 @@ class Block(nn.Module):
         return x + self.ffn_branch(x, shared)
 
     def attention_branch(self, x: Tensor, shared: Shared) -> Tensor:
-        """Return what the attention half adds to the stream, for input x `[batch, seq, dim]`."""
+        """Return the attention half's addition to the stream, for input x `[batch, seq, dim]`."""
         return self.attention(self.attention_norm(x), shared)
 
     def ffn_branch(self, x: Tensor, shared: Shared) -> Tensor:
-        """Return what the feed-forward half adds to the stream, for input x `[batch, seq, dim]`."""
+        """Return the feed-forward half's addition to the stream, for input x `[batch, seq, dim]`."""
         return self.ffn_output(self.ffn_norm(x), shared)
 
     def ffn_output(self, x: Tensor, shared: Shared) -> Tensor:

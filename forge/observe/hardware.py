@@ -57,7 +57,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
 
 
 def card_peak_flops(card: str, dtype: torch.dtype | str) -> float | None:
-    """Return the dense peak of the GPU named `name`, in FLOP/s, as `peak_flops` does."""
+    """Return the dense peak of the GPU that CUDA names `card`, in FLOP/s, as `peak_flops` does."""
     bfloat16, tf32, float32, float64, float8 = _PEAK_TFLOPS.get(card, (None,) * 5)
     tflops = {
         "float8": float8,

@@ -103,7 +103,7 @@ class JsonLines:
             if last == b"\0":
                 _log_zeros(self.path)
             if last != b"\n":
-                # A killed process left half a line: ours must not continue it.
+                # A killed process left half a line. The next line must not continue it.
                 self._unwritten = b"\n" + self._unwritten
         return self._descriptor
 

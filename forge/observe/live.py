@@ -21,7 +21,7 @@ UP_AND_CLEAR = "\033[{}A\033[J"
 
 
 class TrainingLine(NamedTuple):
-    """The readable part of a training line of the metrics. fields: as in metrics.jsonl."""
+    """A training line of the metrics, to be shown on a terminal. fields: as in metrics.jsonl."""
 
     fields: Mapping[str, Any]
     total_steps: int

@@ -15,7 +15,7 @@ from forge.runtime.causes import Cause
 from forge.runtime.errors import redact
 from forge.runtime.terminal import patient
 
-# It warns at every redistribution on a mesh of two axes, e.g. for each gradient norm; ours are intended.
+# This logger warns at every redistribution on a mesh of two axes, e.g. for each gradient norm. forge intends them.
 _NOISY = "torch.distributed.tensor._redistribute"
 _handlers: list[logging.Handler] = []
 log = logging.getLogger(__name__)

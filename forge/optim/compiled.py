@@ -23,9 +23,9 @@ from forge.optim.optimizer import gradient, weight_decay, wide_dtype
 from forge.optim.rounding import noise_bits
 from forge.shard import Shard
 
-# Kernels differ by dtypes, by the tensors to round, and by boxes of one row or several.
+# The limit of graphs of the kernel. They differ by dtypes, by the tensors to round, and by boxes of one row or several.
 GRAPHS = 32
-# In the noise of a row, which has 16 bits.
+# The bit of the skip flag in the noise of a row, after the 16 bits of the noise.
 SKIP_BIT = 16
 
 

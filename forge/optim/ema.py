@@ -22,8 +22,8 @@ SLOT = "ema"
 class WithAverage:
     """Wraps an optimizer and updates the average e <- d e + (1 - d) theta after each update t, counted from 0.
 
-    d is the smaller of `decay` and (1 + t) / (10 + t), which keeps the first steps from dominating. In promote(float32,
-    storage). Skipped steps change nothing.
+    d is the smaller of `decay` and (1 + t) / (10 + t), which keeps the first steps from dominating. The average has the dtype
+    promote(float32, storage). Skipped steps change nothing.
     """
 
     def __init__(self, inner: Optimizer, shards: Sequence[Shard], decay: float):

@@ -28,13 +28,11 @@ ZERO = {"exp_avg_sq": -128}
 
 @dataclass
 class Region:
-    """Columns of all rows of one box: whole quantisation blocks, or one partial block per row.
+    """Columns of all rows of one box: whole quantisation blocks, or the part of one block per row that a shard boundary cut.
 
-    A shard boundary has cut a partial block.
-
-    codes `[rows, columns]`, scales `[rows, blocks]`. saved: this rank saves the scales. For cut blocks only: agreed, int64
-    `[rows]`, otherwise `[0]`: each row's index into the scales that ranks all-reduce; pending: values and their noise, kept
-    until the scales are known.
+    codes: `[rows, columns]`. scales: `[rows, blocks]`. saved: this rank saves the scales. agreed: each row's index into the
+    scales that ranks all-reduce, int64 `[rows]`; `[0]` for whole blocks. pending: values of cut blocks and their noise, kept
+    until the scales are known; otherwise empty.
     """
 
     box: int

@@ -21,8 +21,8 @@ from forge.shard import Shard
 class Lion:
     """The update theta <- theta - lr * (sign(c) + weight_decay * theta), m <- beta2 m + (1 - beta2) g.
 
-    c = beta1 m + (1 - beta1) g. An element of c below `optimizer.eps` in size is replaced by c / eps instead of its sign.
-    The sign of a gradient that is zero except for rounding would depend on the layout.
+    c = beta1 m + (1 - beta1) g. Where |c| < `optimizer.eps`, c / eps replaces sign(c), because the sign of a gradient that is
+    zero except for rounding would depend on the layout.
 
     m has the dtype promote(float32, storage). `optimizer.moment_dtype` can make it bfloat16 with stochastic rounding.
     """

@@ -165,7 +165,7 @@ class _Round:
             matrices = slice(start, start + part.count)
             return _PartLocation(index, matrices, slice(row, row + rows), slice(column, column + columns))
 
-        # Of thousands of ranks, one takes part in few transfers. Whether there is a collective, all know.
+        # Among thousands of ranks, each takes part in few transfers. But all must know whether there is a collective.
         mine = [run for run in runs if me in run.holders.numels]
         to_owners = (transfer for run in mine for transfer in run.to_owner())
         to_holders = (transfer for run in mine for transfer in run.to_holders())

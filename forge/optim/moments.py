@@ -22,7 +22,7 @@ from forge.shard import Shard
 class Moments:
     """The moments named `slots` of `shards`, stored in the dtype `narrow`. None: in `wide_dtype`, without rounding.
 
-    stored: slot -> name -> tensor, laid out like the data of the shard, zero at the start.
+    stored: (slot, name of the parameter) -> tensor, laid out like the data of the shard, zero at the start.
     """
 
     def __init__(self, shards: Sequence[Shard], slots: Sequence[str], narrow: torch.dtype | None):
@@ -44,7 +44,7 @@ class Moments:
         return self.stored[slot, shard.name].to(wide_dtype(shard))
 
     def write(self, shard: Shard, slot: str, wide: Tensor) -> None:
-        """Store `wide`, which may be overwritten. Without rounding, `wide` itself is the stored tensor."""
+        """Store `wide`, the tensor from `read`, and perhaps overwrite it. Without rounding it is the stored tensor itself."""
         if self.rounding is not None:
             self.rounding.copy_(self.stored[slot, shard.name], wide, shard, slot)
 

@@ -159,7 +159,10 @@ def find_runs(
 
 
 def choose_owners(runs: Sequence[MatrixRun]) -> list[MatrixRun]:
-    """Divide runs. Assign each one, the most work first, to the least loaded rank among its holders."""
+    """Return the runs, divided into as many pieces as a run has holders at most, each piece with its owner.
+
+    The owner is the holder with the least work so far; pieces with the most work are assigned first.
+    """
     divided = []
     for run in runs:
         ways = min(run.count, len(run.holders.numels))

@@ -56,7 +56,7 @@ class StochasticRounding:
             self._noise[which] = list(of_shard.split(sizes))
 
     def noise(self, shard: Shard, slot: str) -> Iterator[tuple[Box, Tensor]]:
-        """Yield this update's noise of each box, in its shape: int32 from 0 to 2^16 - 1."""
+        """Yield (box, this update's noise in the box's shape) for each box. Noise is int32 from 0 to 2^16 - 1."""
         vectors = iter(self._noise[slot, shard.name])
         for box in shard.boxes:
             dims = len(box.sizes or (1,))

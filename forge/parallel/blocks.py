@@ -9,7 +9,7 @@ graph. From the inside out:
     full recomputation       nothing inside is kept, so the compiler gains nothing from seeing the checkpoint. With a
                              checkpoint inside the graph, PyTorch 2.13 fails to trace tensor parallelism with SDPA (it
                              saves a DeviceMesh)
-    wait                     the first block only: compiled code must not get the promise of a collective's result
+    wait                     the first block only: compiled code must not receive the result of a running collective
     cast                     last, so that graph and recomputation see the module's compute dtype
 
 Compilation is block by block: all blocks of a kind share one graph, so depth costs no compile time. A graph break is an
@@ -23,7 +23,7 @@ Activation checkpointing frees activations after forward and computes them again
     selective      only cheap operations; the results of the operators in KEPT are kept. Compiled parts of a mixture
                    of experts are recomputed as a whole
     memory_budget  the compiler chooses, block by block, under a budget for kept memory
-    (no key)       `every` = n: in every n-th block only; `modules`: only these children of a block
+    In the first two modes, `every` = n checkpoints every n-th block only, and `modules` only these children of a block.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ from forge.parallel.precision import maximal_subtrees, plan_units
 from forge.runtime import compat
 from forge.runtime.errors import UserError, did_you_mean
 
-# Graphs of one function; PyTorch's own limit is 8. Kinds of layers (by window), times with and without a gradient, times
-# batches as in training, smaller ones and samples of any length, are more; past the limit a compiled block is an error,
-# and flex_attention, which is compiled by itself on CUDA, would silently hold every score.
+# The limit of graphs for one function; PyTorch's default is 8. The number needed is a product of three: kinds of layers (by
+# window), 2 for forwards with and without gradients, and kinds of batches (training's, smaller ones, samples of any length).
+# Past the limit a compiled block is an error, and flex_attention, which is compiled by itself on CUDA, would silently hold
+# all scores in memory.
 GRAPHS = 64
 
 # Operators whose results selective checkpointing keeps. By name, because the set of operators differs between builds and
@@ -99,7 +100,7 @@ def apply_blocks(model: Transformer, layout: Layout) -> None:
     """Replace forwards of `model` in place, as `activation_checkpoint`, `compile` and `precision` require.
 
     Raises UserError for a name in activation_checkpoint.modules that is not a child of a block, an unknown compiler,
-    a loss without anything to compile, and features missing from this PyTorch.
+    compile.loss with a loss that has no chunks, and features missing from this PyTorch.
     """
     _set_memory_budget(layout)
     if has_all_names(model):
@@ -125,9 +126,9 @@ class BlockPolicy:
     def __init__(self, layout: Layout):
         self._recomputation = layout.activation_checkpoint
         self._selective = self._recomputation.mode == "selective"
-        # A mixture's blocks are recomputed by halves, because only the first half of a block with experts can be
-        # compiled. Its dense blocks are, too: PyTorch 2.11's compiler drops the second half of a block that is wrapped
-        # differently from the next one.
+        # In a model with experts, blocks are recomputed by halves, because only the first half of a block with experts
+        # can be compiled. Dense blocks of such a model are, too: PyTorch 2.11's compiler drops the second half of a
+        # block that is wrapped differently from the next one.
         self._halves = self._selective and layout.model.moe is not None
         self._compiler = compiler_for(layout.compile) if layout.compile.enabled else None
 
@@ -156,8 +157,9 @@ class BlockPolicy:
         assert self._compiler is not None
         mixture = isinstance(block.feed_forward, MoE)
         if isinstance(block, Mixed) and not self._selective:
-            # A mix has a graph for each number of saved streams. Compiled apart from it, all layers share the large graphs.
-            # A selective checkpoint is inside of the compiled function, and so are its mixes.
+            # A mix needs a graph for each number of saved streams. The branches are compiled apart from the mixes, so all
+            # layers share the large graphs of the branches. Under a selective checkpoint, which is inside of the compiled
+            # function, the mixes are inside as well.
             of_block = ["attention_branch"] if mixture else ["attention_branch", "ffn_branch"]
             parts: list[tuple[nn.Module, str]] = [(block, name) for name in of_block]
             parts += [(mix, "forward") for mix in (block.attention_mix, block.ffn_mix) if mix is not None]
@@ -262,7 +264,8 @@ def compile_chunks(loss: Any, compiler: Callable[..., Any]) -> None:
     if not hasattr(loss, "chunk"):
         raise UserError(f"compile.loss = true does not work with {type(loss).__name__}; use false")
     chunk = compiler(loss.chunk)
-    # Parameters without their gradients, as in `hiding_gradients`: a chunk runs inside an autograd function anyway.
+    # A detached parameter has no `.grad`, which the compiler might refuse (see `hiding_gradients`). A chunk runs inside an
+    # autograd function, so nothing is lost.
     loss.chunk = lambda *args: chunk(*(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
 
 

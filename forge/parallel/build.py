@@ -7,7 +7,7 @@ tensor       splits raw linear layers; later steps must wrap modules that are al
 expert       spreads the experts, which tensor parallelism leaves alone
 float8       swaps linear layers, carrying over tensor parallelism's hooks on them
 blocks       recomputes, compiles and casts blocks, with everything above inside
-data         shards the rest of every parameter; must know all blocks in their final form
+data         shards the parameters over data ranks; must know all blocks in their final form
 allocate     gives each rank uninitialised storage for its own shards
 initialise   fills it
 """
@@ -117,7 +117,7 @@ class Builder:
         self._done.append(step)
 
     def apply(self, step: str) -> Any:
-        """Apply `step`, one of APPLY, if the layout needs it. Collective."""
+        """Apply `step`, one of APPLY, if the layout needs it. Return the step's result, or None. Collective."""
         self.begin(step)
         needed = NEEDED.get(step, lambda layout: True)
         return APPLY[step](self.model, self.layout) if needed(self.layout) else None
@@ -161,7 +161,7 @@ def check_groups(model: Transformer, config: Config) -> None:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Return `names` with `*` in place of numbers, and the last component of each after `*.`: the usual forms of patterns."""
+    """Return patterns to suggest: `names` with `*` in place of numbers, and `*.` followed by the last components of each."""
     general = sorted(for_all_layers(names))
     ends = {
         f"*.{'.'.join(parts[at:])}"

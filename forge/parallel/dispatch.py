@@ -32,7 +32,7 @@ class AllToAllDispatcher:
 
     def __init__(self, group: dist.ProcessGroup, n_experts: int):
         self.group, self.n_experts = group, n_experts
-        # An attribute, because the planner, which has no data, knows no counts.
+        # An attribute, so that the planner can replace it: without data there are no counts.
         self.sizes = sizes_from_counts
         self.kernels = EAGER
 
@@ -74,7 +74,10 @@ def through_experts(
 
 
 def exchange(numbers: Tensor, group: dist.ProcessGroup, *sizes: list[int]) -> Tensor:
-    """All-to-all of `numbers`, without a gradient. sizes: (receives, sends) in rows of each rank; none: equal parts."""
+    """Return the all-to-all of `numbers`, without a gradient.
+
+    sizes: two lists, the rows to receive from each rank and the rows to send to each rank. Without them all parts are equal.
+    """
     receives, sends = sizes or (None, None)
     return functional.wait_tensor(functional.all_to_all_single(numbers.contiguous(), receives, sends, group))
 
@@ -108,7 +111,7 @@ class NodeDispatcher:
         """x `[tokens, dim]`, experts int64 and weights `[tokens, top_k]` -> `[tokens, dim]`."""
         nodes, kernels = self.across.size(), self.kernels
         visits = kernels.plan(first_visits(experts // self.experts_of_node, nodes), nodes)
-        # To each node: how many rows it gets from here, and how many of their choices each of its experts gets.
+        # For each node: the number of rows that it gets from here, and the number of choices for each of its experts.
         wanted = _counts(experts, nodes * self.experts_of_node).view(nodes, -1)
         leaving = torch.cat([visits.counts.unsqueeze(1), wanted], 1)  # [nodes, 1 + experts of a node]
         arriving = exchange(leaving, self.across)
@@ -125,7 +128,7 @@ class NodeDispatcher:
 
         rows, row_weights = sent(x), sent(weights)
         chosen = exchange(experts[visits.order[: sum(to_nodes)] // experts.shape[1]], *across)
-        # On the way: choices of this node's experts; the others, which come last, are for other nodes.
+        # Only choices of this node's experts travel within the node. Choices of experts elsewhere come last.
         chosen = chosen - self.across.rank() * self.experts_of_node
         elsewhere = (chosen < 0) | (chosen >= self.experts_of_node)
         plan = kernels.plan(chosen.masked_fill(elsewhere, self.experts_of_node), self.experts_of_node)
@@ -136,9 +139,9 @@ class NodeDispatcher:
 
 
 def _counts(experts: Tensor, n_experts: int) -> Tensor:
-    """Count the elements of experts, int64, that are 0, 1, ... n_experts - 1.
+    """Return how often each of 0, 1, ... n_experts - 1 occurs in `experts`, int64. Shape `[n_experts]`, int64.
 
-    Unlike bincount it does not wait for the device.
+    Unlike bincount this does not wait for the device.
     """
     flat = experts.flatten()
     return flat.new_zeros(n_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:-1]

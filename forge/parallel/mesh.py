@@ -37,6 +37,7 @@ class Meshes:
     stage: all ranks with parts of the same layers (dp x cp x tp). pp: the ranks of one pipeline. pipeline: pp ranks and the
     ranks whose losses add up (pp x dp x cp).
     copies: the mesh axes over which a parameter is replicated -> the group of the ranks with the same elements.
+    data_rank: index of this rank's part of the global batch, 0 ... data_ranks - 1.
     """
 
     degrees: Degrees
@@ -67,7 +68,8 @@ def make_meshes(degrees: Degrees, device_type: str, *, offloaded: bool = False) 
     """
     d, groups = degrees, _Groups(offloaded)
     parameters = _View(groups, pp=d.pp, dp_replicate=d.dp_replicate, dp_shard_cp=d.dp_shard * d.cp, tp=d.tp)
-    # Optimizers exchange objects over it. First, because other names may get the same group later.
+    # Optimizers exchange objects over this group, so it needs gloo. It is made first, because a later request for the
+    # same ranks returns the existing group.
     stage = parameters.group("dp_replicate", "dp_shard_cp", "tp", on_cpu=True)
     experts = _View(groups, pp=d.pp, dp_replicate=d.dp_replicate, ep_shard=d.ep_shard, ep=d.ep)
     within = _View(

@@ -1,6 +1,6 @@
 """Functions on modules by name.
 
-They match the name patterns of configuration keys, and replace a module together with its hooks.
+They match the name patterns of configuration keys, and replace a module but keep its hooks.
 """
 
 from __future__ import annotations

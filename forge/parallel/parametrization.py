@@ -149,7 +149,7 @@ def _head_growth(config: Config) -> float:
 
 
 def parameter_kinds(model: nn.Module) -> dict[nn.Parameter, Kind]:
-    """Return parameter name -> kind for experts, routers and convolutions in `model`. All other parameters are dense.
+    """Return parameter -> kind for experts, routers and convolutions in `model`. All other parameters are dense.
 
     The gate of shared experts counts as a router with one row.
     """

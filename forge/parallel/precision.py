@@ -130,8 +130,8 @@ def uniform_units(
 ) -> list[Unit]:
     """Return units of one compute dtype for all parameters of `modules` in `dtypes`; inner ones first.
 
-    Parameters in `apart` get separate units, inside the unit of all other parameters. Raises UserError if one module has
-    parameters of different dtypes, because units consist of whole modules.
+    Parameters in `apart` are left out; the caller makes separate units of them, inside of the returned ones. Raises UserError
+    if one module has parameters of different dtypes, because units consist of whole modules.
     """
     keys = {p: dtypes[p] for p in _parameters(modules) if p in dtypes and p not in apart}
     sizes: Counter[torch.dtype] = Counter()
@@ -139,7 +139,7 @@ def uniform_units(
         sizes[key] += parameter.numel()
     if len(sizes) <= 1:
         return [Unit(tuple(modules), compute) for compute in sizes]
-    # Of equally frequent ones the last is the rest: `max` and dictionaries keep the order of the parameters' names.
+    # Of dtypes with equally many elements the last is the rest: `max` and dictionaries keep the order of the parameters.
     rest = max(reversed(sizes), key=lambda key: sizes[key])
 
     borders: dict[nn.Parameter, Any] = {**keys, **dict.fromkeys(apart)}

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 NET_S = 30.0
 # A step may take this many times the median of the last ones, and at least LEAST_S seconds: a compiler may be running.
 TIMES_MEDIAN, LEAST_S, STEPS = 20.0, 300.0, 32
-# Number of consecutive failures to ask for an alarm.
+# After this many failed calls of `alarm` in a row, the rendezvous store counts as gone.
 ALARM_TRIES = 3
 
 
@@ -52,7 +52,7 @@ def bounds(config: Resilience) -> dict[str, tuple[float, str]]:
 def step_bound(configured: float, seconds: Sequence[float]) -> float:
     """Return a step's time limit in seconds, after earlier steps of `seconds`. It is at most `configured` (0: no limit).
 
-    The limit of later steps is shorter than that of the first one, which would be expensive on 1,000 idle GPUs.
+    The first step's limit is long. Later steps have a shorter one, because a hang of that length leaves all GPUs idle.
     """
     if not configured or len(seconds) < STEPS // 4:
         return configured
@@ -60,9 +60,9 @@ def step_bound(configured: float, seconds: Sequence[float]) -> float:
 
 
 def collective_timeout_s(config: Resilience) -> float:
-    """Return the timeout of collectives in seconds. It is longer than any phase, because the watchdog can report more.
+    """Return the timeout of collectives in seconds. It ends only hangs that the watchdog does not see.
 
-    PyTorch's own timeout then ends hangs that the watchdog cannot see.
+    It is longer than the limit of every phase, so that the watchdog acts first: its report has the stacks.
     """
     default = 1800.0
     return max(seconds or default for seconds, _ in bounds(config).values()) + 2 * NET_S
@@ -86,9 +86,9 @@ class Watchdog:
     called in its own thread: it may write, or wait for other ranks, for at most `grace_s` seconds.
 
     `alarm()` is called every `alarm_s` seconds. If it returns an alarm, the same happens, with the alarm's exit code.
-    Otherwise a rank could wait too long: a collective does not always fail after a participant has raised, and ranks that
-    wait for a hanging rank may be in a phase with a longer bound. If `alarm` itself raises repeatedly, the process with the
-    rendezvous store is gone, and this process ends, unless it is already at its end.
+    Without `alarm` a rank could wait too long: a collective does not always fail after a participant has raised, and ranks
+    that wait for a hanging rank may be in a phase with a longer bound. If `alarm` itself raises repeatedly, the process with
+    the rendezvous store is gone, and this process ends, unless it is already at its end.
     """
 
     def __init__(

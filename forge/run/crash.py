@@ -83,7 +83,7 @@ class CrashReporter:
         self._roll_call.once(work, patience_s)
 
     def _find_first(self, own: Alarm, quiet_s: float) -> Alarm:
-        """Return the first rank that failed or did not answer. own: this rank's failure."""
+        """Return the failure to report: of the first rank that failed, or of ranks that do not answer. own: this rank's."""
         if self._world.size == 1:
             return own
         try:

@@ -76,7 +76,7 @@ def _fresh_slots(
         there = on_first_rank("reading the index", slots)
     except RanksFailed as error:
         raise UserError(f"checkpoint {path} cannot be loaded: {error}", NO_CHECKPOINT) from error
-    # Every pipeline stage has some of all slots; even if not, the first rank decides for all.
+    # Every pipeline stage should have tensors of all slots. If one has not, the first rank still decides for all.
     here = on_first_rank("comparing optimizers", lambda: {slot for slot, _, _ in optimizer.tensors()})
     before = saved_name or name
     if before != (name or before) or (there ^ here) - STARTS_ALONE:

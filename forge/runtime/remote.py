@@ -41,7 +41,7 @@ _RETRIED_ERRNO = {
     *(errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH, errno.ENOTCONN, socket.EAI_AGAIN),
     getattr(errno, "EREMOTEIO", errno.EIO),  # Linux only
 }
-# Top package and class, because only the packages of used stores are installed; subclasses included.
+# Named by top package and class, because only the packages of the stores in use are installed. Subclasses count, too.
 _RETRIED_TYPES = {
     *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError", "azure.ServiceRequestError"),
     *("azure.ServiceResponseError", "botocore.ConnectionError", "botocore.HTTPClientError"),
@@ -280,7 +280,7 @@ class RemoteFile:
         return self._expected is None or self._digest is None or self._digest(data) == self._expected(block)
 
     def _look(self) -> tuple[int, str]:
-        """Return its size and version."""
+        """Return the object's size in bytes, and its version."""
         about = with_retries(self.url, lambda: self._files.info(self.url))
         return _size(self.url, about), _version(about)
 

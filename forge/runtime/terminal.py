@@ -13,7 +13,7 @@ import unicodedata
 from collections import deque
 from typing import TextIO
 
-# The longest wait of a message for the reader, once; and the number of messages kept until it reads again.
+# Seconds after which the reader of a message counts as stuck, and the number of messages kept until it reads again.
 PATIENCE_S, MOST = 1.0, 1000
 
 

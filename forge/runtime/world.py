@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among all ranks. restarts_left: how many more times the launcher would restart the run.
+    """The place of this process among all ranks. restarts_left: number of restarts that the launcher still allows.
 
     local_size: processes on this machine (0: unknown). bound: Slurm may have assigned one GPU to this process.
     """
@@ -174,7 +174,7 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
     if world.local_rank == 0:
         silence.start()
     try:
-        # Without its own wait for the others, which prints nothing.
+        # The store's own wait for other ranks prints nothing. `_wait_for_all` does.
         return dist.TCPStore(
             host, int(port), is_master=opens, wait_for_workers=False, multi_tenant=opens, timeout=timeout
         )

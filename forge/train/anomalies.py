@@ -64,7 +64,7 @@ class AnomalyPolicy:
         self._limits = Limits()
 
     def examine(self, step: int, batch: Batch, sums: Sums, report: GradientReport) -> GradientReport:
-        """Record the step that is about to be updated. `process_result` gets its result later.
+        """Record a step before its update. `process_result` gets the step's result later.
 
         Return the report. If `resilience.spikes` is set to skip, the device marks a spike in it as a step to skip.
         """

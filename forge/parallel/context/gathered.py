@@ -59,7 +59,7 @@ class AllGatherAttention:
 def lower_right(split: SequenceSplit, tokens: int) -> tuple[Any, ...]:
     """Return a `CausalBias` for each of this rank's two chunks of queries, over the keys up to the chunk's end.
 
-    tokens: in both chunks together.
+    tokens: number of tokens of both chunks together.
     """
     # Loads PyTorch's compiler, which takes most of a second: not for runs without context parallelism.
     from torch.nn.attention.bias import causal_lower_right

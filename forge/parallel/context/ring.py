@@ -210,7 +210,8 @@ class PlainKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this block's contribution to the gradients of q, k and v.
 
-        grad, lse: of the attention over all keys. delta `[batch, heads, rows]`: the sum of grad * out over all keys.
+        grad: the gradient of the attention over all keys. lse: its logsumexp. delta `[batch, heads, rows]`: grad * output,
+        summed over the elements of a head.
         """
         q, k, v, table, soft_cap = block
         exact = promoted(q.dtype)
@@ -249,8 +250,8 @@ def _scores(rows: Tensor, k: Tensor, table: Tensor | None, soft_cap: float) -> t
 class FlexKernel:
     """Attention by PyTorch's flex_attention; methods as in `PlainKernel`.
 
-    Its backward cannot take the sums over all keys. So the block is computed again and its own backward runs, with a
-    gradient of lse that accounts for the other blocks.
+    flex_attention's backward cannot take `lse` and `delta` of all keys. So `backward` computes the block again and runs the
+    backward of the block alone, with a gradient of the block's logsumexp that accounts for the other blocks.
     """
 
     flex = True

@@ -27,7 +27,7 @@ from forge.runtime import compat
 class SequenceSplit:
     """The split over the ranks of `group`. With one rank every part is the whole, and nothing is sent.
 
-    `pieces`: the model divides each part further (sequence parallelism), evenly. `depth`: of multi-token prediction.
+    pieces: number of equal pieces into which tensor parallelism divides each part. depth: of multi-token prediction.
     """
 
     def __init__(self, group: dist.ProcessGroup, pieces: int = 1, depth: int = 0):

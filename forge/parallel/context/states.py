@@ -49,7 +49,7 @@ class PassedStates:
         unit = torch.eye(key_dim, key_dim + v.shape[-1], dtype=k.dtype, device=k.device)
         unit = unit.expand(k.shape[0], k.shape[2], -1, -1)
         if is_for_kernels(v):
-            # Values of 0 beside the identity: the last state holds the images of both.
+            # The identity's columns get values of 0. So the last state has the images of the identity and the empty state.
             wide = F.pad(values, (key_dim, 0))
             _, maps = fused_delta_rule(q, k, wide, log_decay, beta, resets, unit.contiguous())
             entering = self._entering(maps)

@@ -31,7 +31,9 @@ class DataParallel(Protocol):
     """The parameters that the optimizer updates, in the order of `named_parameters`; available after `allocate`."""
 
     copies: dict[Tensor, Tensor]
-    """This rank's part of narrower copies that the model computes with, by parameter of a shard; there after `allocate`."""
+    """The narrower copies that the model computes with: from `Shard.parameter` to the same elements of its copy.
+    Available after `allocate`; empty for an engine without copies.
+    """
 
     def allocate(self, device: torch.device) -> None:
         """Give this rank uninitialised storage for its part of the model."""
@@ -43,7 +45,7 @@ class DataParallel(Protocol):
         """
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Call after a pipeline has computed weight gradients separately from input gradients. last: the last of the step."""
+        """Call after a pipeline has computed weight gradients separately from input gradients. last: for the last time."""
 
     def start_gradient_sync(self) -> None:
         """Call after the last backward. Launches all reductions over data ranks that have not been launched."""
@@ -52,9 +54,9 @@ class DataParallel(Protocol):
         """Complete the reductions. Afterwards the gradients of `shards` are sums over data ranks."""
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        """Call after `shards`, and those `copies` that are named in `copied`, have been written.
+        """Call after `shards` have been written. The model then uses the new values.
 
-        The model then uses the new values.
+        copied: parameters of shards whose `copies` have been written too.
         """
 
     def zero_gradients(self) -> None:

@@ -236,8 +236,9 @@ def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: in
     ends: list[object] = [model.embedding, *model.layers.values(), model.norm, model.head]
     # Each group in the order of forward's use: the last unit encloses the others.
     ordered = [group[::-1] for group in groups[:-1]]
-    # Multi-token prediction calls the embedding again after the last block: it must not gather the first block then, which
-    # would stay gathered until backward, mxfp8 weights in the codes of forward. The root gathers that block instead.
+    # Multi-token prediction calls the embedding again after the last block. The second call must not gather the first
+    # block, which would stay gathered until backward, with mxfp8 weights in the codes of forward. So the root gathers the
+    # first block, and the embedding prefetches nothing.
     again = model.embedding if getattr(model, "ahead", ()) else None
     # Before the first group computes, the root gathers for it.
     root = groups[-1][-1]
@@ -254,7 +255,7 @@ def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: in
                 unit.set_modules_to_forward_prefetch(after)
             wanted = [*group[1:], *before] if unit in ends else []
             # An empty list would mean PyTorch's choice, which under accumulation takes the first unit's predecessor to
-            # be the last unit of the microbatch before and gathers it once more. A unit itself is there already.
+            # be the last unit of the microbatch before and gathers it once more. The unit itself is gathered already.
             unit.set_modules_to_backward_prefetch(wanted or [unit])
 
 
@@ -300,7 +301,7 @@ def replicated_parameters(
 
     They are those of routers that compute without a cast, and those of decays, which cast themselves.
 
-    None if nothing is sharded, or everything is offloaded.
+    The set is empty if nothing is sharded or everything is offloaded.
     """
     if layout.meshes.fsdp.size() == 1 or layout.parallel.cpu_offload:
         return set()

@@ -146,7 +146,7 @@ def emulates(precision: Precision, device_type: str) -> bool:
 
 
 def choose_layers(model: nn.Module, precision: Precision) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return the names of the linear layers of `model` to convert, and for every other linear layer the reason against it."""
+    """Return the linear layers of `model` to convert, by name, and for the name of every other linear layer the reason."""
     chosen: dict[str, nn.Linear] = {}
     left_out: dict[str, str] = {}
     padded = precision.float8 in FORMATS
@@ -172,7 +172,7 @@ def choose_layers(model: nn.Module, precision: Precision) -> tuple[dict[str, nn.
 
 
 def choose_experts(model: nn.Module, precision: Precision) -> dict[str, Experts]:
-    """Return the names of the routed experts of `model` to convert."""
+    """Return the routed experts of `model` to convert, by name."""
     if precision.float8 not in FORMATS or precision.float8_experts is False:
         return {}
     found = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}

@@ -166,7 +166,7 @@ def gather_in_blocks(weights: dict[str, tuple[nn.Module, str]], form: Format, la
 
 
 def gather_plain(modules: tuple[nn.Module, ...]) -> None:
-    """Replace weights of `modules` by plain ones, which FSDP2 gathers as values, if forward and backward need other codes."""
+    """Let FSDP2 gather weights of `modules` as values if forward and backward need different codes (mxfp8). In place."""
     for module in modules:
         for inner in module.modules():
             for name, weight in list(inner.named_parameters(recurse=False)):

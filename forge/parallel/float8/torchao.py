@@ -53,7 +53,10 @@ def scale_refresher(model: nn.Module) -> Callable[[], None]:
 
 
 def gathers_in_float8(chosen: dict[str, nn.Linear], layout: Layout) -> bool:
-    """Whether FSDP gathers the chosen weights in float8."""
+    """Return whether FSDP gathers the chosen weights in float8.
+
+    Raises UserError if float8_all_gather is true and some rank holds no rows of a weight.
+    """
     wanted, parallel, mesh = layout.precision.float8_all_gather, layout.parallel, layout.meshes.fsdp
     if layout.precision.float8 != "tensorwise" or wanted is False:
         return False

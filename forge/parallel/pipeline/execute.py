@@ -86,7 +86,7 @@ class PipelinedModel(ParallelModel):
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
         yield from super().replicated_tensors()
         if self._tied is not None:
-            # Not the copy itself: the next update overwrites a change of it. The count must be 0, as on all other ranks.
+            # The number of changes instead of the copy, whose change the next update hides. All other ranks yield 0.
             yield f"weights.{NAME} of the last stage", self._tied.take_changes(), self.pp
 
     def accumulation_memory_summary(self) -> str:
@@ -289,9 +289,9 @@ class Messages:
         self._receiving[user] = work, tensor
 
     def _with(self, stage: int, key: str) -> dict[str, Any]:
-        """Return this rank's two-rank group with the rank of `stage`, and that rank's number in it.
+        """Return arguments of a send or receive between this rank and the rank of `stage`.
 
-        The number has the key `key` (group_src or group_dst).
+        They are the group of these two ranks, and, under `key` (group_src or group_dst), the other rank's index in it.
         """
         group = self._groups[self._rank_of[stage]]
         return {"group": group, key: 1 - group.rank()}

@@ -45,7 +45,7 @@ class Action(NamedTuple):
 
 
 class TimedAction(NamedTuple):
-    """`action` runs from `start` to `stop`, in the unit of its duration."""
+    """`action` runs from `start` to `stop`, in the unit of the durations given to `Schedule.timed`."""
 
     action: Action
     start: float

@@ -19,7 +19,7 @@ from forge.shard import Shard
 def sum_gradients(shards: Sequence[Shard], ranks: dist.ProcessGroup) -> None:
     """Sum the gradients of `shards` over `ranks`, which all hold the same elements. One collective.
 
-    A rank may lack the gradient of a parameter that other ranks have: its tokens reached no router, others' tokens did.
+    A rank without a gradient adds zeros: its tokens may have reached no router while those of other ranks did.
     """
     shards = [shard for shard in shards if shard.boxes]
     for shard in shards:

@@ -126,11 +126,9 @@ class ParallelModel:
         return None if self._routers is None else self._routers.update(skip)
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        """Recompute tensors derived from the parameters.
+        """Recompute tensors derived from the parameters. Call after each optimizer step, and after a load into a used model.
 
-        The `copies` named in `copied` are already up to date.
-
-        Call after each optimizer step, and after a load into a used model.
+        copied: parameters of shards whose `copies` are already up to date.
         """
         for engine in self._engines:
             engine.after_update(copied)

@@ -1,6 +1,7 @@
 """The balancing state of all routers: each rank counts its own tokens, and all ranks update from the sums.
 
-Independent of the engine: the state lies in buffers, whole on every rank, and changes by the same integers everywhere.
+The state does not depend on the engine: it lies in buffers, whole on every rank, and every rank updates it from the same
+integers.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from forge.runtime import compat
 from forge.runtime.errors import UserError
 from forge.shard import Shard
 
-# Names end so in a block's last projections, which write into the residual stream.
+# Endings of the names of a block's last projections, which write into the residual stream.
 INTO_STREAM = tuple(f".{back}" for _, back in PARTS.values())
 
 
@@ -50,7 +50,7 @@ def apply_tensor(model: Transformer, layout: Layout) -> None:
     Raises UserError if the plan does not fit the model, or if asynchronous collectives are requested without a GPU.
     """
     mesh, parallel = layout.meshes.tp, layout.parallel
-    # It warns of every redistribution over more than one axis; none is in a step, some are in tests and tools.
+    # PyTorch warns of every redistribution over more than one axis. A step has none, but tests and tools have some.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if parallel.async_tp:
         _overlap_collectives(mesh)

@@ -84,8 +84,8 @@ class LocalProjectionNorm(ProjectionNorm):
     def forward(self, x: Tensor) -> Tensor:
         """x `[batch, seq, heads / tp, head_dim]` -> the same shape."""
         exact = x.flatten(-2).to(promoted(x.dtype))
-        # All ranks need the sum over all heads, and each continues with its own heads: the gradient is a sum over them,
-        # too.
+        # All ranks need the sum over all heads, and each continues with its own heads. So the gradient is a sum over
+        # ranks, too.
         square = share(sum_to_all(exact.square().sum(-1, keepdim=True), self.mesh), self.mesh)
         weight = local_tensor(self.weight).to(exact.dtype) + (1.0 - self.initial)
         return (exact * torch.rsqrt(square / self.weight.numel() + self.eps) * weight).to(x.dtype).view_as(x)
@@ -200,7 +200,7 @@ class LocalEmbedding(Embedding):
         if self.first_row is None:
             x = self.scaled(F.embedding(tokens, weight))
             return own_piece(x, self.mesh) if self.pieces else x
-        # A token of another rank's rows looks up zeros; the sum over ranks is then the one row there is.
+        # A token of another rank's rows looks up zeros; so the sum over ranks is the token's row.
         row = tokens - self.first_row
         here = (row >= 0) & (row < weight.shape[0])
         x = F.embedding(row.masked_fill(~here, 0), weight).masked_fill(~here.unsqueeze(-1), 0.0)
@@ -282,7 +282,7 @@ class LocalSinks(Sinks):
 
 
 def split_indices(indices: HeadIndices, place: ModulePlace) -> HeadIndices:
-    """Leave `indices` this rank's heads, in place."""
+    """Reduce `indices` to this rank's heads, in place, and return it."""
     share = len(indices.heads) // place.mesh.size()
     indices.heads = indices.heads[share * place.mesh.get_local_rank() :][:share]
     return indices

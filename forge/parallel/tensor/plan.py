@@ -156,7 +156,7 @@ def _is_foreign(name: str, module: nn.Module, plan: TensorPlan) -> bool:
 
 
 def _patterns(model: nn.Module, layout: Layout) -> tuple[str | None, Mapping[str, Any]]:
-    """Return the plan, and its configuration key. Key None: the model's own plan, whose patterns may match nothing."""
+    """Return (configuration key, plan). Key None: the model's own plan, whose patterns may match nothing."""
     chosen = layout.parallel.tp_plan
     if isinstance(chosen, dict):
         return "parallel.tp_plan", chosen
@@ -320,7 +320,7 @@ def styles_of(module: nn.Module) -> dict[str | None, Apply]:
 
 
 def input_of(model: nn.Module, name: str, stream: Placement) -> Placement:
-    """Return the layout of the input of the linear layer `name`, which has all features."""
+    """Return the layout of the input of the linear layer `name`. The input has all features."""
     parent, _, leaf = name.rpartition(".")
     latent = isinstance(model.get_submodule(parent), LatentAttention) and leaf != "wo"
     return stream if latent else Replicate()

@@ -2,10 +2,10 @@
 
 compute    [numel]               parameters in precision.compute; the model's parameters are views of it
 masters    [part of numel]       parameters in precision.storage, updated by the optimizer; if storage is the dtype
-                                 of `compute`, they are this rank's part of it
-gradients  [numel], zero2: part  accumulated in float32 at least. If whole, the gradients of the first microbatch
-                                 overwrite it, and every `.grad` becomes a view of it. Autograd adds the later ones
-                                 in place (torch.Tensor.grad_dtype). So nothing is ever zeroed
+of `compute`, they are this rank's part of `compute`
+gradients  [numel], zero2: part  accumulated in float32 at least. The gradients of the first microbatch overwrite a
+whole buffer, and every `.grad` becomes a view of it. Autograd adds later gradients
+in place (torch.Tensor.grad_dtype). A whole buffer is therefore never zeroed
 """
 
 from __future__ import annotations

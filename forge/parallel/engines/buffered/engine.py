@@ -2,7 +2,7 @@
 
     ddp     every rank optimises everything          one all-reduce per bucket and step
     zero1   each rank optimises its part             one reduce-scatter and one all-gather per bucket and step
-    zero2   and keeps gradients of its part only     one reduce-scatter per bucket and microbatch, one all-gather per step
+    zero2   the same, with sharded gradients         one reduce-scatter per bucket and microbatch, one all-gather per step
 
 All three share one implementation. They differ in the groups over which parameters are sharded and replicated (plan.py),
 and in whether gradients are summed before or after accumulation (reduction.py). With dp_replicate > 1 gradients are also
@@ -152,7 +152,7 @@ class Buffered:
 
 
 def _needs(model: Transformer, names: dict[nn.Parameter, str]) -> Iterator[tuple[nn.Module, list[str]]]:
-    """Yield the model's modules in the order of forward, each with the parameters that must be gathered before it runs."""
+    """Yield (module, names of the parameters that must be gathered before it runs), in the order of forward."""
     parts = [model.embedding, *model.layers.values(), model.norm, model.head]
     needs = [(part, [names[p] for p in part.parameters()]) for part in parts if part is not None]
     of_parts = {name for _, own in needs for name in own}

@@ -35,7 +35,7 @@ class Gathering:
         stream: torch.cuda.Stream | None,
     ):
         self._buckets, self._stream, self._overlap = buckets, stream, overlap
-        # Of these numbers of buckets: launched, len(self._launched); arrived, self._arrived.
+        # Buckets are launched in order and arrive in order: so far len(self._launched) and self._arrived of them.
         self._launched: list[AsyncCollectives] = []
         self._arrived = 0
         self._changed, self._begun = True, False

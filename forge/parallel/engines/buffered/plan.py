@@ -40,11 +40,11 @@ class Groups:
 
     @property
     def part(self) -> int:
-        """Number of this rank's part."""
+        """Index of this rank's part, from 0."""
         return self._part([group.rank() for group in self.shard])
 
     def part_at(self, at: Mapping[str, int]) -> int:
-        """Return the number of the part that the rank with the positions `at`, by mesh axis, keeps."""
+        """Return the index of the part kept by another rank. at: that rank's position on each mesh axis."""
         return self._part([at[axis] for axis in self.shard_axes])
 
     def _part(self, places: list[int]) -> int:
@@ -113,7 +113,8 @@ def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
 def _groups_of(layout: Layout, *, expert: bool) -> Groups:
     """Return the groups of an engine.
 
-    ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy of the model shard, or the ranks of all copies.
+    ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy of the model shard its parameters. With
+    parallel.shard_optimizer_over = "dp" the ranks of all copies do.
     """
     parallel, meshes = layout.parallel, layout.meshes
     axis = "ep_shard" if expert else "dp_shard_cp"

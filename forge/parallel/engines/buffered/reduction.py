@@ -103,7 +103,7 @@ class BucketGradients:
             self._collect(placed)
 
     def collect_rest(self) -> None:
-        """Call before the launch. Collects gradients that had no slot or no hook's report; zeros for missing ones."""
+        """Collect gradients that had no slot, or that no hook reported. Missing ones are zeros. Call before the launch."""
         if self.collected:
             for placed in self.memory.parameters:
                 if placed.parameter.grad is not None:
@@ -304,7 +304,7 @@ class GradientCheck:
         self._largest: dict[str, float] = {}
 
     def __call__(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
-        """gradients: of one bucket, with parameter names."""
+        """gradients: (parameter name, gradient) pairs of one bucket."""
         norms = torch.stack(torch._foreach_norm([gradient for _, gradient in gradients])).tolist()
         for (name, _), norm in zip(gradients, norms, strict=True):
             if not isfinite(norm):
