@@ -2,10 +2,10 @@
 
 compute    [numel]               parameters in precision.compute; the model's parameters are views of it
 masters    [part of numel]       parameters in precision.storage, updated by the optimizer; if storage is the dtype
-of `compute`, they are this rank's part of `compute`
+                                 of `compute`, they are this rank's part of `compute`
 gradients  [numel], zero2: part  accumulated in float32 at least. The gradients of the first microbatch overwrite a
-whole buffer, and every `.grad` becomes a view of it. Autograd adds later gradients
-in place (torch.Tensor.grad_dtype). A whole buffer is therefore never zeroed
+                                 whole buffer, and every `.grad` becomes a view of it. Autograd adds later gradients
+                                 in place (torch.Tensor.grad_dtype). So a whole buffer is never zeroed
 """
 
 from __future__ import annotations
