@@ -67,21 +67,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Train the missing runs, measure the layer with an outlier, print and write the tables."""
+    """Train the missing runs, measure gradients and a layer with an outlier, print and write the tables."""
     about = environment(torch.device("cpu"))
     shared = {"steps": given.steps, "seeds": given.seeds, "small": given.small, "compute": given.compute}
     about["settings"] = {"device": "cpu", "overrides": overrides} | shared
     given.output.mkdir(parents=True, exist_ok=True)
     runs = _trained(given, overrides)
     noise = outliers(given.dim, given.tokens)
-    results = {"runs": runs, "outlier": noise}
-    publish(
-        "low_precision",
-        given.output,
-        about,
-        results,
-        f"{_table(runs, given.compute)}\n\n{_outlier_table(noise)}",
-    )
+    gradients = {}
+    if "float32" in given.only:
+        gradients = {model: gradient_noise(model, given, overrides) for model in given.models}
+    results = {"runs": runs, "gradients": gradients, "outlier": noise}
+    tables = [
+        _table(runs, given.compute),
+        *([_noise_table(gradients)] if gradients else []),
+        _outlier_table(noise),
+    ]
+    publish("low_precision", given.output, about, results, "\n\n".join(tables))
 
 
 def _trained(given: argparse.Namespace, overrides: list[str]) -> list[Run]:
