@@ -190,12 +190,10 @@ def _moe(config: Config) -> Iterator[Problem]:
             key, few, remedy, *(f"model.moe.{name}" for name in ("n_expert_groups", "n_experts", "top_k"))
         )
     if moe.balance == "quantile":
-        solves = "solves for the bias of an expert among all"
+        solves = "gives each expert a bias at which enough tokens choose it"
         others = "model.moe.n_limited_groups", "model.moe.n_experts"
         if moe.n_limited_groups < moe.n_expert_groups:
-            closed = (
-                f"{solves}, but no bias brings an expert to a token that has excluded the group of the expert"
-            )
+            closed = f"{solves}, but a token that excludes an expert's group cannot choose the expert"
             yield problem("model.moe.balance", closed, "use bias, or n_limited_groups = 0", others[0])
         elif moe.top_k >= moe.n_experts:
             none = f"{solves}, but with {model.moe.top_k = } every token chooses every expert"

@@ -91,7 +91,7 @@ class MappedIds:
             place = int(np.argmax((ids >= self._vocab_size) | (ids < 0)))
             raise UserError(
                 f"{self.path}: token id {int(ids[place])} at byte {(start + place) * self.dtype.itemsize} is not "
-                f"below model.vocab_size {self._vocab_size}; raise that to the tokenizer's number of ids, or, if "
+                f"below model.vocab_size {self._vocab_size}; raise model.vocab_size to the tokenizer's number of ids, or, if "
                 f"the ids are not {self.dtype.name}, correct the source's dtype"
             )
         return ids
@@ -119,7 +119,7 @@ class RawTokens(MappedIds):
         if eos_id is not None and eos_id >= vocab_size:
             raise UserError(
                 f"{path}: eos_id {eos_id} is not below model.vocab_size {vocab_size}, so no document would ever end; correct "
-                "it, or leave it out if the file is one document"
+                "eos_id, or leave it out if the file is one document"
             )
         self.name = redact(str(path))
         self._eos_id = eos_id

@@ -288,7 +288,7 @@ class HuggingFaceTokenizer:
         if settings.get("add_bos_token") is None:
             if len(before) > 1:
                 raise UserError(
-                    f"tokenizer {self._name}: adds {len(before)} tokens before every text; forge stores one at most"
+                    f"tokenizer {self._name}: adds {len(before)} tokens before every text; forge supports at most one"
                 )
             bos = before[0] if before else None
         elif not settings["add_bos_token"]:

@@ -127,7 +127,7 @@ def log_line(folder: Path, rank: int, where: str, text: str) -> None:
 
 def test_the_cause_and_the_ranks_of_the_end_are_named_whatever_the_message_says(tmp_path) -> None:
     run = ended(tmp_path, cause="killed", ranks=[2], reason="https://out-of-memory.example/SIGTERM")
-    log_line(run, 1, "forge.run.crash[connection_lost]", "rank 1 fails in step 3")
+    log_line(run, 1, "forge.run.crash[connection_lost]", "rank 1 failed in step 3")
     text = diagnose(run)
     assert "WHAT HAPPENED FIRST: a rank was killed, died or no longer answers [killed]\nRANK: 2\n" in text
     assert "- a connection to another rank broke [connection_lost] (rank 1)" in text
