@@ -155,7 +155,8 @@ def _open(config: Config, streams: Sequence[Stream], purpose: str) -> list[Sourc
         return sources
     if config.data.tokenizer == NO_TOKENIZER:
         raise UserError(
-            f"data.tokenizer: is none, but {datasets[0].path} was prepared with a tokenizer; set data.tokenizer to it"
+            f"data.tokenizer: is none, but {datasets[0].path} was prepared with a tokenizer; set data.tokenizer to "
+            "that tokenizer"
         )
     tokenizer = load_tokenizer(config.data.tokenizer)
     for dataset in datasets:

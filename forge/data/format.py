@@ -301,4 +301,6 @@ def read_index(folder: str | Path) -> DatasetIndex:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise UserError(f"{path}: damaged or of another version: {key}: {first['msg']}") from None
+        raise UserError(
+            f"{path}: damaged or of another version: {key}: {first['msg']}; prepare the dataset again"
+        ) from None
