@@ -180,11 +180,15 @@ class Hooks:
                 _call(hook, "load_state_dict", saved[name])
             else:
                 log.warning(
-                    "the checkpoint has no state of hook %s, which starts without one", name, extra=NOTE
+                    "the checkpoint has no state of hook %s: the hook starts from its initial state",
+                    name,
+                    extra=NOTE,
                 )
         for name in sorted(saved.keys() - names.keys()):
             log.warning(
-                "the checkpoint's state of hook %s is ignored: train.hooks does not list it", name, extra=NOTE
+                "the checkpoint's state of hook %s is ignored: train.hooks does not list the hook",
+                name,
+                extra=NOTE,
             )
 
     def _with_state(self) -> Iterator[tuple[str, Hook]]:

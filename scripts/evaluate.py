@@ -71,7 +71,7 @@ def _open_source(path: str, given: argparse.Namespace, opened: TrainedModel) -> 
     config, tokenizer = opened.config, opened.tokenizer
     if path.endswith(".bin") and given.data_dtype is None and not Path(path).with_suffix(".idx").exists():
         raise UserError(
-            f"--data {path}: a .bin does not record the type of its ids; give --data-dtype {' or '.join(sorted(DTYPES))}"
+            f"--data {path}: a .bin does not record the dtype of its ids; give --data-dtype {' or '.join(sorted(DTYPES))}"
         )
     seed = key_of(config.run.seed, "validation", 0)  # of `synthetic`: as in training
     source = open_source(path, seed, config.model.vocab_size, dtype=given.data_dtype, eos_id=given.eos_id)

@@ -171,8 +171,8 @@ def _text(found: dict[str, Any]) -> str:
     if found["without_effect"]:
         names = " and ".join(found["without_effect"])
         lines.append(
-            f"over these runs {names} changes the loss by less than the law is off: no budget has an optimum; take sizes and "
-            "tokens further apart, and learning rates that are near the best"
+            f"over these runs {names} changes the loss by less than the error of the law, so no budget has an "
+            "optimum; take sizes and tokens further apart, and learning rates near the best"
         )
     for one in found["budgets"] if not found["without_effect"] else ():
         low, high = one["parameters_interval"]

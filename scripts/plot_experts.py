@@ -34,7 +34,9 @@ def draw(path: Path, mark: float) -> str:
 
     pictures = expert_pictures(read_run(path), levels=[(f"{mark:g}", mark)])
     if not pictures:
-        raise UserError(f"{path} has no lines about experts")
+        raise UserError(
+            f"{path} has no expert counts in its metrics.jsonl; set metrics.expert_map_interval in a run with [model.moe]"
+        )
     return images.stacked([picture.svg for picture in pictures])
 
 

@@ -82,8 +82,8 @@ def write_checkpoint(
             root.mkdir(parents=True, exist_ok=True)
             folders.sweep(root)
             if final.exists():
-                message = "%s has no %s, so it is not a checkpoint: moved out of the way"
-                logger.error(message, final, MANIFEST, extra=Cause.FALLBACK.mark)
+                message = "%s has no %s, so it is not a checkpoint: renaming it .damaged-%s"
+                logger.error(message, final, MANIFEST, final.name, extra=Cause.FALLBACK.mark)
                 folders.set_aside(root, step, "damaged")
             folders.start_partial(root, step)
         size = RANK_BYTES + sum(tensor.written_bytes for tensor in contents.tensors.values())
@@ -159,7 +159,7 @@ def require_room(root: Path, needed: int) -> None:
     if free < needed:
         raise OSError(
             errno.ENOSPC,
-            f"the checkpoint takes {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free in {root}",
+            f"the checkpoint needs {needed / 1e9:.3g} GB, but only {free / 1e9:.3g} GB are free in {root}",
         )
 
 

@@ -134,6 +134,6 @@ def _remove(path: Path) -> bool:
     except OSError as error:
         if path not in _reported:
             _reported.add(path)
-            message = "%s cannot be removed now and stays: %s"
+            message = "could not remove %s, which stays for now: %s"
             logger.warning(message, path, error, extra=Cause.NOT_REMOVED.mark)
         return False

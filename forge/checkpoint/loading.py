@@ -199,7 +199,7 @@ def _require_within(metadata: Metadata, files: dict[str, Any]) -> None:
         if isinstance(saved, TensorStorageMetadata):
             needed = prod(saved.size) * saved.properties.dtype.itemsize
             if min(saved.size, default=0) < 0 or needed > total:
-                raise Damaged(f".metadata gives {name} {needed} bytes, and all files have {total}")
+                raise Damaged(f".metadata gives {name} {needed} bytes, but all files together have {total}")
 
 
 _ADMITTED = {
@@ -220,7 +220,9 @@ def _enum_member(kind: Any, name: Any) -> enum.Enum:
     """Stand in for `getattr` in a pickle, for enum members only: Python 3.11.0 to 3.11.3 pickle these by class and name."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
         return kind[name]
-    raise pickle.UnpicklingError(f".metadata refers to an attribute {name!r}, which no checkpoint needs")
+    raise pickle.UnpicklingError(
+        f".metadata names the attribute {name!r}, which no checkpoint contains; it was not loaded"
+    )
 
 
 class _Unpickler(pickle.Unpickler):
@@ -230,7 +232,9 @@ class _Unpickler(pickle.Unpickler):
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or name in _ADMITTED.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f".metadata refers to {module}.{name}, which no checkpoint needs")
+        raise pickle.UnpicklingError(
+            f".metadata names {module}.{name}, which no checkpoint contains; it was not loaded"
+        )
 
 
 _SHOWN = 5
@@ -254,7 +258,9 @@ def compare(index: Metadata, wanted: NamedTensors) -> IndexComparison:
         if not isinstance(has, TensorStorageMetadata):
             missing.append(name)
         elif has.size != shard.global_shape:
-            shapes.append(f"{name} is {_shape(has.size)} there and {_shape(shard.global_shape)} here")
+            shapes.append(
+                f"{name} is {_shape(has.size)} in the checkpoint and {_shape(shard.global_shape)} in the model"
+            )
     asked = sum((name in wanted) << i for i, name in enumerate(saved))
     # One more than is shown, to report further ones.
     return IndexComparison(missing[: _SHOWN + 1], shapes[: _SHOWN + 1], asked)
@@ -319,5 +325,5 @@ def require_tiled(plan: LoadPlan, targets: dict[str, ShardTensor]) -> None:
     for (name, offset), left in corners.items():
         if any(left.values()):
             raise ValueError(
-                f"the index does not cover each element of {name} from {list(offset)} on exactly once"
+                f"the index has a gap or an overlap in {name}, in the piece that begins at {list(offset)}"
             )

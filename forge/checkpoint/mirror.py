@@ -122,7 +122,7 @@ class Mirror:
         newest = steps[-self._keep_last :] if self._keep_last else steps
         kept = [one for one in steps if one in newest or (self._keep_every and one % self._keep_every == 0)]
         self._write(kept)
-        log.info("step %d is copied to %s", step, target)
+        log.info("copied the checkpoint of step %d to %s", step, target)
         for old in set(steps) - set(kept):
             self._remove(old, recursive=True)
 

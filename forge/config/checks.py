@@ -190,10 +190,10 @@ def _moe(config: Config) -> Iterator[Problem]:
             key, few, remedy, *(f"model.moe.{name}" for name in ("n_expert_groups", "n_experts", "top_k"))
         )
     if moe.balance == "quantile":
-        solves = "solves for the bias of an expert among all"
+        solves = "gives each expert a bias at which enough tokens choose it"
         others = "model.moe.n_limited_groups", "model.moe.n_experts"
         if moe.n_limited_groups < moe.n_expert_groups:
-            closed = f"{solves}, but a token that has closed an expert's group has no bias at which it would choose it"
+            closed = f"{solves}, but a token that excludes an expert's group cannot choose the expert"
             yield problem("model.moe.balance", closed, "use bias, or n_limited_groups = 0", others[0])
         elif moe.top_k >= moe.n_experts:
             none = f"{solves}, but with {model.moe.top_k = } every token chooses every expert"
@@ -244,7 +244,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         adamw = f"needs optimizer.name = adamw or muon, {but}"
         yield problem("compile.optimizer", adamw, "use false", "optimizer.name")
     if config.compile.optimizer and optimizer.moment_dtype == "int8":
-        int8 = "does not go with optimizer.moment_dtype = int8"
+        int8 = "does not work with optimizer.moment_dtype = int8"
         yield problem("compile.optimizer", int8, "use bfloat16, or false", "optimizer.moment_dtype")
     if optimizer.parametrization != "standard":
         used = {"base_dim": "model.dim", "base_depth": "model.n_layers"}
@@ -255,7 +255,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
                 yield problem(f"optimizer.mup.{key}", least, remedy, "optimizer.parametrization")
     if optimizer.name == "muon":
         if optimizer.muon.qk_clip and config.model.qk_norm and config.model.latent is None:
-            undone = "whose norms undo every scale of the projections, and bound logits themselves"
+            undone = "because the norms undo every scale of the projections and bound the logits themselves"
             none = f"has no effect with model.qk_norm = true, {undone}"
             yield problem("optimizer.muon.qk_clip", none, "use 0, or model.qk_norm = false", "model.qk_norm")
         return

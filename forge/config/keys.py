@@ -277,7 +277,7 @@ def from_literal(text: str, is_text: bool) -> Any:
         if is_text or text[:1] not in ("[", "{", '"', "'"):
             return text
         reason = re.sub(r" *[(]at .*", "", str(error))
-        raise ValueError(f"not a TOML literal: {reason}; quote strings inside it") from None
+        raise ValueError(f"not a TOML literal: {reason}; quote the strings in lists and tables") from None
     # Text with a line break may read as several keys.
     value = table["value"] if len(table) == 1 else text
     return text if is_text and not isinstance(value, str) else value

@@ -173,7 +173,7 @@ def _validated(values: Values, problems: list[Problem], import_classes: bool = T
     assert config is not None
     resolved = with_steps(config)
     if not by_tokens and resolved.train.steps != config.train.steps:
-        made = f"train.tokens = {config.train.tokens} makes {resolved.train.steps}"
+        made = f"train.tokens = {config.train.tokens} gives {resolved.train.steps} steps"
         remedy = "leave train.steps out, or set train.tokens = 0"
         raise_all([replace(problem("train.steps", made, remedy), value=config.train.steps)])
     return resolved

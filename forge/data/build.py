@@ -75,7 +75,8 @@ def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]
         return list(weights)
     if endless := [source.name for source in sources if isinstance(source, SyntheticSource)]:
         raise UserError(
-            f"data.temperature = {temperature:g}: {endless[0]} has no size; set it to 0, or remove the source"
+            f"data.temperature = {temperature:g}: source {endless[0]} has no size; set data.temperature = 0, or "
+            "remove that source"
         )
     samples = [windows_of(source, config.train.seq_len, config.data.packing).count for source in sources]
     largest = max(samples)
@@ -108,7 +109,7 @@ def build_tokenizer(config: Config) -> Tokenizer | None:
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
             f"data.tokenizer {config.data.tokenizer}: has {tokenizer.vocab_size} ids, more than "
-            f"model.vocab_size {config.model.vocab_size}; set that to {tokenizer.vocab_size} or more"
+            f"model.vocab_size {config.model.vocab_size}; set model.vocab_size to {tokenizer.vocab_size} or more"
         )
     return tokenizer
 
@@ -154,7 +155,8 @@ def _open(config: Config, streams: Sequence[Stream], purpose: str) -> list[Sourc
         return sources
     if config.data.tokenizer == NO_TOKENIZER:
         raise UserError(
-            f"data.tokenizer: is none, and {datasets[0].path} was prepared with a tokenizer; set that tokenizer"
+            f"data.tokenizer: is none, but {datasets[0].path} was prepared with a tokenizer; set data.tokenizer to "
+            "that tokenizer"
         )
     tokenizer = load_tokenizer(config.data.tokenizer)
     for dataset in datasets:
@@ -162,6 +164,6 @@ def _open(config: Config, streams: Sequence[Stream], purpose: str) -> list[Sourc
             raise UserError(
                 f"{dataset.path}: was prepared with another tokenizer (fingerprint "
                 f"{dataset.index.tokenizer[:12]}) than data.tokenizer {config.data.tokenizer} (fingerprint "
-                f"{tokenizer.fingerprint[:12]}); name that one, or prepare the data again"
+                f"{tokenizer.fingerprint[:12]}); set data.tokenizer to the dataset's tokenizer, or prepare the data again"
             )
     return sources

@@ -91,8 +91,8 @@ class BlockCache:
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         if path.read_bytes() != layout:
             raise UserError(
-                f"data.cache_gib = {gib:g}: another run here uses data.cache_dir {self.folder} with another limit; "
-                "set the same, or another folder"
+                f"data.cache_gib = {gib:g}: another run on this node uses data.cache_dir {self.folder} with another limit; "
+                "set its limit here too, or set another data.cache_dir"
             )
 
     def block(self, file: RemoteFile, number: int) -> bytes:
@@ -156,7 +156,8 @@ class BlockCache:
         if not self._is_full:
             self._is_full = True
             log.warning(
-                "data.cache_dir %s: %s, before data.cache_gib is reached: blocks that do not fit are fetched at every use",
+                "data.cache_dir %s: %s, although the cache is smaller than data.cache_gib: blocks that do not fit are "
+                "fetched at every use",
                 self.folder,
                 error.strerror,
                 extra=Cause.NOTE.mark,
@@ -264,6 +265,6 @@ def _load(path: Path, file: RemoteFile, number: int) -> bytes | None:
         and file.is_intact(number, data)
     ):
         return data
-    log.warning("%s is damaged: fetched again", path, extra=Cause.NOTE.mark)
+    log.warning("the cached block %s is damaged: fetching it again", path, extra=Cause.NOTE.mark)
     path.unlink(missing_ok=True)
     return None

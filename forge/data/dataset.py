@@ -80,7 +80,7 @@ class PackedDataset:
         name = self.order.sources[number]
         if name not in self.sources:
             raise UserError(
-                f"sample {global_sample} is of a source that is no longer in data.sources (fingerprint {name}); "
+                f"sample {global_sample} comes from a source that is no longer in data.sources (fingerprint {name}); "
                 "add it, with any weight above 0, or take another run.name to see the data of a new run"
             )
         epoch, index = divmod(sample, self.windows[name])

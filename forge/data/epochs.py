@@ -67,11 +67,15 @@ def log_left_out(dataset: PackedDataset, position: int, last: int) -> None:
             for name, weight in zip(order.sources, segment.weights, strict=False)
             if not weight and dataset.weights.get(name)
         ]
-        log.info("from sample %d on, not read because of max_epochs: %s", segment.start, ", ".join(out))
+        log.info(
+            "from sample %d on, sources that have reached max_epochs are not read: %s",
+            segment.start,
+            ", ".join(out),
+        )
     end = order.capped_at(max(position, order.segments[-1].start), limits)
     if end is not None and end < last:
         raise UserError(
-            f"data.sources: by sample {end} every source has been read max_epochs times, and the run has {last} samples; "
+            f"data.sources: every source reaches its max_epochs at sample {end}, but the run needs {last} samples; "
             "add data, raise max_epochs, or lower train.steps"
         )
 

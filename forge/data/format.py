@@ -256,7 +256,7 @@ class TokenDataset:
         if totals != (index.tokens, index.documents):
             raise UserError(
                 f"{where}: its totals (tokens, documents) are {(index.tokens, index.documents)}, but those of its "
-                f"shards add up to {totals}"
+                f"shards add up to {totals}; it is damaged: prepare the dataset again"
             )
         if index.documents < 1:
             raise UserError(f"{self.path}: holds no document; prepare it again from input that has text")
@@ -292,7 +292,7 @@ def read_index(folder: str | Path) -> DatasetIndex:
         remedy = "scripts/prepare_data.py makes one ('synthetic' needs no file)"
         found = [] if is_url(path) else sorted(Path(folder).glob(f"*/{INDEX}"))
         if within := [str(inner.parent) for inner in found]:
-            remedy = f"name one of those in it: {', '.join(within[:5])}"
+            remedy = f"name one of the datasets in it: {', '.join(within[:5])}"
         raise UserError(f"{folder}: {what}, so it is not a complete dataset; {remedy}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
@@ -301,4 +301,6 @@ def read_index(folder: str | Path) -> DatasetIndex:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise UserError(f"{path}: damaged or of another version: {key}: {first['msg']}") from None
+        raise UserError(
+            f"{path}: damaged or of another version: {key}: {first['msg']}; prepare the dataset again"
+        ) from None

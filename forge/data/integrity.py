@@ -36,7 +36,7 @@ def check_files(dataset: str | Path) -> Iterator[FileCheck]:
     folder = Path(dataset)
     if is_url(dataset):
         raise UserError(
-            f"{dataset}: is a URL, and only folders are checked; training checks each block that it fetches"
+            f"{dataset}: is a URL, but this command checks folders only; training checks each block that it fetches"
         )
     if not folder.is_dir() and (folder.exists() or folder.with_suffix(".idx").exists()):
         raise UserError(

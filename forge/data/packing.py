@@ -109,7 +109,7 @@ def open_plan(
     except ValidationError:
         raise UserError(f"{path}: damaged or of another version; remove it, and {remedy}") from None
     if index.dataset != dataset:
-        raise UserError(f"{path}: was made for another content of {folder}; remove it, and {remedy}")
+        raise UserError(f"{path}: was made for other content of {folder}; remove it, and {remedy}")
     expected = (index.sequences + 1) * SEQUENCES.itemsize, index.pieces * PIECES.itemsize
     files = index.sequence_file, index.piece_file
     for file, size in zip(files, expected, strict=True):

@@ -91,7 +91,7 @@ class MappedIds:
             place = int(np.argmax((ids >= self._vocab_size) | (ids < 0)))
             raise UserError(
                 f"{self.path}: token id {int(ids[place])} at byte {(start + place) * self.dtype.itemsize} is not "
-                f"below model.vocab_size {self._vocab_size}; raise that to the tokenizer's number of ids, or, if "
+                f"below model.vocab_size {self._vocab_size}; raise model.vocab_size to the tokenizer's number of ids, or, if "
                 f"the ids are not {self.dtype.name}, correct the source's dtype"
             )
         return ids
@@ -119,7 +119,7 @@ class RawTokens(MappedIds):
         if eos_id is not None and eos_id >= vocab_size:
             raise UserError(
                 f"{path}: eos_id {eos_id} is not below model.vocab_size {vocab_size}, so no document would ever end; correct "
-                "it, or leave it out if the file is one document"
+                "eos_id, or leave it out if the file is one document"
             )
         self.name = redact(str(path))
         self._eos_id = eos_id
@@ -170,7 +170,7 @@ class MegatronTokens(MappedIds):
         found, least = index.size, places[2] + 8 * documents
         if found not in (least, least + sequences):  # with modes
             raise UserError(
-                f"{self._index}: has {found} bytes, but its header requires {least}; it is truncated or damaged"
+                f"{self._index}: has {found} bytes, but its header requires {least}; it is truncated or damaged: restore it"
             )
         self._lengths = index.array(np.dtype("<i4"), places[0], sequences)
         self._pointers = index.array(np.dtype("<i8"), places[1], sequences)
@@ -220,7 +220,7 @@ class MegatronTokens(MappedIds):
             if wrong.any():
                 raise UserError(
                     f"{self._index}: sequence {begin + int(np.argmax(wrong))} does not begin where the one before it "
-                    "ends; the index is damaged"
+                    "ends; the index is damaged: restore it"
                 )
             total = int(ends[-1])
         found = self.tokens * self.dtype.itemsize
@@ -235,12 +235,14 @@ class MegatronTokens(MappedIds):
         for begin in range(0, len(self._firsts), _BLOCK):
             firsts = self._firsts[begin : begin + _BLOCK]
             if (np.diff(firsts, prepend=before) < 0).any():
-                raise UserError(f"{self._index}: its document indices do not ascend; it is damaged")
+                raise UserError(
+                    f"{self._index}: its document indices do not ascend; it is damaged: restore it"
+                )
             before = int(firsts[-1])
         if not len(self._firsts) or self._firsts[0] != 0 or before != len(self._lengths):
             raise UserError(
                 f"{self._index}: its document indices do not go from 0 to its {len(self._lengths)} sequences; "
-                "it is damaged"
+                "it is damaged: restore it"
             )
 
 

@@ -82,7 +82,7 @@ def count_windows(source: Source, seq_len: int) -> int:
     windows = (source.tokens - 1) // seq_len
     if windows < 1:
         raise UserError(
-            f"{source.name}: has {source.tokens} tokens, and one sequence needs train.seq_len + 1 = "
+            f"{source.name}: has {source.tokens} tokens, but one sequence needs train.seq_len + 1 = "
             f"{seq_len + 1}; prepare more text or lower train.seq_len"
         )
     return windows

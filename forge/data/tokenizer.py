@@ -87,8 +87,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         found = [file / name for name in (JSON_FILE, MODEL_FILE) if (file / name).is_file()]
         if not found:
             raise UserError(
-                f"tokenizer {file}: the folder has no {JSON_FILE} and no {MODEL_FILE}; scripts/train_tokenizer.py makes "
-                "one, and 'bytes' needs no file"
+                f"tokenizer {file}: the folder has no {JSON_FILE} and no {MODEL_FILE}; make one with "
+                "scripts/train_tokenizer.py, or use 'bytes', which needs no file"
             )
         file = found[0]
     try:
@@ -100,8 +100,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return HuggingFaceTokenizer({JSON_FILE: content} | beside, str(file))
     except OSError as error:
         raise UserError(
-            f"tokenizer {file}: cannot be read: {error.strerror}; scripts/train_tokenizer.py makes one, and "
-            "'bytes' needs no file"
+            f"tokenizer {file}: cannot be read: {error.strerror}; make one with scripts/train_tokenizer.py, "
+            "or use 'bytes', which needs no file"
         ) from None
 
 
@@ -228,7 +228,7 @@ class HuggingFaceTokenizer:
         except ImportError:
             raise UserError(
                 f"tokenizer {name}: needs the package tokenizers: pip install 'forge[tokenizers]'; a SentencePiece model "
-                "(name the .model file itself) and 'bytes' need nothing"
+                "(name the .model file itself) and 'bytes' need no package"
             ) from None
         self._files, self._name = files, name
         try:
@@ -288,7 +288,7 @@ class HuggingFaceTokenizer:
         if settings.get("add_bos_token") is None:
             if len(before) > 1:
                 raise UserError(
-                    f"tokenizer {self._name}: adds {len(before)} tokens before every text; forge stores one at most"
+                    f"tokenizer {self._name}: adds {len(before)} tokens before every text; forge supports at most one"
                 )
             bos = before[0] if before else None
         elif not settings["add_bos_token"]:

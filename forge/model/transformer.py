@@ -220,7 +220,7 @@ class Transformer(nn.Module):
     ) -> Shared:
         """Build the inputs that all blocks share. x: the first block's input. seq: number of tokens that attention sees."""
         if seq > self.seq_len:
-            raise ValueError(f"a sequence of {seq} tokens; the model was built for {self.seq_len}")
+            raise ValueError(f"a sequence has {seq} tokens, but the model was built for {self.seq_len}")
         chosen = slice(seq) if positions is None else positions
         # Masks use only shape, dtype and device.
         like_x = x.new_empty(()).expand(x.shape[0], seq, x.shape[-1])

@@ -87,7 +87,12 @@ class JsonLines:
         try:
             os.fsync(self._open())
         except OSError as error:
-            log.warning("cannot sync %s: %s", self.path, error, extra=Cause.NOT_WRITTEN.mark)
+            log.warning(
+                "cannot sync %s to disk, so its last lines may be lost if the node crashes: %s",
+                self.path,
+                error,
+                extra=Cause.NOT_WRITTEN.mark,
+            )
 
     def close(self) -> None:
         """Close the file; the next `append` opens it again."""
@@ -137,7 +142,7 @@ class JsonLines:
             path = first.with_name(f"{first.name}.{taken}")
         replace_atomically(path, content)
         log.warning(
-            "%s: lines were removed; the former file is kept as %s",
+            "removed lines from %s; its former content is kept in %s",
             self.path.name,
             path,
             extra=Cause.SET_ASIDE.mark,

@@ -79,4 +79,4 @@ class StepProfiler(Hook):
             export(path)
             log.info("profile written to %s", path)
         except (OSError, RuntimeError) as error:
-            log.warning("%s was not written: %s", path, error, extra=Cause.SIDE_SYSTEM.mark)
+            log.warning("the profile %s was not written: %s", path, error, extra=Cause.SIDE_SYSTEM.mark)

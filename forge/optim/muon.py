@@ -65,7 +65,11 @@ class Muon:
         if self._keys.second_moment == "neuron":
             self._rows = _RowMoments(self._shards, self._matrices.batches, config.betas[1])
         elements = sum(shard.global_shape.numel() for shard in self._shards)
-        log.info("muon: %d tensors of %s elements; adamw for all others", len(self._shards), f"{elements:,}")
+        log.info(
+            "muon updates %d tensors of %s elements; adamw updates all others",
+            len(self._shards),
+            f"{elements:,}",
+        )
 
     def step(self, lr: float, skip: Tensor) -> None:
         self._moments.draw(self._updates)

@@ -124,7 +124,7 @@ class Stragglers(Hook):
         self._slow_in_a_row = self._slow_in_a_row + 1 if dist.get_rank() in slow else 0
         if self._slow_in_a_row >= self._drain_after and may_leave():
             log.warning(
-                "this node leaves the run at step %d: a rank of it has been slow %d times in a row",
+                "this node leaves the run at step %d: one of its ranks was slow in %d consecutive reports",
                 step,
                 self._slow_in_a_row,
                 extra=Cause.DRAINED.mark,

@@ -157,9 +157,9 @@ class Watchdog:
                 bound, key = self._bounds[phase]
                 limit = f"{key} = {bound:g}"
                 if seconds < bound:
-                    limit = f"{seconds:.0f} s are many times the median of the last steps ({limit} at most)"
+                    limit = f"{seconds:.0f} s, from the median of the last steps (at most {limit})"
                 what = f"{phase} of step {step}" if step else phase
-                reason = f"{what} has taken {now - began:.1f} s, and {limit}"
+                reason = f"{what} has taken {now - began:.1f} s; the limit is {limit}"
                 return self._end(Alarm(reason, WATCHDOG, Cause.WATCHDOG), step)
             self._waits_until = deadline
             *_, began, seconds = self._phase

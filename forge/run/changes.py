@@ -105,7 +105,7 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
         # Another tokenizer changes the meaning of ids. Blocks grow if weights need it (data/mixture.py).
         free = key.startswith("data.sources") or key == "data.mixture_block"
         for name, there, now in _as_written(key, before.get(key), inputs.get(key), old, new):
-            change = f"{name} differs from {path}: {there} there, {now} now"
+            change = f"{name} differs from {path}: {there} in the checkpoint, {now} now"
             if not (new.checkpoint.allow_changed_data and free):
                 back = (
                     f"Set {name} back" if "fingerprint" not in there else "Restore the files and data.sources"

@@ -74,7 +74,7 @@ class CrashReporter:
                 self._roll_call.answer(own)
                 self._roll_call.raise_alarm(own._replace(reason=str(error), exit_code=error.exit_code))
             return
-        log.error("rank %d fails in %s", rank, own.reason, extra=cause.mark)
+        log.error("rank %d failed in %s", rank, own.reason, extra=cause.mark)
         found = self._find_first(own, quiet_s=self.alarm_s + 1.0)
         self._reporter.ended("failed", *found)
 

@@ -31,7 +31,7 @@ class History:
         if start.point is None and init:
             load_weights(Path(init), trainer.model)
             trainer.renew_optimizer()  # its weight average starts from the loaded weights
-            log.info("weights from %s, a new history", init)
+            log.info("began a new history with the weights of %s", init)
         self._restart(start)
 
     def roll_back(self, required: RollbackRequired) -> None:

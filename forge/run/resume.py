@@ -102,8 +102,8 @@ def resume_point(path: Path, config: Config, branch: bool = False, fetch: Fetch 
     point = ResumePoint(path, read_state(path), fetch)
     if "progress" not in point.state:
         raise UserError(
-            f"checkpoint.resume = {config.checkpoint.resume!r}: was imported, so it has weights only and no history to "
-            "continue; begin a new one with checkpoint.init"
+            f"checkpoint.resume = {config.checkpoint.resume!r}: the checkpoint was imported, so it has weights but no "
+            "history to continue; begin a new history with checkpoint.init"
         )
     compare_for_resume(path, point.step, config, branch)
     return point

@@ -119,7 +119,7 @@ class Saves(Hook):
         if limit and failed >= limit:
             raise UserError(
                 f"{failed} saves in a row have failed (checkpoint.max_failed_saves = {limit}), the last: {self._error}. "
-                f"Make room or fix what it names, then start the run again: it resumes from its last checkpoint.",
+                f"Free space or fix this error, then start the run again: it resumes from its last checkpoint.",
                 FAILED,
                 self._cause,
             )

@@ -74,16 +74,20 @@ class Cause(StrEnum):
     )
     COPIES_DIFFER = (
         *("copies_differ", _ENDS, "a bit flipped: copies of a tensor differ. Nothing bad was saved"),
-        "The run returns to the checkpoint before. If it happens again, take the named node out of use.",
+        "The run returns to the checkpoint before the flip. If it happens again, take the named node out of use.",
     )
     BAD_STEPS = (
-        *("bad_steps", _ENDS, "too many bad steps in a row: a roll-back, or the end after several"),
+        *(
+            "bad_steps",
+            _ENDS,
+            "too many bad steps in a row: the run rolls back, or ends after several roll-backs",
+        ),
         "Nothing, if it is rare. Else look at the data of these steps (`scripts/inspect_data.py`), lower `optimizer.lr`, or "
         "save more often.",
     )
     DISK_FULL = (
         *("disk_full", _ENDS, "a disk is full, or a quota is used up"),
-        "Make room, or lower `checkpoint.keep_last`: old checkpoints go before the next save. Training continues until "
+        "Make room, or lower `checkpoint.keep_last`: the next save first removes old checkpoints. Training continues until "
         "`checkpoint.max_failed_saves` saves in a row have failed.",
     )
     IO_ERROR = (
@@ -96,12 +100,12 @@ class Cause(StrEnum):
         "at the disk and the mount of the named rank.",
     )
     STORE_FAILED = (
-        *("store_failed", _ENDS, "a store refuses, or did not answer for too long"),
+        *("store_failed", _ENDS, "a store refused a request, or did not answer for too long"),
         "Look at its address, credentials and rights. The store is unchanged.",
     )
     NO_CHECKPOINT = (
         *("no_checkpoint", _ENDS, "the run has saved, but no checkpoint is usable; nothing was deleted"),
-        "Bring the checkpoints back: a mount, a permission, a copy; or begin a new run. See "
+        "Bring the checkpoints back (a mount, a permission, a copy), or begin a new run. See "
         "Damaged checkpoints in docs/guides/recovery.md.",
     )
     CONFIGURATION = (
@@ -135,11 +139,11 @@ class Cause(StrEnum):
         "See Damaged checkpoints in docs/guides/recovery.md.",
     )
     LOCAL_SAVE_FAILED = (
-        *("local_save_failed", _COSTS, "a state was not kept on the nodes; the next one is tried"),
+        *("local_save_failed", _COSTS, "a node-local state was not saved; the next interval tries again"),
         "Make room in `checkpoint.local_dir`, or lower `checkpoint.peers`.",
     )
     LOCAL_DAMAGED = (
-        *("local_damaged", _COSTS, "a state on a node was damaged; a copy or an older one was used"),
+        *("local_damaged", _COSTS, "a node-local state was damaged; a copy or an older state was used"),
         "If it happens again, look at the memory of that node, or raise `checkpoint.peers`.",
     )
     MIRROR_FAILED = (
@@ -199,12 +203,16 @@ class Cause(StrEnum):
         "Nothing.",
     )
     SET_ASIDE = (
-        *("set_aside", _NOTE, "a new history, or an older step to continue: later files are renamed"),
+        *(
+            "set_aside",
+            _NOTE,
+            "the run begins a new history, or continues from an older step: later files were renamed",
+        ),
         "Nothing. `.aside-step-N` is yours to delete.",
     )
     NOTE = (
-        *("note", _NOTE, "something to know of a setting, a source, a store, a lock or a copy"),
-        "See the message; nothing, if you expected it.",
+        *("note", _NOTE, "a note on a setting, a source, a store, a lock or a copy"),
+        "Read the message. Nothing, if you expected it.",
     )
 
 

@@ -71,7 +71,10 @@ def name_start(store: Store, rank: int, size: int, timeout: timedelta) -> str:
                 store.add(f"seen-{nonces[0]}", 1)
                 return nonces[0]
         time.sleep(POLL_S)
-    raise UserError(f"not all of {size} ranks started within {timeout.total_seconds():.0f} s", FAILED)
+    raise UserError(
+        f"not all of {size} ranks started within {timeout.total_seconds():.0f} s: look at the logs of the missing ranks",
+        FAILED,
+    )
 
 
 def choose_gloo_interface(

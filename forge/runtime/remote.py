@@ -211,7 +211,10 @@ def read_range(files: Any, url: str, begin: int, end: int, size: int) -> bytes:
         data = files.cat_file(url, start=begin, end=end)
         if len(data) != end - begin:
             if len(data) == size:
-                raise UserError(f"{url}: its server ignores HTTP range requests, which forge needs")
+                raise UserError(
+                    f"{url}: its server ignores HTTP range requests, which forge needs; copy the data to another "
+                    "server or to this machine"
+                )
             raise Corrupt(f"received {len(data)} bytes instead of {end - begin}")
         return data
 
@@ -242,7 +245,9 @@ class RemoteFile:
         self._version = None if expected and size is not None else self._look()
         found = self._version[0] if self._version else size
         if size is not None and found != size:
-            raise UserError(f"{url}: has {found} bytes instead of {size}; it is truncated or was replaced")
+            raise UserError(
+                f"{url}: has {found} bytes instead of {size}; it is truncated or was replaced: restore it"
+            )
         assert found is not None
         self.size = found
         self.key = (
@@ -347,7 +352,8 @@ def find_objects(url: str) -> dict[str, int]:
 def _size(url: str, about: dict[str, Any]) -> int:
     if about.get("size") is None:
         raise UserError(
-            f"{url}: its server does not report its size, which is needed; name each file by its URL, or copy them here"
+            f"{url}: its server does not report its size, which forge needs; name each file by its URL, or copy the "
+            "files to this machine"
         )
     return int(about["size"])
 

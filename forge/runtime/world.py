@@ -200,7 +200,10 @@ def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
         waited_s = time.monotonic() - began
         text = f"{arrived} of {world.size} processes have arrived at port {os.environ['MASTER_PORT']}"
         if waited_s >= timeout.total_seconds():
-            raise UserError(f"only {text} within {timeout.total_seconds():.0f} s", FAILED)
+            raise UserError(
+                f"only {text} within {timeout.total_seconds():.0f} s: start the missing ones, or look at their logs",
+                FAILED,
+            )
         if waited_s >= speak_s:
             stderr.write(f"forge: {text} after {waited_s:.0f} s\n")
             speak_s += SPEAK_AGAIN_S

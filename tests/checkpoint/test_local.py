@@ -168,7 +168,7 @@ def no_room(rank: int, world: int, folder: Path) -> str | None:
     from forge.checkpoint import local
 
     def full(*_: object) -> None:
-        raise OSError(28, "the checkpoint takes 9 GB and 1 GB are free")
+        raise OSError(28, "the checkpoint needs 9 GB, but only 1 GB are free")
 
     local.require_room = full
     return save(tier_of(rank, folder, "ab"), rank, world, 1)

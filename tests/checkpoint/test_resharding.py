@@ -168,7 +168,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_names(tmp_path):
     (lacking, same) = run_ranks(misfit, 2, folder, {"model.a": (4,), "model.b": (4,), "model.c": (4,)})
     assert lacking == same and "lacks model.c" in lacking and "model.a" in lacking
     (shape,) = run_ranks(misfit, 1, folder, {"model.a": (4,), "model.b": (2, 2)})
-    assert "model.b is 4 there and 2x2 here" in shape
+    assert "model.b is 4 in the checkpoint and 2x2 in the model" in shape
     (extra,) = run_ranks(misfit, 1, folder, {"model.a": (4,)})
     assert "model.b" in extra and "exp_avg" not in extra
 

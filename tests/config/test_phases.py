@@ -76,7 +76,7 @@ def test_tokens_take_the_place_of_steps() -> None:
     config = parse_toml_text(tokens)
     assert config.train.steps == len(by_steps(Phases(config), 20_000)) - 1
     assert parse_toml_text(to_toml(config)) == config
-    with pytest.raises(UserError, match=r"train\.tokens = 20000 makes"):
+    with pytest.raises(UserError, match=r"train\.tokens = 20000 gives 51 steps"):
         parse_toml_text(tokens.replace("tokens = 20000", "tokens = 20000\nsteps = 3"))
 
 
@@ -97,7 +97,7 @@ def test_on_the_command_line_tokens_replace_the_steps_of_the_file_and_steps_its_
     assert (replaced.steps, replaced.tokens) == (5, 0)
     # 0 tokens say nothing, and both at once must agree.
     assert load_config(["--config=debug", "--train.tokens=0"]).train.steps == debug.steps
-    with pytest.raises(UserError, match=r"train\.tokens = .* makes 7"):
+    with pytest.raises(UserError, match=r"train\.tokens = .* gives 7 steps"):
         load_config(["--config=debug", "--train.steps=5", f"--train.tokens={7 * per_step}"])
 
 

@@ -121,7 +121,7 @@ def test_foreign_files_train_and_validate_without_a_tokenizer(tmp_path):
 def test_prepared_data_needs_its_tokenizer_named(tmp_path):
     folder = write_bytes_dataset(tmp_path / "set")
     data = f'tokenizer = "none"\nsources = [{{path = "{folder}"}}]'
-    with pytest.raises(UserError, match=r"data\.tokenizer: is none, and .*set was prepared with a tokenizer"):
+    with pytest.raises(UserError, match=r"data\.tokenizer: is none, but .*set was prepared with a tokenizer"):
         build_dataset(configure(tmp_path, data))
 
 

@@ -61,11 +61,11 @@ def test_the_start_says_when_sources_are_left_out_and_refuses_a_run_without_any(
     caplog.set_level(logging.INFO)
     dataset = data({"a": 1, "b": 1}, SIZES, {"a": 1})
     log_left_out(dataset, 0, 500)
-    assert "not read because of max_epochs" in caplog.text
+    assert "sources that have reached max_epochs are not read" in caplog.text
     capped = data({"a": 1, "c": 1}, SIZES, {"a": 1, "c": 2})
     log_left_out(capped, 0, 139)
     with pytest.raises(
-        UserError, match="by sample 140 every source has been read max_epochs times, and the run has 141"
+        UserError, match="every source reaches its max_epochs at sample 140, but the run needs 141"
     ):
         log_left_out(capped, 0, 141)
 

@@ -69,7 +69,7 @@ def test_a_folder_of_datasets_is_refused_with_their_names(tmp_path):
     for split in ("train", "validation"):
         write_documents(tmp_path / "a" / split, [4])
     with pytest.raises(
-        UserError, match=r"a: holds no .*; name one of those in it: .*a/train, .*a/validation$"
+        UserError, match=r"a: holds no .*; name one of the datasets in it: .*a/train, .*a/validation$"
     ):
         TokenDataset(tmp_path / "a")
 

@@ -121,7 +121,7 @@ def test_samples_passed_over_stay_so_under_another_mixture() -> None:
 def test_a_sample_of_a_source_that_is_not_there_now_is_an_error() -> None:
     dataset = data(bl=1)
     order = dataset.continuing(data(al=1, bl=1).order, 100)
-    with pytest.raises(UserError, match=r"is of a source that is no longer in data\.sources"):
+    with pytest.raises(UserError, match=r"comes from a source that is no longer in data\.sources"):
         read(dataset.following(order), 0, 100)
     assert len(read(dataset.following(order), 100, 50)) == 50
 

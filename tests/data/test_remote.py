@@ -244,7 +244,7 @@ def test_a_full_disk_of_the_cache_costs_requests_and_nothing_else(
 def test_another_limit_on_a_folder_in_use_is_refused_and_otherwise_clears_it(store, tmp_path) -> None:
     first = opened(store, tmp_path, 1.0)
     first.read(0, 10)
-    with pytest.raises(UserError, match=r"data.cache_gib = 2: another run here uses data.cache_dir"):
+    with pytest.raises(UserError, match=r"data.cache_gib = 2: another run on this node uses data.cache_dir"):
         BlockCache(tmp_path / "cache", 2.0)
     first._cache._lock.close()
     BlockCache(tmp_path / "cache", 2.0)
@@ -320,7 +320,7 @@ def test_x3_a_block_that_another_program_put_into_the_cache_is_fetched_again(sto
     data = bytes(len(content) - 4)
     block.write_bytes(data + zlib.crc32(data).to_bytes(4, "little"))
     assert (opened(store, tmp_path).read(0, 3000) == expected).all()
-    assert f"{block} is damaged: fetched again" in caplog.text and block.read_bytes() == content
+    assert f"{block} is damaged: fetching it again" in caplog.text and block.read_bytes() == content
 
 
 def test_a_folder_that_is_not_a_cache_is_refused_and_keeps_its_entries(store, tmp_path) -> None:

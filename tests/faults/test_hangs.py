@@ -96,7 +96,7 @@ def test_k1_survivors_of_a_killed_rank_end_soon_and_the_log_names_rank_and_step(
     assert codes[dead] == -signal.SIGKILL
     assert all(code not in (0, -signal.SIGKILL) for rank, code in enumerate(codes) if rank != dead)
     log = run.log(1 - dead)
-    assert f"rank {1 - dead} fails in step of step 7" in log
+    assert f"rank {1 - dead} failed in step of step 7" in log
     # Rank 0 holds the store through which the ranks meet; torchrun's agent would outlive it.
     assert f"no answer from rank {dead}" in log or (dead == 0 and "is gone" in log)
     if dead:

@@ -110,7 +110,7 @@ def test_s10_leftovers_that_cannot_be_removed_cost_a_warning_and_no_save(tmp_pat
         "save_failed"
     )
     # Once for each leftover; the partial folder has another name once it is out of the way.
-    assert run.log().count("cannot be removed now") == 3
+    assert run.log().count("which stays for now") == 3
     assert run.metrics() == undisturbed().metrics()
 
 

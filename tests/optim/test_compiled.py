@@ -223,7 +223,7 @@ def test_a_part_is_updated_as_in_the_whole() -> None:
         ),
         (
             "--optimizer.moment_dtype=int8",
-            r"compile.optimizer .*does not go with optimizer.moment_dtype = int8",
+            r"compile.optimizer .*does not work with optimizer.moment_dtype = int8",
         ),
     ],
 )

@@ -304,7 +304,7 @@ def test_a_parameter_of_a_block_that_is_no_matrix_is_refused_by_its_name() -> No
         ),
         (
             ["--optimizer.name=muon", "--optimizer.muon.qk_clip=100", "--model.qk_norm=true"],
-            "has no effect with model.qk_norm = true, whose norms undo",
+            "has no effect with model.qk_norm = true, because the norms undo",
         ),
         (["--optimizer.name=muon", "--optimizer.muon.qk_clip=-1"], "allowed: number >= 0"),
         (["--optimizer.muon.qk_clip=100"], "needs optimizer.name = muon, but it is adamw"),

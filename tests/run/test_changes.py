@@ -129,38 +129,38 @@ FINGERPRINTS = {
         (
             ["--data.temperature=1"],
             {"data.sources[1].weight": 0.117519},
-            "data.temperature differs from PATH: 2 there, 1 now. Set data.temperature back",
+            "data.temperature differs from PATH: 2 in the checkpoint, 1 now. Set data.temperature back",
         ),
         (
             [SOURCES.replace("max_epochs=4.0", "max_epochs=0.0")],
             {"data.sources[1].max_epochs": None},
-            "data.sources[1].max_epochs differs from PATH: 4 there, 0 now. Set data.sources[1].max_epochs back",
+            "data.sources[1].max_epochs differs from PATH: 4 in the checkpoint, 0 now. Set data.sources[1].max_epochs back",
         ),
         (
             [SOURCES.replace("weight=2.0", "weight=3.5")],
             {"data.sources[1].weight": 0.3},
-            "data.sources[1].weight differs from PATH: 2 there, 3.5 now. Set data.sources[1].weight back",
+            "data.sources[1].weight differs from PATH: 2 in the checkpoint, 3.5 now. Set data.sources[1].weight back",
         ),
         (
             ["--data.on_max_epochs=refuse"],
             {"data.sources[1].max_epochs": None},
-            "data.on_max_epochs differs from PATH: leave_out there, refuse now. Set data.on_max_epochs back",
+            "data.on_max_epochs differs from PATH: leave_out in the checkpoint, refuse now. Set data.on_max_epochs back",
         ),
         (
             [SOURCES.replace("[{", "[{path='unused',weight=0.0},{").replace("weight=2.0", "weight=3.0")],
             {"data.sources[1].weight": 0.3},
-            "data.sources[2].weight differs from PATH: 2 there, 3 now",
+            "data.sources[2].weight differs from PATH: 2 in the checkpoint, 3 now",
         ),
         (
             [],
             {"data.sources[1].weight": 0.19},
             "data.sources[1].weight, with data.temperature and the size of the source, differs from PATH: "
-            "0.187765 there, 0.19 now",
+            "0.187765 in the checkpoint, 0.19 now",
         ),
         (
             [SOURCES.replace("'b'", "'c'")],
             {"data.sources[1].path": "cccc"},
-            "data.sources[1].path differs from PATH: fingerprint bbbb there, fingerprint cccc now. Restore",
+            "data.sources[1].path differs from PATH: fingerprint bbbb in the checkpoint, fingerprint cccc now. Restore",
         ),
     ],
 )

@@ -169,7 +169,7 @@ def test_a_hook_without_a_saved_state_starts_afresh_and_one_that_is_gone_is_name
     run = Run(tmp_path)
     assert run("--train.steps=4") == 0
     assert run(hooks("Remembering"), "--train.steps=6") == 0
-    assert f"no state of hook {HERE}:Remembering, which starts without one" in run.output()
+    assert f"no state of hook {HERE}:Remembering: the hook starts from its initial state" in run.output()
     assert json.loads((run.path / "remembered.json").read_text())["began"] == [[4, 0]]
     assert run("--train.hooks=[]", "--train.steps=8") == 0
     assert f"state of hook {HERE}:Remembering is ignored" in run.output()

@@ -36,4 +36,4 @@ def test_a_curve_for_each_layer_and_below_them_a_map_of_each(tmp_path) -> None:
 
 def test_a_dense_run_has_nothing_to_draw(tmp_path, capsys) -> None:
     assert plot(tmp_path, [{"step": 1, "loss": 2.0}]) == (2, "")
-    assert "has no lines about experts" in capsys.readouterr().err
+    assert "has no expert counts" in capsys.readouterr().err

@@ -41,8 +41,9 @@ def apply_context(model: Transformer, layout: Layout) -> None:
         and layout.meshes.fsdp.device_type == "cuda"
     ):
         raise UserError(
-            "parallel.context = ring does not go with compile.enabled = true on CUDA: its backward runs "
-            "flex_attention's own, which the compiler cannot trace; use allgather or ulysses, or compile.enabled = false"
+            "parallel.context = ring does not work with compile.enabled = true on CUDA: the compiler cannot "
+            "trace the backward of flex_attention, which ring attention calls; use allgather or ulysses, or "
+            "compile.enabled = false"
         )
     attend, states = FUNCTIONS[layout.parallel.context](split), PassedStates(split)
     for block in model.layers.values():

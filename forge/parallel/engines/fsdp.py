@@ -266,7 +266,7 @@ def _refuse_units_in_blocks(model: Transformer, groups: list[list[Unit]]) -> Non
             # Routing and routed experts are outside of the graphs.
             if name and module in units and not isinstance(module, Router | Experts):
                 raise UserError(
-                    f"precision.fp32_modules divides blocks at {name}, but compile.enabled = true makes each block one "
+                    f"precision.fp32_modules splits blocks at {name}, but compile.enabled = true makes each block one "
                     f"graph; set compile.enabled to false, or pin whole blocks, embedding, norm or head."
                 )
 

@@ -90,12 +90,12 @@ def _gather(
     taken = gather_in_blocks(weights, form, layout)
     if not taken and layout.precision.float8_all_gather is True and has_all_names(model):
         raise UserError(
-            "precision.float8_all_gather = true needs fsdp2 over several ranks, tp = ep = 1, no compilation (with mxfp8 no "
-            f"recomputation), and a weight with whole blocks of {form.block} on each rank; use auto or false"
+            "precision.float8_all_gather = true needs fsdp2 over several ranks, tp = ep = 1, no compilation (mxfp8: "
+            f"no recomputation either), and a weight with whole blocks of {form.block} on each rank; use auto or false"
         )
     if layout.parallel.data_parallel == "fsdp2":
         log.info(
-            "float8 %s: %d of %d weights allow FSDP2 to gather codes and scales instead of values",
+            "float8 %s: FSDP2 gathers %d of %d weights as float8 codes and scales",
             form.name,
             len(taken),
             len(weights),
@@ -193,7 +193,7 @@ def check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
             fnmatchcase(name, pattern) for name in names
         ):
             raise UserError(
-                f'precision.float8_exclude: "{pattern}" fits no module of this model{did_you_mean(pattern, names)}'
+                f'precision.float8_exclude: "{pattern}" matches no module of this model{did_you_mean(pattern, names)}'
             )
 
 

@@ -92,8 +92,8 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
     )
     if name in SPLIT_BACKWARD and whole is not None:
         log.warning(
-            "pipeline.schedule = %s: each backward stays in one piece (%s); the idle time above takes that into account, and "
-            "Interleaved1F1B may be no worse",
+            "pipeline.schedule = %s: each backward runs in one piece (%s); the idle time above includes this effect, and "
+            "Interleaved1F1B may be as fast",
             name,
             whole,
             extra=Cause.NOTE.mark,
@@ -108,9 +108,9 @@ def whole_backward_because(config: Config) -> str | None:
     refuses a second recomputation. The backward of a compiled block is one piece, which would run as a whole each time.
     """
     if config.compile.enabled:
-        return "compile.enabled: blocks would be computed again for every weight"
+        return "compile.enabled: each weight would need another run of its block"
     if config.activation_checkpoint.mode != "none":
-        return "activation_checkpoint: blocks would be computed again for every weight"
+        return "activation_checkpoint: each weight would need another run of its block"
     if not compat.backward_starts_at_functions():
         return "this version of PyTorch cannot split it"
     return None

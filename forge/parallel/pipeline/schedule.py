@@ -238,7 +238,7 @@ def find_fault(schedule: Schedule) -> str | None:
     for rank, actions in enumerate(schedule.order):
         for action in actions:
             if action in seen:
-                return f"{action} is there twice"
+                return f"{action} occurs twice"
             if schedule.rank_of[action.stage] != rank:
                 return f"stage {action.stage} is on two ranks"
             seen[action] = rank

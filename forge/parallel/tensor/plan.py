@@ -178,7 +178,7 @@ def _check_style(key: str | None, name: str, module: nn.Module, style: Any, layo
         return
     where = f'{key or "plan of the model"}: "{name}"'
     if style not in TENSOR_STYLES:
-        raise UserError(f"{where} = {style!r} is not a style; known: {', '.join(TENSOR_STYLES)}")
+        raise UserError(f"{where} = {style!r} is not a known style; known: {', '.join(TENSOR_STYLES)}")
     fitting = [known for known in styles_of(module) if known is not None]
     if style not in fitting:
         allowed = f"use {' or '.join(fitting)}" if fitting else "it is not a module that can be split"

@@ -127,7 +127,10 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
             f"no rendezvous within --patience {node.patience_s} s: {error or 'too few nodes came'}", FAILED
         ) from None
     except RendezvousConnectionError:
-        raise UserError(f"--meeting {node.meeting}: the meeting has ended before the run", FAILED) from None
+        raise UserError(
+            f"--meeting {node.meeting}: the meeting ended before the run; start it and the agents again",
+            FAILED,
+        ) from None
     rendezvous.shutdown()
     if result is None:  # The rendezvous was closed while this node waited in it, so the run has ended.
         return exit_code_at_end(argv) if _is_over(store) else FAILED
@@ -171,7 +174,8 @@ def _meet(address: str, timeout: timedelta = timedelta(minutes=5)) -> SignedStor
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
     except dist.DistError as error:
         raise UserError(
-            f"--meeting {address}: nobody answers there; start `elastic.py meeting` first ({error})", FAILED
+            f"--meeting {address}: no meeting answers at this address; start `elastic.py meeting` first ({error})",
+            FAILED,
         ) from None
     return SignedStore(store, read_secret(host, int(port)))
 

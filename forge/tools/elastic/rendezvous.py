@@ -107,7 +107,9 @@ class Rendezvous(DynamicRendezvousHandler):
         while holder := self._holder():
             now = time.monotonic()
             if now >= deadline:
-                raise RendezvousTimeoutError(f"the run directory is still in use by {holder}")
+                raise RendezvousTimeoutError(
+                    f"the run directory is still in use by {holder}, a rank of a lost node; end that process"
+                )
             if now >= speak_at:
                 text = (
                     f"waiting for {holder}, a rank of a lost node: it holds the run directory until it ends"

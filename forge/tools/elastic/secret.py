@@ -76,7 +76,7 @@ def _read_private(path: Path) -> bytes:
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise PermissionError(f"{path} is not a private file of this user")
+            raise PermissionError(f"{path} is not a private file of this user (mode 0600); remove it")
         return file.read()
 
 

@@ -62,7 +62,7 @@ def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_
     model = read_model(values, architecture, described)
     if model["n_layers"] > len(stored):
         raise UserError(
-            f"{described}: asks for {model['n_layers']} layers, and the folder has {len(stored)} tensors"
+            f"{described}: asks for {model['n_layers']} layers, but the folder has only {len(stored)} tensors"
         )
     # Count the tensors: transformers writes the number of modules into config.json, but not their tensors.
     if architecture.predicts_ahead and (depth := modules_ahead(stored, model["n_layers"])):

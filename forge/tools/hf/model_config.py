@@ -143,7 +143,7 @@ def choose_architecture(model: ModelConfig) -> Architecture:
                 return architecture
     nearest = min(differences, key=lambda name: len(differences[name]))
     raise UserError(
-        f"no architecture of transformers computes this model; the nearest, {nearest}, is prevented by "
+        f"no architecture of transformers computes this model; the nearest, {nearest}, differs in "
         f"{', '.join(differences[nearest])}"
     )
 
@@ -284,7 +284,9 @@ def _read_windows(config: ConfigJson, n_layers: int) -> tuple[int, list[str]]:
     else:
         slides = [kind == _SLIDING for kind in types]
         if len(types) != n_layers or not set(types) <= {_SLIDING, _FULL}:
-            raise config.error("layer_types", f"needed: {n_layers} times {_SLIDING} or {_FULL}")
+            raise config.error(
+                "layer_types", f"needed: a list of {n_layers} entries, each {_SLIDING} or {_FULL}"
+            )
     if not any(slides):
         return 0, []
     return window, [] if all(slides) else _shortest(["sliding" if slide else "full" for slide in slides])
@@ -297,7 +299,7 @@ def _read_linear(config: ConfigJson, n_layers: int) -> list[str]:
         linear, full = config[key], config["linear_attn_config.full_attn_layers"]
         if sorted([*linear, *full]) != list(range(1, n_layers + 1)):
             raise config.error(
-                key, f"it and full_attn_layers must together name each of 1 to {n_layers} once"
+                key, f"this list and full_attn_layers must together name each layer from 1 to {n_layers} once"
             )
         return _shortest(["linear" if layer in linear else "nope" for layer in range(1, n_layers + 1)])
     types = config["layer_types"]
@@ -306,7 +308,7 @@ def _read_linear(config: ConfigJson, n_layers: int) -> list[str]:
     if types is None:
         return _shortest(["full" if (layer + 1) % every == 0 else "linear" for layer in range(n_layers)])
     if len(types) != n_layers or not set(types) <= {_LINEAR, _FULL}:
-        raise config.error("layer_types", f"needed: {n_layers} times {_LINEAR} or {_FULL}")
+        raise config.error("layer_types", f"needed: a list of {n_layers} entries, each {_LINEAR} or {_FULL}")
     return _shortest(["linear" if kind == _LINEAR else "full" for kind in types])
 
 

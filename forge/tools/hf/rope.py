@@ -105,7 +105,7 @@ def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict
         raise config.error(key, f"forge supports only the RoPE scalings {', '.join(SCALINGS)}")
     unknown = set(scaling) - set(SCALINGS[kind]) - _COMMON - (_YARN_ONLY if kind == "yarn" else set())
     if unknown:
-        raise config.error(key, f"forge's {kind} does not have {', '.join(sorted(unknown))}")
+        raise config.error(key, f"forge's {kind} does not support {', '.join(sorted(unknown))}")
     longest = config["max_position_embeddings"]
     original = scaling.get("original_max_position_embeddings") or longest
     if kind == "yarn" and scaling.get("factor") is None:

@@ -424,7 +424,7 @@ NOT_COVERED = {
     "DeepseekV2ForCausalLM": "of the models with latent attention forge reads DeepseekV3ForCausalLM",
     "GemmaForCausalLM": "forge reads Gemma 2 and Gemma 3",
     "Gemma3ForConditionalGeneration": "it reads images; forge reads Gemma3ForCausalLM, its text model",
-    "KimiLinearForCausalLM": "forge has its layers, and no table of its tensors' names",
+    "KimiLinearForCausalLM": "forge can compute its layers, but has no table of its tensor names",
     "Qwen2MoeForCausalLM": "forge has no table of its tensors' names",
     "Phi3ForCausalLM": "its tensors are fused in a layout that forge does not split",
 }

@@ -66,7 +66,7 @@ def measure(
     seq_len = opened.config.train.seq_len
     whole, labelled = (source.tokens - 1) // seq_len, source.tokens - 1
     if labelled < 1:
-        raise UserError(f"{source.name}: has {source.tokens} tokens; there is nothing to predict")
+        raise UserError(f"{source.name}: has {source.tokens} tokens, but a loss needs at least 2")
     if sequences is None or not whole:
         windows: Sequence[int] = range(-(-labelled // seq_len))
     else:
@@ -85,7 +85,10 @@ def measure(
         progress(min((batch.first_sample + len(batch.tokens)) * seq_len, source.tokens))
     loss = total / max(labels, 1)
     if not isfinite(loss):
-        raise UserError(f"{opened.path}: its loss on {source.name} is {loss}", FAILED)
+        raise UserError(
+            f"{opened.path}: its loss on {source.name} is {loss}, which is not finite; try an older checkpoint",
+            FAILED,
+        )
     return Measured(loss, labels, len(windows), *_text_bytes(opened, source, windows))
 
 

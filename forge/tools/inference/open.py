@@ -129,7 +129,7 @@ def _build(config: Config, device: torch.device, found: Path, *, float8: bool) -
     index = TensorReader(found).index()
     if config.model.n_layers > len(index.state_dict_metadata):
         raise UserError(
-            f"{found}: config.toml has model.n_layers = {config.model.n_layers}, and the checkpoint has "
+            f"{found}: config.toml has model.n_layers = {config.model.n_layers}, but the checkpoint has only "
             f"{len(index.state_dict_metadata)} tensors"
         )
     model = build_meta_model(config)

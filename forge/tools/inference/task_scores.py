@@ -68,6 +68,6 @@ class TaskScores(Hook):
                     self._group,
                 )
             except UserError as error:
-                log.warning("no tasks at step %d: %s", step, error, extra=Cause.SIDE_SYSTEM.mark)
+                log.warning("no task was scored at step %d: %s", step, error, extra=Cause.SIDE_SYSTEM.mark)
             else:
                 trainer.metrics.tasks(step, scores)

@@ -54,7 +54,7 @@ def find_tasks(tasks: Sequence[str], folder: str | None, key: str, folder_key: s
     for task in tasks:
         if not manager.match_tasks([task]):
             raise UserError(
-                f"{key} {task}: lm-eval has no such task; {folder_key} names a folder with your own"
+                f"{key} {task}: lm-eval has no such task; give the folder of your own tasks as {folder_key}"
             )
     return manager
 
@@ -150,7 +150,7 @@ class Scorer(TemplateLM):
             if len(continuation) > self.max_length:
                 raise UserError(
                     f"a continuation of {len(continuation)} tokens is longer than the model's context of "
-                    f"{self.max_length}; --context makes that longer"
+                    f"{self.max_length}; raise it with --context"
                 )
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         for batch in self._batches("scored", [len(context) + len(end) for _, context, end in requests]):

@@ -44,8 +44,8 @@ def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
         return
     if recipe in FORMATS:
         yield (
-            f"precision.float8 = {recipe}: memory is planned without it: it keeps the same activations, and codes and "
-            "scales of one layer at a time; weights that FSDP2 gathers as codes and scales are counted so"
+            f"precision.float8 = {recipe}: memory is planned without the codes and scales of the one layer in "
+            "computation; activations are the same, and weights that FSDP2 gathers as codes and scales are counted as such"
         )
     else:
         yield f"precision.float8 = {recipe}: memory and collectives are planned without it"

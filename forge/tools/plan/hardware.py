@@ -120,7 +120,7 @@ def find_hardware(name: str) -> Hardware:
         return Hardware.model_validate(read_toml(path.read_text("utf-8")))
     except OSError:
         raise UserError(
-            f"--hardware {name}: not known; there are {', '.join(known)}, or the path of a TOML file"
+            f"--hardware {name}: not known; known: {', '.join(known)}, or the path of a TOML file"
             + did_you_mean(name, known)
         ) from None
     except (ValidationError, ValueError) as error:

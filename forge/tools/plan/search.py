@@ -83,7 +83,7 @@ def search(
         left = sorted(left, key=lambda layout: layout.state)[:ROUND]
     if not left:
         raise UserError(
-            f"--search: no layout of this config is valid on {world} processes; see what --plan alone says"
+            f"--search: no layout of this config is valid on {world} processes; --plan without --search says why"
         )
     tried: list[tuple[CandidateLayout, Found]] = []
     asked, layers = 0, LAYERS
@@ -115,7 +115,7 @@ def search(
                 flush=True,
             )
     if not tried:
-        raise UserError("--search: no layout of this config can be planned; see what --plan alone says")
+        raise UserError("--search: no layout of this config can be planned; --plan without --search says why")
     found = [one for _, one in tried]
     fitting_ones = _in_order([one for one in found if one.fits])
     with_room = _in_order([one for one in fitting_ones if has_room(one, hardware)])

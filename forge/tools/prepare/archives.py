@@ -148,5 +148,7 @@ def _require_inside(path: Path, name: str) -> str:
     """Return the member's name without a leading "./". Raises UserError if the name leads out of the archive's folder."""
     plain = name.replace("\\", "/")
     if plain.startswith("/") or ".." in plain.split("/") or ":" in plain.split("/")[0]:
-        raise UserError(f"{path}: refused: a member's name leads out of its folder: {name!r}", FAILED)
+        raise UserError(
+            f"{path}: refused, because a member would be written outside its folder: {name!r}", FAILED
+        )
     return plain.removeprefix("./")

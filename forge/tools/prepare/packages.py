@@ -106,7 +106,9 @@ def read_manifest(path: Path) -> Manifest:
         for source in package.sources:
             if source not in manifest.sources:
                 known = ", ".join(manifest.sources)
-                raise UserError(f"--manifest {path}: {package.label}: source {source!r} is none of {known}")
+                raise UserError(
+                    f"--manifest {path}: {package.label}: source {source!r} is not one of {known}"
+                )
     return manifest
 
 
@@ -142,8 +144,8 @@ def make_corpus(manifest: Manifest, size: str, cache: Path, output: Path, worker
 def _compare(found: str, wanted: str, size: str, output: Path) -> None:
     if wanted and found != wanted:
         raise UserError(
-            f"{output}: the corpus has the SHA-256 {found}, not {wanted} of the manifest for size {size}: another version "
-            "of SentencePiece (constraints.txt has the one used) or of forge made other bytes",
+            f"{output}: the corpus has the SHA-256 {found}, but the manifest has {wanted} for size {size}: it was made with "
+            "another version of forge, or of SentencePiece than constraints.txt has",
             FAILED,
         )
     print(
@@ -158,7 +160,9 @@ def corpus_hash(folders: dict[str, Path]) -> str:
     for name, folder in sorted(folders.items()):
         for check in check_files(folder):
             if check.problem:
-                raise UserError(f"{check.path}: {check.problem}; delete {folder} and repeat", FAILED)
+                raise UserError(
+                    f"{check.path}: {check.problem}; delete {folder} and run the same command again", FAILED
+                )
         lines.append(f"{name} {TokenDataset(folder).fingerprint}\n")
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 

@@ -70,7 +70,7 @@ def train_tokenizer(
         )
     begin = time.monotonic()
     if not _require_readable(corpus, text_key):
-        raise UserError(f"--max-bytes {max_bytes}: the sample holds no document; raise it")
+        raise UserError(f"--max-bytes {max_bytes}: the sample holds no document; raise --max-bytes")
     tokenizer = SentencePieceTokenizer(_train(_sentences(corpus, text_key), vocab_size), str(output))
     tokenizer.save(folder)
     print(f"tokenizer: {folder / MODEL_FILE} in {time.monotonic() - begin:.1f} s", file=sys.stderr)

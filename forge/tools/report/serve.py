@@ -45,7 +45,9 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             page = self.server.page()
         except Exception as error:  # a file may be replaced while it is read: the next request succeeds
-            log.warning("no page: %s: %s", type(error).__name__, error, extra=Cause.SIDE_SYSTEM.mark)
+            log.warning(
+                "the page was not served: %s: %s", type(error).__name__, error, extra=Cause.SIDE_SYSTEM.mark
+            )
             return self.send_error(503, "the run's files could not be read; the page is loaded again shortly")
         self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")

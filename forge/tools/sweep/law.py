@@ -90,7 +90,9 @@ def fit_law(
         if len(set(values.tolist())) < 2:
             raise UserError(f"a law needs runs with at least two {what}, but all have {values[0]:g}")
     if len(loss) < 5:
-        raise UserError(f"a law of five numbers needs at least five runs, but there are {len(loss)}")
+        raise UserError(
+            f"a law has five coefficients and needs at least five runs, but there are {len(loss)}"
+        )
     x = np.stack([np.log(n), np.log(d)], axis=-1)[None]  # [1, runs, 2]
     y = np.log(loss)[None]
     starts = np.array(_starts(x[0], loss))

@@ -72,7 +72,7 @@ def check_runs(sweep: Sweep, trials: Iterable[Trial]) -> None:
             for key, there, here in difference(made, config_of(sweep, trial, seed)):
                 if key != "run.output_dir":  # the sweep may have been moved
                     raise UserError(
-                        f"{path}: was made with {key} = {there}, and the sweep has {here}: give the edited sweep another "
+                        f"{path}: was made with {key} = {there}, but the sweep has {here}: give the edited sweep another "
                         "name, or remove this run's folder"
                     )
 

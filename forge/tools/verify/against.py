@@ -142,4 +142,6 @@ def _paired(
             yield place, mine, theirs
         elif kind in ("initial", "gradient", "parameter"):
             shapes = [None if one is None else tuple(one.values.shape) for one in (theirs, mine)]
-            raise UserError(f"--against: the {kind} {name} has shape {shapes[0]} there, {shapes[1]} here")
+            raise UserError(
+                f"--against: the {kind} {name} has shape {shapes[0]} in that checkout, {shapes[1]} in this one"
+            )

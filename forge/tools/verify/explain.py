@@ -78,7 +78,7 @@ def explain(comparison: Comparison, order: Sequence[str], other: str = "one proc
         return _several(
             found, f"from a checkpoint of {other}, the next step does not compute what one process computes"
         )
-    return _several(by_kind["hooked"], "it differs already before the hook, although all else agrees")
+    return _several(by_kind["hooked"], "the input of the hook differs, although all else agrees")
 
 
 def _hooks(found: list[Difference]) -> Finding | None:
@@ -91,7 +91,7 @@ def _hooks(found: list[Difference]) -> Finding | None:
         if "before" not in of:
             first, *others = of["after"]
             kind, name = first.name.split(" ")[2:]
-            why = f"this hook leaves another {kind} of {name} than in one process, although it gets the same"
+            why = f"this hook changes the {kind} of {name} differently than in one process, although its inputs are the same"
             return Finding(call, why, first, tuple(one.name.split(" ")[3] for one in others))
     return None
 

@@ -91,7 +91,8 @@ def _read_digests(file: Path, small: Config) -> Expected:
         for key in sorted(mine.keys() | theirs.keys()):
             if mine.get(key) != theirs.get(key) and key != "micro_batch_size":
                 raise UserError(
-                    f"--digests {file}: is of another configuration or number of processes: {section}.{key} is "
-                    f"{theirs.get(key)} there and {mine.get(key)} here; write it with the same options"
+                    f"--digests {file}: was written for another configuration or number of processes: "
+                    f"{section}.{key} is {theirs.get(key)} in the file and {mine.get(key)} in this run; write the file again "
+                    "with the options of this run"
                 )
     return expected

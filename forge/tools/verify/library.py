@@ -322,12 +322,13 @@ class _ModuleRun:
             values = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
             if name not in self._shapes:
                 raise ValueError(
-                    f"the parallelised module has a parameter {name}, which is no parameter of the module in one process"
+                    f"the parallelised module has a parameter {name}, which the module in one process does not have"
                 )
             if tuple(values.shape) != self._shapes[name]:
                 shapes = f"{tuple(values.shape)} on a rank and {self._shapes[name]} in one process"
                 raise ValueError(
-                    f"{kind} {name} has shape {shapes}; return Parallelized(whole=...) that puts it together"
+                    f"{kind} {name} has shape {shapes}; return Parallelized(whole=...) with a function that assembles "
+                    "the whole tensor"
                 )
             found[kind, name] = [whole_piece(values)]
         return found

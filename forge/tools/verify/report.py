@@ -56,8 +56,8 @@ def summary(report: Report) -> str:
     unplaced = sorted({_general(name) for one in report.outcomes for name in one.unplaced})
     if unplaced:
         lines.append(
-            "not compared, because shapes do not say what a rank has, or one process alone changes from run to run: "
-            + ", ".join(unplaced)
+            "not compared, because shapes do not determine a rank's part, or one process alone gives other values in "
+            "each run: " + ", ".join(unplaced)
         )
     worst, smallest = report.worst, report.smallest
     if worst is not None and smallest is not None:
@@ -88,7 +88,7 @@ def _explained(worst: Outcome, smallest: Outcome) -> list[str]:
     shown = (
         "shows it"
         if smallest.case == worst.case
-        else f"shows it, the smallest part of {worst.case.name} that does"
+        else f"shows it, the smallest layout within {worst.case.name} that does"
     )
     if smallest.finding is None:
         return [f"{smallest.case.name} {shown}:", *smallest.error.rstrip().splitlines()[-25:]]

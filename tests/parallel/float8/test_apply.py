@@ -85,7 +85,7 @@ def test_to_convert_nothing_is_refused_with_the_reasons() -> None:
 
 
 def test_a_pattern_that_fits_nothing_is_refused_with_the_nearest() -> None:
-    with pytest.raises(UserError, match=r'"layers\.0\.atention" fits no module.*"layers\.0\.attention"'):
+    with pytest.raises(UserError, match=r'"layers\.0\.atention" matches no module.*"layers\.0\.attention"'):
         build('float8 = "tensorwise"\nfloat8_exclude = ["layers.0.atention"]')
 
 

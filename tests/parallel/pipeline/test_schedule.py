@@ -240,7 +240,7 @@ def test_pytorchs_own_files_can_be_read(tmp_path) -> None:
     [
         ("0F0,0B0\n", "has 1 lines, one per rank"),
         ("0F0,0B0\n2F0,2B0\n", "stages must be 0, 1"),
-        ("0F0,0B0,0F0\n1F0,1B0\n", "is there twice"),
+        ("0F0,0B0,0F0\n1F0,1B0\n", "occurs twice"),
         ("0F0,0B0\n1F0,1B0,0F1\n", "stage 0 is on two ranks"),
         ("0F0\n1F0,1B0\n", "stage 0 must have 0F0 and either 0B0"),
         ("0F0,0B0\n1F0,1I0\n", "stage 1 must have"),

@@ -110,7 +110,7 @@ BAD: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
     "more_layers_than_tensors": (
         "llama",
         keys(num_hidden_layers=10**9),
-        ["config.json", "asks for 1000000000 layers, and the folder has"],
+        ["config.json", "asks for 1000000000 layers, but the folder has only"],
     ),
     "unknown_architecture": (
         "llama",

@@ -285,7 +285,7 @@ PACKED = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"
         ({"hidden_act": "silu"}, "hidden_act = 'silu': forge computes with 'situ' only"),
         (
             {"linear_attn_config": {**PUBLISHED["linear_attn_config"], "head_dim": 8, "num_heads": 4}},
-            "each of 1 to 3 once",
+            "name each layer from 1 to 3 once",
         ),
     ],
 )

@@ -144,5 +144,5 @@ def test_a_missing_damaged_or_foreign_plan_is_refused(tmp_path) -> None:
     other = write_documents(tmp_path / "other", [30] * 21)
     for path in (tmp_path / "set").glob("packing-*"):
         (tmp_path / "other" / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(UserError, match="was made for another content"):
+    with pytest.raises(UserError, match="was made for other content"):
         PackedDataset([other], [1], S, seed=1, packing="best_fit")

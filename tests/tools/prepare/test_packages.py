@@ -212,7 +212,7 @@ def test_the_script_ends_with_0_only_if_the_hash_is_the_manifests(index, tmp_pat
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('["python"]', '["snake"]', "'snake' is none of python, prose"),
+        ('["python"]', '["snake"]', "'snake' is not one of python, prose"),
         ('"pypi"', '"conda"', "packages.0.registry"),
         ('"alpha"', '"../alpha"', "packages.0.name"),
         ('"alpha"', '"--index"', "packages.0.name"),

@@ -128,5 +128,5 @@ def test_a_tokenizer_is_trained_on_files_larger_than_the_sample(tmp_path, capsys
 
 def test_a_sample_without_text_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 100_000}))
-    with pytest.raises(UserError, match="--max-bytes 5000: the sample holds no document; raise it"):
+    with pytest.raises(UserError, match="--max-bytes 5000: the sample holds no document; raise --max-bytes"):
         train_tokenizer([tmp_path / "a.jsonl"], tmp_path / "out", 280, max_bytes=5000)

@@ -22,7 +22,7 @@ from forge.tools.report.diagnose import diagnose
 from forge.tools.report.stacks import odd_ranks, read_collectives, standing
 from tests.support.recorded import write_lines
 
-STACK = """rank {rank}: step of step 5 has taken 10.0 s, and resilience.step_timeout_s = 10
+STACK = """rank {rank}: step of step 5 has taken 10.0 s; the limit is resilience.step_timeout_s = 10
 
 Thread 0x00007f01 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 324 in wait
@@ -43,7 +43,7 @@ def hung(folder: Path) -> Path:
     """Two ranks, of which the second sleeps, as tests/faults/test_hangs.py leaves them."""
     logs = folder / "logs"
     logs.mkdir(parents=True)
-    reason = "step of step 5 has taken 10.0 s, and resilience.step_timeout_s = 10"
+    reason = "step of step 5 has taken 10.0 s; the limit is resilience.step_timeout_s = 10"
     at = "2026-01-01T00:00:"
     write_lines(
         folder / "events.jsonl",
@@ -127,7 +127,7 @@ def log_line(folder: Path, rank: int, where: str, text: str) -> None:
 
 def test_the_cause_and_the_ranks_of_the_end_are_named_whatever_the_message_says(tmp_path) -> None:
     run = ended(tmp_path, cause="killed", ranks=[2], reason="https://out-of-memory.example/SIGTERM")
-    log_line(run, 1, "forge.run.crash[connection_lost]", "rank 1 fails in step 3")
+    log_line(run, 1, "forge.run.crash[connection_lost]", "rank 1 failed in step 3")
     text = diagnose(run)
     assert "WHAT HAPPENED FIRST: a rank was killed, died or no longer answers [killed]\nRANK: 2\n" in text
     assert "- a connection to another rank broke [connection_lost] (rank 1)" in text

@@ -177,10 +177,10 @@ def test_runs_that_were_made_with_other_values_are_refused_and_not_ranked(tmp_pa
     for edited, difference in (
         (
             sweep_of(tmp_path, keys={"optimizer.lr": [0.5]}, **keys),
-            "optimizer.lr = 0.001, and the sweep has 0.5",
+            "optimizer.lr = 0.001, but the sweep has 0.5",
         ),
         (sweep_of(tmp_path, keys={"optimizer.weight_decay": [0.3]}, **keys), "optimizer.lr = 0.001"),
-        (sweep_of(tmp_path, keys={"train.steps": [3]}, **keys), "train.steps = 2, and the sweep has 3"),
+        (sweep_of(tmp_path, keys={"train.steps": [3]}, **keys), "train.steps = 2, but the sweep has 3"),
     ):
         for use in (lambda: run_sweep(edited, lambda results: None), lambda: job_array(edited)):  # noqa: B023
             with pytest.raises(UserError, match=difference):

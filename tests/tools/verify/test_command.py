@@ -198,7 +198,9 @@ def test_a_layout_on_the_processes_of_a_launcher_has_the_digests_of_a_small_run(
     assert "layers.0.feed_forward.hidden_norm: its output differs while its input agrees" in out
     assert "step 1, digest of the output layers.0.feed_forward.hidden_norm" in out
     code, out = ended(own, "--in-place", "--run.seed=5", launcher=two)
-    assert code != 0 and "run.seed is 0 there and 5 here" in out, out  # torchrun ends with its own code
+    assert code != 0 and "run.seed is 0 in the file and 5 in this run" in out, (
+        out
+    )  # torchrun ends with its own code
 
 
 def test_bad_input_ends_with_2(run) -> None:

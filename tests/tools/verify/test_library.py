@@ -190,7 +190,7 @@ def test_a_defect_is_found_and_named(parallelize, culprit: str, why: str) -> Non
 @pytest.mark.parametrize(
     ("parallelize", "reason"),
     [
-        (renames, "has a parameter third.weight, which is no parameter of the module"),
+        (renames, "has a parameter third.weight, which the module in one process does not have"),
         (returns_nothing, "returned a NoneType; needed"),
     ],
 )

@@ -251,7 +251,9 @@ class Reduction:
         if not (self._last or bucket.collected):
             return
         if bucket.launched:
-            raise RuntimeError(f"a gradient of {placed.name} came after its bucket had been sent")
+            raise RuntimeError(
+                f"backward produced a gradient of {placed.name} after its bucket had been reduced"
+            )
         # Only the next two buckets get a temporary one. If later ones could take both, these would wait for ever.
         if bucket.collected and bucket.temporary is None and bucket in self._due[self._next : self._next + 2]:
             self._acquire_temporary(bucket)
