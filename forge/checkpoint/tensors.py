@@ -47,7 +47,7 @@ class ShardTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise NotImplementedError(f"a ShardTensor has no values to compute {func} with")
+        raise NotImplementedError(f"{func} cannot run on a ShardTensor, which has no values")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ShardTensor(shape={tuple(self.shape)}, dtype={self.dtype}, boxes={len(self._pieces)})"

@@ -117,7 +117,7 @@ def _tensor(config: Config) -> Iterator[Problem]:
             "because the compiler does the overlap",
             ("compile.enabled", "parallel.sequence_parallel"),
         )
-        yield problem("parallel.async_tp", f"{needed}, {reason}", "set them, or use false", *others)
+        yield problem("parallel.async_tp", f"{needed}, {reason}", "set both keys, or use false", *others)
 
 
 def _tensor_plan(config: Config) -> Iterator[Problem]:
@@ -263,19 +263,21 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     for key, value in optimizer.muon:
         if value != getattr(default, key):
             needed = f"needs optimizer.name = muon, but it is {optimizer.name}"
-            remedy = "set it, or leave the table [optimizer.muon] out"
+            remedy = "set optimizer.name = muon, or leave the table [optimizer.muon] out"
             yield problem(f"optimizer.muon.{key}", needed, remedy, "optimizer.name")
 
 
 def _others(config: Config) -> Iterator[Problem]:
     if config.model.mtp is not None and config.model.mtp.depth >= config.train.seq_len:
-        least = f"must be less than {config.train.seq_len = !s}, so that there is a token to predict"
+        least = (
+            f"must be less than train.seq_len = {config.train.seq_len}, so that there is a token to predict"
+        )
         yield problem("model.mtp.depth", least, "lower it", "train.seq_len")
     if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enabled:
-        needed = "needs compile.enabled = true, which does it"
-        yield problem("activation_checkpoint.mode", needed, "set it, or use selective", "compile.enabled")
+        needed = "needs compile.enabled = true, because the compiler chooses the activations to keep"
+        yield problem("activation_checkpoint.mode", needed, "enable it, or use selective", "compile.enabled")
     if not any(source.weight for source in config.data.sources):
-        yield problem("data.sources", "has no source with a weight > 0", "set at least one")
+        yield problem("data.sources", "has no source with a weight > 0", "give at least one source a weight")
     names = Counter(source.name for source in config.data.validation)
     if twice := [name for name, number in names.items() if number > 1]:
         named = f"has more than one source named {', '.join(twice)}"

@@ -252,8 +252,8 @@ def check_phases(config: Config) -> Iterator[Problem]:
     ends = [phase.until_tokens for phase in config.phase]
     for index, (before, end) in enumerate(pairwise([0, *ends])):
         if end <= before and not (end == 0 and index + 1 == len(ends)):
-            above = f"must be above {before}, where the one before ends"
-            allowed = above if end else "may be 0 in the last one only"
+            above = f"must be above {before}, where the phase before it ends"
+            allowed = above if end else "may be 0 in the last phase only"
             yield Problem(("phase", index, "until_tokens"), allowed)
     yield from problems
     for number, variant in () if problems else variants(config):
@@ -269,30 +269,30 @@ def _problems(config: Config, phase: Phase) -> Iterator[tuple[str, ...]]:
     """Yield the problems of one phase: key, allowed values, remedy, and the other keys involved."""
     train, sources = config.train, len(config.data.sources)
     if phase.ramp == "linear" and not phase.until_tokens:
-        yield "ramp", "needs until_tokens, where it is done", "set it"
+        yield "ramp", "needs until_tokens, the end of the ramp", "set until_tokens"
     if train.seq_len % (phase.seq_len or train.seq_len):
         longest = f"must divide train.seq_len = {train.seq_len}, the longest"
         yield "seq_len", longest, "change one", "train.seq_len"
     if phase.weights is not None and len(phase.weights) != sources:
         many = f"has {len(phase.weights)} weights for {sources} data.sources"
-        yield "weights", many, "give one for each", "data.sources"
+        yield "weights", many, "give one weight for each source", "data.sources"
     elif phase.weights is not None and config.data.temperature:
         changed = f"would be changed by data.temperature = {config.data.temperature:g}"
-        yield "weights", changed, "set it to 0", "data.temperature"
+        yield "weights", changed, "set data.temperature = 0", "data.temperature"
     elif phase.weights is not None and not any(phase.weights):
-        yield "weights", "has no weight above 0", "set one"
+        yield "weights", "has no weight above 0", "set at least one"
     if phase.sliding_window and "sliding" not in config.model.pattern:
         yield (
             "sliding_window",
-            "needs a layer that has one",
+            "needs a layer with a sliding window",
             "set model.sliding_window",
             "model.sliding_window",
         )
     if phase.momentum is not None and config.optimizer.name != "muon":
-        muon = f"is Muon's, but optimizer.name = {config.optimizer.name}"
+        muon = f"is a key of Muon, but optimizer.name = {config.optimizer.name}"
         yield "momentum", muon, "leave it out", "optimizer.name"
     if phase.ema is not None and not config.optimizer.ema:
-        yield "ema", "needs a mean of the weights", "set optimizer.ema, too", "optimizer.ema"
+        yield "ema", "needs a run that keeps a mean of the weights", "set optimizer.ema, too", "optimizer.ema"
     if config.pipeline.schedule.endswith(".csv") and config.parallel.pp > 1:
         batch = phase.global_batch_size or train.global_batch_size
         micro = phase.micro_batch_size or train.micro_batch_size

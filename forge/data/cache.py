@@ -92,7 +92,7 @@ class BlockCache:
         if path.read_bytes() != layout:
             raise UserError(
                 f"data.cache_gib = {gib:g}: another run on this node uses data.cache_dir {self.folder} with another limit; "
-                "set its limit here too, or set another data.cache_dir"
+                "use the same limit, or another data.cache_dir"
             )
 
     def block(self, file: RemoteFile, number: int) -> bytes:

@@ -220,7 +220,7 @@ def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirecto
             restore(url, folder)
         elif new_because is not None and (copies := copied_steps(url)):
             raise UserError(
-                f"checkpoint.mirror = {url}: has the checkpoints {copies} of another history, which a new one would "
+                f"checkpoint.mirror = {url}: has the checkpoints {copies} of another history, which a new history would "
                 f"overwrite ({new_because}). Use another run.name or another checkpoint.mirror, or continue that history "
                 'with checkpoint.resume = "auto"'
             )

@@ -120,7 +120,7 @@ def test_a_schedule_of_tokens_warms_up_by_tokens() -> None:
     [
         (
             "{until_tokens=0},{until_tokens=9}",
-            "phase[0].until_tokens = 0 (command line): may be 0 in the last one only",
+            "phase[0].until_tokens = 0 (command line): may be 0 in the last phase only",
         ),
         ("{until_tokens=9},{until_tokens=9}", "phase[1].until_tokens = 9 (command line): must be above 9"),
         ("{seq_len=48}", "phase[0].seq_len = 48 (command line): must divide train.seq_len = 64"),
@@ -128,14 +128,17 @@ def test_a_schedule_of_tokens_warms_up_by_tokens() -> None:
         ("{weights=[1.0]}", "phase[0].weights = [1.0] (command line): has 1 weights for 2 data.sources"),
         (
             "{weights=[0.0,0.0]}",
-            "phase[0].weights = [0.0, 0.0] (command line): has no weight above 0; set one",
+            "phase[0].weights = [0.0, 0.0] (command line): has no weight above 0; set at least one",
         ),
         ("{ramp='linear',lr=1.0}", 'phase[0].ramp = "linear" (command line): needs until_tokens'),
-        ("{sliding_window=8}", "phase[0].sliding_window = 8 (command line): needs a layer that has one"),
-        ("{momentum=0.5}", "phase[0].momentum = 0.5 (command line): is Muon's"),
+        (
+            "{sliding_window=8}",
+            "phase[0].sliding_window = 8 (command line): needs a layer with a sliding window",
+        ),
+        ("{momentum=0.5}", "phase[0].momentum = 0.5 (command line): is a key of Muon"),
         (
             "{ema=0.5}",
-            "phase[0].ema = 0.5 (command line): needs a mean of the weights; set optimizer.ema, too",
+            "phase[0].ema = 0.5 (command line): needs a run that keeps a mean of the weights; set optimizer.ema, too",
         ),
         ("{until_token=8}", "did you mean phase[0].until_tokens"),
         ("{until_tokens=-8}", "phase[0].until_tokens = -8 (command line): allowed: integer >= 0"),

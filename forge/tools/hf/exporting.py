@@ -58,7 +58,7 @@ def export_weights(
             shape, own = saved[name]
             if tuple(shape) != weight.shape or own not in DTYPES.values():
                 needed = f"its config.toml requires {weight.shape}"
-                raise UserError(f"{checkpoint}: {name} is {tuple(shape)} of {own}; {needed}")
+                raise UserError(f"{checkpoint}: {name} has shape {tuple(shape)} and dtype {own}; {needed}")
         target = own if weight.is_state or dtype is None else dtype
         if weight.rows is None or weight.rows.start == 0:
             planned += [Planned(theirs, target, weight.their_shape) for theirs in weight.theirs]

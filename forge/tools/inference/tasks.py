@@ -93,7 +93,7 @@ class Scorer(TemplateLM):
     def __init__(self, opened: TrainedModel, batch_size: int = 8):
         super().__init__()
         if opened.tokenizer is None:
-            raise UserError(f"{opened.path} holds no tokenizer, which tasks need")
+            raise UserError(f"{opened.path} holds no tokenizer, which tasks need; leave out --tasks")
         self._opened, self._model, self._text = opened, opened.model, opened.tokenizer
         self._batch_size = batch_size
         try:
@@ -150,7 +150,7 @@ class Scorer(TemplateLM):
             if len(continuation) > self.max_length:
                 raise UserError(
                     f"a continuation of {len(continuation)} tokens is longer than the model's context of "
-                    f"{self.max_length}; raise it with --context"
+                    f"{self.max_length}; raise the context with --context"
                 )
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         for batch in self._batches("scored", [len(context) + len(end) for _, context, end in requests]):
