@@ -189,7 +189,7 @@ def _layouts(
         verifier = Verifier(small, settings, rounded=rounded)
     except RankFailed as error:
         print(str(error).rstrip(), file=sys.stderr)
-        raise UserError(f"one process alone fails: {last_line(str(error))}") from None
+        raise UserError(f"the reference in one process fails: {last_line(str(error))}") from None
     try:
         return verify(
             verifier,

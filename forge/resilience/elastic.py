@@ -31,7 +31,7 @@ def may_leave() -> bool:
 
 
 def leave() -> None:
-    """Ask this node's agent to end: it stops its ranks, all ranks save, and the others continue without this node."""
+    """Ask this node's agent to leave the run. All ranks of the run then save, and the other nodes continue without it."""
     os.kill(os.getppid(), signal.SIGTERM)
 
 

@@ -78,9 +78,9 @@ def find_rollback_point(
 def sync_rollback_history(
     directory: RunDirectory, start: Start, progress: Progress, new: Sequence[Rollback] = ()
 ) -> None:
-    """Make the roll-backs in `progress`, as loaded from `start`, and in `rollbacks.json` equal. Collective.
+    """Merge the roll-backs in `progress` (loaded from `start`) with those in `rollbacks.json`. Collective.
 
-    The result is the union of both, followed by the `new` roll-backs.
+    Both get the union, followed by the `new` roll-backs.
     """
     own = start.kept >= 0
 

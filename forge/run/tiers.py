@@ -118,9 +118,9 @@ class Tiers:
         self.local.forget_after(start.kept)
 
     def _read_record(self) -> tuple[str, list[str]]:
-        """Return, on the first rank, the number of the directory's history and the places of its states.
+        """Return, on the first rank, the id of the run directory's history and the folders of its node-local states.
 
-        The number is "" if there is no history.
+        The id is a random string; "" if no history is recorded.
         """
         text = self._record.read_text("utf-8") if self._record.exists() else ""
         number, *places = text.splitlines() or [""]

@@ -55,7 +55,7 @@ class Format:
         return (self.block, self.block) if self.square else self.along(dim)
 
     def quantise(self, x: Tensor, block: tuple[int, int]) -> Quantised:
-        """Return codes and scales of x `[..., rows, columns]` in blocks of rows x columns."""
+        """Return codes and scales of x `[..., m, n]`. Each tile of `block[0]` x `block[1]` elements has one scale."""
         blocks = _cut(x.float(), block)  # [..., row blocks, rows, column blocks, columns]
         amax = blocks.abs().amax(dim=(-3, -1), keepdim=True)
         if self.powers:

@@ -18,7 +18,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Tied:
-    """first, last: this rank's shards of the two copies; None on ranks without that stage.
+    """Keeps the first and the last stage's copy of the tied weight equal.
+
+    first, last: this rank's shards of the two copies; None on ranks without that stage.
 
     ends: the pp ranks of both stages.
 

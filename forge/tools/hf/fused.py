@@ -100,7 +100,7 @@ def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
 
 
 def join(parts: list[Tensor], rows: list[Rows], shape: tuple[int, ...]) -> Tensor:
-    """Return transformers' tensor `[shape]`, which has each of `parts`, tensors of forge, at its `rows`.
+    """Join forge's tensors `parts` into one tensor of transformers, `[shape]`. Part i becomes the rows `rows[i]`.
 
     In each group of rows, the rows after the last part are zeros.
     """

@@ -33,7 +33,10 @@ class Plan:
 
     @property
     def timeline(self) -> list[list[TimedAction]] | None:
-        """The actions of each pipeline rank over time, in seconds; in forwards without hardware. None without a pipeline."""
+        """The actions of each pipeline rank over time. None without a pipeline.
+
+        Times are in seconds; if the hardware is unknown, in units of one forward.
+        """
         if self.speed is not None:
             return self.speed.timeline
         if self.degrees.pp == 1:

@@ -119,7 +119,7 @@ def verify_library(
             ((order, expected),) = run_ranks(_alone, 1, request, reference, timeout=limit_s(1))
         except RankFailed as error:
             raise UserError(
-                f"{request.make_model}: one process alone fails: {last_line(str(error))}"
+                f"{request.make_model}: the reference in one process fails: {last_line(str(error))}"
             ) from None
         outcomes = []
         for world in worlds:

@@ -112,7 +112,7 @@ class BucketGradients:
                     self.sent(placed).zero_()
 
     def sent(self, placed: PlacedParameter) -> Tensor:
-        """Return the slot of the parameter's gradient in the bucket that ranks sum, flat."""
+        """Return the parameter's slot in the gradient bucket to be reduced, 1-D."""
         bucket = self.temporary if self.collected else self.memory.gradient
         assert bucket is not None
         return bucket[placed.slot.start - self.memory.bucket.start :][: placed.numel]
