@@ -58,15 +58,16 @@ def load(
     unused: Collection[str] = (),
     fetch: Fetch | None = None,
 ) -> None:
-    """Fill the values in place from the checkpoint at `path`, cast to their dtype. Collective over `group`.
+    """Fill `tensors` in place from the checkpoint at `path`, cast to their own dtypes. Collective over `group`.
 
     fetch: called with the names of the files that this rank is about to read.
 
-    The section of a tensor is its name up to the first dot: `model` or `optimizer`. Sections without any wanted tensor are
-    ignored, so weights can be loaded alone.
+    The section of a tensor is its name up to the first dot: `model` or `optimizer`. The checkpoint's sections without
+    any wanted tensor are ignored, so weights can be loaded alone.
 
-    Raises UserError on every rank. Exit 2: the checkpoint lacks a wanted name, a shape differs, or no rank wants a name of
-    a wanted section (names that end with an entry of `unused` are exempt). Exit 77: a rank cannot read the checkpoint.
+    Raises UserError on every rank. Exit 2: the checkpoint lacks a wanted tensor, a shape differs, or the checkpoint has
+    a tensor in a wanted section that no rank wants (except names that end with an entry of `unused`). Exit 77: a rank
+    cannot read the checkpoint.
     """
     reader = TensorReader(path)
     wanted = {name: pair for name, pair in tensors.items() if pair[0].global_shape.numel()}

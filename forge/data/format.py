@@ -94,12 +94,12 @@ def block_digest(data: bytes | memoryview) -> bytes:
 class TokenDataset:
     """A `Source`: a token stream on disk or in a store.
 
-    Opening reads `dataset.json` and, on disk, compares file sizes. If the dataset has checksums of blocks, each block is
-    compared with its checksum when this process first reads it (forge/data/integrity.py compares all). Blocks of a store are
-    kept in `cache`.
+    Opening reads `dataset.json` and, on disk, compares file sizes. If the dataset has checksums of blocks, each block
+    is compared with its checksum when this process first reads it (forge/data/integrity.py compares all). Blocks of a
+    store are kept in `cache`.
 
-    With `vocab_size` (the model's), ids at or beyond it are refused: at opening by the recorded greatest id, and in
-    `read`, since a damaged file may contain one. All problems are `UserError`s with the file's name.
+    `vocab_size` is the model's. Opening refuses a dataset whose recorded greatest id is not below it. `read` checks
+    every id again, because a damaged file may contain any id. All problems are `UserError`s with the file's name.
     """
 
     def __init__(self, path: str | Path, vocab_size: int | None = None, cache: BlockCache | None = None):

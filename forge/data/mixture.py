@@ -30,8 +30,8 @@ _SMALLEST_SHARE = Fraction(1, 10**6)
 class Mixture:
     """The order of the sources' turns, in proportion to `weights` (which may have any sum; 0: never).
 
-    `block` is B above. It grows to at least 1/(smallest positive share): in a smaller block the rounded cumulative shares
-    could take a sample back from a source. UserError for a share below 1e-6.
+    `block` is the number of samples per shuffled block. It grows to at least 1/(smallest positive share): in a smaller
+    block the rounded cumulative shares could take a sample back from a source. UserError for a share below 1e-6.
     """
 
     def __init__(self, weights: Sequence[float], seed: int, block: int = 1024):

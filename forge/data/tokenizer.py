@@ -191,7 +191,8 @@ class SentencePieceTokenizer:
     def _joined(self) -> set[str] | None:
         """Return all pairs of adjacent characters within pieces; None if the model does more than merge pieces.
 
-        Two characters that are adjacent in no piece are never merged, and a merge on one side does not change the other.
+        If no piece contains two characters next to each other, they are never merged. So a text can be cut between
+        them: merges on one side of the cut do not change the other side.
         """
         from sentencepiece import sentencepiece_model_pb2 as protocol
 
@@ -319,8 +320,9 @@ class HuggingFaceTokenizer:
 def _splits_at_spaces(described: dict[str, Any]) -> bool:
     """Return whether a tokenizer.json always splits a text between a letter or digit and a space or line end after it.
 
-    Then it tokenizes the two sides independently. The result is True only if all pre-tokenizer steps are listed here. No
-    pattern of these steps looks back, or matches both characters. No pattern that ends in a letter or digit looks ahead.
+    If so, the tokenizer encodes the two sides independently. The result is True only if this function knows every
+    pre-tokenizer step. No pattern of the known steps looks back, or matches both characters. None that ends in a letter
+    or digit looks ahead.
     """
     normalizer = described.get("normalizer") or {"type": "NFC"}  # a space composes with nothing
     steps = described.get("pre_tokenizer") or {}

@@ -65,10 +65,10 @@ class AttentionFunction(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        """q `[batch, heads, seq, head_dim]`, k and v `[batch, kv_heads, seq, head_dim or v_dim]`.
+        """Attend: q `[batch, heads, seq, head_dim]`, k and v `[batch, kv_heads, seq, head_dim or v_dim]`.
 
-        Returns `[batch, heads, seq, v_dim]`. sinks `[heads]`, if mask.sinks: a logit without a value that takes part in
-        the softmax.
+        Returns `[batch, heads, seq, v_dim]`. sinks `[heads]`, given if mask.sinks: one extra logit per head in the
+        softmax, with a value of zero.
         """
 
 

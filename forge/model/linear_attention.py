@@ -56,13 +56,13 @@ class Recurrence(Protocol):
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
     ) -> Tensor:
-        """Read the states.
+        """Run the recurrence over the tokens, and return the vector that each token reads from its head's state.
 
         q, k `[batch, seq, heads, key_dim]`, v `[..., value_dim]`, beta `[batch, seq, heads]`, log_decay `[..., 1 or
         key_dim]`.
 
-        Returns the shape of v. v is in the compute dtype, all other inputs are in promote(float32, compute). The result may
-        be in either. size: tokens per chunk.
+        Returns the shape of v. v is in the compute dtype, all other inputs are in promote(float32, compute). The result
+        may be in either. size: tokens per chunk.
         """
 
 
@@ -160,9 +160,9 @@ class ShortConvolution(nn.Module):
 class Decay(nn.Module):
     """The logarithms of a head's decays: -exp(a_log) softplus(a + dt_bias), in promote(float32, compute).
 
-    As in Mamba 2 (Dao and Gu 2024, "Transformers are SSMs"): exp(a_log) is a rate, one per head, and the
-    softplus is a length of time, `channels` per head. With a bound, as in Kimi K3 (2607.24653), they are
-    -bound sigmoid(exp(a_log) (a + dt_bias)).
+    As in Mamba 2 (Dao and Gu 2024, "Transformers are SSMs"), exp(a_log) is a rate, one per head, and the softplus is a
+    length of time, `channels` per head. With a bound, as in Kimi K3 (2607.24653), the logarithms are -bound
+    sigmoid(exp(a_log) (a + dt_bias)).
     """
 
     exact_output = True
