@@ -103,7 +103,7 @@ class Hook:
         """Before the gradients are computed."""
 
     def after_gradients(self, step: int) -> None:
-        """Once the gradients of the global batch are in `trainer.model.shards`, not yet clipped."""
+        """After the gradients of the global batch are complete in `trainer.model.shards`, before they are clipped."""
 
     def before_optimizer(self, step: int) -> None:
         """Before the parameters are updated. Gradients are clipped; with `compile.optimizer` the update clips them."""
@@ -124,7 +124,7 @@ class Hook:
         """Before a checkpoint after `step` is made. Flush your files: a killed run resumes there."""
 
     def after_save(self, step: int) -> None:
-        """Once the checkpoint of `step` is complete and on disk. Later steps may have run since."""
+        """After the checkpoint of `step` is complete and on disk. Training may have made later steps in the meantime."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return this hook's state for the checkpoint, as JSON, equal on all ranks. The first rank's is saved.
@@ -136,7 +136,7 @@ class Hook:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`.
 
-        Called on all ranks, in any layout, before `before_run` of a resumed run and before `after_rollback`; not called
+        Called on all ranks, in any layout, before `before_run` of a resumed run and before `after_rollback`. Not called
         if the checkpoint has no state of this hook.
         """
 

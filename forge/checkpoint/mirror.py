@@ -211,7 +211,8 @@ def restore(url: str, root: Path) -> int | None:
 def copied_steps(url: str) -> list[int]:
     """Return the steps with a complete copy in the mirror at `url`, ascending.
 
-    They are read from the mirror's index or, without an index, found by the copies' manifests.
+    They are read from the mirror's index. If the index is missing or unreadable, they are found by the copies'
+    manifests.
     """
     index = join(url, INDEX)
     try:

@@ -1,6 +1,6 @@
 """Memory table of this rank, logged after the first step.
 
-It is counted from shards and optimizer state, so it works for every engine and layout.
+The bytes are counted from shards and optimizer state, so the table is right for every engine and layout.
 """
 
 from __future__ import annotations

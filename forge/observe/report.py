@@ -119,7 +119,7 @@ class Reporter:
         self.running(step)
 
     def running(self, step: int | None = None) -> None:
-        """Report that the run has made `step` updates in total. None: as many as before this start."""
+        """Write the state `running` to status.json. step: updates made in total; None: the number is unchanged."""
         self.step = self.step if step is None else step
         self._write_status("running", "", None)
 

@@ -77,7 +77,7 @@ class WholeMatrices:
 
     @property
     def batches(self) -> list[MatrixBatch]:
-        """Return all matrices that this rank owns, in the order of the calls of the function."""
+        """Return batches of all matrices that this rank owns, in the order in which `replace` passes them to its function."""
         return [batch for one in self._rounds for batch in one.batches]
 
     @torch.no_grad()

@@ -159,9 +159,9 @@ def find_runs(
 
 
 def choose_owners(runs: Sequence[MatrixRun]) -> list[MatrixRun]:
-    """Return the runs, divided into as many pieces as a run has holders at most, each piece with its owner.
+    """Divide each run of matrices into at most one piece per holder, and choose an owner for each piece.
 
-    The owner is the holder with the least work so far; pieces with the most work are assigned first.
+    The owner is the holder with the least work so far. Pieces with the most work are assigned first.
     """
     divided = []
     for run in runs:

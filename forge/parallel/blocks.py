@@ -133,7 +133,10 @@ class BlockPolicy:
         self._compiler = compiler_for(layout.compile) if layout.compile.enabled else None
 
     def wrap(self, block: Any, layer: int) -> None:
-        """Replace the forwards of `block`, the one with the global index `layer`, in the order at the head of this file."""
+        """Replace the forwards of `block`, whose global index is `layer`, by compiled, checkpointed and casting ones.
+
+        The module docstring gives the order, from the inside out.
+        """
         chosen = self._recomputation
         recomputed = chosen.mode in ("full", "selective") and layer % chosen.every == 0
         whole = recomputed and not chosen.modules and not self._halves

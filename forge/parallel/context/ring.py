@@ -81,9 +81,10 @@ class RingAttention:
 
 
 class _Ring(torch.autograd.Function):
-    """Autograd function of the ring.
+    """Autograd function of ring attention.
 
-    Shapes as for `AttentionFunction`, of seq / cp tokens. A sink is a first key without a value that every row sees.
+    q, k, v and sinks have the shapes of `AttentionFunction`, with seq / cp tokens. A sink is treated as the first key
+    of every row; its value is zero.
     """
 
     @staticmethod
@@ -195,7 +196,7 @@ class PlainKernel:
     make_table = staticmethod(dense_part)
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        """out `[batch, heads, rows, v_dim]`, lse `[batch, heads, rows]`, the logarithm of each row's sum of exp(score)."""
+        """Return the output `[batch, heads, rows, v_dim]` and the logsumexp of each row's scores, `[batch, heads, rows]`."""
         q, k, v, table, soft_cap = block
         exact = promoted(q.dtype)
         scores, _ = _scores(_grouped(q, k), k.to(exact), table, soft_cap)

@@ -45,7 +45,10 @@ class DataParallel(Protocol):
         """
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Call after a pipeline has computed weight gradients separately from input gradients. last: for the last time."""
+        """Call after a pipeline has computed weight gradients separately from input gradients.
+
+        last: it is the last such call of the optimizer step.
+        """
 
     def start_gradient_sync(self) -> None:
         """Call after the last backward. Launches all reductions over data ranks that have not been launched."""

@@ -213,9 +213,10 @@ def _defers(layout: Layout) -> bool:
 def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: bool) -> bool | int:
     """Return whether gathered parameters are freed after forward; a number: they stay sharded over this many ranks.
 
-    `auto` frees them if another rank holds part of them, except for the first units of backward (`last`). It never frees in
-    a pipeline, which would gather them again for every microbatch. FSDP2 cannot keep parameters sharded over fewer ranks if
-    they are split over ep, so with a number experts are freed. degree: ranks that shard the parameters.
+    `auto` frees them if another rank holds part of them, except for the first units of backward (`last`). In a pipeline
+    `auto` never frees them, because they would be gathered again for every microbatch. If the key is a number, experts
+    are freed: FSDP2 cannot keep parameters sharded over fewer ranks if they are split over ep. degree: ranks that shard
+    the parameters.
     """
     choice = layout.parallel.reshard_after_forward
     if isinstance(choice, int) and experts:

@@ -117,7 +117,7 @@ class BlockLinear(torch.autograd.Function):
 
 
 class BlockGroupedLinear(torch.autograd.Function):
-    """The grouped product of `rows` with the weights of experts, with the products of `products`."""
+    """The grouped product of `rows` with the weights of experts, computed by `products`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, groups: RowGroups, products: Products) -> Tensor:

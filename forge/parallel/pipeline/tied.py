@@ -88,7 +88,7 @@ class Tied:
     def _move(
         self, source: Tensor | None, target: Tensor | None, *, sender: int, receiver: int
     ) -> Tensor | None:
-        """Return `source` on the rank that has `target`. If it is another rank, send it there."""
+        """Return `source` on the rank that has `target`. If the two are on different ranks, send `source` there."""
         if source is not None and target is None:
             dist.send(source.contiguous(), group=self._group, group_dst=receiver)
         elif source is None and target is not None:

@@ -308,7 +308,10 @@ def distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement)
 
 
 def first_row(vocabulary: int, mesh: DeviceMesh) -> int:
-    """Return the number of this rank's first row. All ranks but the last ones have ceil(vocabulary / tp) rows."""
+    """Return the number of this rank's first row of the vocabulary.
+
+    Rows are split as torch.chunk does: all ranks but the last ones have ceil(vocabulary / tp) rows.
+    """
     return min(vocabulary, -(-vocabulary // mesh.size()) * mesh.get_local_rank())
 
 
