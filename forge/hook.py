@@ -97,7 +97,7 @@ class Hook:
         """Before the batch is read."""
 
     def after_data(self, step: int) -> None:
-        """Once the batch is on the device, or on its way."""
+        """After the batch has been sent to the device. The copy may still be running."""
 
     def before_gradients(self, step: int) -> None:
         """Before the gradients are computed."""

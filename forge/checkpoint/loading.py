@@ -99,7 +99,10 @@ def _read(reader: TensorReader, wanted: NamedTensors) -> None:
 
 
 def _plan(index: Metadata, targets: dict[str, ShardTensor]) -> tuple[DefaultLoadPlanner, LoadPlan]:
-    """Return a planner and a plan with one item for each overlap of a saved chunk with a local box, in any two layouts."""
+    """Return a planner, and a plan with one item for each overlap of a saved chunk with a box of this rank.
+
+    The layout of the saving run may be another one.
+    """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), index, is_coordinator=False)
     return planner, planner.create_local_plan()  # no collective: each rank needs only its own
@@ -218,7 +221,10 @@ _ADMITTED = {
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Stand in for `getattr` in a pickle, for enum members only: Python 3.11.0 to 3.11.3 pickle these by class and name."""
+    """Replace `getattr` in an unpickler, but return members of enums only.
+
+    Python 3.11.0 to 3.11.3 pickle an enum member as a call of `getattr` with its class and name.
+    """
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(

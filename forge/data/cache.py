@@ -240,7 +240,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is_unmarked_cache(folder: Path) -> bool:
-    """Return whether a version of forge without markers made this folder: it holds a layout and only cache files."""
+    """Return whether `folder` is a block cache of an earlier forge, which did not write marker files.
+
+    True if the folder holds a layout and otherwise only cache files.
+    """
     names = [name for name in os.listdir(folder) if name != MARKER]
     try:
         known = set(json.loads((folder / "layout.json").read_bytes())) == {

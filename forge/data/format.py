@@ -219,7 +219,10 @@ class TokenDataset:
         return lambda block: self._open(number, block_file, dtype)[first + block].tobytes()
 
     def _open_block_file(self, path: str, record: FileRecord, dtype: np.dtype) -> Array:
-        """Return the checksums of a shard. If one read returns them all, compare them with the checksum of their file."""
+        """Return the checksums of a shard's blocks, from the file `path`.
+
+        A local file, and a remote file that is read at once, are compared with the file's own checksum.
+        """
         if self._cache is None:
             sums = map_array(path, dtype)
             if hashlib.sha256(sums.view(np.uint8).data).hexdigest() != record.sha256:

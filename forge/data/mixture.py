@@ -74,7 +74,7 @@ class Mixture:
         return [end - start + more for start, end, more in zip(before[:-1], before[1:], within, strict=True)]
 
     def _before(self, block: int) -> list[int]:
-        """Return floor(b B C_s) for s = 0 ... S."""
+        """Return, for s = 0 ... S, the number of samples before `block` that come from the sources below s."""
         samples = block * self.block
         return [samples * cumulative // self._denominator for cumulative in self._cumulative]
 

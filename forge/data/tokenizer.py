@@ -59,10 +59,10 @@ class Tokenizer(Protocol):
         """Return the ids of the text without special tokens. UnicodeEncodeError for surrogates."""
 
     def cut(self, text: str, start: int) -> int:
-        """Return the first place i, at least `start` and 1, at which the two parts of a text can be encoded separately.
+        """Return the first place i >= max(start, 1) at which the two parts of a text can be encoded separately.
 
-        This holds for `text` and for every text that contains it: encode(x + y) == encode(x) + encode(y) if x ends with
-        text[:i] and y begins with text[i:]. Returns len(text) if no place is known.
+        The place is valid for `text` and for every text that contains it: encode(x + y) == encode(x) + encode(y) if x
+        ends with text[:i] and y begins with text[i:]. Returns len(text) if no place is known.
         """
 
     def decode(self, ids: Iterable[int]) -> str:

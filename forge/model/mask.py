@@ -39,7 +39,7 @@ class AttentionMask:
         self.sinks = sinks
 
     def with_table(self, table: Any) -> AttentionMask:
-        """Return the same rule with `table`."""
+        """Return a copy of the mask with `table` in place of its own table."""
         return AttentionMask(self.window, self.documents, self.soft_cap, table, self.sinks)
 
     def is_causal(self, seq: int) -> bool:

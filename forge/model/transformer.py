@@ -317,7 +317,7 @@ MODELS: dict[str, Callable[..., Any]] = {"transformer": Transformer}
 
 
 def build_model(config: ModelConfig, seq_len: int, **parts: Any) -> Any:
-    """Build the model named by `config.kind`, registered or as `package.module:Class`; `parts` as for Transformer.
+    """Build the model of `config.kind`, a registered name or `package.module:Class`. parts: arguments of `Transformer`.
 
     Raises UserError if there is no such model, or if [model.mtp] is set and the model has no such modules.
     """

@@ -130,7 +130,7 @@ class Monitors:
             self._before = [(shard, shard.data.clone()) for shard in _counted(shards)]
 
     def after_update(self, shards: Sequence[Shard]) -> None:
-        """Count the changes of the update."""
+        """Add up the squares of the parameters' changes and of the updated parameters. Call after each monitored update."""
         if "updates" in self._chosen:
             changes = [(shard, before.sub_(shard.data)) for shard, before in self._before]
             self._add_squares("updates", changes)
@@ -343,8 +343,8 @@ def _keep_scores(seen: list[tuple[Any, ...]], choose: Callable[[Tensor], Tensor]
 def chosen_queries(seq: int, split: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the indices of this rank's measured queries and their positions in the sequence; both int64 `[n]`.
 
-    The sequence is divided into QUERIES equal parts, and the last position of each is measured; all positions if the
-    sequence is shorter.
+    The sequence is divided into QUERIES equal parts, and the last position of each is measured. In a sequence of fewer
+    than QUERIES tokens all positions are measured.
     """
     count = min(QUERIES, seq)
     wanted = torch.tensor([(part + 1) * seq // count - 1 for part in range(count)])

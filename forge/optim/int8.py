@@ -30,9 +30,9 @@ ZERO = {"exp_avg_sq": -128}
 class Region:
     """Columns of all rows of one box: whole quantisation blocks, or the part of one block per row that a shard boundary cut.
 
-    codes: `[rows, columns]`. scales: `[rows, blocks]`. saved: this rank saves the scales. agreed: each row's index into the
-    scales that ranks all-reduce, int64 `[rows]`; `[0]` for whole blocks. pending: values of cut blocks and their noise, kept
-    until the scales are known; otherwise empty.
+    codes: `[rows, columns]`. scales: `[rows, blocks]`. saved: this rank saves the scales. agreed: int64 `[rows]`, the
+    index of each row's scale among those that ranks all-reduce; empty for whole blocks. pending: values of cut blocks
+    and their noise, kept until the scales are known; otherwise empty.
     """
 
     box: int

@@ -69,7 +69,7 @@ class StepResults:
         )
 
     def clear_save_request(self) -> None:
-        """Call after each checkpoint, which serves all requests so far."""
+        """Forget all requests for a save so far. Call after each checkpoint, which serves them."""
         self.save_requested = False
 
     def clear(self) -> None:

@@ -104,7 +104,10 @@ class SourceLosses(Hook):
         self._unwatch()
 
     def _means(self, values: list[float]) -> dict[str, Any]:
-        """Return the means. A source without a valid token in the step is omitted. An interval without one is null."""
+        """Return mean losses by source and by interval of the sequence.
+
+        A source without a valid token in the step is omitted. An interval without a valid token is null.
+        """
         number = len(self._names)
         values, ahead = values[:-number], values[-number:]
         pairs = list(zip(values[::2], values[1::2], strict=True))

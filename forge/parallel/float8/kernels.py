@@ -1,4 +1,4 @@
-"""The GPU's kernels for the products of the block formats. Not yet run on a GPU: the simulated one checks their arguments.
+"""The GPU's kernels for the products of the block formats. Not yet run on a real GPU: tests check the arguments only.
 
 Every product becomes a b^T of two matrices quantised along their rows, both padded with zeros to whole blocks:
 

@@ -95,7 +95,7 @@ def quantised_weight(weight: Tensor, form: Format, dim: int) -> Quantised:
 
 
 class BlockLinear(torch.autograd.Function):
-    """y = x W^T with the products of `products`."""
+    """The linear layer y = x W^T, computed by `products`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, products: Products) -> Tensor:
