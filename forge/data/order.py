@@ -148,7 +148,7 @@ class Order:
         """Return this order up to global sample `position`, continued with `weights` (source name -> weight).
 
         caps: source name -> number of samples after which the source is left out: see `capped_at`. Once all sources
-        have reached their caps, the order continues with the sources that were left last.
+        have reached their caps, the order continues with the last remaining sources.
         """
         caps = caps or {}
         sources = (*self.sources, *(name for name in weights if name not in self.sources))

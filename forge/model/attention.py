@@ -168,7 +168,10 @@ class HeadIndices(nn.Module):
 
 
 class Sinks(nn.Module):
-    """One logit per head, as in gpt-oss; after Xiao et al. 2023, "Efficient Streaming Language Models with ... Sinks"."""
+    """Attention sinks: one learned logit per head, added to the softmax as in gpt-oss.
+
+    After Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks".
+    """
 
     def __init__(self, heads: int):
         super().__init__()

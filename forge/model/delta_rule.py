@@ -27,11 +27,12 @@ from torch.nn import functional as F
 
 
 class Chunks(NamedTuple):
-    """State-independent results of chunks. All `[chunks, batch, heads, ...]`; the last chunk is padded.
+    """Results of the gated delta rule for each chunk that do not depend on the state at the chunk's start.
 
-    reads `[size, key_dim]`: queries, decayed from the chunk's beginning. scores `[size, size]`: of queries with their
-    visible keys. u `[size, value_dim]`, w `[size, key_dim]`: corrected values are u - w S. transition `[key_dim,
-    key_dim]`, addition `[key_dim, value_dim]`: the state after the chunk is transition S + addition.
+    All are `[chunks, batch, heads, ...]`; the last chunk is padded. reads `[size, key_dim]`: queries, decayed from the
+    chunk's beginning. scores `[size, size]`: of queries with their visible keys. u `[size, value_dim]`, w `[size,
+    key_dim]`: corrected values are u - w S. transition `[key_dim, key_dim]`, addition `[key_dim, value_dim]`: the state
+    after the chunk is transition S + addition.
     """
 
     reads: Tensor

@@ -211,8 +211,8 @@ class Monitors:
     def _watch(self, layer: int, block: Any) -> None:
         """Register hooks on a block.
 
-        They only keep tensors; these are measured after the block returns. Activation checkpointing would record
-        any computation inside.
+        The hooks only keep tensors, which are measured after the block returns. Activation checkpointing would record
+        any computation inside the block.
         """
         seen = self._seen[layer] = []
         if "attention" in self._chosen and not self._compiled and hasattr(block.attention, "attend"):

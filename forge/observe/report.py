@@ -49,7 +49,10 @@ class RunPhases(Hook):
         listener(*self.now)
 
     def enter(self, phase: RunPhase, step: int = 0) -> None:
-        """End the previous phase. The first step of a process, with its wait for data, is a phase of its own."""
+        """Begin `phase`, which ends the previous one.
+
+        The first step of a process, with its wait for data, is a phase of its own.
+        """
         if phase in ("data", "step"):
             self._first_step = self._first_step or step
             phase = "first step" if step == self._first_step else phase

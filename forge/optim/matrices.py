@@ -50,12 +50,14 @@ Function: TypeAlias = Callable[[Tensor, MatrixBatch], Tensor]
 
 
 class WholeMatrices:
-    """The matrices of `shards`. A shard of three dimensions is a stack of matrices, e.g. experts. Collective.
+    """Brings the matrices of `shards`, whole, to their owner ranks, and the results back to all holders. Collective.
 
-    group: ranks that together hold all of them, with shards of the same parameters in the same order (`Meshes.stage`);
-    None: this process alone. dtype: of transfers and of the function's matrices. heads: number of matrices into which the
-    rows of a two-dimensional shard are divided; None: one. round_numel: elements that an owner has per round (or one larger
-    matrix); None: ROUND_NUMEL of the shards' device.
+    A shard of three dimensions is a stack of matrices, e.g. experts.
+
+    group: ranks that together hold all matrices, with shards of the same parameters in the same order (`Meshes.stage`);
+    None: this process alone. dtype: of transfers and of the function's matrices. heads: number of matrices into which
+    the rows of a two-dimensional shard are divided; None: one. round_numel: elements that an owner has per round (or
+    one larger matrix); None: ROUND_NUMEL of the shards' device.
     """
 
     def __init__(

@@ -23,7 +23,11 @@ from forge.shard import Box, Shard
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Rows and columns `box` of `count` matrices of shard `number`, starting at its matrix `first`."""
+    """A rank's part of consecutive matrices of one shard.
+
+    number: index of the shard. first, count: index of the first matrix within the shard, and the number of matrices.
+    box: the rows and columns of the part in each matrix.
+    """
 
     number: int
     first: int

@@ -23,7 +23,7 @@ Activation checkpointing frees activations after forward and computes them again
     selective      only cheap operations; the results of the operators in KEPT are kept. Compiled parts of a mixture
                    of experts are recomputed as a whole
     memory_budget  the compiler chooses, block by block, under a budget for kept memory
-    In the first two modes, `every` = n checkpoints every n-th block only, and `modules` only these children of a block.
+    In the first two modes, `every` = n checkpoints every n-th block only, and `modules` only the named children of blocks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Watchdog: end a hanging process after writing its stacks.
 
-PyTorch's own timeouts end a waiting collective. They do not see a sleeping rank, an unresponsive file system or a compiler
-that never ends, and they write no stacks. The watchdog's thread knows the process's current phase and its time limit. Every
-rank has one. All ranks hang together, so all stacks are written at about the same time.
+PyTorch's own timeouts end a waiting collective. They do not see a sleeping rank, an unresponsive file system or a
+compiler that never ends, and they write no stacks. The watchdog's thread knows the process's current phase and its time
+limit. Every rank has a watchdog. If one rank hangs, the others soon wait for it, so all stacks are written at about the
+same time.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ class DataParallel(Protocol):
         """
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Call after a pipeline has computed weight gradients separately from input gradients.
+        """Take over weight gradients that a pipeline has computed separately from input gradients.
 
-        last: it is the last such call of the optimizer step.
+        Call after each such computation. last: it is the last one of the optimizer step.
         """
 
     def start_gradient_sync(self) -> None:

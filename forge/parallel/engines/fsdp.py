@@ -199,7 +199,8 @@ def _degree(mesh: DeviceMesh) -> int:
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
     """Return the dimension along which an expert parameter is sharded.
 
-    That is the dimension of experts, or, with fewer experts than ranks, the next one if the ranks divide it.
+    With fewer experts than ranks it is the dimension after that of experts, provided that `ranks` divides its size.
+    Otherwise it is the dimension of experts.
     """
     n_experts = local(parameter).shape[0]
     return Split(1 if n_experts < ranks and parameter.shape[1] % ranks == 0 else 0)

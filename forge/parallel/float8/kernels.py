@@ -30,7 +30,7 @@ from forge.parallel.float8.torchao import quiet
 
 
 class BlockwiseKernels(Emulated):
-    """The products of `blockwise`.
+    """The products of the format `blockwise`, by GPU kernels.
 
     Linear layers use kernels. Experts are emulated, because there is no kernel for them. native: the GPU has cuBLASLt's
     kernel.

@@ -31,7 +31,7 @@ from forge.parallel.float8.gathering import GatheredWeight
 
 
 class Products(Protocol):
-    """Quantise operands, multiply them, and return the result in the dtype of the first."""
+    """Quantises two operands, multiplies them, and returns the result in the dtype of the first operand."""
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         """x `[..., tokens, in]`, weight `[out, in]` -> `[..., tokens, out]`."""

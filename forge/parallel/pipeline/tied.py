@@ -77,9 +77,9 @@ class Tied:
             self._changes = self._changes + (self._bits() != self._copied)
 
     def _bits(self) -> Tensor:
-        """Return the sum of the copy's bit patterns, read as integers.
+        """Return the sum of the bit patterns of the last stage's copy, read as integers.
 
-        Any single flipped bit changes it. Does not wait for the device.
+        Any single flipped bit changes the sum. Does not wait for the device.
         """
         assert self._last is not None
         values = self._last.data.reshape(-1)
