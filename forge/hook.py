@@ -121,7 +121,7 @@ class Hook:
         """After an evaluation of the state after `step`. losses: held-out loss by name, equal on all ranks."""
 
     def before_save(self, step: int) -> None:
-        """Before a checkpoint after `step` is made. Flush your files: a killed run resumes there."""
+        """Before a checkpoint after `step` is made. Flush your files: a run that is killed later resumes at this step."""
 
     def after_save(self, step: int) -> None:
         """After the checkpoint of `step` is complete and on disk. Training may have made later steps in the meantime."""

@@ -47,7 +47,8 @@ class FileRecord(Record):
 class ShardRecord(Record):
     """A shard: `tokens` tokens of the stream, and the starts of the `documents` documents that begin among them.
 
-    `block_file`: the `block_digest` of each block of the token file and then of the document file; older datasets have none.
+    `block_file`: the file with the `block_digest` of each block, first of the token file, then of the document file.
+    None in older datasets.
     """
 
     tokens: int = Field(ge=1)

@@ -73,10 +73,10 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load "bytes", a SentencePiece .model file, a tokenizer.json, or a folder with one (see `save`).
+    """Load "bytes", a SentencePiece .model file, a tokenizer.json, or a folder with the files of a tokenizer (see `save`).
 
-    In a folder, tokenizer.json takes precedence over a SentencePiece model: it has the tokens that were added later, too.
-    Raises UserError with the file and its problem.
+    In a folder, tokenizer.json takes precedence over a SentencePiece model: it has the tokens that were added later,
+    too. Raises UserError with the file and its problem.
     """
     if str(path) == BYTES:
         return ByteTokenizer()
@@ -108,7 +108,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def begin_text(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """Return the ids of a text at the start of a document: [bos] ids, without bos if the tokenizer has none.
 
-    An empty text without bos begins with the token that ends the previous document. UserError if there is neither.
+    An empty text without bos begins with eos, the token that ends the previous document. Raises UserError if the
+    tokenizer has neither bos nor eos.
     """
     if tokenizer.bos_id is not None:
         return [tokenizer.bos_id, *ids]

@@ -68,7 +68,7 @@ class AttentionFunction(Protocol):
         """Attend: q `[batch, heads, seq, head_dim]`, k and v `[batch, kv_heads, seq, head_dim or v_dim]`.
 
         Returns `[batch, heads, seq, v_dim]`. sinks `[heads]`, given if mask.sinks: one extra logit per head in the
-        softmax, with a value of zero.
+        softmax, whose value vector is zero.
         """
 
 

@@ -166,7 +166,7 @@ class Reporter:
         self._replace_status(status, sync=state != "running")
 
     def _replace_status(self, status: dict[str, Any], sync: bool) -> None:
-        """Replace the file, on the first rank. On a full disk the old file stays, with one warning until there is room."""
+        """Replace status.json, on the first rank. On a full disk the old file stays, with one warning until there is room."""
         if self._events is None:
             return
         try:

@@ -122,7 +122,7 @@ class WholeMatrices:
 
 
 class _PartLocation(NamedTuple):
-    """The location of a part in a list of tensors `[n, rows, columns]`."""
+    """The location of a part of a matrix in a list of tensors `[n, rows, columns]`."""
 
     tensor: int
     matrices: slice
@@ -187,10 +187,11 @@ class _Round:
 
 
 class _Exchange:
-    """One all-to-all. transfers: this rank's transfers, and possibly others, in the same order on all ranks.
+    """An all-to-all that moves parts of matrices between ranks.
 
-    source, target: location of a part in the tensors to read from, and in those to write to. travels: whether any rank
-    sends to another one, the same on all ranks.
+    transfers: this rank's transfers, and possibly others, in the same order on all ranks. source, target: location of a
+    part in the tensors to read from, and in those to write to. travels: whether any rank sends to another one, the same
+    on all ranks.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Explain exhausted memory: its use by kind, keys to change, and the planned peak with each of them.
 
-The run ends. First it starts the planner in separate processes, because this one has no memory left.
+Before the run ends, it starts the planner in separate processes, because this process has no memory left.
 """
 
 from __future__ import annotations

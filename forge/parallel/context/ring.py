@@ -23,9 +23,9 @@ from forge.runtime import compat
 
 
 class Pair(NamedTuple):
-    """A chunk of this rank's queries and a chunk of the keys in hand (0: the early one, 1: the late one) visible to it.
+    """A chunk of this rank's queries, and a chunk of the keys that this rank holds at the moment and the queries see.
 
-    table: which of the keys each query sees; None: all.
+    Chunk 0 is the early one, chunk 1 the late one. table: which of the keys each query sees; None: all.
     """
 
     queries: int
@@ -83,8 +83,8 @@ class RingAttention:
 class _Ring(torch.autograd.Function):
     """Autograd function of ring attention.
 
-    q, k, v and sinks have the shapes of `AttentionFunction`, with seq / cp tokens. A sink is treated as the first key
-    of every row; its value is zero.
+    q, k, v and sinks have the shapes of `AttentionFunction`, with seq / cp tokens. A sink acts as the first key of
+    every row, with a value vector of zero.
     """
 
     @staticmethod
@@ -229,7 +229,7 @@ class PlainKernel:
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
-    """Move query heads to further rows of their key/value head: `[batch, kv_heads, group * rows, head_dim]`."""
+    """Stack the query heads of a key/value head along its rows: `[batch, kv_heads, group * rows, head_dim]`."""
     return q.to(promoted(q.dtype)).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
 
 

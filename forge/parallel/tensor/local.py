@@ -34,9 +34,9 @@ from forge.parallel.step.collectives import (
 class ModulePlace:
     """The position of a module in the model.
 
-    stream: the layout of the residual stream, in pieces of the sequence or whole on every rank. input, output: the layouts
-    of a linear layer's input with all features, and of its output. partial: the module processes only some of the tokens or
-    heads.
+    stream: the layout of the residual stream, in pieces of the sequence or whole on every rank. input, output: for a
+    linear layer, the layout of its input, which has all features, and the layout of its output. partial: the module
+    processes only some of the tokens or heads.
     """
 
     mesh: DeviceMesh

@@ -141,7 +141,10 @@ class Buffered:
         return self._fingerprints.take()
 
     def memory(self) -> dict[str, int]:
-        """Return bytes on this rank. `buckets`: temporary ones, which are allocated during backward only."""
+        """Return the bytes of device memory on this rank, by kind.
+
+        `buckets`: temporary buckets, which are allocated during backward only.
+        """
         return {
             "parameters": sum(buffer.compute.nbytes for buffer in self.buffers),
             "masters": sum(buffer.masters.nbytes for buffer in self.buffers if buffer.masters is not None),

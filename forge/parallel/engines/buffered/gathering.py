@@ -136,7 +136,7 @@ class Fingerprints:
         self._sums: Tensor | int = 0
 
     def add(self) -> None:
-        """Add the weights as they are now. Does not wait for the device."""
+        """Add the bits of the present weights to the fingerprints. Does not wait for the device."""
         if self._weights:
             sums = torch.stack([words.sum() for _, words, _ in self._weights])
             self._sums = self._sums * self.MULTIPLIER + sums
