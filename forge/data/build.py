@@ -69,7 +69,10 @@ def build_dataset(config: Config) -> PackedDataset:
 
 
 def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]) -> list[float]:
-    """Return the sources' weights with `data.temperature` applied, rounded to six significant digits for short messages."""
+    """Return the sources' weights with `data.temperature` applied.
+
+    Results of a temperature above 0 have six significant digits, to keep messages short.
+    """
     temperature = config.data.temperature
     if not temperature:
         return list(weights)

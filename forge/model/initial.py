@@ -50,7 +50,7 @@ class Uniform:
 
 
 def initial_values(model: nn.Module, config: ModelConfig) -> dict[str, float | Normal | Uniform]:
-    """Return the initial value of every parameter of `model`, by name. `model` may be one pipeline stage of `config`.
+    """Return the initial value of every parameter of `model`, by name. `model` may be a single pipeline stage.
 
     A module of the user's own class has a method `initial_value(name)`. Raises TypeError for a parameter of an unknown
     type of module, so no parameter stays uninitialised.

@@ -3,9 +3,9 @@
 A history is one sequence of updates. A run directory holds one history: checkpoints, metrics and roll-backs. Its origin
 is step 0, a checkpoint or another model's weights, as named by the command.
 
-An origin in the command takes effect at the first start only. If a person, torchrun or Slurm repeats the command, forge
-finds the same origin in the record and continues the history. If the command names another origin, forge sets aside the
-old history's files and begins a new history.
+An origin takes effect once. If a person, torchrun or Slurm repeats the command, forge finds the same origin in the
+record and continues the history. If the command names another origin, forge sets aside the old history's files and
+begins a new history.
 """
 
 from __future__ import annotations
