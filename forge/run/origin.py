@@ -75,7 +75,7 @@ def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
 
 
 def origin_of(config: Config) -> Origin:
-    """Return the origin of a new history of `config`. Its step stays empty until the checkpoint is read."""
+    """Return the origin of a new history of `config`. Its step stays 0 until the checkpoint is read."""
     resume, init = config.checkpoint.resume, config.checkpoint.init
     if resume in ("auto", "none"):
         return Origin(resume, init)
