@@ -97,13 +97,13 @@ class Hook:
         """Before the batch is read."""
 
     def after_data(self, step: int) -> None:
-        """Once the batch is on the device, or on its way."""
+        """After the batch has been sent to the device. The copy may still be running."""
 
     def before_gradients(self, step: int) -> None:
         """Before the gradients are computed."""
 
     def after_gradients(self, step: int) -> None:
-        """Once the gradients of the global batch are in `trainer.model.shards`, not yet clipped."""
+        """After the gradients of the global batch are complete in `trainer.model.shards`, before they are clipped."""
 
     def before_optimizer(self, step: int) -> None:
         """Before the parameters are updated. Gradients are clipped; with `compile.optimizer` the update clips them."""
@@ -121,10 +121,10 @@ class Hook:
         """After an evaluation of the state after `step`. losses: held-out loss by name, equal on all ranks."""
 
     def before_save(self, step: int) -> None:
-        """Before a checkpoint after `step` is made. Flush your files: a killed run resumes there."""
+        """Before a checkpoint after `step` is made. Flush your files: a run that is killed later resumes at this step."""
 
     def after_save(self, step: int) -> None:
-        """Once the checkpoint of `step` is complete and on disk. Later steps may have run since."""
+        """After the checkpoint of `step` is complete and on disk. Training may have made later steps in the meantime."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return this hook's state for the checkpoint, as JSON, equal on all ranks. The first rank's is saved.
@@ -136,7 +136,7 @@ class Hook:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`.
 
-        Called on all ranks, in any layout, before `before_run` of a resumed run and before `after_rollback`; not called
+        Called on all ranks, in any layout, before `before_run` of a resumed run and before `after_rollback`. Not called
         if the checkpoint has no state of this hook.
         """
 

@@ -135,9 +135,9 @@ def fill_folder(
 
 
 def make_room(root: Path, needed: int, keep_last: int, keep_every: int) -> None:
-    """Remove old checkpoints before the save if the new one does not fit. Raise OSError if that frees too little.
+    """Remove old checkpoints early if the disk has no room for a new one of `needed` bytes.
 
-    The newest complete checkpoint always stays.
+    The newest complete checkpoint always stays. Raises OSError if the room still does not suffice.
     """
     try:
         require_room(root, needed)
@@ -151,9 +151,10 @@ def make_room(root: Path, needed: int, keep_last: int, keep_every: int) -> None:
 
 
 def require_room(root: Path, needed: int) -> None:
-    """Raise OSError if the checkpoint does not fit on the disk. A full disk would also stop metrics and other runs.
+    """Raise OSError if the disk has no room for a checkpoint of `needed` bytes.
 
-    Quotas cannot be checked in advance: they show only during writing.
+    A full disk would also stop metrics and other runs. Quotas cannot be checked in advance: they show only during
+    writing.
     """
     free = shutil.disk_usage(root).free
     if free < needed:

@@ -61,7 +61,10 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def is_empty(root: Path) -> bool:
-    """Return whether `root` holds no checkpoint of the present history: none complete, incomplete or damaged."""
+    """Return whether `root` holds no folder of a complete, incomplete or damaged checkpoint.
+
+    Checkpoints that are set aside (`.aside-step-n`) do not count.
+    """
     if not root.is_dir():
         return True
     names = (path.name for path in root.iterdir())
@@ -127,7 +130,7 @@ def _unused(path: Path) -> Path:
 
 
 def _remove(path: Path) -> bool:
-    """Remove a worthless folder; return whether it is gone. A failure is logged once per folder and process."""
+    """Remove a folder that nobody needs; return whether it is gone. A failure is logged once per folder and process."""
     try:
         shutil.rmtree(path)
         return True

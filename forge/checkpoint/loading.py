@@ -58,15 +58,16 @@ def load(
     unused: Collection[str] = (),
     fetch: Fetch | None = None,
 ) -> None:
-    """Fill the values in place from the checkpoint at `path`, cast to their dtype. Collective over `group`.
+    """Fill `tensors` in place from the checkpoint at `path`, cast to their own dtypes. Collective over `group`.
 
     fetch: called with the names of the files that this rank is about to read.
 
-    The section of a tensor is its name up to the first dot: `model` or `optimizer`. Sections without any wanted tensor are
-    ignored, so weights can be loaded alone.
+    The section of a tensor is its name up to the first dot: `model` or `optimizer`. The checkpoint's sections without
+    any wanted tensor are ignored, so weights can be loaded alone.
 
-    Raises UserError on every rank. Exit 2: the checkpoint lacks a wanted name, a shape differs, or no rank wants a name of
-    a wanted section (names that end with an entry of `unused` are exempt). Exit 77: a rank cannot read the checkpoint.
+    Raises UserError on every rank. Exit 2: the checkpoint lacks a wanted tensor, a shape differs, or the checkpoint has
+    a tensor in a wanted section that no rank wants (except names that end with an entry of `unused`). Exit 77: a rank
+    cannot read the checkpoint.
     """
     reader = TensorReader(path)
     wanted = {name: pair for name, pair in tensors.items() if pair[0].global_shape.numel()}
@@ -98,7 +99,10 @@ def _read(reader: TensorReader, wanted: NamedTensors) -> None:
 
 
 def _plan(index: Metadata, targets: dict[str, ShardTensor]) -> tuple[DefaultLoadPlanner, LoadPlan]:
-    """Return a planner and a plan with one item for each overlap of a saved chunk with a local box, in any two layouts."""
+    """Return a planner, and a plan with one item for each overlap of a saved chunk with a box of this rank.
+
+    The layout of the saving run may be another one.
+    """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), index, is_coordinator=False)
     return planner, planner.create_local_plan()  # no collective: each rank needs only its own
@@ -217,7 +221,10 @@ _ADMITTED = {
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Stand in for `getattr` in a pickle, for enum members only: Python 3.11.0 to 3.11.3 pickle these by class and name."""
+    """Replace `getattr` in an unpickler, but return members of enums only.
+
+    Python 3.11.0 to 3.11.3 pickle an enum member as a call of `getattr` with its class and name.
+    """
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(

@@ -36,9 +36,9 @@ _INDEX = ".metadata"
 
 
 class LocalTier:
-    """The states in `folder` on every node.
+    """The newest checkpoints of a run, each spread over the folders `folder` of all nodes.
 
-    `peers` other nodes keep copies of each file. Methods are collective over all ranks.
+    A copy of each file is kept by `peers` other nodes. Methods are collective over all ranks.
     """
 
     def __init__(self, folder: Path, peers: int):
@@ -99,7 +99,7 @@ class LocalTier:
         on_every_rank("bringing files from other nodes", bring, self._group)
 
     def forget_after(self, step: int) -> list[SaveOutcome]:
-        """Remove the states of later steps (-1: all).
+        """Remove the states of all steps after `step` (-1: all states).
 
         Return the outcomes of saves that ended since the last call, like `wait`.
         """

@@ -43,11 +43,12 @@ def find_damage(
 ) -> str | None:
     """Return a description of the damage of the checkpoint in `folder`, or None. Collective over `group`.
 
-    Sizes are compared first. Then the ranks divide the files among themselves and hash them: all files with `contents`,
-    otherwise all but tensor files. `report` gets the bytes hashed so far and the bytes to hash on this rank.
+    Sizes are compared first. Then the ranks divide the files among themselves and hash them. With `contents` they hash
+    all files, otherwise all but tensor files. `report` gets the number of bytes hashed so far on this rank, and the
+    number to hash.
 
-    Raises UserError (exit 77) for another format. Raises RanksFailed if files cannot be read for an unrelated reason, e.g.
-    an unmounted file system.
+    Raises UserError (exit 77) for a manifest in another format version. Raises RanksFailed if files cannot be read for
+    a reason other than damage, e.g. an unmounted file system.
     """
     files, problem = on_first_rank("reading the manifest", lambda: _read_files(folder), group)
     if problem is not None:
@@ -121,7 +122,7 @@ def _reading(name: str) -> Iterator[None]:
 def entry(path: Path) -> dict[str, Any]:
     """Return the manifest's entry for one file: its size in bytes and its SHA-256.
 
-    The kernel reads ahead while this process hashes, so the time is the larger of the two, not their sum.
+    The kernel reads ahead while this process hashes. So the call takes as long as the slower of reading and hashing.
     """
     digest, size, asked = hashlib.sha256(), 0, 0
     buffer = memoryview(bytearray(_BLOCK))

@@ -65,7 +65,7 @@ class Mirror:
     def copy(self, step: int) -> None:
         """Copy the complete checkpoint of `step` in the background.
 
-        It is not copied if a newer one is ready before the copy begins.
+        The copy is left out if a newer checkpoint is complete before the copy begins.
         """
         self._newest, self._count = step, self._count + 1
         # Links, because the checkpoint may be removed before its copy; numbered, because a step may be saved again.
@@ -209,7 +209,11 @@ def restore(url: str, root: Path) -> int | None:
 
 
 def copied_steps(url: str) -> list[int]:
-    """Return the steps with a complete copy in the mirror at `url`, ascending, from its index or else its manifests."""
+    """Return the steps with a complete copy in the mirror at `url`, ascending.
+
+    They are read from the mirror's index. If the index is missing or unreadable, they are found by the copies'
+    manifests.
+    """
     index = join(url, INDEX)
     try:
         return [int(step) for step in json.loads(read_whole(index))["steps"]]

@@ -37,7 +37,10 @@ class Stager:
         return {name: ShardTensor(shard, self._buffers[name]) for name, (shard, _) in own.items()}
 
     def _allocate(self, tensors: dict[str, Tensor]) -> None:
-        """Make `_buffers`: views of blocks with the shapes of `tensors`. Does nothing while the shapes stay the same."""
+        """Make `_buffers`: for each of `tensors` a buffer of its shape, within a few large blocks of memory.
+
+        Does nothing while the shapes stay the same.
+        """
         form = [(name, values.shape, values.dtype) for name, values in tensors.items()]
         if form == self._form:
             return

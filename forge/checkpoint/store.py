@@ -187,7 +187,7 @@ class Checkpoints:
         return find_damage(path, contents=contents, group=self._group)
 
     def load(self, path: Path, tensors: NamedTensors) -> None:
-        """Fill the values in place from the checkpoint at `path`: see `loading.load`."""
+        """Fill `tensors` in place from the checkpoint at `path`: see `loading.load`."""
         self._join()
         loading.load(path, tensors, self._group)
 

@@ -82,7 +82,7 @@ class ShardTensor(torch.Tensor):
 def writes(name: str, shard: Shard) -> bool:
     """Return whether this rank writes its part of the tensor `name`.
 
-    One replica of each part does. The name determines which one.
+    Exactly one replica of each part writes the part. A hash of the name selects the replica.
     """
     copies = shard.replicas
     return copies is None or crc32(name.encode()) % copies.size() == copies.rank()

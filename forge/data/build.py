@@ -69,7 +69,10 @@ def build_dataset(config: Config) -> PackedDataset:
 
 
 def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]) -> list[float]:
-    """Return the weights of the sources after `data.temperature`. Six significant digits keep messages short."""
+    """Return the sources' weights with `data.temperature` applied.
+
+    Results of a temperature above 0 have six significant digits, to keep messages short.
+    """
     temperature = config.data.temperature
     if not temperature:
         return list(weights)
@@ -87,7 +90,10 @@ def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]
 
 
 def build_validation(config: Config) -> dict[str, Source]:
-    """Return name -> held-out source; empty if `evaluate.interval` is 0. Raises UserError as for training."""
+    """Return name -> held-out source; empty if `evaluate.interval` is 0.
+
+    Raises UserError if a source is missing, damaged or too short, or was made with another tokenizer.
+    """
     if not config.evaluate.interval:
         return {}
     entries = config.data.validation

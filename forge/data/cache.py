@@ -78,9 +78,10 @@ class BlockCache:
             ) from None
 
     def _take(self, layout: bytes, gib: float) -> None:
-        """Lock the folder for this layout.
+        """Lock the folder and record `layout` in it.
 
-        If it has another layout, empty it, provided that no process uses it; otherwise raise UserError.
+        If the folder has another layout, empty it, provided that no other process uses the folder. Otherwise raise
+        UserError.
         """
         path = self.folder / "layout.json"
         with suppress(BlockingIOError):
@@ -133,7 +134,7 @@ class BlockCache:
             return file.fetch(number)
 
     def _store(self, path: Path, partial: int, data: bytes) -> None:
-        """Write a block and give it its name. A full disk is not an error: the block is then not kept."""
+        """Write a block and give it its name. If the disk is full, drop the block without an error."""
         content = data + zlib.crc32(data).to_bytes(4, "little")
         with _locked(path.parent / ".lock"):
             for room in (0, 1):
@@ -239,7 +240,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is_unmarked_cache(folder: Path) -> bool:
-    """Return whether a version of forge without markers made this folder: it holds a layout and only cache files."""
+    """Return whether `folder` is a block cache of an earlier forge, which did not write marker files.
+
+    True if the folder holds a layout and otherwise only cache files.
+    """
     names = [name for name in os.listdir(folder) if name != MARKER]
     try:
         known = set(json.loads((folder / "layout.json").read_bytes())) == {

@@ -65,9 +65,9 @@ class PackedDataset:
         return dataset
 
     def continuing(self, order: Order, position: int, weights: Sequence[float] | None = None) -> Order:
-        """Return an order that follows the history up to global sample `position`, then reads these sources and weights.
+        """Return an order that follows `order` up to global sample `position`, then reads this dataset's sources.
 
-        weights: one per source; None: the sources' own.
+        weights: one per source, from `position` on; None: the sources' own weights.
         """
         if weights is None:
             return order.continued(self.weights, self.block, position, self.caps)

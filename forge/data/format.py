@@ -47,7 +47,8 @@ class FileRecord(Record):
 class ShardRecord(Record):
     """A shard: `tokens` tokens of the stream, and the starts of the `documents` documents that begin among them.
 
-    `block_file`: the `block_digest` of each block of the token file and then of the document file; older datasets have none.
+    `block_file`: the file with the `block_digest` of each block, first of the token file, then of the document file.
+    None in older datasets.
     """
 
     tokens: int = Field(ge=1)
@@ -94,12 +95,12 @@ def block_digest(data: bytes | memoryview) -> bytes:
 class TokenDataset:
     """A `Source`: a token stream on disk or in a store.
 
-    Opening reads `dataset.json` and, on disk, compares file sizes. If the dataset has checksums of blocks, each block is
-    compared with its checksum when this process first reads it (forge/data/integrity.py compares all). Blocks of a store are
-    kept in `cache`.
+    Opening reads `dataset.json` and, on disk, compares file sizes. If the dataset has checksums of blocks, each block
+    is compared with its checksum when this process first reads it (forge/data/integrity.py compares all). Blocks of a
+    store are kept in `cache`.
 
-    With `vocab_size` (the model's), ids at or beyond it are refused: at opening by the recorded greatest id, and in
-    `read`, since a damaged file may contain one. All problems are `UserError`s with the file's name.
+    `vocab_size` is the model's. Opening refuses a dataset whose recorded greatest id is not below it. `read` checks
+    every id again, because a damaged file may contain any id. All problems are `UserError`s with the file's name.
     """
 
     def __init__(self, path: str | Path, vocab_size: int | None = None, cache: BlockCache | None = None):
@@ -219,7 +220,10 @@ class TokenDataset:
         return lambda block: self._open(number, block_file, dtype)[first + block].tobytes()
 
     def _open_block_file(self, path: str, record: FileRecord, dtype: np.dtype) -> Array:
-        """Return the checksums of a shard. If one read returns them all, compare them with the checksum of their file."""
+        """Return the checksums of a shard's blocks, from the file `path`.
+
+        A local file, and a remote file that is read at once, are compared with the file's own checksum.
+        """
         if self._cache is None:
             sums = map_array(path, dtype)
             if hashlib.sha256(sums.view(np.uint8).data).hexdigest() != record.sha256:

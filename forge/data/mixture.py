@@ -30,8 +30,8 @@ _SMALLEST_SHARE = Fraction(1, 10**6)
 class Mixture:
     """The order of the sources' turns, in proportion to `weights` (which may have any sum; 0: never).
 
-    `block` is B above. It grows to at least 1/(smallest positive share): in a smaller block the rounded cumulative shares
-    could take a sample back from a source. UserError for a share below 1e-6.
+    `block` is the number of samples per shuffled block. It grows to at least 1/(smallest positive share): in a smaller
+    block the rounded cumulative shares could take a sample back from a source. UserError for a share below 1e-6.
     """
 
     def __init__(self, weights: Sequence[float], seed: int, block: int = 1024):
@@ -74,7 +74,7 @@ class Mixture:
         return [end - start + more for start, end, more in zip(before[:-1], before[1:], within, strict=True)]
 
     def _before(self, block: int) -> list[int]:
-        """Return floor(b B C_s) for s = 0 ... S."""
+        """Return, for s = 0 ... S, the number of samples before `block` that come from the sources below s."""
         samples = block * self.block
         return [samples * cumulative // self._denominator for cumulative in self._cumulative]
 

@@ -27,10 +27,10 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Segment:
-    """`weights` apply from global sample `start` on, in blocks of `block`.
+    """A mixture of sources: `weights` apply from global sample `start` on, in shuffled blocks of `block` samples.
 
-    drawn: samples of each source read before. `weights` and `drawn` have an entry for each source of the history so far, in
-    the order of first use.
+    drawn: number of samples of each source before `start`. `weights` and `drawn` have an entry for each source of the
+    history so far, in the order of first use.
     """
 
     start: int
@@ -43,7 +43,8 @@ class Segment:
 class SkippedRange:
     """Skipped samples: global samples from `first_sample` up to, not including, `end_sample`.
 
-    drawn: source -> [from, up to), the same samples in the source's own order, which a change of the mixture leaves valid.
+    drawn: source -> [from, up to), the skipped samples as indices in the source's own order. A change of the mixture
+    does not change these indices.
     """
 
     first_sample: int
@@ -61,7 +62,10 @@ class Stretch(NamedTuple):
 
 
 class Order:
-    """The order of a history. sources: in the order of first use. `sources` and `segments` only grow."""
+    """The order in which a run's history reads the samples of all sources.
+
+    sources: in the order of first use. `sources` and `segments` only grow.
+    """
 
     def __init__(
         self,
@@ -107,7 +111,10 @@ class Order:
         return source, nth_outside(stretch.drawn[source], taken, self._skipped[source])
 
     def drawn(self, sample: int, stretch: Stretch | None = None) -> list[int]:
-        """Return, for each source, the m of its first sample at or after global sample `sample`."""
+        """Return, for each source, the index of its first sample at or after global sample `sample`.
+
+        An index counts the source's samples in its own order, from 0.
+        """
         stretch = stretch or self._stretches[bisect_right(self._starts, sample) - 1]
         # No source has a turn in the gap after a stretch.
         sample = min([sample, *(first for first, _ in self.gaps if first >= stretch.start)])
@@ -140,8 +147,8 @@ class Order:
     ) -> Order:
         """Return this order up to global sample `position`, continued with `weights` (source name -> weight).
 
-        caps: source name -> number of samples after which the source is left out. Once all sources are left out, the order
-        continues with the last ones: see `capped_at`.
+        caps: source name -> number of samples after which the source is left out: see `capped_at`. Once all sources
+        have reached their caps, the order continues with the last remaining sources.
         """
         caps = caps or {}
         sources = (*self.sources, *(name for name in weights if name not in self.sources))
@@ -194,13 +201,13 @@ class Order:
         return high
 
     def passing_over(self, ranges: Iterable[SkippedRange]) -> Order:
-        """Return this order with exactly these ranges skipped, instead of its own."""
+        """Return a copy of this order that skips exactly `ranges`. Ranges that this order skips are not kept."""
         return Order(self.seed, self.sources, self.segments, ranges)
 
     def between(self, first: int, end: int, later: Order | None = None) -> dict[str, list[int]]:
-        """Return source -> range of its own samples that global samples first ... end - 1 read.
+        """Return source -> [first, end) of its own samples that global samples `first` ... `end` - 1 read.
 
-        later: the order after a change of the mixture, if one happened since `first`.
+        later: the order at `end`, if the mixture has changed since `first`; None: this order.
         """
         later = later or self
         ranges = zip(later.sources, later._padded(self.drawn(first)), later.drawn(end), strict=True)

@@ -38,7 +38,7 @@ class PlanFile(BaseModel):
 
 
 class PlanIndex(BaseModel):
-    """The description of a plan.
+    """The description of a packing plan.
 
     `cut_documents` documents are longer than a sequence. Their remainders, `cut_tokens` tokens, continue in other
     sequences. `lost_tokens` are in no sequence.

@@ -94,8 +94,8 @@ def steps_from(
 ) -> Iterator[StepSizes]:
     """Yield each step from global sample `sample` on. tokens: positions trained on before the first of these steps.
 
-    The order of `dataset` is the history's; the mixture of `plan_at` continues it. Without `plan_at` all steps have
-    `global_batch_size` whole samples.
+    `plan_at` returns the sizes and the mixture of a step from the number of tokens before it. If the mixture changes,
+    the new one continues the order of `dataset`. Without `plan_at` all steps have `global_batch_size` whole samples.
     """
     batch, seq_len, windows = global_batch_size, dataset.seq_len, global_batch_size
     before: StepPlan | None = None

@@ -59,10 +59,10 @@ class Tokenizer(Protocol):
         """Return the ids of the text without special tokens. UnicodeEncodeError for surrogates."""
 
     def cut(self, text: str, start: int) -> int:
-        """Return the first place i, at least `start` and 1, at which the two parts of a text can be encoded separately.
+        """Return the first place i >= max(start, 1) at which the two parts of a text can be encoded separately.
 
-        This holds for `text` and for every text that contains it: encode(x + y) == encode(x) + encode(y) if x ends with
-        text[:i] and y begins with text[i:]. Returns len(text) if no place is known.
+        The place is valid for `text` and for every text that contains it: encode(x + y) == encode(x) + encode(y) if x
+        ends with text[:i] and y begins with text[i:]. Returns len(text) if no place is known.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -73,10 +73,10 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load "bytes", a SentencePiece .model file, a tokenizer.json, or a folder with one (see `save`).
+    """Load "bytes", a SentencePiece .model file, a tokenizer.json, or a folder with the files of a tokenizer (see `save`).
 
-    In a folder, tokenizer.json takes precedence over a SentencePiece model: it has the tokens that were added later, too.
-    Raises UserError with the file and its problem.
+    In a folder, tokenizer.json takes precedence over a SentencePiece model: it has the tokens that were added later,
+    too. Raises UserError with the file and its problem.
     """
     if str(path) == BYTES:
         return ByteTokenizer()
@@ -108,7 +108,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def begin_text(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """Return the ids of a text at the start of a document: [bos] ids, without bos if the tokenizer has none.
 
-    An empty text without bos begins with the token that ends the previous document. UserError if there is neither.
+    An empty text without bos begins with eos, the token that ends the previous document. Raises UserError if the
+    tokenizer has neither bos nor eos.
     """
     if tokenizer.bos_id is not None:
         return [tokenizer.bos_id, *ids]
@@ -191,7 +192,8 @@ class SentencePieceTokenizer:
     def _joined(self) -> set[str] | None:
         """Return all pairs of adjacent characters within pieces; None if the model does more than merge pieces.
 
-        Two characters that are adjacent in no piece are never merged, and a merge on one side does not change the other.
+        If no piece contains two characters next to each other, they are never merged. So a text can be cut between
+        them: merges on one side of the cut do not change the other side.
         """
         from sentencepiece import sentencepiece_model_pb2 as protocol
 
@@ -319,8 +321,9 @@ class HuggingFaceTokenizer:
 def _splits_at_spaces(described: dict[str, Any]) -> bool:
     """Return whether a tokenizer.json always splits a text between a letter or digit and a space or line end after it.
 
-    Then it tokenizes the two sides independently. The result is True only if all pre-tokenizer steps are listed here. No
-    pattern of these steps looks back, or matches both characters. No pattern that ends in a letter or digit looks ahead.
+    If so, the tokenizer encodes the two sides independently. The result is True only if this function knows every
+    pre-tokenizer step. No pattern of the known steps looks back, or matches both characters. None that ends in a letter
+    or digit looks ahead.
     """
     normalizer = described.get("normalizer") or {"type": "NFC"}  # a space composes with nothing
     steps = described.get("pre_tokenizer") or {}

@@ -23,9 +23,9 @@ class Windows(Protocol):
         """Return the ranges of the stream in a sample, in order: first token and number of tokens."""
 
     def read(self, window: int, documents: bool) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return tokens `[seq_len + 1]` or fewer.
+        """Return tokens `[seq_len + 1]` or fewer of a sample.
 
-        If requested, also return each token's document, int32, ascending from 0.
+        With `documents`, also return each token's document, int32, ascending from 0.
         """
 
     def over(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -96,7 +96,7 @@ def read_window(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return tokens `[seq_len + 1]` of a window, or fewer at the end of the source.
 
-    If requested, also return their documents, int32.
+    With `documents`, also return each token's document, int32.
     """
     start = window * seq_len
     count = min(seq_len + 1, source.tokens - start)

@@ -65,10 +65,10 @@ class AttentionFunction(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        """q `[batch, heads, seq, head_dim]`, k and v `[batch, kv_heads, seq, head_dim or v_dim]`.
+        """Attend: q `[batch, heads, seq, head_dim]`, k and v `[batch, kv_heads, seq, head_dim or v_dim]`.
 
-        Returns `[batch, heads, seq, v_dim]`. sinks `[heads]`, if mask.sinks: a logit without a value that takes part in
-        the softmax.
+        Returns `[batch, heads, seq, v_dim]`. sinks `[heads]`, given if mask.sinks: one extra logit per head in the
+        softmax, whose value vector is zero.
         """
 
 
@@ -168,7 +168,10 @@ class HeadIndices(nn.Module):
 
 
 class Sinks(nn.Module):
-    """One logit per head, as in gpt-oss; after Xiao et al. 2023, "Efficient Streaming Language Models with ... Sinks"."""
+    """Attention sinks: one learned logit per head, added to the softmax as in gpt-oss.
+
+    After Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks".
+    """
 
     def __init__(self, heads: int):
         super().__init__()

@@ -27,11 +27,12 @@ from torch.nn import functional as F
 
 
 class Chunks(NamedTuple):
-    """State-independent results of chunks. All `[chunks, batch, heads, ...]`; the last chunk is padded.
+    """Results of the gated delta rule for each chunk that do not depend on the state at the chunk's start.
 
-    reads `[size, key_dim]`: queries, decayed from the chunk's beginning. scores `[size, size]`: of queries with their
-    visible keys. u `[size, value_dim]`, w `[size, key_dim]`: corrected values are u - w S. transition `[key_dim,
-    key_dim]`, addition `[key_dim, value_dim]`: the state after the chunk is transition S + addition.
+    All are `[chunks, batch, heads, ...]`; the last chunk is padded. reads `[size, key_dim]`: queries, decayed from the
+    chunk's beginning. scores `[size, size]`: of queries with their visible keys. u `[size, value_dim]`, w `[size,
+    key_dim]`: corrected values are u - w S. transition `[key_dim, key_dim]`, addition `[key_dim, value_dim]`: the state
+    after the chunk is transition S + addition.
     """
 
     reads: Tensor
@@ -72,7 +73,7 @@ def divide(
 
 
 def decayed_products(several: Sequence[Tensor], columns: Tensor, total: Tensor, seen: Tensor) -> list[Tensor]:
-    """Return the decayed products of each `rows` of `several` with `columns`: `[..., size, size]`.
+    """Return, for each matrix `rows` of `several`, its decayed products with `columns`: `[..., size, size]`.
 
     Element i, j is sum_d rows_id columns_jd exp(total_id - total_jd) where `seen` allows i to read j, else 0.
 
@@ -108,7 +109,8 @@ def lower_triangle(diagonal: Tensor, quarters: Sequence[Tensor]) -> Tensor:
     """Return matrices `[..., size, size]` with `diagonal` `[..., size]`, `quarters` below it, and zeros above it.
 
     quarters[n] `[..., size / 2^(n + 1), 2^n, 2^n]`: the lower left quarters of the diagonal blocks of size 2^(n + 1).
-    An operator of its own: a compiler would write a kernel whose length is exponential in the number of quarters.
+    This function is a custom operator, because a compiler would turn its code into a kernel whose length is exponential
+    in the number of quarters.
     """
     matrix = diagonal.new_zeros(*diagonal.shape, diagonal.shape[-1])
     matrix.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
@@ -140,7 +142,7 @@ lower_triangle.register_autograd(_triangle_backward, setup_context=_keep_number)
 
 
 def outputs(chunks: Chunks, states: Tensor, seq: int) -> Tensor:
-    """Return `[batch, seq, heads, value_dim]`.
+    """Return the outputs of all tokens, `[batch, seq, heads, value_dim]`.
 
     states `[chunks, batch, heads, key_dim, value_dim]`: at the start of each chunk.
     """

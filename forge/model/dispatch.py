@@ -21,8 +21,8 @@ class Dispatcher(Protocol):
         """x `[tokens, dim]` -> for each token the sum of its experts' outputs times its weights, `[tokens, dim]`.
 
         experts int64 and weights `[tokens, top_k]`; index n_experts means no expert and adds nothing.
-        compute: (rows `[n, dim]` sorted by expert, counts int64 `[experts]`) -> `[n, dim]`; there may be more rows than
-        `counts` covers, whose output is undefined.
+        compute: (rows `[n, dim]` sorted by expert, counts int64 `[experts]`) -> `[n, dim]`. n may exceed the sum of
+        `counts`. The output of the rows after that sum is undefined.
         """
 
 

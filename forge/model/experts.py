@@ -57,7 +57,10 @@ class Experts(nn.Module):
         w13_bias: Tensor | None,
         w2_bias: Tensor | None,
     ) -> Tensor:
-        """Compute `forward` with the given weights, of some of the experts. counts: of these experts."""
+        """Compute `forward` with the given weights instead of the module's own, for the same experts or some of them.
+
+        counts: rows per expert, for the experts whose weights are given.
+        """
         groups = RowGroups(counts)
         projected = self.multiply(rows, w13, groups, w13_bias)
         return self.multiply(self.activate(projected), w2, groups, w2_bias)
@@ -133,8 +136,8 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 def bias_of_rows(rows: Tensor, bias: Tensor, groups: RowGroups) -> Tensor:
     """bias `[groups, out]` -> for each row the bias of its group, `[n, out]`; zeros past the last group.
 
-    In promote(float32, bias) until the end, because the gradient of a group's bias is a sum over its rows. Gradients past
-    the last group are ignored.
+    The dtype is promote(float32, bias) until the last cast to the dtype of `rows`, because the gradient of a group's
+    bias is a sum over its rows. Gradients past the last group are ignored.
     """
     index = torch.arange(rows.shape[0], device=rows.device)
     # The number of groups for rows past the last one.

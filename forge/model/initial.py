@@ -42,7 +42,7 @@ class Uniform:
     function: Callable[[Tensor], Tensor] | None = None
 
     def of(self, drawn: Tensor) -> Tensor:
-        """Turn draws from the standard normal distribution into draws from this one."""
+        """Turn draws from the standard normal distribution into draws from this (mapped) uniform distribution."""
         # In float64 and then rounded: results of float32's own functions depend on the number of elements that are
         # computed together, which differs between ranks.
         values = self.low + (self.high - self.low) * torch.special.ndtr(drawn.double())
@@ -50,10 +50,10 @@ class Uniform:
 
 
 def initial_values(model: nn.Module, config: ModelConfig) -> dict[str, float | Normal | Uniform]:
-    """Return the initial value of every parameter of `model`, by name. The model may be a part of the model of `config`.
+    """Return the initial value of every parameter of `model`, by name. `model` may be a single pipeline stage.
 
-    A module of the user's own class has a method `initial_value(name)`. Raises TypeError for a parameter of an unknown type
-    of module, so no parameter stays uninitialised.
+    A module of the user's own class has a method `initial_value(name)`. Raises TypeError for a parameter of an unknown
+    type of module, so no parameter stays uninitialised.
     """
     return {
         f"{path}.{leaf}".removeprefix("."): _start(module, path, leaf, config)

@@ -42,9 +42,10 @@ class Recurrence(Protocol):
     """The parameterless inner part of `LinearAttention`: all that looks across tokens."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        """Return the mask with its table: the age of every token (see `ages`); None: one document. Called once per forward.
+        """Return the mask with the table that the recurrence needs. Called once per forward.
 
-        x `[batch, seq, dim]` gives dtype, device and sizes.
+        The table is the age of every token (see `ages`), or None if each sequence is one document. x `[batch, seq,
+        dim]` gives dtype, device and sizes.
         """
 
     def convolve(self, x: Tensor, weight: Tensor, mask: AttentionMask) -> Tensor:
@@ -56,13 +57,13 @@ class Recurrence(Protocol):
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
     ) -> Tensor:
-        """Read the states.
+        """Run the recurrence over the tokens, and return the vector that each token reads from its head's state.
 
         q, k `[batch, seq, heads, key_dim]`, v `[..., value_dim]`, beta `[batch, seq, heads]`, log_decay `[..., 1 or
         key_dim]`.
 
-        Returns the shape of v. v is in the compute dtype, all other inputs are in promote(float32, compute). The result may
-        be in either. size: tokens per chunk.
+        Returns the shape of v. v is in the compute dtype, all other inputs are in promote(float32, compute). The result
+        may be in either. size: tokens per chunk.
         """
 
 
@@ -120,7 +121,7 @@ class LinearAttention(nn.Module):
     def flops_per_token(self, seq_len: int) -> float:
         """Return the FLOPs of the matrices, and of three products with the state: read, correct, read.
 
-        As for a recurrence; extra FLOPs of chunks are not counted.
+        These are the FLOPs of the recurrence token by token. Computation in chunks takes more, which is not counted.
         """
         return matrix_flops(self, seq_len) + 18 * self.heads["wv"] * self.key_dim * self.value_dim
 
@@ -153,16 +154,16 @@ class ShortConvolution(nn.Module):
         return [self.q, self.k, self.v]
 
     def initial_value(self, name: str) -> Uniform:
-        """Return PyTorch's distribution for such a convolution."""
+        """Return the initial distribution that PyTorch gives a depthwise convolution of this size."""
         return Uniform(-(self.q.shape[1] ** -0.5), self.q.shape[1] ** -0.5)
 
 
 class Decay(nn.Module):
     """The logarithms of a head's decays: -exp(a_log) softplus(a + dt_bias), in promote(float32, compute).
 
-    As in Mamba 2 (Dao and Gu 2024, "Transformers are SSMs"): exp(a_log) is a rate, one per head, and the
-    softplus is a length of time, `channels` per head. With a bound, as in Kimi K3 (2607.24653), they are
-    -bound sigmoid(exp(a_log) (a + dt_bias)).
+    As in Mamba 2 (Dao and Gu 2024, "Transformers are SSMs"), exp(a_log) is a rate, one per head, and the softplus is a
+    length of time, `channels` per head. With a bound, as in Kimi K3 (2607.24653), the logarithms are -bound
+    sigmoid(exp(a_log) (a + dt_bias)).
     """
 
     exact_output = True

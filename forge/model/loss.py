@@ -126,7 +126,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class Vocabulary:
-    """The columns of the logits that this process has: all of them.
+    """The columns of the logits on this process: in this class, the whole vocabulary.
 
     An extension point: loss parallelism replaces this class.
     """

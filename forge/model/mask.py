@@ -39,7 +39,7 @@ class AttentionMask:
         self.sinks = sinks
 
     def with_table(self, table: Any) -> AttentionMask:
-        """Return the same rule with `table`."""
+        """Return a copy of the mask with `table` in place of its own table."""
         return AttentionMask(self.window, self.documents, self.soft_cap, table, self.sinks)
 
     def is_causal(self, seq: int) -> bool:
@@ -49,7 +49,10 @@ class AttentionMask:
 
 
 def visible(window: int, documents: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return the rule as a function of broadcastable index tensors (batch, head, query, key) to bool."""
+    """Return the mask's rule as a function from index tensors (batch, head, query, key), which broadcast, to bool.
+
+    The function is true where the query sees the key.
+    """
 
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = i >= j
@@ -63,13 +66,16 @@ def visible(window: int, documents: Tensor | None) -> Callable[[Tensor, Tensor, 
 
 
 def dense_table(window: int, documents: Tensor | None, seq: int, device: torch.device) -> Tensor:
-    """Return the rule for every pair: bool `[batch, 1, seq, seq]`, batch 1 without documents. Takes seq^2 memory."""
+    """Return whether each query sees each key: bool `[batch, 1, seq, seq]`, batch 1 without documents.
+
+    Takes seq^2 memory.
+    """
     index = torch.arange(seq, device=device)
     return dense_part(window, documents, index, index)
 
 
 def dense_part(window: int, documents: Tensor | None, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return the rule for some queries and keys of a sequence: bool `[batch, 1, queries, keys]`.
+    """Return whether each of some queries sees each of some keys: bool `[batch, 1, queries, keys]`.
 
     queries, keys: int64 `[n]`, positions in the sequence; documents `[batch, seq]` is of the whole sequence.
     """
@@ -81,10 +87,10 @@ def dense_part(window: int, documents: Tensor | None, queries: Tensor, keys: Ten
 
 
 def block_table(window: int, documents: Tensor | None, seq: int, device: torch.device) -> BlockMask:
-    """Return the rule as tiles of BLOCK x BLOCK: empty, full, or partial (flex_attention evaluates the rule).
+    """Return the mask as tiles of BLOCK x BLOCK: empty, full or partial. flex_attention masks pairs in partial tiles only.
 
-    Built from the range of indices and documents of each tile, so nothing of size seq x seq exists, without a host
-    sync. A tile is skipped only if it is certainly empty: document numbers may be in any order.
+    The tiles are computed from the range of indices and documents in each, without a host sync. So nothing of size seq
+    x seq exists. A tile is skipped only if it is certainly empty: document numbers may be in any order.
     """
     index = torch.arange(seq, device=device)
     return _tiles(window, documents, index, index, visible(window, documents))
@@ -133,7 +139,10 @@ def _tiles(
 
 
 def _whole(index: Tensor) -> Tensor:
-    """Return which tiles lie wholly within the sequence, bool `[tiles]`. Others are never full, so the rule is evaluated."""
+    """Return whether each tile of BLOCK tokens lies wholly within the sequence: bool `[tiles]`.
+
+    A tile that reaches past the end never counts as full, so flex_attention masks its pairs one by one.
+    """
     return torch.arange(BLOCK, len(index) + BLOCK, BLOCK, device=index.device) <= len(index)
 
 
@@ -146,9 +155,10 @@ def _ranges(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert bool `[batch, rows, columns]` to flex_attention's form, int32.
+    """Convert a choice of tiles, bool `[batch, rows, columns]`, to flex_attention's form: two int32 tensors.
 
-    It is a count per row, and the columns with the chosen ones first.
+    The first is the number of chosen tiles per row. The second has the row's column indices, those of chosen tiles
+    first.
     """
     index = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     count = chosen.sum(dim=-1)

@@ -41,8 +41,9 @@ class Latents(nn.Module):
 class LatentAttention(Attention):
     """Multi-head latent attention. In a head of queries and keys the elements without positions come first.
 
-    If an attention function has a method `attend_latent(layer, q, latent, key, mask)`, it is called instead with the
-    latents `[batch, seq, rank]` and the rotated key part `[batch, seq, rope_dim]`, to send or cache these.
+    An attention function may have a method `attend_latent(layer, q, latent, key, mask)`. The layer then calls this
+    method with the latents `[batch, seq, rank]` and the rotated key part `[batch, seq, rope_dim]`, so that the function
+    can send or cache these.
     """
 
     def __init__(self, config: ModelConfig, window: int, rotation: int | None = 0):

@@ -23,12 +23,13 @@ class Piecewise(nn.Linear):
 class MoE(nn.Module):
     """Each token goes through the experts that the router chooses for it, and through the shared experts, if any.
 
-    Shared experts are one feed-forward as wide as all of them: the same function, in larger products.
+    The shared experts are computed as one feed-forward of their total width. This is the same function, in larger
+    products.
 
-    With `latent_dim` routed experts read and write a narrower latent, so dispatch moves rows of that width (LatentMoE, Elango
-    et al. 2026, "Revisiting Efficiency-Accuracy Scaling in Mixture-of-Experts Architectures"). One projection leads into the
-    latent before dispatch. A norm, as in Kimi K3, and the projection back follow the weighted sum. Router and shared experts
-    read the stream.
+    With `latent_dim` routed experts read and write a narrower latent, so dispatch moves rows of that width (LatentMoE,
+    Elango et al. 2026, "Revisiting Efficiency-Accuracy Scaling in Mixture-of-Experts Architectures"). One projection
+    leads into the latent before dispatch. A norm, as in Kimi K3, and the projection back follow the weighted sum.
+    Router and shared experts read the stream.
     `dispatch` is an extension point. Expert parallelism replaces `dispatch`, and `experts` by the experts of this rank.
     """
 

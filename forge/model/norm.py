@@ -51,7 +51,7 @@ def norm_of(config: ModelConfig, dim: int) -> RMSNorm:
 
 
 def qk_norm_of(config: ModelConfig, heads: int) -> RMSNorm | None:
-    """Return the norm of queries or keys `[batch, seq, heads, head_dim]`; None without one."""
+    """Return the norm of queries or keys `[batch, seq, heads, head_dim]`; None if `config` has no QK-norm."""
     if not config.qk_norm:
         return None
     if config.qk_norm_over == "head":

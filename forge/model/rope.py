@@ -65,10 +65,8 @@ def score_factor(scaling: RopeScalingConfig | None) -> float:
 def _llama3(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
     """Scale frequencies like Llama 3.1 (Meta's llama-models, `apply_scaling`).
 
-    It keeps high frequencies and divides low ones by `factor`.
-
-    Between them it blends both, linearly in the number of rotations over the original context, from low_freq_factor to
-    high_freq_factor.
+    High frequencies are kept, and low ones divided by `factor`. From low_freq_factor to high_freq_factor rotations over
+    the original context, a frequency is a blend of its kept and its divided value, linear in the number of rotations.
     """
     rotations = scaling.original_max_position * frequencies / (2 * pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor

@@ -225,9 +225,9 @@ def update_routers(
 
 
 def _relative(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the load of each expert, relative to an even load: n_experts * count / sum.
+    """Return each expert's load relative to an even load: n_experts * count / sum of the counts.
 
-    counts `[..., n_experts]`. The load is one for all experts if the sum is 0.
+    counts `[..., n_experts]`. If the sum is 0, every load is 1.
     """
     total = counts.sum(-1, keepdim=True)
     return torch.where(total > 0, counts.shape[-1] * counts.to(dtype) / total.clamp(min=1), 1.0)

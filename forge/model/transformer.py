@@ -108,10 +108,10 @@ AHEAD_BLOCKS = {kind: ahead_of(block) for kind, block in BLOCKS.items()}
 
 
 class Transformer(nn.Module):
-    """The model of `config` for sequences of up to `seq_len` tokens, or a part of it.
+    """The model of `config` for sequences of up to `seq_len` tokens, or a part of the model, e.g. a pipeline stage.
 
-    `layers` are global indices (None: all), and parameters are named by them, so names do not depend on the
-    part. `embed`: it starts from tokens; `head`: it ends in the loss. A part with a tied head but without the
+    `layers` are global indices (None: all), and parameters are named by them, so names do not depend on the part.
+    `embed`: the part starts from tokens; `head`: the part ends in the loss. A part with a tied head but without the
     embedding has a copy of the embedding's weight, under the same name.
 
     Built on the current default device. Parameters are uninitialised: fill them according to `initial_values`, then
@@ -258,10 +258,7 @@ class Transformer(nn.Module):
         return matrix_flops(self, seq_len) + product * (tied + len(self.ahead))
 
     def heads(self) -> dict[str, int]:
-        """Return parameter name -> number of heads, for the query, key and value projections.
-
-        Their rows are divided into heads.
-        """
+        """Return parameter name -> number of heads, for query, key and value projections, whose rows are grouped by head."""
         attentions: dict[str, Any] = {layer: block.attention for layer, block in self.layers.items()}
         return {
             f"layers.{layer}.attention.{leaf}.weight": number
@@ -272,7 +269,7 @@ class Transformer(nn.Module):
     def initial_values(self) -> dict[str, float | Normal | Uniform]:
         """Return the initial value of each parameter of this part, by name.
 
-        It is the same in every part with this parameter.
+        If several parts have a parameter of one name (tied weights), its initial value is equal in all of them.
         """
         return initial_values(self, self.config)
 
@@ -320,7 +317,7 @@ MODELS: dict[str, Callable[..., Any]] = {"transformer": Transformer}
 
 
 def build_model(config: ModelConfig, seq_len: int, **parts: Any) -> Any:
-    """Build the model named by `config.kind`, registered or as `package.module:Class`; `parts` as for Transformer.
+    """Build the model of `config.kind`, a registered name or `package.module:Class`. parts: arguments of `Transformer`.
 
     Raises UserError if there is no such model, or if [model.mtp] is set and the model has no such modules.
     """

@@ -35,8 +35,8 @@ class Past:
 def read_past(events: Path, status: Path) -> Past:
     """Read events.jsonl and status.json, before this start writes to them.
 
-    A goodput event has all seconds so far, but is written only now and then. After the last one, a killed process's time is
-    estimated from its later events and its status. Torn lines are skipped.
+    A goodput event has all seconds so far, but is written only now and then. If a process was killed, its time after
+    its last goodput event is estimated from its later events and its status. Torn lines are skipped.
     """
     past, kind = Past(), "set-up"
     for line in events.read_bytes().splitlines() if events.exists() else ():

@@ -161,9 +161,10 @@ class JsonLines:
 
 
 def warn_of_gap(path: Path, step: int, interval: int) -> None:
-    """Log missing training lines before `step`, if the last line is further back than usual.
+    """Warn that training lines before `step` are missing, if the file's last line is too far back.
 
-    interval: the usual distance in steps. If the last lines in the file are further apart, their distance is used instead.
+    interval: the usual distance of two lines in steps. If the last lines in the file are further apart, their distance
+    is used instead.
     """
     steps = [0, *(line["step"] for line in read_lines(path, "loss"))]
     usual = max(interval, *map(operator.sub, steps[-10:], [0, *steps][-11:-1]))

@@ -1,6 +1,6 @@
 """Memory table of this rank, logged after the first step.
 
-It is counted from shards and optimizer state, so it works for every engine and layout.
+The bytes are counted from shards and optimizer state, so the table is right for every engine and layout.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class MemoryReport(Hook):
         self._report_event("memory", **{f"{name}_bytes": size for name, size in self.bytes.items()})
 
     def table(self) -> str:
-        """Return the counts so far: a line for each kind, in GiB."""
+        """Return the memory table so far: a line for each kind of memory, in GiB."""
         rows = [
             f"  {name:<13}{size / GIB:10.3f} GiB{_NOTES.get(name, '')}" for name, size in self.bytes.items()
         ]

@@ -118,7 +118,7 @@ class Monitors:
         self._before = []
 
     def count_gradients(self, shards: Sequence[Shard]) -> None:
-        """Call once the gradients of the global batch are in the shards."""
+        """Add up the squares of the gradients. Call after the gradients of the global batch are complete in the shards."""
         if "gradients" in self._chosen:
             self._add_squares(
                 "gradients", [(shard, shard.grad) for shard in shards if shard.grad is not None]
@@ -130,7 +130,7 @@ class Monitors:
             self._before = [(shard, shard.data.clone()) for shard in _counted(shards)]
 
     def after_update(self, shards: Sequence[Shard]) -> None:
-        """Count the changes of the update."""
+        """Add up the squares of the parameters' changes and of the updated parameters. Call after each monitored update."""
         if "updates" in self._chosen:
             changes = [(shard, before.sub_(shard.data)) for shard, before in self._before]
             self._add_squares("updates", changes)
@@ -211,8 +211,8 @@ class Monitors:
     def _watch(self, layer: int, block: Any) -> None:
         """Register hooks on a block.
 
-        They only keep tensors; these are measured after the block returns. Activation checkpointing would record
-        any computation inside.
+        The hooks only keep tensors, which are measured after the block returns. Activation checkpointing would record
+        any computation inside the block.
         """
         seen = self._seen[layer] = []
         if "attention" in self._chosen and not self._compiled and hasattr(block.attention, "attend"):
@@ -250,7 +250,11 @@ class Monitors:
             getattr(self, f"_measure_{kind}")(layer, *tensors)
 
     def _measure_gate(self, layer: int, gate: Tensor, units: int) -> None:
-        """Count open units. gate `[batch, seq, n]`: of all `units`, or of this tensor-parallel rank's."""
+        """Count the open units of a feed-forward.
+
+        gate `[batch, seq, n]`: the gate's values for all `units`, or for this tensor-parallel rank's share of the
+        units.
+        """
         opened = (local(gate) > 0).flatten(0, -2)
         tokens, own = opened.shape
         rank, ranks = self._tp
@@ -267,9 +271,9 @@ class Monitors:
         _add(self._of_layer["experts"][layer], entropy, len(scores))
 
     def _measure_attention(self, layer: int, q: Tensor, k: Tensor, mask: Any, split: Any) -> None:
-        """Measure logits and entropy.
+        """Measure the largest logit and the mean entropy of attention on this rank's part.
 
-        q `[batch, heads, seq, head_dim]`, k `[batch, kv_heads, seq, head_dim]`, of this rank's part.
+        q `[batch, heads, seq, head_dim]`, k `[batch, kv_heads, seq, head_dim]`.
         """
         if split is not None:
             k = split.in_order(compat.all_gather(k.contiguous().unsqueeze(0), split.group))
@@ -339,8 +343,8 @@ def _keep_scores(seen: list[tuple[Any, ...]], choose: Callable[[Tensor], Tensor]
 def chosen_queries(seq: int, split: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the indices of this rank's measured queries and their positions in the sequence; both int64 `[n]`.
 
-    The sequence is divided into QUERIES equal parts, and the last position of each is measured; all positions if the
-    sequence is shorter.
+    The sequence is divided into QUERIES equal parts, and the last position of each is measured. In a sequence of fewer
+    than QUERIES tokens all positions are measured.
     """
     count = min(QUERIES, seq)
     wanted = torch.tensor([(part + 1) * seq // count - 1 for part in range(count)])
@@ -354,7 +358,10 @@ def _counted(shards: Sequence[Shard]) -> Iterator[Shard]:
 
 
 def _add(place: Sequence[Tensor], value: Tensor, count: int) -> None:
-    """Add to a sum and to its count. A number on the host becomes a kernel argument, so no copy to the device is needed."""
+    """Add `value` and `count` to `place`, a pair of a sum and its count on the device.
+
+    `count` is a number on the host. It becomes a kernel argument, so no copy to the device is needed.
+    """
     total, number = place
     total += value
     number += count
@@ -365,7 +372,7 @@ def _raise_to(place: Tensor, value: Tensor) -> None:
 
 
 def _views(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """Return named float64 views, of these shapes, of one new vector, and the vector itself."""
+    """Make one float64 vector. Return a view of it for each name, in the shape of `shapes`, and the vector itself."""
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     parts = flat.split(sizes)

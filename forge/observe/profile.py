@@ -21,7 +21,7 @@ SNAPSHOT_ENTRIES = 200_000
 
 
 class StepProfiler(Hook):
-    """Writes to `folder` at the end of the last chosen step or of the run.
+    """Writes profiles to `folder` at the end of the last chosen step or of the run.
 
     `rank-R-steps-A-B.json.gz` opens in https://ui.perfetto.dev and chrome://tracing; with `memory_snapshot`
     `rank-R-steps-A-B.pickle` opens in https://pytorch.org/memory_viz. A failed profile costs a warning.

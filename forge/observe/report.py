@@ -49,7 +49,10 @@ class RunPhases(Hook):
         listener(*self.now)
 
     def enter(self, phase: RunPhase, step: int = 0) -> None:
-        """End the previous phase. The first step of a process, with its wait for data, is a phase of its own."""
+        """Begin `phase`, which ends the previous one.
+
+        The first step of a process, with its wait for data, is a phase of its own.
+        """
         if phase in ("data", "step"):
             self._first_step = self._first_step or step
             phase = "first step" if step == self._first_step else phase
@@ -119,7 +122,7 @@ class Reporter:
         self.running(step)
 
     def running(self, step: int | None = None) -> None:
-        """Report that the run has made `step` updates in total. None: as many as before this start."""
+        """Write the state `running` to status.json. step: updates made in total; None: the number is unchanged."""
         self.step = self.step if step is None else step
         self._write_status("running", "", None)
 
@@ -163,7 +166,7 @@ class Reporter:
         self._replace_status(status, sync=state != "running")
 
     def _replace_status(self, status: dict[str, Any], sync: bool) -> None:
-        """Replace the file, on the first rank. On a full disk the old file stays, with one warning until there is room."""
+        """Replace status.json, on the first rank. On a full disk the old file stays, with one warning until there is room."""
         if self._events is None:
             return
         try:

@@ -154,7 +154,11 @@ class Tracker:
         self._do(lambda: self._write(step, numbers))
 
     def discard_after(self, step: int, history_ends: bool) -> None:
-        """Continue after `step`. history_ends: the run will not repeat the record's later steps with equal values."""
+        """Continue the record after `step`, at which the run starts again.
+
+        history_ends: later steps of the run may differ from the recorded ones. If the record has later steps, it is
+        marked as superseded, and a new record begins.
+        """
         self._do(lambda: self._restart(step, history_ends))
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ class WithAverage:
                 self._means[shard.name].copy_(shard.data)
 
     def __getattr__(self, name: str) -> Any:
-        """Forward to the wrapped optimizer. After `follow`, the decay of the average changes, too."""
+        """Return the wrapped optimizer's attribute `name`. `follow` also sets the decay of the average."""
         found = getattr(self._inner, name)
         if name != "follow":
             return found

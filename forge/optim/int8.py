@@ -30,9 +30,9 @@ ZERO = {"exp_avg_sq": -128}
 class Region:
     """Columns of all rows of one box: whole quantisation blocks, or the part of one block per row that a shard boundary cut.
 
-    codes: `[rows, columns]`. scales: `[rows, blocks]`. saved: this rank saves the scales. agreed: each row's index into the
-    scales that ranks all-reduce, int64 `[rows]`; `[0]` for whole blocks. pending: values of cut blocks and their noise, kept
-    until the scales are known; otherwise empty.
+    codes: `[rows, columns]`. scales: `[rows, blocks]`. saved: this rank saves the scales. agreed: int64 `[rows]`, the
+    index of each row's scale among those that ranks all-reduce; empty for whole blocks. pending: values of cut blocks
+    and their noise, kept until the scales are known; otherwise empty.
     """
 
     box: int
@@ -63,10 +63,10 @@ class Region:
         self.encode(values, noise)
 
     def encode(self, values: Tensor, noise: Tensor) -> None:
-        """Set each code to one of the two nearest to its value, with the value as the expectation.
+        """Round each value stochastically to one of the two nearest codes, so that the expectation is the value.
 
-        noise: int32, from 0 to 2^16 - 1. An exactly representable value keeps its code. A positive second moment does not
-        become 0, because the first moment would be divided by it.
+        noise: int32, from 0 to 2^16 - 1. An exactly representable value keeps its code. A positive second moment does
+        not become 0, because the first moment would be divided by it.
         """
         scales = self._by_element()
         relative = torch.where(scales > 0, values / scales, 0.0)
@@ -89,7 +89,8 @@ def make_regions(
 ) -> tuple[Shard, list[Region]]:
     """Divide `codes`, laid out like the data of `shard`. Return the scales that this rank saves, and the regions.
 
-    cut: `cut_blocks` of all ranks' boxes; first: index of their first scale among those that ranks all-reduce.
+    cut: `cut_blocks` of all ranks' boxes. first: position of the first of these blocks among all scales that ranks
+    all-reduce.
     """
     regions, boxes, pieces = [], [], [piece for _, piece in shard.pieces(codes)]
     for number, box in enumerate(shard.boxes):

@@ -50,12 +50,14 @@ Function: TypeAlias = Callable[[Tensor, MatrixBatch], Tensor]
 
 
 class WholeMatrices:
-    """The matrices of `shards`. A shard of three dimensions is a stack of matrices, e.g. experts. Collective.
+    """Brings the matrices of `shards`, whole, to their owner ranks, and the results back to all holders. Collective.
 
-    group: ranks that together hold all of them, with shards of the same parameters in the same order (`Meshes.stage`);
-    None: this process alone. dtype: of transfers and of the function's matrices. heads: number of matrices into which the
-    rows of a two-dimensional shard are divided; None: one. round_numel: elements that an owner has per round (or one larger
-    matrix); None: ROUND_NUMEL of the shards' device.
+    A shard of three dimensions is a stack of matrices, e.g. experts.
+
+    group: ranks that together hold all matrices, with shards of the same parameters in the same order (`Meshes.stage`);
+    None: this process alone. dtype: of transfers and of the function's matrices. heads: number of matrices into which
+    the rows of a two-dimensional shard are divided; None: one. round_numel: elements that an owner has per round (or
+    one larger matrix); None: ROUND_NUMEL of the shards' device.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class WholeMatrices:
 
     @property
     def batches(self) -> list[MatrixBatch]:
-        """Return all matrices that this rank owns, in the order of the calls of the function."""
+        """Return batches of all matrices that this rank owns, in the order in which `replace` passes them to its function."""
         return [batch for one in self._rounds for batch in one.batches]
 
     @torch.no_grad()
@@ -120,7 +122,7 @@ class WholeMatrices:
 
 
 class _PartLocation(NamedTuple):
-    """The location of a part in a list of tensors `[n, rows, columns]`."""
+    """The location of a part of a matrix in a list of tensors `[n, rows, columns]`."""
 
     tensor: int
     matrices: slice
@@ -185,10 +187,11 @@ class _Round:
 
 
 class _Exchange:
-    """One all-to-all. transfers: this rank's transfers, and possibly others, in the same order on all ranks.
+    """An all-to-all that moves parts of matrices between ranks.
 
-    source, target: location of a part in the tensors to read from, and in those to write to. travels: whether any rank
-    sends to another one, the same on all ranks.
+    transfers: this rank's transfers, and possibly others, in the same order on all ranks. source, target: location of a
+    part in the tensors to read from, and in those to write to. travels: whether any rank sends to another one, the same
+    on all ranks.
     """
 
     def __init__(

@@ -20,9 +20,10 @@ from forge.shard import Shard
 
 
 class Moments:
-    """The moments named `slots` of `shards`, stored in the dtype `narrow`. None: in `wide_dtype`, without rounding.
+    """The moments named `slots` of `shards`, stored in the dtype `narrow`.
 
-    stored: (slot, name of the parameter) -> tensor, laid out like the data of the shard, zero at the start.
+    narrow None: moments are stored in `wide_dtype`, without rounding. stored: (slot, name of the parameter) -> tensor,
+    laid out like the data of the shard, zero at the start.
     """
 
     def __init__(self, shards: Sequence[Shard], slots: Sequence[str], narrow: torch.dtype | None):
@@ -64,8 +65,9 @@ class Moments:
 class Int8Moments(Moments):
     """Moments in eight-bit codes, with a scale for each block of elements (forge/optim/int8.py). Collective.
 
-    group: ranks that together hold all elements; None: this process. A shard boundary may cut a block. Its holders then agree
-    on its scale, by one all-reduce for all cut blocks per update; the holder of its first element saves it.
+    group: ranks that together hold all elements; None: this process. A shard boundary may cut a block. The block's
+    holders then agree on its scale, by one all-reduce for all cut blocks per update. The holder of the block's first
+    element saves the scale.
     """
 
     rounding: StochasticRounding

@@ -44,7 +44,7 @@ class Optimizer(Protocol):
         """
 
     def state(self) -> dict[str, Any]:
-        """Return the rest of the state as JSON, equal on all ranks. May wait for the device."""
+        """Return the state that `tensors` does not yield, as JSON, equal on all ranks. May wait for the device."""
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the result of `state`. Ignore unknown keys, e.g. those of a weight average that is no longer kept."""

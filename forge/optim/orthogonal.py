@@ -43,7 +43,10 @@ def orthogonalize_(matrices: Tensor, steps: int, method: Method = "newton_schulz
 
 
 def _iterate_(matrices: Tensor, coefficients: list[tuple[float, float, float]], room: float) -> None:
-    """Iterate on matrices `[n, rows, columns]`, or on one `[rows, columns]`, and overwrite them."""
+    """Apply one polynomial per step to matrices `[n, rows, columns]`, or to one `[rows, columns]`, in place.
+
+    room: factor on the Frobenius norm by which a matrix is divided first.
+    """
     tall = matrices.shape[-2] > matrices.shape[-1]
     add_product = torch.addmm if matrices.ndim == 2 else torch.baddbmm
     norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)

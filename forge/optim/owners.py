@@ -23,7 +23,11 @@ from forge.shard import Box, Shard
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Rows and columns `box` of `count` matrices of shard `number`, starting at its matrix `first`."""
+    """A rank's part of consecutive matrices of one shard.
+
+    number: index of the shard. first, count: index of the first matrix within the shard, and the number of matrices.
+    box: the rows and columns of the part in each matrix.
+    """
 
     number: int
     first: int
@@ -159,9 +163,9 @@ def find_runs(
 
 
 def choose_owners(runs: Sequence[MatrixRun]) -> list[MatrixRun]:
-    """Return the runs, divided into as many pieces as a run has holders at most, each piece with its owner.
+    """Divide each run of matrices into at most one piece per holder, and choose an owner for each piece.
 
-    The owner is the holder with the least work so far; pieces with the most work are assigned first.
+    The owner is the holder with the least work so far. Pieces with the most work are assigned first.
     """
     divided = []
     for run in runs:

@@ -94,7 +94,7 @@ class StochasticRounding:
 def noise_bits(keys: Tensor, updates: Tensor) -> Tensor:
     """Return 16 uniform bits for each of `keys`, int64 `[n]`, at the next update: int32 `[n]`.
 
-    updates: number of past ones.
+    updates: number of past updates.
     """
     return (mix(keys + mix(updates.to(torch.int64) * _POSITION)) & 0xFFFF).to(torch.int32)
 

@@ -23,7 +23,7 @@ Activation checkpointing frees activations after forward and computes them again
     selective      only cheap operations; the results of the operators in KEPT are kept. Compiled parts of a mixture
                    of experts are recomputed as a whole
     memory_budget  the compiler chooses, block by block, under a budget for kept memory
-    In the first two modes, `every` = n checkpoints every n-th block only, and `modules` only these children of a block.
+    In the first two modes, `every` = n checkpoints every n-th block only, and `modules` only the named children of blocks.
 """
 
 from __future__ import annotations
@@ -133,7 +133,10 @@ class BlockPolicy:
         self._compiler = compiler_for(layout.compile) if layout.compile.enabled else None
 
     def wrap(self, block: Any, layer: int) -> None:
-        """Replace the forwards of `block`, the one with the global index `layer`, in the order at the head of this file."""
+        """Replace the forwards of `block`, whose global index is `layer`, by compiled, checkpointed and casting ones.
+
+        The module docstring gives the order, from the inside out.
+        """
         chosen = self._recomputation
         recomputed = chosen.mode in ("full", "selective") and layer % chosen.every == 0
         whole = recomputed and not chosen.modules and not self._halves

@@ -9,7 +9,7 @@ float8       swaps linear layers, carrying over tensor parallelism's hooks on th
 blocks       recomputes, compiles and casts blocks, with everything above inside
 data         shards the parameters over data ranks; must know all blocks in their final form
 allocate     gives each rank uninitialised storage for its own shards
-initialise   fills it
+initialise   fills the shards with initial values
 """
 
 from __future__ import annotations

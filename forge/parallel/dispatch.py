@@ -39,7 +39,10 @@ class AllToAllDispatcher:
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """x `[tokens, dim]`, experts int64 and weights `[tokens, top_k]` -> `[tokens, dim]`."""
+        """x `[tokens, dim]` -> for each token the sum of its experts' outputs times its weights, `[tokens, dim]`.
+
+        experts int64 and weights `[tokens, top_k]`. compute: as for `Dispatcher`.
+        """
         # Sorted by expert, so by rank. The device does it while the host waits for the counts.
         rows, plan = spread(x, experts, self.n_experts, self.kernels)
         # How many rows go to each expert of each rank, and how many come from each rank for the experts here.
@@ -108,7 +111,10 @@ class NodeDispatcher:
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """x `[tokens, dim]`, experts int64 and weights `[tokens, top_k]` -> `[tokens, dim]`."""
+        """x `[tokens, dim]` -> for each token the sum of its experts' outputs times its weights, `[tokens, dim]`.
+
+        experts int64 and weights `[tokens, top_k]`. compute: as for `Dispatcher`.
+        """
         nodes, kernels = self.across.size(), self.kernels
         visits = kernels.plan(first_visits(experts // self.experts_of_node, nodes), nodes)
         # For each node: the number of rows that it gets from here, and the number of choices for each of its experts.

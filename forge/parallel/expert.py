@@ -93,7 +93,10 @@ class PieceRoutedMoE(MoE):
         self.mesh, self.whole_stream = layout.meshes.tp, not layout.parallel.sequence_parallel
 
     def routed(self, x: Tensor, labels: Tensor | None) -> Tensor:
-        """x `[batch, seq / tp, dim]`, or `[batch, seq, dim]` equal on every rank; labels `[batch, seq]` -> shaped like x."""
+        """Return the output of the chosen experts, shaped like x.
+
+        x `[batch, seq / tp, dim]`, or `[batch, seq, dim]` equal on every rank; labels `[batch, seq]`.
+        """
         if labels is not None:
             labels = own_piece(labels, self.mesh)
         if not self.whole_stream:

@@ -55,7 +55,7 @@ class Layout:
     def sequence_pieces(self) -> int:
         """Return the number of pieces into which tensor parallelism divides the sequence.
 
-        It divides it for the residual stream or for routing.
+        The residual stream is divided under sequence parallelism. In a mixture of experts, routing is divided too.
         """
         divided = self.parallel.sequence_parallel or self.model.moe is not None
         return self.parallel.tp if divided else 1

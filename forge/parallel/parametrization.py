@@ -118,7 +118,7 @@ def factors(shard: Shard, config: Config) -> tuple[float, Rates]:
 
 
 def _multiplier(name: str, config: Config, width: float, depth: float) -> float:
-    """Return the parameter's multiplier in the table above, as a product over all rows that apply to it."""
+    """Return the parameter's multiplier in the table of the module docstring, as a product over all rows that apply."""
     model = config.model
     embedding = (
         1 / sqrt(width) if model.scale_embeddings else 1.0

@@ -1,9 +1,9 @@
 """The compute dtype of every parameter, and FSDP's units, each with one compute dtype.
 
-The results depend on the dtypes alone, not on the units. The policy is precision.compute. A largest subtree of modules
-whose dtype differs from it casts its inputs to its own dtype, and its outputs back (forge/parallel/blocks.py). So a module
-in float32 leaves a bfloat16 stream unchanged. Where parts of the model (the embedding, a block, ...) have several dtypes,
-they are divided along these borders:
+The results depend on the dtypes alone, not on the units. The policy is the dtype precision.compute. A largest subtree
+of modules whose parameters have another dtype casts its inputs to that dtype, and its outputs back to the policy
+(forge/parallel/blocks.py). So a module in float32 leaves a bfloat16 stream unchanged. FSDP's units follow these borders
+within each part of the model, e.g. the embedding or a block:
 
     one dtype      the part is one unit
     several        the dtype with the most elements forms one unit; each largest subtree in another dtype is a unit
@@ -178,7 +178,7 @@ def maximal_subtrees(module: nn.Module, keys: dict[nn.Parameter, Any]) -> list[t
 
 
 def joined_by_parameters(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    """Join `groups` of modules that share a parameter, at the position of the first of them."""
+    """Join those of `groups` that share a parameter. A joined group takes the position of its first member."""
     joined: list[list[nn.Module]] = []
     for group in groups:
         owned = set(_parameters(group))

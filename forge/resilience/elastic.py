@@ -42,10 +42,11 @@ def exit_code_after_stop(
 
     reason: this rank's reason to stop; None if another rank requested the stop.
 
-    A launcher with restarts left would restart a planned stop at once, unless the code is 0; job scripts read status.json.
+    If the launcher has restarts left, the code of a planned stop is 0. After any other code the launcher would restart
+    the run at once. Job scripts find the reason in status.json.
     In an elastic run, a signal to the ranks of some nodes means that these nodes leave, or that all agents are about to
-    repeat the rendezvous. A rank without a signal then waits for its agent's signal. If none comes, it ends with 75, so
-    that its agent joins the rendezvous again.
+    repeat the rendezvous. A rank without a signal then waits for its agent's signal. If none comes, the code is 75, so
+    that the agent joins the rendezvous again.
     """
     code = FINISHED if restarts_left > 0 else STOPPED
     if not is_elastic():

@@ -92,7 +92,8 @@ class StopSignals:
     def _count_requests(self, listening: int) -> None:
         """Print the effect of each request, and end the process after the third one, or after the first before `defer`.
 
-        Returns when the pipe is closed.
+        listening: read end of the pipe into which the interpreter writes the number of each signal. Returns when the
+        write end is closed.
         """
         requests, last = 0, -math.inf
         speak = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"

@@ -1,8 +1,9 @@
 """Watchdog: end a hanging process after writing its stacks.
 
-PyTorch's own timeouts end a waiting collective. They do not see a sleeping rank, an unresponsive file system or a compiler
-that never ends, and they write no stacks. The watchdog's thread knows the process's current phase and its time limit. Every
-rank has one. All ranks hang together, so all stacks are written at about the same time.
+PyTorch's own timeouts end a waiting collective. They do not see a sleeping rank, an unresponsive file system or a
+compiler that never ends, and they write no stacks. The watchdog's thread knows the process's current phase and its time
+limit. Every rank has a watchdog. If one rank hangs, the others soon wait for it, so all stacks are written at about the
+same time.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ def bounds(config: Resilience) -> dict[str, tuple[float, str]]:
 
 
 def step_bound(configured: float, seconds: Sequence[float]) -> float:
-    """Return a step's time limit in seconds, after earlier steps of `seconds`. It is at most `configured` (0: no limit).
+    """Return a step's time limit in seconds, from the seconds of earlier steps. It is at most `configured` (0: no limit).
 
-    The first step's limit is long. Later steps have a shorter one, because a hang of that length leaves all GPUs idle.
+    The first steps may take as long as `configured`. Later steps have a shorter limit, a multiple of the median step,
+    because all GPUs are idle during a hang.
     """
     if not configured or len(seconds) < STEPS // 4:
         return configured

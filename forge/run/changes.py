@@ -169,7 +169,7 @@ def _lines(changes: list[tuple[str, object, object]]) -> str:
 
 
 def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> None:
-    """Raise UserError for a branch from the plateau whose decay would begin before its first step."""
+    """Raise UserError if the new schedule's decay begins before `step`, although the checkpoint is on the old plateau."""
     if new.schedule.name != "wsd" or new.schedule.unit == "tokens":
         return
     start, before = decay_start(new.schedule, new.train.steps), decay_start(old.schedule, old.train.steps)

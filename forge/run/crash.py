@@ -126,7 +126,10 @@ def _read(written: bytes) -> Alarm:
 
 
 class RollCall:
-    """The roll call as seen by one rank. store: used by no other thread. name: unique to this start of the run."""
+    """A roll call of all ranks after a failure, as seen by one rank.
+
+    store: used by no other thread. name: unique to this start of the run.
+    """
 
     def __init__(self, store: Store, rank: int, world: int, name: str):
         self._store, self._rank, self._world, self._name = store, rank, world, name

@@ -17,7 +17,7 @@ from forge.runtime.world import World
 
 
 def ranks_per_node(world: World) -> int:
-    """Return the number of ranks per node; 0 if nodes differ or it is unknown. Collective."""
+    """Return the number of ranks per node; 0 if it is unknown or not equal on all nodes. Collective."""
     sizes = set(gather_from_ranks("counting the ranks of each node", lambda: world.local_size))
     return sizes.pop() if len(sizes) == 1 else 0
 

@@ -1,10 +1,11 @@
 """The origin of the history in a run directory, recorded in `origin.json`.
 
-An origin named in the command takes effect at the first start only: later starts find the record and continue.
+A history is one sequence of updates. A run directory holds one history: checkpoints, metrics and roll-backs. Its origin
+is step 0, a checkpoint or another model's weights, as named by the command.
 
-A history is one sequence of updates. A run directory holds one history: checkpoints, metrics and roll-backs. If a person,
-torchrun or Slurm repeats the command that began it, the command names the same origin and continues the history. Another
-origin begins a new history, and forge sets aside the old one's files.
+An origin takes effect once. If a person, torchrun or Slurm repeats the command, forge finds the same origin in the
+record and continues the history. If the command names another origin, forge sets aside the old history's files and
+begins a new history.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
 
 
 def origin_of(config: Config) -> Origin:
-    """Return the origin of a new history of `config`. The step is filled in once the checkpoint is read."""
+    """Return the origin of a new history of `config`. Its step stays 0 until the checkpoint is read."""
     resume, init = config.checkpoint.resume, config.checkpoint.init
     if resume in ("auto", "none"):
         return Origin(resume, init)

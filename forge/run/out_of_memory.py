@@ -1,6 +1,6 @@
 """Explain exhausted memory: its use by kind, keys to change, and the planned peak with each of them.
 
-The run ends. First it starts the planner in separate processes, because this one has no memory left.
+Before the run ends, it starts the planner in separate processes, because this process has no memory left.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ def _log_plans(
     device: torch.device,
     patience_s: float,
 ) -> None:
-    """Log the planned peak of the run, and that with each of `changes`, as far as planned within `patience_s` seconds."""
+    """Log the planned peak memory of the run, and the planned peak after each of `changes`.
+
+    Plans that take longer than `patience_s` seconds are left out.
+    """
     log.info("planning the memory with each of these keys, for at most %.0f s", patience_s)
     configs = [(config, degrees.world)]
     configs += [(changed, _world(change, degrees)) for change, changed in changes]

@@ -46,8 +46,9 @@ class ResumePoint:
 class Start:
     """The point at which a run starts or to which it rolls back: the checkpoint `point`; None: step 0.
 
-    kept: the last step of this history in the run directory; -1: it holds another history. origin: the history's origin if
-    it begins now. replaces: the directory may hold another history, which is then set aside.
+    kept: the last step of this history in the run directory; -1: the directory holds another history. origin: the
+    history's origin if the history begins now. replaces: the directory may hold another history, which is then set
+    aside.
     """
 
     point: ResumePoint | None

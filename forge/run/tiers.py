@@ -184,7 +184,10 @@ class LocalSaves(Hook):
 
 
 def _holds_unmarked_states(folder: Path) -> bool:
-    """Return whether a version of forge without markers made this folder: it holds only folders of histories."""
+    """Return whether `folder` holds node-local states of an earlier forge, which did not write marker files.
+
+    True if it holds only folders of runs and, in these, folders of histories.
+    """
     runs = [path for path in folder.iterdir() if path.name != MARKER]
     histories = [path for run in runs if is_directory(run) for path in run.iterdir()]
     return all(_RUN.fullmatch(run.name) and is_directory(run) for run in runs) and all(

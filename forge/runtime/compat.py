@@ -54,8 +54,8 @@ def communication_memory(
 ) -> Iterator[None]:
     """Allocate the body's memory as NCCL symmetric memory, at the same address on every rank of `groups`.
 
-    NCCL's kernels then need fewer multiprocessors. With `symmetric`, this needs CUDA and is collective. Without, it does
-    nothing.
+    NCCL's kernels then need fewer multiprocessors. With `symmetric` the context needs CUDA and is collective. Without
+    `symmetric` it does nothing.
     """
     if not (symmetric and groups):
         yield
@@ -189,7 +189,8 @@ def keep_buffers_of_compiled_backward() -> None:
 def share_memory(group: dist.ProcessGroup) -> None:
     """Let the ranks of `group` read each other's symmetric memory, for asynchronous tensor parallelism. Collective.
 
-    2.13 and 2.14 deprecate the call, but their compilers still divide products only for groups registered this way.
+    PyTorch 2.13 and 2.14 deprecate the call, but their compilers still divide products only for groups registered this
+    way.
     """
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -203,7 +204,8 @@ def weigh_meshes_as_nothing() -> bool:
 
     Return whether that is possible.
 
-    From 2.12 on, meshes are among the values saved for backward. 2.13 has a setting for it, 2.12 has none.
+    From PyTorch 2.12 on, meshes are among the values saved for backward. PyTorch 2.13 has a setting for it, 2.12 has
+    none.
     """
     key = "unsafe_treat_script_objects_as_zero_size"
     if hasattr(torch._functorch.config, key):

@@ -20,7 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class RanksFailed(UserError):
-    """`work` failed on some rank. Raised on every rank of the group. The failed rank's log has the traceback."""
+    """A function that ranks ran together failed on some rank.
+
+    Raised on every rank of the group. The failed rank's log has the traceback.
+    """
 
     def __init__(self, message: str, cause: Cause = Cause.ERROR):
         super().__init__(message, FAILED, cause)

@@ -16,8 +16,8 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 def replace_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
     """Write `content` beside `path`, sync it and rename it over `path`. On OSError `path` is unchanged.
 
-    Without `sync` it does not wait for the disk. A crash of the machine, but not of the process, may then leave an empty
-    file.
+    Without `sync` the function does not wait for the disk. A crash of the machine, but not of the process, may then
+    leave an empty file.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:

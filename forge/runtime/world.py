@@ -245,10 +245,10 @@ def _raise_file_limit() -> None:
 def _fresh(store: dist.Store, world: World, timeout: timedelta, environment: Mapping[str, str]) -> dist.Store:
     """Return a view of `store` without the keys written before a restart.
 
-    torchrun keeps one store over all restarts, but PyTorch assumes a new one each time: a group could connect to the
+    torchrun keeps one store over all restarts, but PyTorch assumes a new store each time: a group could connect to the
     address of a dead worker, and hang. The view adds a prefix that is new at each start. On one node the prefix is the
-    number of restarts. On several nodes the ranks agree on one, because agents do not count a change of nodes as a restart,
-    so their numbers may differ.
+    number of restarts. On several nodes the agents' numbers of restarts may differ, because an agent does not count a
+    change of nodes as a restart. There the ranks agree on a prefix.
     """
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
         return dist.PrefixStore(f"start-{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

@@ -66,7 +66,8 @@ class AnomalyPolicy:
     def examine(self, step: int, batch: Batch, sums: Sums, report: GradientReport) -> GradientReport:
         """Record a step before its update. `process_result` gets the step's result later.
 
-        Return the report. If `resilience.spikes` is set to skip, the device marks a spike in it as a step to skip.
+        Return the report. If `resilience.spikes` is set to skip and the step is a spike, the device marks the step in
+        the report as one to skip.
         """
         self._batch, self._limits = batch, self._progress.spikes.limits(step)
         if self._config.spikes == "skip" and self._limits != Limits():

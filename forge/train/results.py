@@ -17,11 +17,10 @@ from forge.parallel.step.routers import RouterReport
 
 
 class StepResults:
-    """A queue of at most one step.
+    """A queue with the result of at most one step, on its way from device to host.
 
-    All ranks push and pop the same numbers in the same order, so they take the same decisions.
-
-    A result includes router values if `with_routers(step)` is true.
+    All ranks push and pop the same numbers in the same order, so they take the same decisions. A result includes router
+    values if `with_routers(step)` is true.
     """
 
     def __init__(self, device: torch.device, with_routers: Callable[[int], bool]):
@@ -69,7 +68,7 @@ class StepResults:
         )
 
     def clear_save_request(self) -> None:
-        """Call after each checkpoint, which serves all requests so far."""
+        """Forget all requests for a save so far. Call after each checkpoint, which serves them."""
         self.save_requested = False
 
     def clear(self) -> None:

@@ -33,13 +33,14 @@ class LossCounter:
         self._done = 0
 
     def begin(self, inputs: Batch) -> None:
-        """Call before each forward. The losses that `count` gets next belong to these tokens."""
+        """Record that the losses which `count` gets next belong to the tokens of `inputs`. Call before each forward."""
         self._inputs, self._done = inputs, 0
 
     def count(self, losses: Tensor) -> None:
         """Add the losses of the forward's next tokens, `[n]`, in the order of `[batch, seq]`.
 
-        Losses after the forward's own belong to multi-token prediction, which calls the loss once more for each module.
+        Losses beyond the number of the forward's tokens belong to multi-token prediction: each of its modules calls the
+        loss once more.
         """
         inputs, first = self._inputs, self._done
         assert inputs is not None and inputs.sources is not None
@@ -103,7 +104,10 @@ class SourceLosses(Hook):
         self._unwatch()
 
     def _means(self, values: list[float]) -> dict[str, Any]:
-        """Return the means. A source without a valid token in the step is omitted. An interval without one is null."""
+        """Return mean losses by source and by interval of the sequence.
+
+        A source without a valid token in the step is omitted. An interval without a valid token is null.
+        """
         number = len(self._names)
         values, ahead = values[:-number], values[-number:]
         pairs = list(zip(values[::2], values[1::2], strict=True))

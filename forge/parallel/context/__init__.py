@@ -64,7 +64,7 @@ def check_attention(model: Transformer) -> None:
 
 
 def replace_attention(model: Transformer, function: Callable[[Any], Any]) -> None:
-    """Replace the attention function of each layer by the result of `function` for it."""
+    """Replace each layer's attention function `attend` by `function(attend)`."""
     for block in model.layers.values():
         attention: Any = block.attention
         if hasattr(attention, "attend"):

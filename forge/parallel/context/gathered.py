@@ -41,7 +41,10 @@ class AllGatherAttention:
     def attend_latent(
         self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
     ) -> Tensor:
-        """See `LatentAttention`. Gathers the latents, which are smaller than the keys and values expanded from them."""
+        """Gather the latents over the ranks, then attend to them. This sends less than gathering keys and values.
+
+        Arguments and result are those of `attend_latent` in `LatentAttention`.
+        """
         k, v = layer.expand(*self._whole(latent, key))
         return self._attend(q, k, v, mask, layer.sink_logits())
 

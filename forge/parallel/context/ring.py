@@ -23,9 +23,9 @@ from forge.runtime import compat
 
 
 class Pair(NamedTuple):
-    """A chunk of this rank's queries and a chunk of the keys in hand (0: the early one, 1: the late one) visible to it.
+    """A chunk of this rank's queries, and a chunk of the keys that this rank holds at the moment and the queries see.
 
-    table: which of the keys each query sees; None: all.
+    Chunk 0 is the early one, chunk 1 the late one. table: which of the keys each query sees; None: all.
     """
 
     queries: int
@@ -81,9 +81,10 @@ class RingAttention:
 
 
 class _Ring(torch.autograd.Function):
-    """Autograd function of the ring.
+    """Autograd function of ring attention.
 
-    Shapes as for `AttentionFunction`, of seq / cp tokens. A sink is a first key without a value that every row sees.
+    q, k, v and sinks have the shapes of `AttentionFunction`, with seq / cp tokens. A sink acts as the first key of
+    every row, with a value vector of zero.
     """
 
     @staticmethod
@@ -195,7 +196,7 @@ class PlainKernel:
     make_table = staticmethod(dense_part)
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        """out `[batch, heads, rows, v_dim]`, lse `[batch, heads, rows]`, the logarithm of each row's sum of exp(score)."""
+        """Return the output `[batch, heads, rows, v_dim]` and the logsumexp of each row's scores, `[batch, heads, rows]`."""
         q, k, v, table, soft_cap = block
         exact = promoted(q.dtype)
         scores, _ = _scores(_grouped(q, k), k.to(exact), table, soft_cap)
@@ -228,7 +229,7 @@ class PlainKernel:
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
-    """Move query heads to further rows of their key/value head: `[batch, kv_heads, group * rows, head_dim]`."""
+    """Stack the query heads of a key/value head along its rows: `[batch, kv_heads, group * rows, head_dim]`."""
     return q.to(promoted(q.dtype)).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
 
 

@@ -25,9 +25,10 @@ from forge.runtime import compat
 
 
 class SequenceSplit:
-    """The split over the ranks of `group`. With one rank every part is the whole, and nothing is sent.
+    """The split of each sequence over the context-parallel ranks of `group`.
 
-    pieces: number of equal pieces into which tensor parallelism divides each part. depth: of multi-token prediction.
+    With one rank every part is the whole sequence, and nothing is sent. pieces: number of equal pieces into which
+    tensor parallelism divides each part. depth: of multi-token prediction.
     """
 
     def __init__(self, group: dist.ProcessGroup, pieces: int = 1, depth: int = 0):

@@ -45,7 +45,10 @@ class DataParallel(Protocol):
         """
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Call after a pipeline has computed weight gradients separately from input gradients. last: for the last time."""
+        """Take over weight gradients that a pipeline has computed separately from input gradients.
+
+        Call after each such computation. last: it is the last one of the optimizer step.
+        """
 
     def start_gradient_sync(self) -> None:
         """Call after the last backward. Launches all reductions over data ranks that have not been launched."""

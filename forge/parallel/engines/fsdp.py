@@ -199,7 +199,8 @@ def _degree(mesh: DeviceMesh) -> int:
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
     """Return the dimension along which an expert parameter is sharded.
 
-    That is the dimension of experts, or, with fewer experts than ranks, the next one if the ranks divide it.
+    With fewer experts than ranks it is the dimension after that of experts, provided that `ranks` divides its size.
+    Otherwise it is the dimension of experts.
     """
     n_experts = local(parameter).shape[0]
     return Split(1 if n_experts < ranks and parameter.shape[1] % ranks == 0 else 0)
@@ -213,9 +214,10 @@ def _defers(layout: Layout) -> bool:
 def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: bool) -> bool | int:
     """Return whether gathered parameters are freed after forward; a number: they stay sharded over this many ranks.
 
-    `auto` frees them if another rank holds part of them, except for the first units of backward (`last`). It never frees in
-    a pipeline, which would gather them again for every microbatch. FSDP2 cannot keep parameters sharded over fewer ranks if
-    they are split over ep, so with a number experts are freed. degree: ranks that shard the parameters.
+    `auto` frees them if another rank holds part of them, except for the first units of backward (`last`). In a pipeline
+    `auto` never frees them, because they would be gathered again for every microbatch. If the key is a number, experts
+    are freed: FSDP2 cannot keep parameters sharded over fewer ranks if they are split over ep. degree: ranks that shard
+    the parameters.
     """
     choice = layout.parallel.reshard_after_forward
     if isinstance(choice, int) and experts:

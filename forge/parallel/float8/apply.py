@@ -146,7 +146,10 @@ def emulates(precision: Precision, device_type: str) -> bool:
 
 
 def choose_layers(model: nn.Module, precision: Precision) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return the linear layers of `model` to convert, by name, and for the name of every other linear layer the reason."""
+    """Divide the linear layers of `model` into converted and plain ones.
+
+    Return two dictionaries: name -> layer to convert, and name -> reason why a layer is not converted.
+    """
     chosen: dict[str, nn.Linear] = {}
     left_out: dict[str, str] = {}
     padded = precision.float8 in FORMATS

@@ -31,7 +31,10 @@ SMALLEST = 1e-12
 
 
 class Quantised(NamedTuple):
-    """codes: E4M3 `[..., rows, columns]`. scales: `[..., row blocks, column blocks]`, float32 or E8M0."""
+    """A matrix in float8, as codes and scales.
+
+    codes: E4M3 `[..., rows, columns]`. scales: `[..., row blocks, column blocks]`, float32 or E8M0.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -39,7 +42,11 @@ class Quantised(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """block: elements per block. square: weights have blocks of block x block. powers: scales are powers of two, in E8M0."""
+    """A block format of float8: the size of blocks and the kind of scales.
+
+    block: elements per block. square: weights have blocks of block x block elements. powers: scales are powers of two,
+    in E8M0.
+    """
 
     name: str
     block: int

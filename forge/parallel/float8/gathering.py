@@ -1,10 +1,10 @@
 """FSDP2 gathers weights of the block formats as codes and scales: one byte per weight instead of two.
 
-A shard holds whole blocks, so its codes equal those of the whole weight. FSDP2 calls two methods of `ShardedWeight` (its
-tensor subclass extension): the first quantises the shard, the second makes the gathered weight.
+A shard holds whole blocks, so its codes equal those of the whole weight. FSDP2 calls two methods of `ShardedWeight`
+(its tensor subclass extension): the first quantises the shard, the second makes the gathered weight.
 
     blockwise  square blocks serve the products of forward and backward
-    mxfp8      forward sums over columns, backward over rows, and each needs other codes. So each gathers its own codes. A
+    mxfp8      forward sums over columns, backward over rows. Each direction needs other codes and gathers them itself. A
                weight that stays gathered until backward, or whose forward runs again in backward, is gathered in
                precision.compute
 """

@@ -1,4 +1,4 @@
-"""The GPU's kernels for the products of the block formats. Not yet run on a GPU: the simulated one checks their arguments.
+"""The GPU's kernels for the products of the block formats. Not yet run on a real GPU: tests check the arguments only.
 
 Every product becomes a b^T of two matrices quantised along their rows, both padded with zeros to whole blocks:
 
@@ -30,7 +30,7 @@ from forge.parallel.float8.torchao import quiet
 
 
 class BlockwiseKernels(Emulated):
-    """The products of `blockwise`.
+    """The products of the format `blockwise`, by GPU kernels.
 
     Linear layers use kernels. Experts are emulated, because there is no kernel for them. native: the GPU has cuBLASLt's
     kernel.

@@ -79,9 +79,9 @@ def grouped(
 
 
 class AddInParts(torch.autograd.Function):
-    """Add bias / parts.
+    """Add bias / parts on each of `parts` ranks, whose outputs are then summed. The sum contains the whole bias once.
 
-    The sum of the results over `parts` ranks then has the whole bias once. Its gradient is whole on each rank.
+    In backward every rank gets the gradient of the whole bias.
     """
 
     @staticmethod

@@ -31,7 +31,7 @@ from forge.parallel.float8.gathering import GatheredWeight
 
 
 class Products(Protocol):
-    """Quantise operands, multiply them, and return the result in the dtype of the first."""
+    """Quantises two operands, multiplies them, and returns the result in the dtype of the first operand."""
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         """x `[..., tokens, in]`, weight `[out, in]` -> `[..., tokens, out]`."""
@@ -95,7 +95,7 @@ def quantised_weight(weight: Tensor, form: Format, dim: int) -> Quantised:
 
 
 class BlockLinear(torch.autograd.Function):
-    """y = x W^T with the products of `products`."""
+    """The linear layer y = x W^T, computed by `products`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, products: Products) -> Tensor:
@@ -117,7 +117,7 @@ class BlockLinear(torch.autograd.Function):
 
 
 class BlockGroupedLinear(torch.autograd.Function):
-    """The grouped product of `rows` with the weights of experts, with the products of `products`."""
+    """The grouped product of `rows` with the weights of experts, computed by `products`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, groups: RowGroups, products: Products) -> Tensor:

@@ -31,9 +31,10 @@ _CELL = re.compile(r"(\d+)([FBIW])(\d+)$")
 
 
 class Action(NamedTuple):
-    """kind: F, B, I, W, or a message: SEND_F, RECV_F (activations), SEND_B, RECV_B (gradients of activations).
+    """One action of a pipeline rank: a computation or a message for one stage and one microbatch.
 
-    stage: the stage that computes, sends or receives.
+    kind: F, B, I, W, or a message: SEND_F, RECV_F (activations), SEND_B, RECV_B (gradients of activations). stage: the
+    stage that computes, sends or receives.
     """
 
     stage: int
@@ -61,7 +62,10 @@ def idle_share(timeline: Sequence[Sequence[TimedAction]]) -> float:
 
 @dataclass(frozen=True)
 class Schedule:
-    """order: for each rank of the pp axis, its computations in one optimizer step. rank_of: stage -> rank."""
+    """The order of computations on each rank of a pipeline.
+
+    order: for each rank of the pp axis, its computations in one optimizer step. rank_of: stage -> rank.
+    """
 
     order: tuple[tuple[Action, ...], ...]
     rank_of: tuple[int, ...]

@@ -77,9 +77,9 @@ class Tied:
             self._changes = self._changes + (self._bits() != self._copied)
 
     def _bits(self) -> Tensor:
-        """Return the sum of the copy's bit patterns, read as integers.
+        """Return the sum of the bit patterns of the last stage's copy, read as integers.
 
-        Any single flipped bit changes it. Does not wait for the device.
+        Any single flipped bit changes the sum. Does not wait for the device.
         """
         assert self._last is not None
         values = self._last.data.reshape(-1)
@@ -88,7 +88,7 @@ class Tied:
     def _move(
         self, source: Tensor | None, target: Tensor | None, *, sender: int, receiver: int
     ) -> Tensor | None:
-        """Return `source` on the rank that has `target`. If it is another rank, send it there."""
+        """Return `source` on the rank that has `target`. If the two are on different ranks, send `source` there."""
         if source is not None and target is None:
             dist.send(source.contiguous(), group=self._group, group_dst=receiver)
         elif source is None and target is not None:

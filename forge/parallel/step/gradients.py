@@ -37,11 +37,11 @@ def sum_gradients(shards: Sequence[Shard], ranks: dist.ProcessGroup) -> None:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """Device scalars, equal on all ranks.
+    """The gradient norm of a step, and the ranks' decisions about it: device scalars, equal on all ranks.
 
-    norm: L2 norm of the whole gradient, float64. skip: 1.0 if the step must leave the model unchanged (a gradient or the
-    loss is not finite), else 0.0, float32. stop: number of ranks that request the end of the run after this step; save:
-    number of ranks that request a checkpoint; both float64.
+    norm: L2 norm of the whole gradient, float64. skip: 1.0 if the step must leave the model unchanged (a gradient or
+    the loss is not finite), else 0.0, float32. stop: number of ranks that request the end of the run after this step;
+    save: number of ranks that request a checkpoint; both float64.
     """
 
     norm: Tensor

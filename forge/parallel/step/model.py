@@ -85,7 +85,7 @@ class ParallelModel:
             part.loss.observer = None if observer is None else observer.count
 
     def begin_losses(self, inputs: Batch) -> None:
-        """Call before each forward. The losses that the observer gets next belong to `inputs`."""
+        """Tell the loss observer that the next losses belong to `inputs`. Call before each forward."""
         if self._loss_observer is not None:
             self._loss_observer.begin(inputs)
 

@@ -142,7 +142,7 @@ class TensorLoss(FusedLoss):
 
 
 class SplitVocabulary(Vocabulary):
-    """The vocabulary's rows from `first_row` on, whose logits are on this rank."""
+    """The part of a split vocabulary that is on this rank: the rows from `first_row` on, and their logits."""
 
     def __init__(self, mesh: DeviceMesh, first_row: int):
         self.mesh = mesh

@@ -34,9 +34,9 @@ from forge.parallel.step.collectives import (
 class ModulePlace:
     """The position of a module in the model.
 
-    stream: the layout of the residual stream, in pieces of the sequence or whole on every rank. input, output: the layouts
-    of a linear layer's input with all features, and of its output. partial: the module processes only some of the tokens or
-    heads.
+    stream: the layout of the residual stream, in pieces of the sequence or whole on every rank. input, output: for a
+    linear layer, the layout of its input, which has all features, and the layout of its output. partial: the module
+    processes only some of the tokens or heads.
     """
 
     mesh: DeviceMesh
@@ -308,7 +308,10 @@ def distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement)
 
 
 def first_row(vocabulary: int, mesh: DeviceMesh) -> int:
-    """Return the number of this rank's first row. All ranks but the last ones have ceil(vocabulary / tp) rows."""
+    """Return the number of this rank's first row of the vocabulary.
+
+    Rows are split as torch.chunk does: all ranks but the last ones have ceil(vocabulary / tp) rows.
+    """
     return min(vocabulary, -(-vocabulary // mesh.size()) * mesh.get_local_rank())
 
 

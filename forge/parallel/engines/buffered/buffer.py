@@ -30,10 +30,11 @@ from forge.shard import Shard
 
 
 class PlacedParameter:
-    """A parameter of the model, in its slot of a buffer. gradient: its slot of the gradients if these are whole, else None.
+    """A parameter of the model, in its slot of a buffer.
 
-    `.grad` is `gradient` after a step's first microbatch. Before that, it is autograd's own tensor, or None. place: this
-    rank's part of the parameter.
+    gradient: the parameter's slot of the gradient buffer; None if this rank keeps only a part of the gradients (zero2).
+    `.grad` is `gradient` after a step's first microbatch. Before that, `.grad` is autograd's own tensor, or None.
+    place: this rank's local tensor of `gradient`.
     """
 
     def __init__(self, parameter: nn.Parameter, slot: Slot, gradient: Tensor | None):
@@ -60,8 +61,9 @@ class PlacedParameter:
 class BucketMemory:
     """Views of one bucket of a buffer.
 
-    compute: the whole bucket; `own` is this rank's part of it. master: this rank's part of the masters. gradient: the whole
-    bucket's or, if it is summed over `microbatch_groups` in every microbatch (zero2), this rank's part. shards: of masters.
+    compute: the whole bucket of weights. own: this rank's part of `compute`. master: this rank's part of the master
+    copies. gradient: the whole bucket of gradients; under zero2, which sums gradients over `microbatch_groups` in every
+    microbatch, this rank's part of it. shards: the shards in `master`.
     """
 
     plan: BufferPlan
@@ -75,7 +77,7 @@ class BucketMemory:
     shards: list[Shard]
 
     def is_copied(self, parameters: Collection[Tensor]) -> bool:
-        """Return whether `parameters` has the parameter of every shard with elements in `own`."""
+        """Return whether `parameters` contains every parameter that has elements in this rank's part of the bucket."""
         return all(shard.parameter in parameters or not shard.boxes for shard in self.shards)
 
 

@@ -33,7 +33,10 @@ from forge.shard import Shard
 
 
 class Buffered:
-    """ddp, zero1 or zero2 on `model`, as `parallel.data_parallel` says. A `DataParallel`; its methods are collective."""
+    """The data-parallel engine on contiguous buffers: ddp, zero1 or zero2, by `parallel.data_parallel`.
+
+    A `DataParallel` on `model`. All methods are collective.
+    """
 
     shards: list[Shard]
     copies: dict[Tensor, Tensor]
@@ -102,7 +105,10 @@ class Buffered:
         self._reduction.begin(last=last)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Move the gradients into the buffers. They are sent with the gradients that no hook reports."""
+        """Move weight gradients that were computed outside of a backward into the buffers.
+
+        No hook reports these gradients. They are reduced when the remaining buckets are launched.
+        """
         self._reduction.place_gradients()
 
     def start_gradient_sync(self) -> None:
@@ -135,7 +141,10 @@ class Buffered:
         return self._fingerprints.take()
 
     def memory(self) -> dict[str, int]:
-        """Return bytes on this rank. `buckets`: temporary ones, which are allocated during backward only."""
+        """Return the bytes of device memory on this rank, by kind.
+
+        `buckets`: temporary buckets, which are allocated during backward only.
+        """
         return {
             "parameters": sum(buffer.compute.nbytes for buffer in self.buffers),
             "masters": sum(buffer.masters.nbytes for buffer in self.buffers if buffer.masters is not None),

@@ -1,8 +1,8 @@
 """Gather compute weights from the masters, bucket by bucket, while the next forward runs.
 
-All gathers are launched in the order of forward, as soon as the masters are updated. A pre-forward hook of each submodule
-waits for its buckets. Their memory is allocated anyway, so a later launch would save nothing. So any forward, in training,
-evaluation or generation, computes with the parameters of the last update.
+All gathers are launched in the order of forward, as soon as the masters are updated. A later launch would save no
+memory, because buckets are always allocated. A pre-forward hook of each submodule waits for the submodule's buckets. So
+any forward, in training, evaluation or generation, computes with the parameters of the last update.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class Gathering:
                 module.register_forward_pre_hook(functools.partial(self._before_forward, last))
 
     def after_update(self, copied: Collection[Tensor]) -> None:
-        """Record that the masters have changed and, for `copied`, also `compute`. Launch the first gathers."""
+        """Record that the masters have changed, and launch the first gathers.
+
+        copied: parameters whose compute weights the update has already written on this rank.
+        """
         self.wait()
         self._changed, self._copied = True, copied
         if not self._begun:
@@ -133,7 +136,7 @@ class Fingerprints:
         self._sums: Tensor | int = 0
 
     def add(self) -> None:
-        """Add the weights as they are now. Does not wait for the device."""
+        """Add the bits of the present weights to the fingerprints. Does not wait for the device."""
         if self._weights:
             sums = torch.stack([words.sum() for _, words, _ in self._weights])
             self._sums = self._sums * self.MULTIPLIER + sums

@@ -92,9 +92,10 @@ def default_bucket_numel(ranks: int) -> int:
 
 
 def slice_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield boxes that cover elements [start, stop) of a row-major tensor of `shape`, in that order: at most 2 * ndim - 1.
+    """Yield boxes that cover elements [start, stop) of a row-major tensor of `shape`: at most 2 * ndim - 1 boxes.
 
-    Whole rows are one box. The elements before and after them are parts of one row each, and are cut in the same way.
+    The boxes are in row-major order. Whole rows are one box. The elements before and after them are parts of one row
+    each, and are cut in the same way.
     """
     if start >= stop:
         return

@@ -1,4 +1,4 @@
-"""The buffers of a model: their contents, and the ranks that shard and sum each."""
+"""The buffers of a model: the parameters in each buffer, the ranks that shard it, and the ranks that sum its gradients."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
 
 
 def _groups_of(layout: Layout, *, expert: bool) -> Groups:
-    """Return the groups of an engine.
+    """Return the process groups over which an engine shards parameters and replicates them.
 
     ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy of the model shard its parameters. With
-    parallel.shard_optimizer_over = "dp" the ranks of all copies do.
+    parallel.shard_optimizer_over = "dp" the ranks of all copies shard them together.
     """
     parallel, meshes = layout.parallel, layout.meshes
     axis = "ep_shard" if expert else "dp_shard_cp"
@@ -130,9 +130,10 @@ def _groups_of(layout: Layout, *, expert: bool) -> Groups:
 
 
 def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -> Formats:
-    """Return the dtypes.
+    """Return the dtypes of a parameter's buffer.
 
-    Gradients are accumulated in promote(float32, compute) at least, and reduced in `precision.reduce`.
+    Gradients are reduced in `precision.reduce`, and accumulated in that dtype, float32 or `compute`, whichever is
+    widest.
     """
     reduce = layout.reduce
     if compute != layout.compute:  # pinned
