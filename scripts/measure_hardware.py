@@ -66,9 +66,10 @@ def main(argv: list[str]) -> int:
 
 
 def measure(threads: int, computing: int = 1, *, tiny: bool = False) -> dict[str, Any]:
-    """Return the keys of a hardware file.
+    """Measure this machine and return the keys of a hardware file.
 
-    computing: number of processes that compute at the same time; threads: of each of them.
+    threads: number of threads of a process. computing: number of processes that compute at the same time. tiny: use
+    toy sizes, which give no usable rates.
     """
     torch.set_num_threads(threads)
     card = torch.cuda.is_available()

@@ -92,7 +92,10 @@ def draw_memory(plan: dict[str, Any]) -> str:
 
 
 def _places(peaks: Sequence[dict[str, Any]]) -> list[float]:
-    """Return a position for each peak: submodules in order, layers at their numbers even if some are missing."""
+    """Return a horizontal position for each peak.
+
+    The distance of neighbours is 1, or the difference of their numbers if both are layers.
+    """
     places: list[float] = []
     previous: int | None = None
     for peak in peaks:

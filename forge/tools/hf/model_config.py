@@ -211,7 +211,10 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
 
 
 def _flat(model: ModelConfig) -> dict[str, Any]:
-    """Return dotted keys below [model] -> values. The weight of a single expert is never normalised, as in transformers."""
+    """Return the keys below [model], with dots, and their values.
+
+    moe.normalize_top_k is False if each token has one expert: transformers does not normalise its weight.
+    """
     tables = ("mla", "moe", "linear_attention")
     flat = {key: getattr(model, key) for key in ModelConfig.model_fields if key not in tables}
     if (linear := model.linear_attention) is not None:

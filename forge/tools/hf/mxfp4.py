@@ -1,8 +1,8 @@
 """Read weights in MXFP4, the published format of gpt-oss's experts (OCP Microscaling Formats 1.0, 2023).
 
-A weight is two tensors of bytes. `X_blocks` `[experts, out, in / 32, 16]` has two 4-bit numbers per byte, the first in the
-low half. `X_scales` `[experts, out, in / 32]` has the exponent of each block's factor, plus 127. Every product is exactly a
-bfloat16 number.
+A weight is two tensors of bytes. `X_blocks` `[experts, out, in / 32, 16]` has two 4-bit numbers per byte, the first in
+the low half. `X_scales` `[experts, out, in / 32]` has the exponent of each block's factor, plus 127. Each number times
+its factor is exactly representable in bfloat16.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ MOST = 5
 
 @dataclass(frozen=True)
 class Remedy:
-    """Overrides that free memory, and the largest need of any rank with all of them."""
+    """Overrides that free memory, and the bytes that the rank with the largest need still needs with all of them."""
 
     overrides: list[str]
     needed: int

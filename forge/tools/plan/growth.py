@@ -170,7 +170,7 @@ def with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
 
 
 def with_update(one: StagePlan, update: StagePlan) -> StagePlan:
-    """Return the plan `one`, which was traced without the optimizer's part of a step, plus `update`, that part."""
+    """Return the plan `one`, traced without the optimizer's part of a step, plus `update`, a plan of that part alone."""
     one = with_more(one, 1, update.kept)
     peaks, flops = dict(one.peaks), Counter(one.flops)
     for place, peak in update.peaks.items():
@@ -185,7 +185,7 @@ def with_update(one: StagePlan, update: StagePlan) -> StagePlan:
 def _of_other_sizes(
     traced: StagePlan, fixed: Mapping[Any, int]
 ) -> dict[tuple[str, str, bool], tuple[int, int]]:
-    """Return (axis, kind, hideable) -> (calls, bytes), without the calls in `fixed`."""
+    """Return (axis, kind, hideable) -> (calls, bytes) of those collectives in `traced` that are not keys of `fixed`."""
     found: dict[tuple[str, str, bool], tuple[int, int]] = defaultdict(lambda: (0, 0))
     for key, number in traced.collectives.items():
         if key not in fixed:

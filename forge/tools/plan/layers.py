@@ -72,10 +72,11 @@ def _names(config: Config) -> list[str]:
 
 @dataclass(frozen=True)
 class Few:
-    """A smaller model: `layers` in total, `per_stage` in a stage; `ranks` of the pp axis; `microbatches` to trace.
+    """A small model to trace in place of the whole one.
 
-    tail: number of its last layers that are also the whole model's last layers. block_size: of attention residuals, in
-    layers.
+    layers: number in total. per_stage: number of layers in a pipeline stage. ranks: size of the pp axis.
+    microbatches: number to trace. tail: number of its last layers that are also the whole model's last layers.
+    block_size: number of layers in a block of attention residuals.
     """
 
     layers: int
@@ -286,9 +287,10 @@ def _growth(config: Config, few: tuple[Few, Few], small: StagePlan, large: Stage
 
 
 def two_blocks(few: Few) -> tuple[Few, Few]:
-    """Return two versions of `few` with two blocks.
+    """Return two versions of the small model `few`, each with two blocks of attention residuals.
 
-    In the first version, the second block begins after the middle. In the second version, the second block has two layers.
+    In the first version, the second block begins after the middle. In the second version, the second block has two
+    layers.
     """
     return replace(few, block_size=few.layers // 2 + 1), replace(few, block_size=few.layers - 2)
 
@@ -296,11 +298,12 @@ def two_blocks(few: Few) -> tuple[Few, Few]:
 def _growths_by_streams(
     config: Config, few: tuple[Few, Few], small: StagePlan, less: StagePlan, more: StagePlan
 ) -> list[Growth]:
-    """Return the growth per block and the growth per stream read.
+    """Return two growths of attention residuals: per residual block, and per residual stream that a mix reads.
 
-    Both are in addition to the growth per layer with one block (`_growth`).
+    Both are in addition to `_growth`, the growth per layer of models with one residual block.
 
-    less, more: plans of the models of `two_blocks`. `more` has the longer second block, so its mixes read more streams.
+    less, more: plans of the models of `two_blocks`. `more` has the longer second block, so its mixes read more
+    streams.
     """
     model, steps = config.model, _growth(config, few, small, small).steps
     read, read_by_larger = (streams_read(one.layers, one.block_size) for one in few)

@@ -20,7 +20,7 @@ MEMORY = ("parameters", "masters", "gradients", "optimizer", "buckets", "activat
 
 
 def as_json(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None) -> dict[str, Any]:
-    """Return one object; bytes are integers. crowded: from `crowded_bytes`, remedy: from `remedy_for`."""
+    """Return the plan as one JSON object; bytes are integers. crowded: from `crowded_bytes`, remedy: from `remedy_for`."""
     worst, train = plan.worst, plan.config.train
     return {
         "fits": plan.fits,
@@ -206,7 +206,7 @@ def _lines_of_work(plan: Plan) -> list[str]:
 def _local_states(config: Config, stage: StagePlan) -> int:
     """Return the bytes of host memory that one rank needs for checkpoint.local_interval; 0 without it.
 
-    These are three states (the third is being written), three of each peer, and a buffer.
+    A rank has three states of its own (two complete ones and one being written), three of each peer, and a buffer.
     """
     kept = config.checkpoint
     return stage.host * (3 * (1 + kept.peers) + 1) if kept.local_interval else 0
@@ -255,7 +255,10 @@ def _shares(speed: Speed) -> dict[str, float]:
 
 
 def _estimate(plan: Plan, speed: Speed) -> str:
-    """Return two lines about time. docs/internals/plan-accuracy.md has the errors against published runs."""
+    """Return the estimated step time, speed and duration of the run, and the parts of a step, as two lines.
+
+    docs/internals/plan-accuracy.md compares such estimates with published runs.
+    """
     mfu = "" if speed.mfu is None else f", MFU {speed.mfu:.0%}"
     steps = plan.config.train.steps
     return (

@@ -60,9 +60,9 @@ class Quality:
         }
 
     def reason(self, text: str, metadata: Mapping[str, Any], text_key: str) -> str | None:
-        """Return the reason to leave out a document, as far as it does not depend on other documents.
+        """Return the reason to leave out a document, by the rules that look at this document only; None: no rule applies.
 
-        None: keep it. Raises FilterFailed.
+        Duplicates are found later (`duplicates`). Raises FilterFailed.
         """
         if self.filter:
             keep = load_filter(self.filter)

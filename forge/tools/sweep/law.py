@@ -60,9 +60,9 @@ class Fit:
         return float(low), float(high)
 
     def without_effect(self, parameters: Sequence[float], tokens: Sequence[float]) -> list[str]:
-        """Return those of N and D whose effect on the law, over the range of the runs, is smaller than the law's error.
+        """Return "N", "D" or both, if their effect on the law over the range of the runs is smaller than the law's error.
 
-        No optimum can be derived from such a law.
+        No optimum can be derived from a law with such a variable.
         """
         # A quantile, because the largest errors may be those of failed runs.
         least = max(float(np.quantile(np.abs(self.errors), 0.9)), 1e-4)

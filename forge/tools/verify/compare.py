@@ -215,9 +215,9 @@ def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
 
 
 def _first_time(key: TensorKey) -> TensorKey:
-    """Return the key of the same tensor in the last step, for the key of a tensor of the repeated step.
+    """Map the key of a tensor of the repeated last step to the key of the same tensor in the original last step.
 
-    Other keys are unchanged.
+    The repeated step is the one after a resume. Other keys are returned unchanged.
     """
     kind, _, name = key[1].partition(" ")
     return (kind, name) if key[0] in AGAIN else key

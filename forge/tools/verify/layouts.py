@@ -108,9 +108,9 @@ def why_illegal(config: Config, case: Case) -> str | None:
 
 
 def systematic(config: Config, worlds: Sequence[int]) -> Iterator[Case]:
-    """Yield one process, each axis alone, each pair of axes, and the first ALONE options alone.
+    """Yield one process, each axis alone, each pair of axes, and the first ALONE options, each on two ranks of its axis.
 
-    worlds: numbers of processes; other layouts are left out. The yielded layouts may be illegal.
+    worlds: numbers of processes; layouts on other numbers are left out. The yielded layouts may be illegal.
     """
     axes = [axis for axis in AXES if axis != "ep" or config.model.moe is not None]
     yield Case()

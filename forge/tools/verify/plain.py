@@ -1,8 +1,8 @@
 """The reference: a plain module in one process, without any layout.
 
-It computes the whole global batch in one forward, clips with PyTorch, and updates routers with code of its own. It shares
-with a layout the model, the optimizer, and the description of parameters that the optimizer reads: kinds, heads, rates and
-largest logits. Without these it would run another algorithm.
+The reference computes the whole global batch in one forward, clips with PyTorch, and updates routers with code of its
+own. It shares with a layout the model, the optimizer, and the description of parameters that the optimizer reads:
+kinds, heads, rates and largest logits. Without this description the optimizer would run another algorithm.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ class Verifier:
     def check(self, case: Case) -> Outcome:
         """Return the result of one legal layout. Each layout is run only once.
 
-        The layout loads the checkpoint of the last equal layout with several processes; without one, that of one process.
+        The layout loads the checkpoint of the latest layout on several processes that had no difference. Before
+        there is such a layout, it loads the checkpoint of the run in one process.
         """
         if case not in self._known:
             self._known[case] = self._run(case, self.other, keep=True)
@@ -132,9 +133,9 @@ class Verifier:
         return tempfile.mkdtemp(dir=self._home.name)
 
     def _run(self, case: Case, other: Case, keep: bool = False) -> Outcome:
-        """Run a layout that loads the checkpoint of `other`.
+        """Run the layout `case`, which loads the checkpoint of the layout `other`, and return its result.
 
-        keep: if the layout is equal, the next one loads its checkpoint.
+        keep: if nothing differs, keep this layout's checkpoint, so that the next layout loads it.
         """
         began, folder = time.monotonic(), self._folder()
         try:
@@ -163,9 +164,9 @@ class Verifier:
         return merge(ranks, self._elements)
 
     def reduce(self, worst: Outcome, time_left: Callable[[], float]) -> Outcome:
-        """Remove options and degrees one by one, as long as the layout fails in the same way.
+        """Remove options and degrees from the layout of `worst` one by one, as long as it still fails in the same way.
 
-        Return the smallest such layout.
+        Return the result of the smallest such layout.
         """
         smallest, other, again = worst, worst.other, True
         loads = worst.finding is not None and worst.finding.difference.kind in ("loaded", "continued")
@@ -198,12 +199,12 @@ def verify(
     begin: Callable[[Case, float], None] = lambda case, left_s: None,
     end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """Check `cases`.
+    """Check the layouts `cases` and return the results.
 
-    Without them, check every axis and pair of axes, then `random` layouts (None: until `seconds` are over).
+    cases None: check every axis and pair of axes, then `random` layouts (None: until `seconds` are over).
 
-    Once some layout differs, no random layouts are checked: the time is used to reduce the worst one. `begin` is called
-    before each layout with the remaining seconds, `end` after it.
+    Once a layout differs, no random layouts are checked: the time is used to reduce the worst one. `begin` is
+    called before each layout with the remaining seconds, `end` after it.
     """
     began = time.monotonic()
 
