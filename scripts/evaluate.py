@@ -90,7 +90,7 @@ def _open_source(path: str, given: argparse.Namespace, opened: TrainedModel) -> 
 
 
 def report(path: str, measured: Measured, as_json: bool, opened: TrainedModel) -> None:
-    """Print the loss on `path`, its perplexity and bits per byte: a line, or an object with `as_json`."""
+    """Print the loss on `path`, its perplexity and bits per byte: as a line of text or, with `as_json`, as a JSON object."""
     if as_json:
         fields = ("loss", "perplexity", "bits_per_byte", "tokens", "sequences", "text_bytes")
         record = {"data": path} | {name: getattr(measured, name) for name in fields}

@@ -65,7 +65,7 @@ class Node:
 
 
 def layouts(argv: Sequence[str], node: Node) -> dict[int, str]:
-    """Return number of nodes -> layout of the run.
+    """Return a text that describes the run's layout, for each possible number of nodes.
 
     Raises UserError if the config is invalid or a number of nodes has no layout.
     """

@@ -1,6 +1,6 @@
-"""Signatures of everything that agents read from the rendezvous.
+"""Signatures of all values that agents read from the rendezvous store.
 
-They are needed because PyTorch unpickles the state in the rendezvous store.
+PyTorch unpickles the state in that store, so an unsigned value could run code on every node.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _SCALES = "_scale_inv"
 
 
 class Scaled(NamedTuple):
-    """A weight `[out, in]` and the sizes of its blocks; has the methods of `Stored`."""
+    """A float8 weight `[out, in]` with its factors and the sizes of its blocks; has the methods of `Stored`."""
 
     numbers: Stored
     scales: Stored

@@ -21,7 +21,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Blocks(NamedTuple):
-    """A weight `[experts, in, out]`, transposed as in transformers' other formats; has the methods of `Stored`."""
+    """An MXFP4 weight, read as `[experts, in, out]`, transposed as in unquantised folders. Has the methods of `Stored`."""
 
     blocks: Stored
     scales: Stored

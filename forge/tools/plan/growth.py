@@ -86,7 +86,10 @@ def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None
 
 
 def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, int, bool]]:
-    """Return the collectives of the whole model. whole: as in `whole_plan`. Attention residuals add no collective."""
+    """Return the collectives of the whole model.
+
+    whole: its number of buckets; None if the engine has none. Attention residuals add no collective.
+    """
     small, large, steps = growths[0].small, growths[0].large, growths[0].steps
 
     def number(before: int, after: int) -> int:

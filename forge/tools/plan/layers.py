@@ -35,7 +35,10 @@ _ALONE: dict[str, dict[int, StagePlan]] = {}
 def plan_stages(
     config: Config, degrees: Degrees, hardware: Hardware | None, *, load: float = 1.0
 ) -> list[StagePlan]:
-    """Return a plan for each rank of the pp axis. load: as in `FakeRank`."""
+    """Return a plan for each rank of the pp axis.
+
+    load: number of tokens that a rank's experts receive, relative to an equal load of all experts.
+    """
     config = with_experts_first(config, degrees)
     few = few_layers(config, degrees)
     if few is None:
@@ -346,7 +349,7 @@ def _extrapolate(
     hardware: Hardware | None,
     pp_rank: int = 0,
 ) -> StagePlan:
-    """Return the plan of the rank with layers `names`; `growths` as for `whole_plan`."""
+    """Return the plan of the rank with layers `names`, from the differences `growths` between plans of smaller models."""
     apart = _shares_work(config, degrees)
     if not growths[0].large.buckets and not apart:
         return whole_plan(growths, names)

@@ -84,7 +84,7 @@ def bandwidth(hardware: Hardware) -> tuple[float, float]:
 
 
 def _latency(call: Collective, span: Span, hardware: Hardware) -> float:
-    """Return the seconds of a collective without bytes.
+    """Return the latency of a collective: the seconds that do not depend on its bytes.
 
     A ring visits every rank in turn; an all-reduce over nodes uses a tree.
     """

@@ -93,9 +93,10 @@ def plan_stage(
 ) -> StagePlan:
     """Trace one step of the first rank at this position of the pp axis, and return the rank's plan.
 
-    microbatches: number to trace; None: enough to represent a step. load: as in `FakeRank`. optimizer: trace the step with
-    or without the optimizer's part, or that part alone. If alone, `kept` is the memory that the part leaves allocated for
-    the next step, e.g. random numbers.
+    microbatches: number to trace; None: enough to represent a step. load: number of tokens that the rank's experts
+    receive, relative to an equal load of all experts. optimizer: trace the step with or without the optimizer's
+    part, or that part alone. If alone, `kept` is the memory that the part leaves allocated for the next step, e.g.
+    random numbers.
     """
     rank, traced = pp_rank * degrees.world // degrees.pp, fewer_microbatches(config, degrees)
     if microbatches is not None:

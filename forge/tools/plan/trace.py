@@ -61,7 +61,10 @@ class Peak:
 
 
 class Trace(TorchDispatchMode):
-    """A dispatch mode to enter after `FakeTensorMode`. live: live bytes by kind. calls: collectives and their moments."""
+    """A dispatch mode that records memory, collectives and operators of a step. Enter it after `FakeTensorMode`.
+
+    live: live bytes by kind. calls: each collective with the moment of its call.
+    """
 
     def __init__(self) -> None:
         super().__init__()

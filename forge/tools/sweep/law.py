@@ -1,11 +1,11 @@
 """loss = E + A / N^a + B / D^b, fitted to runs of N parameters on D tokens.
 
-Hoffmann et al. 2022 (arXiv:2203.15556, approach 3) minimise the Huber loss of the difference of logarithms over (log E, log
-A, a, log B, b). This module does so by damped Gauss-Newton steps from many starts at once. Intervals are percentiles over
-resampled runs.
+Hoffmann et al. 2022 (arXiv:2203.15556, approach 3) minimise the Huber loss of the difference of logarithms over (log E,
+log A, a, log B, b). This module finds the minimum by damped Gauss-Newton steps from many starts at once. Intervals are
+percentiles over resampled runs.
 
-A weak prior keeps the exponents near 0.35. With runs of sufficiently different N and D, the runs determine the exponents.
-Two sizes alone do not determine a; the prior does then.
+A weak prior keeps the exponents near 0.35. With runs of sufficiently different N and D, the runs determine the
+exponents. With only two model sizes, the prior determines a.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def fit_law(
 def _starts(x: np.ndarray, loss: np.ndarray) -> list[list[float]]:
     """Return starting points on a grid.
 
-    At the middle of the runs, each divides the least loss in another way between E and the two terms.
+    In all of them the law gives the least loss of any run at the mean log N and log D. They divide this loss in
+    different ways between E and the two other terms, and have different exponents.
     """
     least, middle = float(loss.min()), x.mean(0)
     starts = []

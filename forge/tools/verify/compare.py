@@ -112,9 +112,9 @@ def compare_rank(
 def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, TensorKey], int]) -> Comparison:
     """Return the comparison over all ranks. For each tensor, keep the rank with the largest difference.
 
-    expected: number of elements of each tensor of the reference, by step and key. If some elements of a tensor are on no
-    rank, that counts as a difference. Kinds outside of COMPLETE are exempt: not every layout has an activation at each
-    border. So are kinds of which no rank has any tensor.
+    expected: number of elements of each tensor of the reference, by step and key. If some elements of a tensor are
+    on no rank, that counts as a difference. Two sorts of kinds are exempt: kinds outside of COMPLETE, because not
+    every layout has an activation at each border, and kinds of which no rank has any tensor.
     """
     result = Comparison()
     worst: dict[tuple[int, str, str], Difference] = {}
