@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """Draw a plan as SVG images: memory over one step and, for a pipeline, its timeline.
 
-python train.py --config 7b --plan --world-size 64 --hardware h100 --json > plan.json
-python scripts/plot_plan.py --plan plan.json --output drawings
+    python train.py --config 7b --plan --world-size 64 --hardware h100 --json > plan.json
+    python scripts/plot_plan.py --plan plan.json --output drawings
 
-Writes memory.svg for the rank that needs most memory: the most live bytes in each part of a step, over all microbatches, by
-kind. For a pipeline it also writes pipeline.svg: the actions of each rank over time. Needs the extra forge[report].
+Writes memory.svg for the rank that needs most memory: for each part of a step, the largest number of live bytes over
+all microbatches, by kind. For a pipeline it also writes pipeline.svg: the actions of each rank over time. Needs the
+extra forge[report].
 """
 
 from __future__ import annotations

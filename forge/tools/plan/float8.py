@@ -38,7 +38,7 @@ def products_in_float8(config: Config, hardware: Hardware) -> set[str]:
 
 
 def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
-    """Yield notes on float8 for the report: emulated products, unconverted layers, memory left out."""
+    """Yield notes on float8 for the report: emulated products, unconverted layers, and memory that the plan leaves out."""
     recipe = config.precision.float8
     if recipe == "none":
         return

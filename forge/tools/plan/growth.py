@@ -156,7 +156,7 @@ def _time(large: StepTime, growths: list[tuple[StepTime, StepTime, float]]) -> S
 
 
 def with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
-    """Return the plan `one` with this many more microbatches in flight, each of `size` bytes."""
+    """Return the plan `one` with `microbatches` more microbatches in flight, each of which keeps `size` bytes."""
     peaks = dict(one.peaks)
     for place, peak in one.peaks.items():
         if place[0] in ("forward", "backward"):

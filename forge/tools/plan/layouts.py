@@ -148,7 +148,10 @@ def layouts(
 
 
 def _degrees(config: Config, world: int) -> Degrees | None:
-    """Return a layout's degrees by arithmetic only, without the checks of `check_world`; None if a degree does not divide."""
+    """Return a layout's degrees by arithmetic only, without the checks of `check_world`.
+
+    None if `world` or the global batch is not divisible as the layout requires.
+    """
     parallel, train = config.parallel, config.train
     shard, left = divmod(world, parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp)
     if left or not shard or (parallel.dp_shard not in (-1, shard)):

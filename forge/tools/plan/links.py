@@ -1,9 +1,9 @@
 """The cost of a collective: the time in which each rank's bytes pass its link.
 
 Ranks of one node send over NVLink (`Hardware.node`). Bytes to other nodes pass the NIC of the sending rank
-(`Hardware.cluster`). In a ring all bytes pass every node, spread over the NICs of the group's ranks there. In an all-to-all
-each rank's own bytes pass its own NIC. Groups of the same axis run at the same time, so ranks with a common NIC share its
-bandwidth.
+(`Hardware.cluster`). In a ring all bytes pass every node, spread over the NICs of the group's ranks in that node. In an
+all-to-all each rank's own bytes pass its own NIC. Groups of the same axis run at the same time, so ranks with a common
+NIC share its bandwidth.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`search`: plan the most promising legal layouts and return the best of them.
 
-A rough estimate gives the order. Every plan corrects the estimates of layouts of the same shapes. So layouts far worse than
-the best ten are never planned. The results are the numbers of `--plan`.
+A rough estimate orders the layouts. Every plan corrects the estimates of layouts of the same shapes. The search ends
+before layouts that are estimated to be much slower than the fastest plan. The results have the numbers of `--plan`.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def _local_states(config: Config, stage: StagePlan) -> int:
 
 
 def layout_as_json(found: Found) -> dict[str, Any]:
-    """Return one layout of a search: the object of `as_json`, and its overrides."""
+    """Return one layout of a search as an object: its plan, as from `as_json`, and its overrides."""
     return as_json(found.plan) | {"overrides": found.overrides}
 
 

@@ -31,9 +31,10 @@ COMPLETE = ("initial", "gradient", "parameter", "optimizer", "router", "hooked",
 class Difference:
     """The largest difference of one tensor, on one rank.
 
-    step: 0 for the initial parameters. index: in the global tensor. size: relative, as in this file's docstring. If some
-    element is on no rank, rank is -1 and `found` is NaN. digest: the numbers are digests of the whole tensor. part: the
-    rank's part of the global tensor; () if it has all of it, or if the part is unknown.
+    step: 0 for the initial parameters. index: in the global tensor. size: the difference divided by the largest
+    element of the whole tensor, or by FLOOR times the largest element of all tensors of its kind, if that is more.
+    If some element is on no rank, rank is -1 and `found` is NaN. digest: the numbers are digests of the whole
+    tensor. part: the rank's part of the global tensor; () if it has all of it, or if the part is unknown.
     """
 
     step: int

@@ -105,7 +105,7 @@ def _curve(found: list[Difference]) -> Finding:
 def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Finding:
     """Return the first differing border in execution order.
 
-    If its own input differs, too, look for the origin in the enclosing modules.
+    If the input of that border's module differs, too, look for the origin in the enclosing modules.
     """
     places = {name: number for number, name in enumerate(order)}
     outputs = {one.name: one for one in by_kind.get("output", ())}

@@ -61,10 +61,11 @@ class Outcome:
 
 @dataclass
 class Report:
-    """All results.
+    """The results of all layouts.
 
-    refused: layouts that the configuration's checks do not allow, with the reason. not_reached: systematic layouts for
-    which there was no time. smallest: the smallest layout that still shows the worst difference.
+    refused: layouts that the configuration's checks do not allow, with the reason. not_reached: number of
+    systematic layouts for which there was no time. smallest: the smallest layout that still shows the worst
+    difference.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)

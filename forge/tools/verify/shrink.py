@@ -70,7 +70,7 @@ def changed(config: Config, keys: Mapping[str, Any]) -> Config:
 def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
     """Return the small configuration for one process, and a sentence for each change that is not of sizes or data.
 
-    exact: in float64. Otherwise in the formats of the configuration.
+    exact: compute in float64; otherwise in the formats of `config`.
     """
     keys = _model(config.model) | _training(config) | _layout(config) | _left_out(config)
     if exact and (block := BLOCKS.get(config.precision.float8)):
