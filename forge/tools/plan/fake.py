@@ -62,7 +62,7 @@ def fake_ranks(rank: int, world: int) -> Iterator[None]:
 
 
 def _send(*args: Any, **kwargs: Any) -> Any:
-    """Send a message, and return work that is_completed() reports as complete at once.
+    """Send a message like `dist.isend`, but return work whose is_completed() is True at once.
 
     The fake process group never reports completion, so the sent tensor would stay allocated for the whole step.
     """

@@ -186,7 +186,7 @@ def _quantile(bins: list[int], share: float) -> float:
 
 
 def _move_routers(model: Transformer, valid: Tensor) -> dict[str, Tensor]:
-    """Update every router's state by one step, expert by expert. Return the state, under the names that `record_on_rank` uses."""
+    """Update every router's state by one step, expert by expert. Return the state, named as in `record_on_rank`."""
     moved = {}
     for layer, router in model.routers.items():
         moe, counts = router.config, router.counts.tolist()
