@@ -3,8 +3,8 @@
     python scripts/evaluate.py --checkpoint runs/debug --data data/python/validation
     python scripts/evaluate.py --checkpoint runs/debug --tasks lambada_openai,arc_easy
 
---data reports loss (nats per token), perplexity, and bits per byte of text, which compare across tokenizers.
-Every token but the first is predicted once, from the tokens before it in its window of --context tokens.
+--data reports loss (nats per token), perplexity, and bits per byte of text; only bits per byte are comparable between
+tokenizers. Every token but the first is predicted once, from the tokens before it in its window of --context tokens.
 
 --tasks needs the extra forge[eval]. --include-path names a folder with your own tasks.
 """

@@ -205,7 +205,7 @@ def _elementwise(device: torch.device, clock: Clock, largest: int) -> MeasuredRa
 
 
 def _operator_us(device: torch.device, clock: Clock, number: int = 100) -> float:
-    """Return the time of an operator on a few numbers in microseconds, as the mean of forward and backward."""
+    """Return the time in microseconds of an operator on a few numbers, as the mean of forward and backward."""
     x = torch.zeros(8, device=device, requires_grad=True)
 
     def chain() -> None:
@@ -228,7 +228,7 @@ def _clock(device: torch.device, processes: int) -> Clock:
 
 
 def _link(card: bool, size: int) -> dict[str, float]:
-    """Return latency and bandwidth of an all-reduce of two ranks, the bandwidth as that of a ring in one direction."""
+    """Time an all-reduce of two ranks. Return its latency, and the bandwidth of the link in one direction."""
     if card and torch.cuda.device_count() < 2:
         print(
             "one GPU: the link between GPUs is not measured; write it into [node] and [cluster]",

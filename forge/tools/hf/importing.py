@@ -1,4 +1,4 @@
-"""From a folder of transformers to a complete checkpoint of forge, one tensor at a time."""
+"""Import a folder of transformers as a complete checkpoint of forge, one tensor at a time."""
 
 from __future__ import annotations
 

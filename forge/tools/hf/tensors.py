@@ -33,7 +33,7 @@ class Weight:
     heads: number of heads (or experts) whose rows are paired: transformers stores the two rows of a pair as neighbours,
     forge stores the first rows of all pairs, then the second rows. 0: the same order in both. first: first paired row of a
     head; paired rows extend to the head's end.
-    rows: forge's tensor is only these rows of transformers'. transposed: the last two dimensions are swapped.
+    rows: forge's tensor is only these rows of the tensor of transformers. transposed: the last two dimensions are swapped.
     is_copy: an export writes the tensor; an import ignores it, because it reads `ours` from another tensor.
     gain: a further tensor of transformers; forge's tensor is the product of both, in float32 at least.
     """

@@ -24,9 +24,9 @@ class Remedy:
 
 
 def remedy_for(made: Plan) -> Remedy | None:
-    """Return at most MOST keys that, set one after another, make the plan `made` fit. None if no key frees memory.
+    """Return at most MOST overrides that together free memory, if possible so much that the plan `made` fits.
 
-    With all returned keys, the plan may still need too much memory.
+    None if no override frees memory.
     """
     overrides: list[str] = []
     best = made

@@ -1,12 +1,14 @@
 """`plan_stages`: plans of all stages. Equal layers are traced two or three times and multiplied.
 
-Two smaller models of different depth are traced. The memory of one layer is their difference, taken at each point of the
-step separately, because the full model may have its peak at another point than the small ones. In a long pipeline three
-ranks are traced: first, middle, last. For other ranks, each further microbatch in flight adds the memory of one microbatch.
+Two smaller models of different depth are traced. The memory of one layer is their difference, taken at each point of
+the step separately, because the full model may have its peak at another point than the small models. In a long pipeline
+three ranks are traced: first, middle, last. For other ranks, each further microbatch in flight adds the memory of one
+microbatch.
 
-With attention residuals a layer's mixes read one more stream for each earlier block. Two more traces, of the smaller model
-with two blocks instead of one, give the cost of a block and of a stream in a mix. Sums over a step, e.g. FLOPs,
-grow with both. Peaks grow with the number of blocks, because each block saves one stream.
+With attention residuals a layer's mixes read one more stream for each earlier residual block. Two more traces, of the
+smaller model with two residual blocks instead of one, give the cost of a residual block and of a stream in a mix. Sums
+over a step, e.g. FLOPs, grow with both. Peaks grow with the number of residual blocks, because each of them saves one
+stream.
 """
 
 from __future__ import annotations

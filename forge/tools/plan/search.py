@@ -211,9 +211,9 @@ def _promising(
 
 
 def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
-    """Return the config's own layout, and plain FSDP with each recomputation mode.
+    """Return the layouts of the first round: the config's own, and plain FSDP with each recomputation mode.
 
-    If none of these is legal, return the first ROUND.
+    If none of these is legal, return the first ROUND layouts of `left`.
     """
     chosen = [layout for layout in left if not layout.changes]
     for mode in MODES:

@@ -118,7 +118,7 @@ def _collectives(stage: StagePlan) -> list[dict[str, Any]]:
 
 
 def as_text(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None) -> str:
-    """Return the plan as a page of text; memory in GiB. crowded, remedy: as for `as_json`."""
+    """Return the plan as a page of text; memory in GiB. crowded: from `crowded_bytes`, remedy: from `remedy_for`."""
     degrees, worst, train = plan.degrees, plan.worst, plan.config.train
     named = {name: getattr(degrees, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
     layout = " ".join(f"{name}={value}" for name, value in named.items() if value > 1)

@@ -1,4 +1,4 @@
-"""`speed_of`: the step time from the time of each stage, along the timeline of its pipeline."""
+"""`speed_of`: compute a run's step time from the times of its stages, along the timeline of its pipeline."""
 
 from __future__ import annotations
 

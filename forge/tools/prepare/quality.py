@@ -111,9 +111,10 @@ def load_filter(path: str) -> Keep:
 
 @lru_cache(maxsize=1)
 def known_ngrams(files: tuple[str, ...], n: int, text_key: str) -> frozenset[int]:
-    """Return the n-grams of the documents of files; documents with fewer words have none.
+    """Return the n-grams of the documents in `files`. A document with fewer than `n` words has none.
 
-    Raises UserError if a file cannot be read or is skipped, because the n-grams of an unread test set would not be removed.
+    Raises UserError if a file cannot be read or is skipped, because the n-grams of an unread test set would not be
+    removed.
     """
     found: set[int] = set()
     corpus = find_corpus(files, text_key=text_key, option="--decontaminate")

@@ -131,7 +131,7 @@ def read_sweep(path: Path) -> Sweep:
 def config_of(sweep: Sweep, trial: Trial, seed: int | None = None) -> Config:
     """Return the configuration of a trial's run.
 
-    seed: of the run, by default the first. Raises UserError if it is invalid.
+    seed: of the run; None: the first seed of the sweep. Raises UserError if the configuration is invalid.
     """
     return load_config(trial.options(sweep, sweep.seeds[0] if seed is None else seed))
 

@@ -80,7 +80,7 @@ def compare_rank(
     *,
     absolute: bool = False,
 ) -> Comparison:
-    """Compare one rank's recording with the reference. absolute: do not divide differences by a size."""
+    """Compare one rank's recording with the reference. absolute: do not divide differences by the tensors' sizes."""
     result = Comparison()
     for number, (whole, step) in enumerate(zip(reference.steps, record.steps, strict=True)):
         sizes = {key: _largest(tensor) for key, tensor in whole.items()}

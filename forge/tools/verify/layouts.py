@@ -83,10 +83,7 @@ class Case:
         return to_toml(self.config(config))
 
     def smaller(self) -> Iterator[Case]:
-        """Yield layouts with one option or degree less.
-
-        First each option in turn is removed, then each degree in turn is reduced to 1 or 2.
-        """
+        """Yield all layouts with one option less, then all layouts with one degree reduced to 1 or 2."""
         degrees, options = dict(self.degrees), dict(self.options)
         for key in options:
             yield Case.of(degrees, {other: value for other, value in options.items() if other != key})

@@ -88,9 +88,9 @@ class Report:
 class Verifier:
     """Compare layouts of `config` with one process. `config` is small and describes one process.
 
-    settings: how the steps are made; this class replaces their folders. other: the layout whose checkpoint the next one
-    loads. rounded: the same configuration in its own formats, which is also compared with float64. Raises RankFailed if the
-    run of one process fails.
+    settings: how the steps are made; this class replaces their folders. other: the layout whose checkpoint the next
+    layout loads. rounded: the same configuration in its own formats instead of float64; its results are also
+    compared with those in float64. Raises RankFailed if the run of one process fails.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ def verify_against(
     bound: float,
     end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """Run `cases` here and with the forge of `checkout`, and compare the two case by case.
+    """Run `cases` with this forge and with the forge of `checkout`, and compare the two recordings of each case.
 
     Raises UserError if `checkout` has no forge, or if its run fails.
     """
