@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Average the weights of checkpoints of one model into a checkpoint of weights.
+"""Average the weights of several checkpoints of one model, and write the result as a checkpoint without optimizer state.
 
     python scripts/average.py runs/debug/checkpoints/step-00000200 runs/debug/checkpoints/step-00000300 --output mean
     python scripts/average.py runs/debug/checkpoints/step-00000300 --ema --output mean
 
-The output is a checkpoint for evaluation, export and training (checkpoint.init) like any other.
+The output can be evaluated, exported, and trained further (checkpoint.init), like any other checkpoint.
 """
 
 from __future__ import annotations

@@ -84,7 +84,10 @@ def _run(given: argparse.Namespace, world: World) -> list[str]:
 
 
 def _hardware(given: argparse.Namespace, world: World) -> Hardware | None:
-    """Return the planner's figures; None for a CPU without a file. Raises UserError without a GPU or for an unknown one."""
+    """Return the planned figures: those of --hardware, or of this process's GPU. None on a CPU without --hardware.
+
+    Raises UserError if there is no GPU, or if the planner does not know the GPU.
+    """
     named = None if given.hardware is None else find_hardware(given.hardware)
     if given.device == "cpu":
         if named and named.card:

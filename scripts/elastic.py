@@ -1,13 +1,14 @@
 #!/usr/bin/env python
 """Train on a changing set of nodes.
 
-Start the meeting, then one agent per node, with one secret for all:
+Start one meeting (the rendezvous server), then one agent per node, with one secret for all:
 
     export FORGE_RENDEZVOUS_SECRET=$(openssl rand -hex 32)
     python scripts/elastic.py meeting --port 29400
     python scripts/elastic.py agent --nodes 2:3 --processes 8 --meeting HOST:29400 -- --config 7b.toml [...]
 
-The meeting runs on any permanent machine whose ports only the nodes can reach. It needs no GPU. See docs/guides/elastic.md.
+The meeting runs on any permanent machine whose ports only the nodes can reach. It needs no GPU. See
+docs/guides/elastic.md.
 """
 
 from __future__ import annotations

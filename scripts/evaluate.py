@@ -3,8 +3,8 @@
     python scripts/evaluate.py --checkpoint runs/debug --data data/python/validation
     python scripts/evaluate.py --checkpoint runs/debug --tasks lambada_openai,arc_easy
 
---data reports loss (nats per token), perplexity, and bits per byte of text, which compare across tokenizers.
-Every token but the first is predicted once, from the tokens before it in its window of --context tokens.
+--data reports loss (nats per token), perplexity, and bits per byte of text; only bits per byte are comparable between
+tokenizers. Every token but the first is predicted once, from the tokens before it in its window of --context tokens.
 
 --tasks needs the extra forge[eval]. --include-path names a folder with your own tasks.
 """
@@ -90,7 +90,7 @@ def _open_source(path: str, given: argparse.Namespace, opened: TrainedModel) -> 
 
 
 def report(path: str, measured: Measured, as_json: bool, opened: TrainedModel) -> None:
-    """Print the loss on `path`, its perplexity and bits per byte: a line, or an object with `as_json`."""
+    """Print the loss on `path`, its perplexity and bits per byte: as a line of text or, with `as_json`, as a JSON object."""
     if as_json:
         fields = ("loss", "perplexity", "bits_per_byte", "tokens", "sequences", "text_bytes")
         record = {"data": path} | {name: getattr(measured, name) for name in fields}

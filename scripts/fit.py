@@ -119,7 +119,7 @@ def best_learning_rates(runs: list[MeasuredRun]) -> tuple[list[dict[str, float]]
 def best_batches(runs: list[MeasuredRun]) -> tuple[list[dict[str, float]], PowerLaw | None]:
     """Return the best batch, in tokens, for each pair of parameters and tokens, and the power law of these batches.
 
-    runs: at their best learning rates.
+    runs: of runs that differ only in the learning rate, only the best one.
     """
     groups: dict[tuple[float, float], list[MeasuredRun]] = defaultdict(list)
     for run in runs:

@@ -66,9 +66,10 @@ def main(argv: list[str]) -> int:
 
 
 def measure(threads: int, computing: int = 1, *, tiny: bool = False) -> dict[str, Any]:
-    """Return the keys of a hardware file.
+    """Measure this machine and return the keys of a hardware file.
 
-    computing: number of processes that compute at the same time; threads: of each of them.
+    threads: number of threads of a process. computing: number of processes that compute at the same time. tiny: use
+    toy sizes, which give no usable rates.
     """
     torch.set_num_threads(threads)
     card = torch.cuda.is_available()
@@ -164,7 +165,10 @@ def _in_turns(shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.
 
 
 def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> MeasuredRates:
-    """Time causal attention of 8 heads of 64, forward and backward: 2 and 5 products over half the scores."""
+    """Time causal attention of 8 heads of 64, forward and backward, for growing sequences.
+
+    A call counts 7 products over half the scores: 2 in forward and 5 in backward.
+    """
     found = []
     seq = 32
     while seq <= largest:
@@ -201,7 +205,7 @@ def _elementwise(device: torch.device, clock: Clock, largest: int) -> MeasuredRa
 
 
 def _operator_us(device: torch.device, clock: Clock, number: int = 100) -> float:
-    """Return the time of an operator on a few numbers in microseconds, as the mean of forward and backward."""
+    """Return the time in microseconds of an operator on a few numbers, as the mean of forward and backward."""
     x = torch.zeros(8, device=device, requires_grad=True)
 
     def chain() -> None:
@@ -224,7 +228,7 @@ def _clock(device: torch.device, processes: int) -> Clock:
 
 
 def _link(card: bool, size: int) -> dict[str, float]:
-    """Return latency and bandwidth of an all-reduce of two ranks, the bandwidth as that of a ring in one direction."""
+    """Time an all-reduce of two ranks. Return its latency, and the bandwidth of the link in one direction."""
     if card and torch.cuda.device_count() < 2:
         print(
             "one GPU: the link between GPUs is not measured; write it into [node] and [cluster]",

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
 
 
 def draw(path: Path, mark: float) -> str:
-    """Draw the largest load of each layer by step, and below it maps of the load of every expert, as SVG."""
+    """Draw as SVG: the largest load in each layer as curves over steps, and below them maps of the load of every expert."""
     from forge.tools.report.inside import expert_pictures  # needs matplotlib
 
     pictures = expert_pictures(read_run(path), levels=[(f"{mark:g}", mark)])

@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """Draw a plan as SVG images: memory over one step and, for a pipeline, its timeline.
 
-python train.py --config 7b --plan --world-size 64 --hardware h100 --json > plan.json
-python scripts/plot_plan.py --plan plan.json --output drawings
+    python train.py --config 7b --plan --world-size 64 --hardware h100 --json > plan.json
+    python scripts/plot_plan.py --plan plan.json --output drawings
 
-Writes memory.svg for the rank that needs most memory: the most live bytes in each part of a step, over all microbatches, by
-kind. For a pipeline it also writes pipeline.svg: the actions of each rank over time. Needs the extra forge[report].
+Writes memory.svg for the rank that needs most memory: for each part of a step, the largest number of live bytes over
+all microbatches, by kind. For a pipeline it also writes pipeline.svg: the actions of each rank over time. Needs the
+extra forge[report].
 """
 
 from __future__ import annotations
@@ -92,7 +93,10 @@ def draw_memory(plan: dict[str, Any]) -> str:
 
 
 def _places(peaks: Sequence[dict[str, Any]]) -> list[float]:
-    """Return a position for each peak: submodules in order, layers at their numbers even if some are missing."""
+    """Return a horizontal position for each peak.
+
+    The distance of neighbours is 1, or the difference of their numbers if both are layers.
+    """
     places: list[float] = []
     previous: int | None = None
     for peak in peaks:

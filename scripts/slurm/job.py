@@ -1,10 +1,8 @@
-"""One job run for train.sbatch.
+"""Make one job run for train.sbatch: check the configuration, start the workers, and requeue the job if that may help.
 
-It checks the configuration, starts the workers, and requeues the job if another job run may help.
+elastic.sbatch calls this program after a stop, to decide whether to requeue.
 
-elastic.sbatch calls it after a stop, to decide whether to requeue.
-
-On a login node this checks a configuration for 64 processes, and trains nothing:
+On a login node this command checks a configuration for 64 processes, and trains nothing:
 
     python scripts/slurm/job.py check 64 --config 7b.toml [--section.key=value ...]
 """

@@ -65,7 +65,7 @@ class Node:
 
 
 def layouts(argv: Sequence[str], node: Node) -> dict[int, str]:
-    """Return number of nodes -> layout of the run.
+    """Return a text that describes the run's layout, for each possible number of nodes.
 
     Raises UserError if the config is invalid or a number of nodes has no layout.
     """
@@ -141,9 +141,10 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
 
 
 class _Agent(LocalElasticAgent):
-    """PyTorch's agent, except that it kills the ranks of a round with a lost member.
+    """PyTorch's elastic agent, except that it kills this node's ranks if another node is lost, instead of stopping them.
 
-    They wait for that member, so they cannot save.
+    Ranks save before they stop. After the loss of a node, the remaining ranks wait in a collective for its ranks,
+    so they cannot save.
     """
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -153,9 +154,10 @@ class _Agent(LocalElasticAgent):
 
 
 def exit_code_at_end(argv: Sequence[str]) -> int:
-    """Return the exit code of a successful run: 75 if it was stopped, e.g. by `resilience.time_limit_s`, else 0.
+    """Return this agent's exit code after all ranks ended with 0: 75 if the run was stopped before its last step, else 0.
 
-    The ranks ended with 0 in both cases, because PyTorch's agent restarts ranks that end with another code.
+    Stopped ranks, e.g. by `resilience.time_limit_s`, end with 0, too, because PyTorch's agent restarts ranks that
+    end with another code. The run's status.json tells the two cases apart.
     """
     state = read_object(_directory(argv).status).get("state")
     return STOPPED if state == "stopped" else FINISHED
@@ -191,9 +193,9 @@ def _is_over(store: dist.Store) -> bool:
 
 
 def _share_clock(offset_s: float) -> None:
-    """Let PyTorch's rendezvous read the meeting's clock.
+    """Let PyTorch's rendezvous on this node use the meeting's clock, which is `offset_s` ahead of this node's clock.
 
-    It compares time stamps of nodes, and the nodes' clocks may differ by hours.
+    The rendezvous compares time stamps of different nodes, whose clocks may differ by hours.
     """
 
     def now(zone: tzinfo | None = None) -> datetime:

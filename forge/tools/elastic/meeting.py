@@ -1,8 +1,8 @@
 """The agents' rendezvous server: a small process that outlives every node of a run, and the clock of all nodes.
 
-PyTorch's rendezvous keeps its state in one store. By default the first node's agent holds it, and it is lost with that
-agent. `Meeting` holds the store in a separate process. It also publishes its time there: agents detect dead agents by time
-stamps, and the clocks of machines may differ.
+PyTorch's rendezvous keeps its state in one store. By default the first node's agent holds the store, so the state is
+lost with that agent. `Meeting` holds the store in a separate process. It also publishes its time in the store: agents
+detect dead agents by time stamps, and the clocks of machines may differ.
 """
 
 from __future__ import annotations

@@ -30,8 +30,9 @@ POLL_S, PATIENT_S = 0.5, 10.0
 class Rendezvous(DynamicRendezvousHandler):
     """The rendezvous of one agent with the others. A round is a rendezvous and the work of its members until the next one.
 
-    PyTorch removes a silent member but leaves the other members' ranks alone: they wait for the lost ranks in a collective,
-    until the watchdog ends them. Here a lost member makes the agents of its round meet again, as a new node does.
+    PyTorch removes a silent member but leaves the other members' ranks alone: they wait for the lost ranks in a
+    collective, until the watchdog ends them. This class also ends the round when a member is lost: its agents meet
+    again, as they do when a new node arrives.
     """
 
     _lost_after_s: int
@@ -68,11 +69,11 @@ class Rendezvous(DynamicRendezvousHandler):
         return handler
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other agents, then wait until no rank of an earlier round holds the run directory.
+        """Meet the other agents, then wait until no rank of an earlier round holds the lock of the run directory.
 
-        Every agent of this round has ended its ranks. So either a lost member's rank still holds the lock, or the file
-        system has not noticed that rank's death yet. In the first round the lock belongs to another run, and rank 0 refuses
-        to start.
+        All agents that meet have ended their own ranks. So only a rank of a lost node can hold the lock: it is
+        still running, or the file system has not noticed its death yet. The first round does not wait: a lock
+        held then belongs to another run, and rank 0 refuses to start.
         """
         deadline = time.monotonic() + self._patience_s
         while True:
@@ -82,7 +83,7 @@ class Rendezvous(DynamicRendezvousHandler):
                 return info
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of nodes that end this round: nodes waiting to join, and 1 for lost members."""
+        """Return a number above 0 if this round must end: the number of nodes waiting to join, plus 1 if a member is lost."""
         return super().num_nodes_waiting() + self.has_lost_member()
 
     def has_lost_member(self) -> bool:
@@ -102,7 +103,10 @@ class Rendezvous(DynamicRendezvousHandler):
         )
 
     def _is_free(self, deadline: float) -> bool:
-        """Wait for the run directory's lock. Return False if the members change meanwhile and must meet again."""
+        """Wait until the lock of the run directory is free, and return True.
+
+        Return False earlier if a node arrives or is lost, so that the agents must meet again.
+        """
         speak_at = time.monotonic() + PATIENT_S
         while holder := self._holder():
             now = time.monotonic()

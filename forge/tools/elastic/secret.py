@@ -1,6 +1,6 @@
-"""Signatures of everything that agents read from the rendezvous.
+"""Signatures of all values that agents read from the rendezvous store.
 
-They are needed because PyTorch unpickles the state in the rendezvous store.
+PyTorch unpickles the state in that store, so an unsigned value could run code on every node.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _MAC_BYTES = 32
 
 
 def read_secret(host: str, port: int, environment: Mapping[str, str] = os.environ) -> bytes:
-    """Return the secret of the run whose meeting is at `host`:`port`.
+    """Return the secret of the run whose meeting is at `host`:`port`: the value of the environment variable VARIABLE.
 
-    Without the environment variable, a meeting on a loopback address has its own secret, which `make_local_secret` has
+    Without that variable, a meeting on a loopback address has a secret of its own, which `make_local_secret` has
     written to a file for this user. Raises UserError (exit 2) if there is no secret.
     """
     if secret := environment.get(VARIABLE, ""):

@@ -100,7 +100,7 @@ LAYER = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One class of transformers: the keys and names in which it differs from the tables above."""
+    """One class of transformers: the config keys and tensor names in which it differs from the tables of this file."""
 
     name: str
     model_type: str

@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder that transformers loads, one tensor at a time."""
+"""Export a checkpoint to a folder that transformers loads, one tensor at a time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Read float8 weights with a scale for each block, the published format of DeepSeek-V3 (arXiv:2412.19437, 3.3).
 
 A weight is two tensors: `X.weight` `[out, in]` in float8 (four bits of exponent, three of mantissa), and
-`X.weight_scale_inv` in float32, the factor of each block of `weight_block_size` rows and columns; the last blocks
-may be smaller. The products are rounded to bfloat16, as in the program published with the weights.
+`X.weight_scale_inv` in float32, which has one factor for each block of the weight. A block has `weight_block_size` rows
+and columns; the last blocks may be smaller. Each element times its factor is rounded to bfloat16, as in the program
+published with the weights.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SCALES = "_scale_inv"
 
 
 class Scaled(NamedTuple):
-    """A weight `[out, in]` and the sizes of its blocks; has the methods of `Stored`."""
+    """A float8 weight `[out, in]` with its factors and the sizes of its blocks; has the methods of `Stored`."""
 
     numbers: Stored
     scales: Stored

@@ -1,11 +1,12 @@
-"""Tensors of transformers laid out differently from most classes: Qwen3-Next and gpt-oss.
+"""Names and layouts of the tensors in which Qwen3-Next and gpt-oss differ from most classes of transformers.
 
-A tensor of Qwen3-Next may hold rows of several of forge's tensors. The projection to queries and gates has, for each head,
-the rows of the queries and then the rows of the gate. Linear attention has all its projections in two tensors. The first
-has for each key head the rows of queries, keys, values and output gates. The second has for each key head the rows of
-strength and decay.
+A tensor of Qwen3-Next may hold rows of several of forge's tensors. The projection to queries and gates has, for each
+head, the rows of the queries and then the rows of the gate. Linear attention has all its projections in two tensors.
+The first has, for each key head, the rows of queries, keys, values and output gates. The second has, for each key head,
+the rows that give the write strength (beta) and the decay.
 
-gpt-oss has one tensor per projection for all experts, with inputs before outputs, and with rows of gate and up alternating.
+gpt-oss has one tensor per projection for all experts, with inputs before outputs, and with rows of gate and up
+alternating.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ class HFPlace(NamedTuple):
 
 
 def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
-    """Return forge's tensor name below `layers.N` -> position in gpt-oss, for one layer's tensors that differ."""
+    """Return a dict from forge's tensor names below `layers.N` to places in gpt-oss, for one layer.
+
+    It has only the tensors with another layout than in most classes of transformers.
+    """
     found = {"attention.sinks.weight": HFPlace("self_attn.sinks", (model.n_heads,))}
     if not model.has_experts(layer) or model.moe is None:
         return found
@@ -68,7 +72,10 @@ def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
 
 
 def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
-    """Return forge's tensor name below `layers.N` -> position in Qwen3-Next, for one layer's tensors that differ."""
+    """Return a dict from forge's tensor names below `layers.N` to places in Qwen3-Next, for one layer.
+
+    It has only the tensors with another layout than in most classes of transformers.
+    """
     linear = model.linear_attention
     if model.kind_of(layer) != "linear" or linear is None:
         if model.attention_gate != "element":

@@ -1,4 +1,4 @@
-"""From a folder of transformers to a complete checkpoint of forge, one tensor at a time."""
+"""Import a folder of transformers as a complete checkpoint of forge, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_
 def _dequantized(
     stored: dict[str, Stored], values: dict[str, Any], source: Path
 ) -> tuple[Mapping[str, Stored | Blocks | Scaled], dict[str, Any]]:
-    """Return `stored` with each quantized weight as one tensor, and `values` without a storage format.
+    """Return `stored` with each quantized weight as one tensor, and `values` without quantization_config.
 
-    values: the content of the config.json `source`. Raises UserError for a format that forge cannot read.
+    values: the content of the config.json `source`. Raises UserError for a quantization that forge cannot read.
     """
     quantization = values.get("quantization_config")
     if not isinstance(quantization, dict):
@@ -147,11 +147,10 @@ def _config(
     dtype: torch.dtype,
     tokenizer: bool,
 ) -> Config:
-    """Return the config.toml of the imported checkpoint.
+    """Return the config of the imported checkpoint: its model, its tokenizer, and placeholders for the other required keys.
 
-    It has the checkpoint's model, and the other keys that a valid config.toml needs. It names no data files.
-
-    precision.compute is `dtype`, the embedding's, as in transformers; float32 for float16, which forge does not support.
+    The data are synthetic. precision.compute is the embedding's dtype `dtype`, as in transformers, except that
+    float16 becomes float32, because forge does not support float16.
     """
     longest = values.get("max_position_embeddings")
     if type(longest) is not int or longest < 1:
@@ -179,10 +178,7 @@ def _match(
     stored: Mapping[str, Stored | Blocks | Scaled],
     ignored: tuple[str, ...],
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of every tensor of forge by name.
-
-    Check that all tensors of transformers exist with the right shape.
-    """
+    """Check that all tensors of transformers exist with the right shape. Return forge's tensor names with their dtypes."""
     problems: list[str] = []
     dtypes: dict[str, torch.dtype] = {}
     for weight in weights:

@@ -1,9 +1,9 @@
 """Kimi K3's config.json and tensors; no class of transformers describes them.
 
 Names and shapes follow copies of config.json of moonshotai/Kimi-K3 (f831ab66), a checkpoint generator written for vLLM
-and a test of lightllm. Its weight index was not read. The text model is below `text_config` and `language_model.`. The
-published experts are packed in MXFP4 by compressed-tensors (`weight_packed`, `weight_scale`). forge refuses those; this
-table is for folders in bfloat16.
+and a test of lightllm. They were not compared with the weight index of the published checkpoint. The text model is
+below `text_config` and `language_model.`. The published experts are packed in MXFP4 by compressed-tensors
+(`weight_packed`, `weight_scale`). forge refuses packed experts; this table is for folders in bfloat16.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_linear(model: ModelConfig) -> dict[str, Any]:
-    """Return the numbers, from 1, of the linear-attention layers and of the others, and the bound of decays."""
+    """Return keys of config.json: the layers of linear attention, those of other attention, and the bound of decays.
+
+    Layers are numbered from 1.
+    """
     kinds = [model.kind_of(layer) for layer in range(model.n_layers)]
     bound = model.linear_attention.decay_bound if model.linear_attention else 0.0
     return {
@@ -56,7 +59,11 @@ def write_linear(model: ModelConfig) -> dict[str, Any]:
 
 
 def k3_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
-    """Return forge's tensor name below `layers.N` -> position, for one linear-attention layer's tensors that differ."""
+    """Return a dict from forge's tensor names below `layers.N` to places in Kimi K3, for one layer.
+
+    It has only tensors of linear attention with another layout than in most classes of transformers. It is empty
+    for a layer without linear attention.
+    """
     linear = model.linear_attention
     if model.kind_of(layer) != "linear" or linear is None:
         return {}

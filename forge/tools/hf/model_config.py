@@ -1,4 +1,4 @@
-"""[model] of forge <-> config.json of transformers.
+"""Convert [model] of forge into config.json of transformers, and back.
 
 An architecture supports a model if a round trip through its config.json changes no key of [model].
 """
@@ -211,7 +211,10 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
 
 
 def _flat(model: ModelConfig) -> dict[str, Any]:
-    """Return dotted keys below [model] -> values. The weight of a single expert is never normalised, as in transformers."""
+    """Return the keys below [model], with dots, and their values.
+
+    moe.normalize_top_k is False if each token has one expert: transformers does not normalise its weight.
+    """
     tables = ("mla", "moe", "linear_attention")
     flat = {key: getattr(model, key) for key in ModelConfig.model_fields if key not in tables}
     if (linear := model.linear_attention) is not None:
@@ -249,7 +252,10 @@ def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_dense(config: ConfigJson, n_layers: int) -> tuple[int, int]:
-    """Return n_dense_layers and moe.every. Raises UserError if no values of both describe the layers with experts."""
+    """Return the values of n_dense_layers and moe.every that describe which layers have experts in a config.json.
+
+    Raises UserError if no values describe these layers.
+    """
     key = config.architecture.keys.get("moe.n_dense_layers")
     if key == "mlp_only_layers":
         without, step = config[key] or [], config["decoder_sparse_step"]

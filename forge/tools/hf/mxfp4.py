@@ -1,8 +1,8 @@
 """Read weights in MXFP4, the published format of gpt-oss's experts (OCP Microscaling Formats 1.0, 2023).
 
-A weight is two tensors of bytes. `X_blocks` `[experts, out, in / 32, 16]` has two 4-bit numbers per byte, the first in the
-low half. `X_scales` `[experts, out, in / 32]` has the exponent of each block's factor, plus 127. Every product is exactly a
-bfloat16 number.
+A weight is two tensors of bytes. `X_blocks` `[experts, out, in / 32, 16]` has two 4-bit numbers per byte, the first in
+the low half. `X_scales` `[experts, out, in / 32]` has the exponent of each block's factor, plus 127. Each number times
+its factor is exactly representable in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Blocks(NamedTuple):
-    """A weight `[experts, in, out]`, transposed as in transformers' other formats; has the methods of `Stored`."""
+    """An MXFP4 weight, read as `[experts, in, out]`, transposed as in unquantised folders. Has the methods of `Stored`."""
 
     blocks: Stored
     scales: Stored

@@ -33,7 +33,7 @@ class Weight:
     heads: number of heads (or experts) whose rows are paired: transformers stores the two rows of a pair as neighbours,
     forge stores the first rows of all pairs, then the second rows. 0: the same order in both. first: first paired row of a
     head; paired rows extend to the head's end.
-    rows: forge's tensor is only these rows of transformers'. transposed: the last two dimensions are swapped.
+    rows: forge's tensor is only these rows of the tensor of transformers. transposed: the last two dimensions are swapped.
     is_copy: an export writes the tensor; an import ignores it, because it reads `ours` from another tensor.
     gain: a further tensor of transformers; forge's tensor is the product of both, in float32 at least.
     """
@@ -58,7 +58,10 @@ class Weight:
         return self.shape if self.rows is None and not self.transposed else self.their_shape
 
     def split(self, ours: Tensor) -> list[Tensor]:
-        """Return theirs, each `[their_shape]`, from ours `[shape]`: views, or copies if elements are reordered."""
+        """Return the tensors of transformers, each `[their_shape]`, that make up `ours` `[shape]`, forge's tensor.
+
+        They are views, or copies if elements are reordered.
+        """
         if self.heads:
             ours = self._with_pairs(ours, 2, -1)
         if self.transposed:
@@ -66,7 +69,7 @@ class Weight:
         return list(ours.reshape(len(self.theirs), *self.their_shape).unbind())
 
     def joined(self, out: Tensor) -> Tensor:
-        """Convert `out` `[read_shape]`, the tensors in `theirs` one after another, to forge's tensor `[shape]`."""
+        """Return forge's tensor `[shape]`, made from `out` `[read_shape]`, the tensors in `theirs` one after another."""
         if self.rows is not None:
             return self.rows.of(out, self.shape)
         if self.transposed:
@@ -180,7 +183,10 @@ def their_tensors(weights: list[Weight], read: Callable[[Weight], Tensor]) -> It
 def _parameter(
     model: ModelConfig, architecture: Architecture, name: str, shape: tuple[int, ...], prefix: str, inner: str
 ) -> Iterator[Weight]:
-    """Yield the Weight of parameter `name` in module `inner` of a layer, then extra tensors of transformers beside it."""
+    """Yield the Weight of parameter `name` in module `inner` of a layer.
+
+    Also yield Weights for tensors next to it that transformers has and forge lacks, e.g. a bias of zeros.
+    """
     leaf = name.rpartition(".")[2]
     theirs = f"{prefix}.{(LAYER | dict(architecture.layer))[inner]}"
     heads, first = _rotated(model).get(inner, (0, 0)) if architecture.interleaved_rope else (0, 0)

@@ -38,10 +38,10 @@ _ALSO_COPIED = ("added_tokens.json", "chat_template.jinja")
 def export_files(folder: Path) -> dict[str, bytes]:
     """Return name -> content of files for AutoTokenizer, with the same ids as forge's tokenizer in `folder`.
 
-    One difference remains: if a text spells a special token, AutoTokenizer encodes the spelling as that token. A text
-    begins with the begin token of documents, if there is one. A tokenizer.json is changed only if it adds another begin
-    token than forge. Raises UserError for a SentencePiece model that tokenizer.json cannot express. Returns nothing for a
-    folder without a tokenizer.
+    One difference remains: if a text spells a special token, AutoTokenizer encodes the spelling as that token.
+    Texts begin with the token that begins documents, if there is one. A tokenizer.json is changed only if it begins
+    texts with another token than forge does. Raises UserError for a SentencePiece model that tokenizer.json cannot
+    express. Returns nothing for a folder without a tokenizer.
     """
     if (folder / BYTES_FILE).is_file():
         return _files(*_bytes()) | {BYTES_FILE: (folder / BYTES_FILE).read_bytes()}

@@ -29,12 +29,11 @@ def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
     ema: average the checkpoints' weight averages (`optimizer.ema`) instead of their weights. State that is not
     learned, e.g. a router's bias, has no weight average. Its values are averaged directly.
 
-    Sums are float64, results have the dtypes of the last checkpoint. The last
-    checkpoint's config, tokenizer and router counters are copied.
-    Each checkpoint is verified before it is read.
+    Sums are float64. Results have the dtypes of the last checkpoint. The last checkpoint's config, tokenizer and
+    router counters are copied. Each checkpoint is verified before it is read.
 
-    Raises UserError if a folder is not a checkpoint, is damaged (exit 77) or lacks weight averages, if the models differ,
-    or if `output` exists.
+    Raises UserError if a folder is not a checkpoint, is damaged (exit 77) or lacks weight averages, if the models
+    differ, or if `output` exists.
     """
     if output.exists():
         raise UserError(f"{output}: exists already; choose another folder or remove it")

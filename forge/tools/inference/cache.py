@@ -76,9 +76,9 @@ class CachedScores:
         return logits
 
     def _read(self, tokens: Tensor, places: Places | None, last: Tensor) -> Tensor:
-        """Return logits `[texts, vocab]` at index `last` `[texts]` of tokens `[texts, seq]`.
+        """Run the model and return the logits `[texts, vocab]` at index `last` `[texts]` of tokens `[texts, seq]`.
 
-        places None: the tokens are whole texts.
+        places: the positions of the tokens, one new token per text; None: `tokens` are whole texts.
         """
         for layer in self._layers:
             layer.places, layer.last = places, last
@@ -117,9 +117,10 @@ class _LayerCache:
     def attend_latent(
         self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
     ) -> Tensor:
-        """See `LatentAttention`. Stores the latents. One query per text attends to them directly (absorbed projections).
+        """Attend like `LatentAttention` and cache the latents.
 
-        In a float8 block format, the latents are expanded into keys and values instead.
+        One query per text attends to the cached latents directly (absorbed projections). In a float8 block
+        format, the latents are expanded into keys and values instead.
         """
         latent, key = (kept.squeeze(1) for kept in self._kept(latent.unsqueeze(1), key.unsqueeze(1)))
         # In float8 the up-projection quantises latents and weights, as in training: it is not absorbed.

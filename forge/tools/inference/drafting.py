@@ -159,7 +159,10 @@ class _Hidden(nn.Module):
 
 
 def _back_to(place: int, caches: list[Any]) -> int:
-    """Return the last position, at most `place`, from which all of `caches` can continue. All have read the same tokens."""
+    """Return the last position, at most `place`, from which every cache in `caches` can continue.
+
+    All caches must have read the same tokens.
+    """
     for cache in caches:
         place = cache.back_to(place)
     return place

@@ -117,8 +117,9 @@ def _text_bytes(
 def _decoded_bytes(source: Source, tokenizer: Tokenizer, first: int, last: int, masked: bool) -> int:
     """Return the bytes of the text of tokens first + 1 ... last, decoded document by document.
 
-    With `masked` the first token of a document is not a label, so it is left out. If token `first` is in the same document,
-    it is decoded too and its bytes are subtracted: tokenizers drop a space at the start of a text.
+    With `masked` the first token of a document is not a label, so it is left out. If token `first` is in the same
+    document as token first + 1, both are decoded together and the bytes of token `first` are subtracted: tokenizers
+    drop a space at the start of a text.
     """
     total = 0
     document: list[int] = []

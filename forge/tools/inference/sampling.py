@@ -128,7 +128,7 @@ class TextStream:
         self.text = ""
 
     def add(self, token: int) -> str:
-        """Return the text that is final with this token; may be empty."""
+        """Add a token, and return the text that has become final; it may be empty."""
         self._waiting.append(token)
         new = self._new_text()
         return "" if not new or new.endswith("\ufffd") else self._emit(new)

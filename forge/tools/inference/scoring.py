@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens. The model's loss is replaced during one forward."""
+"""Log-probabilities of given tokens: a forward in which another module replaces the model's loss and returns them."""
 
 from __future__ import annotations
 

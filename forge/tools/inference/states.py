@@ -23,9 +23,9 @@ class Places(NamedTuple):
 class StateCache:
     """The `Recurrence` of one layer, with a cached state for each text of a batch. The caller sets `places` and `last`.
 
-    places None: forward reads whole texts, padded at the end, and caches the state after the last token of each. Otherwise
-    forward reads one token per text, at `places`, and advances the cached states. The state of a text without a new token
-    stays.
+    places None: forward reads whole texts, padded at the end, and caches the state after the last token of each.
+    Otherwise forward reads one token per text, at `places`, and advances the cached states. The state of a text
+    without a new token does not change.
 
     last: position of each text's last token, int64 `[texts]`; needed for whole texts.
     """

@@ -67,7 +67,10 @@ def evaluate_tasks(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return task or group -> metric -> value, under lm-eval's own names. Ranks whose LOCAL_RANK is not 0 get {}."""
+    """Run the tasks with `scorer`; return task or group -> metric -> value, under lm-eval's own names.
+
+    Ranks whose LOCAL_RANK is not 0 get {}.
+    """
     found = simple_evaluate(
         scorer,
         tasks=list(tasks),

@@ -20,11 +20,12 @@ log = logging.getLogger(__name__)
 class TextSamples(Hook):
     """Writes a text after `evaluate.sample_prompt` every `evaluate.sample_interval` steps, if the data has a tokenizer.
 
-    An empty prompt needs a token that begins or ends a document. Without such a token, one warning at the start replaces
-    all samples.
+    An empty prompt needs a token that begins or ends a document. Without such a token, one warning at the start
+    replaces all samples.
 
-    An error on all ranks costs a warning, not the run. A rank that fails alone waits for the others until the watchdog ends
-    them all. If it continued, its next collective would be matched with a different collective of the others.
+    An error on all ranks costs a warning, not the run. A rank that fails alone waits for the others until the
+    watchdog ends all ranks. If the failed rank continued, its next collective would be matched with a different
+    collective of the others.
     """
 
     def __init__(self, trainer: Trainer):
@@ -57,7 +58,10 @@ class TextSamples(Hook):
 
 
 def write_sample(trainer: Trainer, tokenizer: Tokenizer, prompt: list[int], step: int) -> str:
-    """Return the prompt, at least one id, and the model's continuation. Collective: all ranks draw the same tokens."""
+    """Return the text of the prompt and of the model's continuation. prompt: at least one token id.
+
+    Collective: all ranks draw the same tokens.
+    """
     config, model = trainer.config, trainer.model
     steps = generate(
         recomputed(lambda tokens: model.logits(tokens.to(trainer.device)), config.train.seq_len),

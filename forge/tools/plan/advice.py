@@ -17,16 +17,16 @@ MOST = 5
 
 @dataclass(frozen=True)
 class Remedy:
-    """Overrides that free memory, and the largest need of any rank with all of them."""
+    """Overrides that free memory, and the bytes that the rank with the largest need still needs with all of them."""
 
     overrides: list[str]
     needed: int
 
 
 def remedy_for(made: Plan) -> Remedy | None:
-    """Return at most MOST keys that, set one after another, make the plan `made` fit. None if no key frees memory.
+    """Return at most MOST overrides that together free memory, if possible so much that the plan `made` fits.
 
-    With all returned keys, the plan may still need too much memory.
+    None if no override frees memory.
     """
     overrides: list[str] = []
     best = made

@@ -56,7 +56,7 @@ class PlannedAttention(SdpaAttention):
 class PlannedGathered(AllGatherAttention):
     """All-gather attention for plans.
 
-    Its table depends on positions, so it is made with real values instead of fake tensors.
+    The mask's table depends on the tokens' positions, so it is made with real positions instead of fake tensors.
     """
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
@@ -65,7 +65,10 @@ class PlannedGathered(AllGatherAttention):
 
 
 class PlannedRing(RingAttention):
-    """Ring attention for plans. Its table depends on positions, so it is made with real values instead of fake tensors."""
+    """Ring attention for plans.
+
+    The mask's table depends on the tokens' positions, so it is made with real positions instead of fake tensors.
+    """
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         with _disable_current_modes():
@@ -80,7 +83,7 @@ def visible_scores(window: int, _documents: Any, queries: Tensor, keys: Tensor) 
 
 
 class PlannedKernel(FlexKernel):
-    """The kernel of a ring step for plans. A block's table is its number of visible scores."""
+    """The attention kernel of one step of ring attention, for plans. A block's table is its number of visible scores."""
 
     make_table = staticmethod(visible_scores)
 

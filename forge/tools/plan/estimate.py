@@ -1,9 +1,9 @@
 """Estimate the time of a step: a roofline over the traced operators, and the links of collectives.
 
 An operator takes the longer of two times: its FLOPs at the GPU's peak, and its bytes at the memory bandwidth. Keys of
-`Hardware` give the reached shares of these peaks; docs/internals/plan-accuracy.md names the published runs to which they
-were fitted. Collectives in the background are hidden behind computation as long as there is any, and slow it down. On a CPU
-they are not hidden, because the same cores move the bytes and compute.
+`Hardware` give the reached shares of these peaks; docs/internals/plan-accuracy.md names the published runs to which
+they were fitted. Background collectives are hidden up to the time of the computation that runs beside them, and slow
+this computation down. On a CPU they are not hidden, because the same cores move the bytes and compute.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ def fake_ranks(rank: int, world: int) -> Iterator[None]:
 
 
 def _send(*args: Any, **kwargs: Any) -> Any:
-    """Send a message and report it as complete.
+    """Send a message like `dist.isend`, but return work whose is_completed() is True at once.
 
-    The fake group never reports that, so the tensor would live for the whole step.
+    The fake process group never reports completion, so the sent tensor would stay allocated for the whole step.
     """
     work: Any = dist.isend(*args, **kwargs)
     return SimpleNamespace(wait=work.wait, is_completed=lambda: True)
@@ -128,7 +128,10 @@ class FakeRank:
         return sum(len(buffer.buckets) for buffer in buffers)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Return the bytes of host memory for this rank's asynchronous save, and of its whole tensors in a checkpoint."""
+        """Return two numbers of bytes: host memory for this rank's asynchronous save, and its tensors in a checkpoint.
+
+        The second counts whole tensors, although other ranks hold shards of the same tensors.
+        """
         host = whole = 0
         for name, (shard, values) in all_tensors(self.model, self.optimizer).items():
             host += local(values).nbytes if writes(name, shard) else 0
@@ -162,7 +165,10 @@ class FakeRank:
             del batch
 
     def batch_bytes(self, microbatches: int) -> int:
-        """Return the bytes of these microbatches' tokens, and of this rank's part of each. Both live for a whole step."""
+        """Return the bytes of the tokens of `microbatches` microbatches, together with this rank's part of each.
+
+        The batch and the parts of its microbatches stay allocated for a whole step.
+        """
         with self._fake:
             batch = self._batch(1)
             (whole,) = batch.microbatches(self.model.micro_batch_size)

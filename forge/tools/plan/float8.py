@@ -38,7 +38,7 @@ def products_in_float8(config: Config, hardware: Hardware) -> set[str]:
 
 
 def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
-    """Yield notes on float8 for the report: emulated products, unconverted layers, memory left out."""
+    """Yield notes on float8 for the report: emulated products, unconverted layers, and memory that the plan leaves out."""
     recipe = config.precision.float8
     if recipe == "none":
         return
@@ -78,7 +78,8 @@ def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
 class PlainProducts:
     """`Products` of the unquantised operands, with the shapes and operators of `precision.compute`, for fake tensors.
 
-    A weight gathered as codes has no values in `precision.compute`; a tensor without memory replaces it.
+    A weight that is gathered as float8 codes does not exist in `precision.compute`, so a tensor without memory
+    replaces it.
     """
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:

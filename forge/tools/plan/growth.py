@@ -86,7 +86,10 @@ def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None
 
 
 def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, int, bool]]:
-    """Return the collectives of the whole model. whole: as in `whole_plan`. Attention residuals add no collective."""
+    """Return the collectives of the whole model.
+
+    whole: its number of buckets; None if the engine has none. Attention residuals add no collective.
+    """
     small, large, steps = growths[0].small, growths[0].large, growths[0].steps
 
     def number(before: int, after: int) -> int:
@@ -153,7 +156,7 @@ def _time(large: StepTime, growths: list[tuple[StepTime, StepTime, float]]) -> S
 
 
 def with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
-    """Return the plan `one` with this many more microbatches in flight, each of `size` bytes."""
+    """Return the plan `one` with `microbatches` more microbatches in flight, each of which keeps `size` bytes."""
     peaks = dict(one.peaks)
     for place, peak in one.peaks.items():
         if place[0] in ("forward", "backward"):
@@ -170,7 +173,7 @@ def with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
 
 
 def with_update(one: StagePlan, update: StagePlan) -> StagePlan:
-    """Return the plan `one`, which was traced without the optimizer's part of a step, plus `update`, that part."""
+    """Return the plan `one`, traced without the optimizer's part of a step, plus `update`, a plan of that part alone."""
     one = with_more(one, 1, update.kept)
     peaks, flops = dict(one.peaks), Counter(one.flops)
     for place, peak in update.peaks.items():
@@ -185,7 +188,7 @@ def with_update(one: StagePlan, update: StagePlan) -> StagePlan:
 def _of_other_sizes(
     traced: StagePlan, fixed: Mapping[Any, int]
 ) -> dict[tuple[str, str, bool], tuple[int, int]]:
-    """Return (axis, kind, hideable) -> (calls, bytes), without the calls in `fixed`."""
+    """Return (axis, kind, hideable) -> (calls, bytes) of those collectives in `traced` that are not keys of `fixed`."""
     found: dict[tuple[str, str, bool], tuple[int, int]] = defaultdict(lambda: (0, 0))
     for key, number in traced.collectives.items():
         if key not in fixed:

@@ -83,7 +83,7 @@ class Hardware(Section):
         return round(self.reserved_gib * GIB)
 
     def reached(self, kind: str, dtype: str) -> float:
-        """Return the reached share of the peak, for operators of this kind of `Work`."""
+        """Return the share of the peak that operators of this kind (see `Work`) reach."""
         if kind == "attention":
             return self.attention_efficiency
         return self.float8_efficiency if dtype == "float8" else self.efficiency

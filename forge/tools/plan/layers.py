@@ -1,12 +1,14 @@
 """`plan_stages`: plans of all stages. Equal layers are traced two or three times and multiplied.
 
-Two smaller models of different depth are traced. The memory of one layer is their difference, taken at each point of the
-step separately, because the full model may have its peak at another point than the small ones. In a long pipeline three
-ranks are traced: first, middle, last. For other ranks, each further microbatch in flight adds the memory of one microbatch.
+Two smaller models of different depth are traced. The memory of one layer is their difference, taken at each point of
+the step separately, because the full model may have its peak at another point than the small models. In a long pipeline
+three ranks are traced: first, middle, last. For other ranks, each further microbatch in flight adds the memory of one
+microbatch.
 
-With attention residuals a layer's mixes read one more stream for each earlier block. Two more traces, of the smaller model
-with two blocks instead of one, give the cost of a block and of a stream in a mix. Sums over a step, e.g. FLOPs,
-grow with both. Peaks grow with the number of blocks, because each block saves one stream.
+With attention residuals a layer's mixes read one more stream for each earlier residual block. Two more traces, of the
+smaller model with two residual blocks instead of one, give the cost of a residual block and of a stream in a mix. Sums
+over a step, e.g. FLOPs, grow with both. Peaks grow with the number of residual blocks, because each of them saves one
+stream.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ _ALONE: dict[str, dict[int, StagePlan]] = {}
 def plan_stages(
     config: Config, degrees: Degrees, hardware: Hardware | None, *, load: float = 1.0
 ) -> list[StagePlan]:
-    """Return a plan for each rank of the pp axis. load: as in `FakeRank`."""
+    """Return a plan for each rank of the pp axis.
+
+    load: number of tokens that a rank's experts receive, relative to an equal load of all experts.
+    """
     config = with_experts_first(config, degrees)
     few = few_layers(config, degrees)
     if few is None:
@@ -72,10 +77,11 @@ def _names(config: Config) -> list[str]:
 
 @dataclass(frozen=True)
 class Few:
-    """A smaller model: `layers` in total, `per_stage` in a stage; `ranks` of the pp axis; `microbatches` to trace.
+    """A small model to trace in place of the whole one.
 
-    tail: number of its last layers that are also the whole model's last layers. block_size: of attention residuals, in
-    layers.
+    layers: number in total. per_stage: number of layers in a pipeline stage. ranks: size of the pp axis.
+    microbatches: number to trace. tail: number of its last layers that are also the whole model's last layers.
+    block_size: number of layers in a block of attention residuals.
     """
 
     layers: int
@@ -286,9 +292,10 @@ def _growth(config: Config, few: tuple[Few, Few], small: StagePlan, large: Stage
 
 
 def two_blocks(few: Few) -> tuple[Few, Few]:
-    """Return two versions of `few` with two blocks.
+    """Return two versions of the small model `few`, each with two blocks of attention residuals.
 
-    In the first version, the second block begins after the middle. In the second version, the second block has two layers.
+    In the first version, the second block begins after the middle. In the second version, the second block has two
+    layers.
     """
     return replace(few, block_size=few.layers // 2 + 1), replace(few, block_size=few.layers - 2)
 
@@ -296,11 +303,12 @@ def two_blocks(few: Few) -> tuple[Few, Few]:
 def _growths_by_streams(
     config: Config, few: tuple[Few, Few], small: StagePlan, less: StagePlan, more: StagePlan
 ) -> list[Growth]:
-    """Return the growth per block and the growth per stream read.
+    """Return two growths of attention residuals: per residual block, and per residual stream that a mix reads.
 
-    Both are in addition to the growth per layer with one block (`_growth`).
+    Both are in addition to `_growth`, the growth per layer of models with one residual block.
 
-    less, more: plans of the models of `two_blocks`. `more` has the longer second block, so its mixes read more streams.
+    less, more: plans of the models of `two_blocks`. `more` has the longer second block, so its mixes read more
+    streams.
     """
     model, steps = config.model, _growth(config, few, small, small).steps
     read, read_by_larger = (streams_read(one.layers, one.block_size) for one in few)
@@ -343,7 +351,7 @@ def _extrapolate(
     hardware: Hardware | None,
     pp_rank: int = 0,
 ) -> StagePlan:
-    """Return the plan of the rank with layers `names`; `growths` as for `whole_plan`."""
+    """Return the plan of the rank with layers `names`, from the differences `growths` between plans of smaller models."""
     apart = _shares_work(config, degrees)
     if not growths[0].large.buckets and not apart:
         return whole_plan(growths, names)

@@ -148,7 +148,10 @@ def layouts(
 
 
 def _degrees(config: Config, world: int) -> Degrees | None:
-    """Return a layout's degrees by arithmetic only, without the checks of `check_world`; None if a degree does not divide."""
+    """Return a layout's degrees by arithmetic only, without the checks of `check_world`.
+
+    None if `world` or the global batch is not divisible as the layout requires.
+    """
     parallel, train = config.parallel, config.train
     shard, left = divmod(world, parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp)
     if left or not shard or (parallel.dp_shard not in (-1, shard)):
@@ -236,7 +239,10 @@ def _accumulations(config: Config, engine: str, *, several: bool) -> Iterator[Ch
 
 
 def _even(config: Config, degrees: Degrees) -> bool:
-    """Return whether stages have equal or nearly equal numbers of layers, which a plan from a few layers requires."""
+    """Return whether all stages have equal or nearly equal numbers of layers.
+
+    A plan from a few traced layers requires this.
+    """
     stages = degrees.pp * (1 if config.pipeline.schedule == "1F1B" else 2)
     layers, sizes = config.model.n_layers, config.pipeline.layers_per_stage
     return isinstance(sizes, int) and (not layers % stages or layers // stages >= UNEVEN)
@@ -280,8 +286,8 @@ def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
 def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
     """Return the bytes of gathered parameters and unreduced gradients that FSDP2 holds at once.
 
-    By default these are two layers. They are all layers for parameters that FSDP2 keeps after forward, and for gradients
-    that it reduces only after the last microbatch.
+    By default FSDP2 holds those of two layers. It holds all layers' parameters if it keeps them after forward, and
+    all layers' gradients if it reduces them only after the last microbatch.
     """
     parallel, pipelined = config.parallel, degrees.pp > 1
     if parallel.data_parallel != "fsdp2":

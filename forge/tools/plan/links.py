@@ -1,9 +1,9 @@
 """The cost of a collective: the time in which each rank's bytes pass its link.
 
 Ranks of one node send over NVLink (`Hardware.node`). Bytes to other nodes pass the NIC of the sending rank
-(`Hardware.cluster`). In a ring all bytes pass every node, spread over the NICs of the group's ranks there. In an all-to-all
-each rank's own bytes pass its own NIC. Groups of the same axis run at the same time, so ranks with a common NIC share its
-bandwidth.
+(`Hardware.cluster`). In a ring all bytes pass every node, spread over the NICs of the group's ranks in that node. In an
+all-to-all each rank's own bytes pass its own NIC. Groups of the same axis run at the same time, so ranks with a common
+NIC share its bandwidth.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def bandwidth(hardware: Hardware) -> tuple[float, float]:
 
 
 def _latency(call: Collective, span: Span, hardware: Hardware) -> float:
-    """Return the seconds of a collective without bytes.
+    """Return the latency of a collective: the seconds that do not depend on its bytes.
 
     A ring visits every rank in turn; an all-reduce over nodes uses a tree.
     """

@@ -29,7 +29,7 @@ def use_fused_norms(model: nn.Module) -> None:
 
 
 def norm_on_gpu(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
-    """Compute F.rms_norm on fake tensors, as one operator if CUDA has one kernel for it."""
+    """Compute F.rms_norm on fake tensors, as one operator if CUDA has a kernel for these inputs."""
     if weight.dtype != x.dtype:
         return F.rms_norm(x, list(shape), weight, eps)
     return fused_norm(x, weight)[0]

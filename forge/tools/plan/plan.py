@@ -88,9 +88,9 @@ def make_plan(config: Config, degrees: Degrees, hardware: Hardware | None = None
 
 
 def crowded_bytes(config: Config, degrees: Degrees, hardware: Hardware | None = None) -> int | None:
-    """Return the largest need of any rank if its experts get CROWDED times their share of tokens.
+    """Return the bytes that the fullest rank needs if its experts get CROWDED times their even share of tokens.
 
-    None without expert parallelism: then every rank has all experts, so its load cannot grow.
+    None without expert parallelism: every rank has all experts then, so its load cannot grow.
     """
     if degrees.ep == 1:
         return None

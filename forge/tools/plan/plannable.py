@@ -10,10 +10,7 @@ from forge.parallel.float8.gathering import may_gather_in_blocks
 
 
 def plannable(config: Config) -> tuple[Config, list[str]]:
-    """Return the configuration to trace, and a note for each removed feature.
-
-    Features that fake tensors do not support are removed.
-    """
+    """Return `config` without the features that fake tensors do not support, and a note for each removed feature."""
     changes: dict[str, Any] = {}
     warnings = []
     compiled = [f"compile.{key}" for key in ("enabled", "loss") if getattr(config.compile, key)]

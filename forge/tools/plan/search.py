@@ -1,7 +1,7 @@
 """`search`: plan the most promising legal layouts and return the best of them.
 
-A rough estimate gives the order. Every plan corrects the estimates of layouts of the same shapes. So layouts far worse than
-the best ten are never planned. The results are the numbers of `--plan`.
+A rough estimate orders the layouts. Every plan corrects the estimates of layouts of the same shapes. The search ends
+before layouts that are estimated to be much slower than the fastest plan. The results have the numbers of `--plan`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def search(
 
 
 def _in_order(found: list[Found]) -> list[Found]:
-    """Return the fastest first; of those that count as equally fast, the one with the fewest axes."""
+    """Sort layouts, the fastest first. Those within a factor EQUAL of the fastest are sorted by their number of axes."""
     limit = EQUAL * min((one.speed.step_s for one in found), default=0.0)
 
     def key(one: Found) -> tuple[bool, int, float]:
@@ -195,8 +195,8 @@ def _promising(
 
     An estimate corrected by plans of other shapes gets a wider margin.
 
-    An interleaved pipeline waits for the plan of the 1F1B pipeline of the same shapes, which costs a quarter and corrects
-    both.
+    An interleaved pipeline is left out until the 1F1B pipeline of the same shapes has been planned: that plan takes
+    a quarter of the time, and corrects the estimates of both.
     """
     waits = {layout.shapes for layout in left if layout.schedule == "1F1B"}
 
@@ -211,9 +211,9 @@ def _promising(
 
 
 def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
-    """Return the config's own layout, and plain FSDP with each recomputation mode.
+    """Return the layouts of the first round: the config's own, and plain FSDP with each recomputation mode.
 
-    If none of these is legal, return the first ROUND.
+    If none of these is legal, return the first ROUND layouts of `left`.
     """
     chosen = [layout for layout in left if not layout.changes]
     for mode in MODES:
@@ -225,9 +225,10 @@ def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
 
 
 def _next(left: list[CandidateLayout], number: int, layers: int = LAYERS) -> list[CandidateLayout]:
-    """Return the first layout of each size: at most `number` layouts, with at most `layers` traced layers in total.
+    """Return the next layouts to plan, one for each size: at most `number`, with at most `layers` traced layers in total.
 
-    Only one of each size is returned: its plan corrects the estimates of the others before the next round.
+    A size is a combination of degrees and micro batch. One plan corrects the estimates of all layouts of its size
+    before the next round.
     """
     chosen: dict[Any, CandidateLayout] = {}
     for layout in left:

@@ -20,7 +20,7 @@ MEMORY = ("parameters", "masters", "gradients", "optimizer", "buckets", "activat
 
 
 def as_json(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None) -> dict[str, Any]:
-    """Return one object; bytes are integers. crowded: from `crowded_bytes`, remedy: from `remedy_for`."""
+    """Return the plan as one JSON object; bytes are integers. crowded: from `crowded_bytes`, remedy: from `remedy_for`."""
     worst, train = plan.worst, plan.config.train
     return {
         "fits": plan.fits,
@@ -118,7 +118,7 @@ def _collectives(stage: StagePlan) -> list[dict[str, Any]]:
 
 
 def as_text(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None) -> str:
-    """Return the plan as a page of text; memory in GiB. crowded, remedy: as for `as_json`."""
+    """Return the plan as a page of text; memory in GiB. crowded: from `crowded_bytes`, remedy: from `remedy_for`."""
     degrees, worst, train = plan.degrees, plan.worst, plan.config.train
     named = {name: getattr(degrees, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
     layout = " ".join(f"{name}={value}" for name, value in named.items() if value > 1)
@@ -206,14 +206,14 @@ def _lines_of_work(plan: Plan) -> list[str]:
 def _local_states(config: Config, stage: StagePlan) -> int:
     """Return the bytes of host memory that one rank needs for checkpoint.local_interval; 0 without it.
 
-    These are three states (the third is being written), three of each peer, and a buffer.
+    A rank has three states of its own (two complete ones and one being written), three of each peer, and a buffer.
     """
     kept = config.checkpoint
     return stage.host * (3 * (1 + kept.peers) + 1) if kept.local_interval else 0
 
 
 def layout_as_json(found: Found) -> dict[str, Any]:
-    """Return one layout of a search: the object of `as_json`, and its overrides."""
+    """Return one layout of a search as an object: its plan, as from `as_json`, and its overrides."""
     return as_json(found.plan) | {"overrides": found.overrides}
 
 
@@ -255,7 +255,10 @@ def _shares(speed: Speed) -> dict[str, float]:
 
 
 def _estimate(plan: Plan, speed: Speed) -> str:
-    """Return two lines about time. docs/internals/plan-accuracy.md has the errors against published runs."""
+    """Return the estimated step time, speed and duration of the run, and the parts of a step, as two lines.
+
+    docs/internals/plan-accuracy.md compares such estimates with published runs.
+    """
     mfu = "" if speed.mfu is None else f", MFU {speed.mfu:.0%}"
     steps = plan.config.train.steps
     return (

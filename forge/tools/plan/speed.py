@@ -1,4 +1,4 @@
-"""`speed_of`: the step time from the time of each stage, along the timeline of its pipeline."""
+"""`speed_of`: compute a run's step time from the times of its stages, along the timeline of its pipeline."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ def _step(
 
 
 def _sequential(time: StepTime, microbatches: int) -> tuple[float, float]:
-    """Return the seconds of a step and of its computation. An untraced microbatch counts like the one in the middle."""
+    """Return the seconds of a step without a pipeline, and the seconds of its computation.
+
+    An untraced microbatch counts like the microbatch in the middle of the traced step.
+    """
     spent = [time.forward[number] + time.backward.get(number, Spent()) for number in sorted(time.forward)]
     all_of_them = [*spent, *[spent[len(spent) // 2]] * (microbatches - len(spent)), time.update]
     return sum(one.total for one in all_of_them), sum(one.compute for one in all_of_them)

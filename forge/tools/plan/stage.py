@@ -39,14 +39,15 @@ StagePlace: TypeAlias = tuple[str, str]
 class StagePlan:
     """The needs of the first rank at position `pp_rank` of the pp axis.
 
-    Other ranks with its stages need the same, except for rounding.
+    Other ranks with the same stages need the same, except for rounding.
 
-    state: bytes by kind, as in the run's memory report. peaks: largest live memory at each moment of a step. kept: bytes of
-    activations that one microbatch keeps for backward in the first stage. collectives: (axis, kind, bytes of one call,
-    whether computation can hide it) -> calls per optimizer step. flops: of one microbatch and of the update, by phase and
-    submodule. times: for each of PACES; None without hardware. host: host memory of an asynchronous save, in bytes.
-    checkpoint: bytes of these layers in a checkpoint, of all ranks together. buckets: as `FakeRank.buckets`. spans: the
-    nodes of each axis' ranks, except groups over several stages.
+    state: bytes by kind, as in the run's memory report. peaks: largest live memory at each moment of a step. kept:
+    bytes of activations that one microbatch keeps for backward in the first stage. collectives: (axis, kind, bytes
+    of one call, whether computation can hide it) -> calls per optimizer step. flops: of one microbatch and of the
+    update, by phase and submodule. times: for each of PACES; None without hardware. host: host memory of an
+    asynchronous save, in bytes. checkpoint: bytes of the rank's layers in a checkpoint, over all ranks. buckets:
+    number of buckets of contiguous buffers; 0 for other engines. spans: the nodes of each axis' ranks, except
+    groups over several stages.
     """
 
     pp_rank: int
@@ -92,9 +93,10 @@ def plan_stage(
 ) -> StagePlan:
     """Trace one step of the first rank at this position of the pp axis, and return the rank's plan.
 
-    microbatches: number to trace; None: enough to represent a step. load: as in `FakeRank`. optimizer: trace the step with
-    or without the optimizer's part, or that part alone. If alone, `kept` is the memory that the part leaves allocated for
-    the next step, e.g. random numbers.
+    microbatches: number to trace; None: enough to represent a step. load: number of tokens that the rank's experts
+    receive, relative to an equal load of all experts. optimizer: trace the step with or without the optimizer's
+    part, or that part alone. If alone, `kept` is the memory that the part leaves allocated for the next step, e.g.
+    random numbers.
     """
     rank, traced = pp_rank * degrees.world // degrees.pp, fewer_microbatches(config, degrees)
     if microbatches is not None:
@@ -190,8 +192,8 @@ def all_calls(
 ) -> Iterator[tuple[Moment, Collective]]:
     """Yield (moment, collective) for every collective of a whole step, from a trace with fewer microbatches.
 
-    An omitted microbatch counts like the one in the middle. Messages between stages have no fixed position among the
-    microbatches; each microbatch needs equally many.
+    An untraced microbatch counts like the microbatch in the middle of the trace. Messages between stages have no
+    fixed position among the microbatches; each microbatch needs equally many.
     """
     left_out, middle = degrees.accumulation - traced.accumulation, traced.accumulation // 2
     for moment, call in calls:
@@ -214,10 +216,7 @@ def _group(name: str) -> dist.ProcessGroup:
 
 
 def _flops(trace: Trace) -> dict[StagePlace, float]:
-    """Return the FLOPs of matrix products and attention by phase and submodule.
-
-    They are those of a microbatch in the middle and of the update.
-    """
+    """Return the FLOPs of matrix products and attention by phase and submodule, of a middle microbatch and of the update."""
     flops: dict[StagePlace, float] = defaultdict(float)
     middle = max(moment.microbatch for moment, _ in trace.work) // 2
     for (moment, work), number in trace.work.items():

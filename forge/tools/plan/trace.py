@@ -61,7 +61,10 @@ class Peak:
 
 
 class Trace(TorchDispatchMode):
-    """A dispatch mode to enter after `FakeTensorMode`. live: live bytes by kind. calls: collectives and their moments."""
+    """A dispatch mode that records memory, collectives and operators of a step. Enter it after `FakeTensorMode`.
+
+    live: live bytes by kind. calls: each collective with the moment of its call.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,11 +234,12 @@ class Trace(TorchDispatchMode):
 
 
 def _grouped_product(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute the grouped product on fake tensors.
+    """Compute the grouped product of fake tensors in any dtype.
 
-    PyTorch 2.13 allows it in bfloat16 only, although its kernels allow float32.
+    PyTorch 2.13 allows fake tensors in bfloat16 only, although its kernels allow float32.
 
-    The operator refuses tensors without memory (PlainProducts), so a copy replaces them, which no trace counts.
+    The operator also refuses tensors without memory (see PlainProducts). A copy replaces such a tensor; no trace
+    counts it.
     """
     b = b.contiguous() if 0 in b.stride() else b
     return GROUPED_PRODUCT(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs).to(a.dtype)

@@ -47,10 +47,10 @@ SPARSE = ("gather", "scatter_", "all_gather_copy_in")
 
 @dataclass(frozen=True)
 class Work:
-    """One operator.
+    """The cost of one operator.
 
-    size: bytes read and written. kind `memory`: an operator that a compiler fuses with its neighbours; `copy`: one that it
-    does not fuse.
+    size: bytes read and written. kind `memory`: an operator that a compiler fuses with its neighbours; `copy`: an
+    operator that a compiler does not fuse.
 
     linear: a product of a linear layer, which float8 may convert. experts: an output or an input gradient of routed
     experts, which the block formats may convert.

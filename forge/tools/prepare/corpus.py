@@ -27,8 +27,9 @@ class Corpus:
 
     They are whole files unless there is a budget.
 
-    text_bytes: approximate size of the text of the pieces. found_bytes, found_files: of all readable files; with a budget
-    the pieces are a sample of them. passed_over: extension -> number of files in the directories that are not read.
+    text_bytes: approximate size of the text of the pieces. found_bytes, found_files: of all readable files; with a
+    budget the pieces are a sample of them. passed_over: number of skipped files in the input directories, by
+    extension.
     """
 
     pieces: list[Piece]
@@ -173,7 +174,7 @@ def _extension(key: str) -> str:
 
 
 def _refuse_array(file: File) -> None:
-    """Raise UserError for a .json file with an array. Read as text, all its documents would become one."""
+    """Raise UserError if a .json file is an array: read as a text file, all documents of the array would become one."""
     try:
         with open_content(file) as content:
             is_array = content.peek(1)[:1] == b"["

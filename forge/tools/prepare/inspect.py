@@ -168,9 +168,9 @@ def _begin(
 
 
 def _token_at(pieces: list[tuple[int, int]], place: int) -> int:
-    """Return the number in the source of the token at position `place` of a sample. pieces: the ranges of the sample.
+    """Return the index in the source of the token at position `place` of a sample.
 
-    A position beyond the sample's end gives its last token.
+    pieces: the sample's ranges of tokens in the source. A position beyond the sample's end gives its last token.
     """
     for first, count in pieces:
         if place < count:

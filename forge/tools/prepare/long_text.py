@@ -1,4 +1,6 @@
-"""Long texts in parts: cut only where tokenizing the parts gives the ids of the whole, so memory does not grow with a text.
+"""Tokenize a long text in parts, so that memory does not grow with the length of a text.
+
+A text is cut only at places where the ids of the parts, joined, are the ids of the whole text.
 
 A text file is one document. Several workers tokenize parts of a large file. They agree on the cuts, although each reads
 only the text around the ends of its own part.
@@ -21,9 +23,9 @@ _BLOCK = 1 << 20
 
 
 class TextPart(NamedTuple):
-    """Bytes begin ... end - 1 of a text file, a document of `split`.
+    """Bytes `begin` to `end` - 1 of a text file, which is one document of the split `split`.
 
-    Each of the two ends is moved forward to the next possible cut.
+    When the part is read, both ends move forward to the next possible cut.
     """
 
     file: File

@@ -170,7 +170,7 @@ def corpus_hash(folders: dict[str, Path]) -> str:
 def fetch(packages: list[Package], cache: Path) -> dict[Package, Path]:
     """Return the files of the packages. A file in `cache` is used if its content has the hash in the manifest.
 
-    Raises UserError with all packages that the registries do not serve, or with one whose hash differs.
+    Raises UserError that names all packages that the registries do not serve, or one package whose hash differs.
     """
     cache = cache.absolute()  # the clients run in folders of their own
     cache.mkdir(parents=True, exist_ok=True)

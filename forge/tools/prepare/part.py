@@ -1,4 +1,7 @@
-"""The part of a chunk of the corpus: its tokens and document starts for each split, and a tally. Made by a worker process."""
+"""Make one part: a worker process tokenizes one chunk of the corpus.
+
+A part has the chunk's tokens and document starts for each split, and a tally.
+"""
 
 from __future__ import annotations
 
@@ -190,10 +193,11 @@ def for_chunks(
 
 @contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
-    """In the body, new workers ignore Ctrl-C, which reaches all processes of a terminal. They inherit the setting.
+    """In the body, new worker processes inherit a setting that ignores Ctrl-C, which reaches all processes of a terminal.
 
-    The main process ends them after their chunk. A handler set by a worker itself would come too late during its start. A
-    thread, e.g. of a Dask worker, cannot set a handler, and its process has no terminal.
+    So the main process ends each worker after its chunk. A handler set by the worker itself would come too late for
+    a Ctrl-C during its start. Outside of the main thread, e.g. in a Dask worker, this does nothing: a thread cannot
+    set a handler, and such a process has no terminal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -160,7 +160,11 @@ def _packed(request: Request) -> list[Path]:
 def _prepare_part(
     request: Request, part: tuple[int, int], options: dict[str, Any], chunks: list[Chunk], parts: Path
 ) -> None:
-    """Do this machine's share of the chunks. All machines write to one folder; a call without `part` joins the parts."""
+    """Tokenize this machine's share of the chunks: share `part` = (number from 1, number of shares).
+
+    All machines write to one folder. A later call with `request.part` None makes the datasets from the finished
+    chunks.
+    """
     number, count = part
     with _locked(parts, shared=True):
         with open(parts / "plan.lock", "w") as file:
@@ -321,7 +325,8 @@ def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
 def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], shared: bool = False) -> None:
     """Keep the parts of an interrupted run only if its chunks and options were the same.
 
-    shared: raise UserError instead of removing other parts. `encode_chunk` compares each part with the content of its chunk.
+    shared: raise UserError if there are parts of other chunks or options, instead of removing them. `encode_chunk`
+    compares each part with the content of its chunk.
     """
     digest = hashlib.sha256()
     for number, (file, *places) in ((n, piece) for n, chunk in enumerate(chunks) for piece in chunk):

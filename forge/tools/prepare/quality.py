@@ -60,9 +60,9 @@ class Quality:
         }
 
     def reason(self, text: str, metadata: Mapping[str, Any], text_key: str) -> str | None:
-        """Return the reason to leave out a document, as far as it does not depend on other documents.
+        """Return the reason to leave out a document, by the rules that look at this document only; None: no rule applies.
 
-        None: keep it. Raises FilterFailed.
+        Duplicates are found later (`duplicates`). Raises FilterFailed.
         """
         if self.filter:
             keep = load_filter(self.filter)
@@ -111,9 +111,10 @@ def load_filter(path: str) -> Keep:
 
 @lru_cache(maxsize=1)
 def known_ngrams(files: tuple[str, ...], n: int, text_key: str) -> frozenset[int]:
-    """Return the n-grams of the documents of files; documents with fewer words have none.
+    """Return the n-grams of the documents in `files`. A document with fewer than `n` words has none.
 
-    Raises UserError if a file cannot be read or is skipped, because the n-grams of an unread test set would not be removed.
+    Raises UserError if a file cannot be read or is skipped, because the n-grams of an unread test set would not be
+    removed.
     """
     found: set[int] = set()
     corpus = find_corpus(files, text_key=text_key, option="--decontaminate")

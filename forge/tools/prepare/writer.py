@@ -29,8 +29,8 @@ _AT_ONCE = 1 << 20  # tokens copied at once: a part may not fit into memory
 class ShardWriter:
     """Append documents to shards of at most `shard_bytes`; `finish` makes the folder a dataset.
 
-    A file has a name with a dot until it is complete, so an interrupted writer leaves nothing that looks finished. The next
-    writer overwrites its files. A document may continue in the next shard.
+    The name of an incomplete file begins with a dot, so an interrupted writer leaves no file that looks finished.
+    The next writer overwrites these files. A document may continue in the next shard.
     """
 
     def __init__(

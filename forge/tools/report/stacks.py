@@ -52,9 +52,10 @@ def standing(text: str) -> Standing:
 
 
 def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
-    """Return the stragglers: ranks outside of any collective while others wait in one.
+    """Return the ranks that probably hold up the others.
 
-    If there are none, and more than half of all ranks share a position, return the other ranks.
+    They are the ranks outside of any collective while others wait in one. If there are none, and more than half of
+    all ranks share a position, they are the ranks at other positions.
     """
     if len(standings) < 2:
         return []

@@ -112,7 +112,7 @@ def _batches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _activations(model: Transformer, tokens: Tensor) -> dict[str, Tensor]:
-    """Return the outputs of the embedding, of each half of each block, of each block, and the logits, for `tokens`."""
+    """Run the model; return the outputs of the embedding, attentions, feed-forwards and blocks, and the logits."""
     found: dict[str, Tensor] = {}
     with torch.no_grad(), _watching(model, found):
         found["logits"] = model(tokens).double()

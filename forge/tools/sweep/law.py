@@ -1,11 +1,11 @@
 """loss = E + A / N^a + B / D^b, fitted to runs of N parameters on D tokens.
 
-Hoffmann et al. 2022 (arXiv:2203.15556, approach 3) minimise the Huber loss of the difference of logarithms over (log E, log
-A, a, log B, b). This module does so by damped Gauss-Newton steps from many starts at once. Intervals are percentiles over
-resampled runs.
+Hoffmann et al. 2022 (arXiv:2203.15556, approach 3) minimise the Huber loss of the difference of logarithms over (log E,
+log A, a, log B, b). This module finds the minimum by damped Gauss-Newton steps from many starts at once. Intervals are
+percentiles over resampled runs.
 
-A weak prior keeps the exponents near 0.35. With runs of sufficiently different N and D, the runs determine the exponents.
-Two sizes alone do not determine a; the prior does then.
+A weak prior keeps the exponents near 0.35. With runs of sufficiently different N and D, the runs determine the
+exponents. With only two model sizes, the prior determines a.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Fit:
         return float(low), float(high)
 
     def without_effect(self, parameters: Sequence[float], tokens: Sequence[float]) -> list[str]:
-        """Return those of N and D whose effect on the law, over the range of the runs, is smaller than the law's error.
+        """Return "N", "D" or both, if their effect on the law over the range of the runs is smaller than the law's error.
 
-        No optimum can be derived from such a law.
+        No optimum can be derived from a law with such a variable.
         """
         # A quantile, because the largest errors may be those of failed runs.
         least = max(float(np.quantile(np.abs(self.errors), 0.9)), 1e-4)
@@ -112,7 +112,8 @@ def fit_law(
 def _starts(x: np.ndarray, loss: np.ndarray) -> list[list[float]]:
     """Return starting points on a grid.
 
-    At the middle of the runs, each divides the least loss in another way between E and the two terms.
+    In all of them the law gives the least loss of any run at the mean log N and log D. They divide this loss in
+    different ways between E and the two other terms, and have different exponents.
     """
     least, middle = float(loss.min()), x.mean(0)
     starts = []

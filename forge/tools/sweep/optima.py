@@ -41,7 +41,7 @@ def least_at(values: Sequence[float], losses: Sequence[float]) -> float | None:
 
 
 def fit_power_law(rows: Sequence[Mapping[str, float]], value: str, sizes: Sequence[str]) -> PowerLaw | None:
-    """Fit the key `value` of the rows as a power law of those of `sizes` that vary. None if there are too few rows."""
+    """Fit the key `value` of the rows as a power law of those keys in `sizes` that vary. None if there are too few rows."""
     used = [name for name in sizes if len({row[name] for row in rows}) > 1]
     if len(rows) < len(used) + 1 or not used:
         return None

@@ -23,7 +23,7 @@ Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 
 class Between(Section):
-    """The range of a key in a random search or a halving. log: draw uniformly in the logarithm."""
+    """The range of a key in a random search or in successive halving. log: draw uniformly in the logarithm."""
 
     low: float
     high: float
@@ -75,7 +75,7 @@ class Sweep(Section):
 
 @dataclass(frozen=True)
 class Trial:
-    """Values of the keys. steps: number of steps of the trial's runs; 0: the recipe's."""
+    """One choice of values for the swept keys. steps: number of steps of the trial's runs; 0: as in the recipe."""
 
     number: int
     values: dict[str, Any]
@@ -131,7 +131,7 @@ def read_sweep(path: Path) -> Sweep:
 def config_of(sweep: Sweep, trial: Trial, seed: int | None = None) -> Config:
     """Return the configuration of a trial's run.
 
-    seed: of the run, by default the first. Raises UserError if it is invalid.
+    seed: of the run; None: the first seed of the sweep. Raises UserError if the configuration is invalid.
     """
     return load_config(trial.options(sweep, sweep.seeds[0] if seed is None else seed))
 
@@ -163,7 +163,7 @@ def next_trials(sweep: Sweep, trials: list[Trial], results: dict[int, float]) ->
 
 
 def _steps_of_rungs(sweep: Sweep) -> list[int]:
-    """Return the number of steps of a run in each rung; 0: that of the recipe."""
+    """Return the number of steps of a run in each rung; 0: as in the recipe."""
     if sweep.method != "halving":
         return [0]
     longest = load_config(Trial(0, {}).options(sweep, 0)).train.steps

@@ -116,7 +116,7 @@ def compare_records(
 def _tensors(step: RankStep) -> Iterator[tuple[tuple[TensorKey, int], TensorPiece]]:
     """Yield ((key, number), piece) for all tensors of a step on one rank.
 
-    The number counts boxes, or microbatches for activations.
+    number: index of the box of a sharded tensor, or of the microbatch of an activation.
     """
     numbers: Counter[TensorKey] = Counter()
     for key, pieces in step.pieces.items():

@@ -76,7 +76,8 @@ class BatchPart:
 class Seen:
     """A tensor at a border of the module `name`: `values`, whose first sequence is row `row` on this rank.
 
-    output: output or input. The name ends with the number of the call, unless the call is the first in its microbatch.
+    output: True for an output of the module, False for its input. The name ends with the number of the call, unless
+    the call is the first in its microbatch.
     """
 
     name: str

@@ -31,9 +31,10 @@ COMPLETE = ("initial", "gradient", "parameter", "optimizer", "router", "hooked",
 class Difference:
     """The largest difference of one tensor, on one rank.
 
-    step: 0 for the initial parameters. index: in the global tensor. size: relative, as in this file's docstring. If some
-    element is on no rank, rank is -1 and `found` is NaN. digest: the numbers are digests of the whole tensor. part: the
-    rank's part of the global tensor; () if it has all of it, or if the part is unknown.
+    step: 0 for the initial parameters. index: in the global tensor. size: the difference divided by the largest
+    element of the whole tensor, or by FLOOR times the largest element of all tensors of its kind, if that is more.
+    If some element is on no rank, rank is -1 and `found` is NaN. digest: the numbers are digests of the whole
+    tensor. part: the rank's part of the global tensor; () if it has all of it, or if the part is unknown.
     """
 
     step: int
@@ -79,7 +80,7 @@ def compare_rank(
     *,
     absolute: bool = False,
 ) -> Comparison:
-    """Compare one rank's recording with the reference. absolute: do not divide differences by a size."""
+    """Compare one rank's recording with the reference. absolute: do not divide differences by the tensors' sizes."""
     result = Comparison()
     for number, (whole, step) in enumerate(zip(reference.steps, record.steps, strict=True)):
         sizes = {key: _largest(tensor) for key, tensor in whole.items()}
@@ -112,9 +113,9 @@ def compare_rank(
 def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, TensorKey], int]) -> Comparison:
     """Return the comparison over all ranks. For each tensor, keep the rank with the largest difference.
 
-    expected: number of elements of each tensor of the reference, by step and key. If some elements of a tensor are on no
-    rank, that counts as a difference. Kinds outside of COMPLETE are exempt: not every layout has an activation at each
-    border. So are kinds of which no rank has any tensor.
+    expected: number of elements of each tensor of the reference, by step and key. If some elements of a tensor are
+    on no rank, that counts as a difference. Two sorts of kinds are exempt: kinds outside of COMPLETE, because not
+    every layout has an activation at each border, and kinds of which no rank has any tensor.
     """
     result = Comparison()
     worst: dict[tuple[int, str, str], Difference] = {}
@@ -215,9 +216,9 @@ def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
 
 
 def _first_time(key: TensorKey) -> TensorKey:
-    """Return the key of the same tensor in the last step, for the key of a tensor of the repeated step.
+    """Map the key of a tensor of the repeated last step to the key of the same tensor in the original last step.
 
-    Other keys are unchanged.
+    The repeated step is the one after a resume. Other keys are returned unchanged.
     """
     kind, _, name = key[1].partition(" ")
     return (kind, name) if key[0] in AGAIN else key

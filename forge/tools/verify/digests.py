@@ -150,7 +150,8 @@ def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: 
 def _pieces(key: TensorKey, ranks: Sequence[Held]) -> Iterator[tuple[int, float, int, Digest]]:
     """Yield (rank, difference, number of elements, digest) for every distinct piece.
 
-    rank: the rank whose copy of the piece differs most from the first copy. difference: of these two copies.
+    rank: the rank whose copy of the piece differs most from the first copy. difference: the difference between
+    these two copies.
     """
     found: dict[str, tuple[int, float, int, Digest]] = {}
     for rank, held in enumerate(ranks):

@@ -105,7 +105,7 @@ def _curve(found: list[Difference]) -> Finding:
 def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Finding:
     """Return the first differing border in execution order.
 
-    If its own input differs, too, look for the origin in the enclosing modules.
+    If the input of that border's module differs, too, look for the origin in the enclosing modules.
     """
     places = {name: number for number, name in enumerate(order)}
     outputs = {one.name: one for one in by_kind.get("output", ())}
@@ -125,7 +125,10 @@ def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Findi
 
 
 def _gradient(found: list[Difference], order: Sequence[str]) -> Finding:
-    """Return the parameter that is used last. Backward runs from the end, so its gradient is the first to differ."""
+    """Return the differing gradient whose parameter forward uses last.
+
+    Backward runs from the end of the model, so this gradient is the first to differ.
+    """
     # Of several calls of a module the last one counts.
     places = {module_of(name): number for number, name in enumerate(order)}
 

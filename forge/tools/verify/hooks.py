@@ -144,7 +144,7 @@ class UserHooks:
     def launched(
         self, step: int, lr: float, sums: Tensor, norm: Tensor, routers: Mapping[str, Tensor]
     ) -> None:
-        """Report that a step has been made.
+        """Advance the Trainer's progress by a step, and keep the step's result for the hooks (`process_last_result`).
 
         sums: the values of a `Sums`; routers: rows of the router report by `layers.N`.
         """

@@ -83,10 +83,7 @@ class Case:
         return to_toml(self.config(config))
 
     def smaller(self) -> Iterator[Case]:
-        """Yield layouts with one option or degree less.
-
-        First each option in turn is removed, then each degree in turn is reduced to 1 or 2.
-        """
+        """Yield all layouts with one option less, then all layouts with one degree reduced to 1 or 2."""
         degrees, options = dict(self.degrees), dict(self.options)
         for key in options:
             yield Case.of(degrees, {other: value for other, value in options.items() if other != key})
@@ -108,9 +105,9 @@ def why_illegal(config: Config, case: Case) -> str | None:
 
 
 def systematic(config: Config, worlds: Sequence[int]) -> Iterator[Case]:
-    """Yield one process, each axis alone, each pair of axes, and the first ALONE options alone.
+    """Yield one process, each axis alone, each pair of axes, and the first ALONE options, each on two ranks of its axis.
 
-    worlds: numbers of processes; other layouts are left out. The yielded layouts may be illegal.
+    worlds: numbers of processes; layouts on other numbers are left out. The yielded layouts may be illegal.
     """
     axes = [axis for axis in AXES if axis != "ep" or config.model.moe is not None]
     yield Case()

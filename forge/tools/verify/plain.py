@@ -1,8 +1,8 @@
 """The reference: a plain module in one process, without any layout.
 
-It computes the whole global batch in one forward, clips with PyTorch, and updates routers with code of its own. It shares
-with a layout the model, the optimizer, and the description of parameters that the optimizer reads: kinds, heads, rates and
-largest logits. Without these it would run another algorithm.
+The reference computes the whole global batch in one forward, clips with PyTorch, and updates routers with code of its
+own. It shares with a layout the model, the optimizer, and the description of parameters that the optimizer reads:
+kinds, heads, rates and largest logits. Without this description the optimizer would run another algorithm.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _quantile(bins: list[int], share: float) -> float:
 
 
 def _move_routers(model: Transformer, valid: Tensor) -> dict[str, Tensor]:
-    """Update every router's state by one step, expert by expert. Return the state with the keys of `record_on_rank`."""
+    """Update every router's state by one step, expert by expert. Return the state, named as in `record_on_rank`."""
     moved = {}
     for layer, router in model.routers.items():
         moe, counts = router.config, router.counts.tolist()

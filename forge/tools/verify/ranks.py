@@ -1,8 +1,9 @@
 """Run a function on many ranks: real processes, forked from one warmed server, joined over gloo.
 
-`run_ranks(function, world, *arguments)` calls `function(rank, world, *arguments)` on every rank and returns the results in
-rank order. The function must be importable (module level), its arguments and result picklable. A fork of a server that has
-imported torch but never computed takes 0.1 s for four ranks. A fresh interpreter for each would take seconds.
+`run_ranks(function, world, *arguments)` calls `function(rank, world, *arguments)` on every rank and returns the results
+in rank order. The function must be importable (module level), its arguments and result picklable. A fork of a server
+that has imported torch but never computed takes 0.1 s for four ranks. Starting a new interpreter for each rank would
+take seconds.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def plans_of(config: Config, steps: int) -> list[StepPlan]:
 
 
 def _drawn_on_cpu(shards: list[Shard], values: dict[str, Any], seed: int) -> None:
-    """Initialise like `initialize`, with the random numbers of a CPU: a GPU draws others."""
+    """Initialise like `initialize`, but with the random numbers of a CPU, because a GPU draws other numbers."""
     for shard in shards:
         mine = torch.empty_like(shard.data, device=CPU)
         initialize([replace(shard, parameter=mine)], values, seed)
@@ -233,7 +233,7 @@ def _slots(optimizer: Optimizer) -> dict[TensorKey, list[TensorPiece]]:
 
 
 def _routers(model: ParallelModel, report: RouterReport | None) -> dict[str, Tensor]:
-    """Return this rank's part of the routers' state, with the keys of the reference's `_move_routers`."""
+    """Return this rank's part of the routers' state by name. The reference (`_move_routers` of plain.py) uses equal names."""
     if report is None:
         return {}
     rows = {

@@ -61,10 +61,11 @@ class Outcome:
 
 @dataclass
 class Report:
-    """All results.
+    """The results of all layouts.
 
-    refused: layouts that the configuration's checks do not allow, with the reason. not_reached: systematic layouts for
-    which there was no time. smallest: the smallest layout that still shows the worst difference.
+    refused: layouts that the configuration's checks do not allow, with the reason. not_reached: number of
+    systematic layouts for which there was no time. smallest: the smallest layout that still shows the worst
+    difference.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
@@ -87,9 +88,9 @@ class Report:
 class Verifier:
     """Compare layouts of `config` with one process. `config` is small and describes one process.
 
-    settings: how the steps are made; this class replaces their folders. other: the layout whose checkpoint the next one
-    loads. rounded: the same configuration in its own formats, which is also compared with float64. Raises RankFailed if the
-    run of one process fails.
+    settings: how the steps are made; this class replaces their folders. other: the layout whose checkpoint the next
+    layout loads. rounded: the same configuration in its own formats instead of float64; its results are also
+    compared with those in float64. Raises RankFailed if the run of one process fails.
     """
 
     def __init__(
@@ -122,7 +123,8 @@ class Verifier:
     def check(self, case: Case) -> Outcome:
         """Return the result of one legal layout. Each layout is run only once.
 
-        The layout loads the checkpoint of the last equal layout with several processes; without one, that of one process.
+        The layout loads the checkpoint of the latest layout on several processes that had no difference. Before
+        there is such a layout, it loads the checkpoint of the run in one process.
         """
         if case not in self._known:
             self._known[case] = self._run(case, self.other, keep=True)
@@ -132,9 +134,9 @@ class Verifier:
         return tempfile.mkdtemp(dir=self._home.name)
 
     def _run(self, case: Case, other: Case, keep: bool = False) -> Outcome:
-        """Run a layout that loads the checkpoint of `other`.
+        """Run the layout `case`, which loads the checkpoint of the layout `other`, and return its result.
 
-        keep: if the layout is equal, the next one loads its checkpoint.
+        keep: if nothing differs, keep this layout's checkpoint, so that the next layout loads it.
         """
         began, folder = time.monotonic(), self._folder()
         try:
@@ -163,9 +165,9 @@ class Verifier:
         return merge(ranks, self._elements)
 
     def reduce(self, worst: Outcome, time_left: Callable[[], float]) -> Outcome:
-        """Remove options and degrees one by one, as long as the layout fails in the same way.
+        """Remove options and degrees from the layout of `worst` one by one, as long as it still fails in the same way.
 
-        Return the smallest such layout.
+        Return the result of the smallest such layout.
         """
         smallest, other, again = worst, worst.other, True
         loads = worst.finding is not None and worst.finding.difference.kind in ("loaded", "continued")
@@ -198,12 +200,12 @@ def verify(
     begin: Callable[[Case, float], None] = lambda case, left_s: None,
     end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """Check `cases`.
+    """Check the layouts `cases` and return the results.
 
-    Without them, check every axis and pair of axes, then `random` layouts (None: until `seconds` are over).
+    cases None: check every axis and pair of axes, then `random` layouts (None: until `seconds` are over).
 
-    Once some layout differs, no random layouts are checked: the time is used to reduce the worst one. `begin` is called
-    before each layout with the remaining seconds, `end` after it.
+    Once a layout differs, no random layouts are checked: the time is used to reduce the worst one. `begin` is
+    called before each layout with the remaining seconds, `end` after it.
     """
     began = time.monotonic()
 
@@ -261,7 +263,7 @@ def verify_against(
     bound: float,
     end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """Run `cases` here and with the forge of `checkout`, and compare the two case by case.
+    """Run `cases` with this forge and with the forge of `checkout`, and compare the two recordings of each case.
 
     Raises UserError if `checkout` has no forge, or if its run fails.
     """

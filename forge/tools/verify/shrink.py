@@ -70,7 +70,7 @@ def changed(config: Config, keys: Mapping[str, Any]) -> Config:
 def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
     """Return the small configuration for one process, and a sentence for each change that is not of sizes or data.
 
-    exact: in float64. Otherwise in the formats of the configuration.
+    exact: compute in float64; otherwise in the formats of `config`.
     """
     keys = _model(config.model) | _training(config) | _layout(config) | _left_out(config)
     if exact and (block := BLOCKS.get(config.precision.float8)):
@@ -174,7 +174,10 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
 
 
 def _whole_blocks(model: ModelConfig, keys: Mapping[str, Any], unit: int) -> dict[str, Any]:
-    """Return sizes near those in `keys`, so that `unit` divides every side split by tensor parallelism."""
+    """Return new sizes of heads and feed-forwards, so that `unit` divides every side split by tensor parallelism.
+
+    keys: the sizes before this.
+    """
     of_head = unit // gcd(unit, keys["model.n_kv_heads"])
     found = {"model.ffn_dim": _multiple(keys["model.ffn_dim"], unit)}
     if model.latent is None:
@@ -237,7 +240,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _kinds(model: ModelConfig, layers: int) -> tuple[str, ...]:
-    """Return at most `layers` entries of the pattern, with every kind of layer if they fit; () unchanged."""
+    """Return at most `layers` entries of `model.layer_pattern`, with every kind of layer if the kinds fit."""
     kinds = model.layer_pattern
     if len(kinds) <= layers:
         return kinds
