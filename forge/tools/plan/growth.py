@@ -99,10 +99,19 @@ def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, 
     calls = Counter({key: number(small.collectives[key], fixed[key]) for key in fixed})
     # A call for several layers together has another size for every number of layers.
     before_of, after_of = (_of_other_sizes(traced, fixed) for traced in (small, large))
-    for key, (of_large, total) in after_of.items():
-        of_small, total_of_small = before_of[key]
-        times = number(of_small, of_large) if whole is None else round(of_large * whole / large.buckets)
-        calls[*key[:2], round(number(total_of_small, total) / times), key[2]] += times
+    for key, after in after_of.items():
+        before = before_of[key]
+        if whole is None and len(before) == len(after):
+            sizes = [number(*pair) for pair in zip(before, after, strict=True)]
+        else:
+            times = (
+                number(len(before), len(after))
+                if whole is None
+                else round(len(after) * whole / large.buckets)
+            )
+            sizes = [round(number(sum(before), sum(after)) / times)] * times
+        for size in sizes:
+            calls[*key[:2], size, key[2]] += 1
     return calls
 
 
@@ -185,14 +194,10 @@ def with_update(one: StagePlan, update: StagePlan) -> StagePlan:
     )
 
 
-def _of_other_sizes(
-    traced: StagePlan, fixed: Mapping[Any, int]
-) -> dict[tuple[str, str, bool], tuple[int, int]]:
-    """Return (axis, kind, hideable) -> (calls, bytes) of those collectives in `traced` that are not keys of `fixed`."""
-    found: dict[tuple[str, str, bool], tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for key, number in traced.collectives.items():
-        if key not in fixed:
-            axis, kind, size, hidden = key
-            calls, total = found[axis, kind, hidden]
-            found[axis, kind, hidden] = calls + number, total + number * size
+def _of_other_sizes(traced: StagePlan, fixed: Mapping[Any, int]) -> dict[tuple[str, str, bool], list[int]]:
+    """Return (axis, kind, hideable) -> bytes of each call, ascending, of collectives in `traced` that are not in `fixed`."""
+    found: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
+    for (axis, kind, size, hidden), number in sorted(traced.collectives.items()):
+        if (axis, kind, size, hidden) not in fixed:
+            found[axis, kind, hidden] += [size] * number
     return found

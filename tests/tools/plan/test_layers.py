@@ -1,12 +1,15 @@
 """A trace of a few layers, ranks and microbatches extrapolates to all of them."""
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from forge.config import check_world, parse_toml_text
 from forge.tools.plan import layers
+from forge.tools.plan.growth import Growth, _calls
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.layers import few_layers, kinds_of_layers, plan_stages, with_experts_first
 from forge.tools.plan.speed import speed_of
@@ -136,6 +139,17 @@ def test_a_few_layers_show_what_all_need(text: str, world: int) -> None:
         for stages in (few, whole)
     ]
     assert seconds[0] == pytest.approx(seconds[1], rel=0.01)
+
+
+def test_calls_whose_sizes_grow_with_the_layers_keep_their_own_sizes() -> None:
+    def traced(*sizes: int) -> Any:
+        return SimpleNamespace(
+            collectives=Counter({("dp_shard", "all_reduce", size, False): 1 for size in sizes})
+        )
+
+    growth = Growth(traced(10, 100, 7), traced(12, 110, 7), steps=3, of_peaks=3, of_kept=3)
+    calls = _calls([growth], None)
+    assert {key[2]: number for key, number in calls.items()} == {18: 1, 140: 1, 7: 1}
 
 
 def test_layers_are_of_one_kind_if_nothing_but_their_place_differs() -> None:
