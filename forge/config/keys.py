@@ -157,7 +157,7 @@ def to_toml(config: Config) -> str:
 
 
 def _lists_of(config: Config) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return the top-level lists of tables by name; absent keys are left out."""
+    """Return (name, tables) for each top-level array of tables. Keys of a table that are None are left out."""
     tree = config.model_dump(mode="json", exclude_none=True)
     return [(name, tree[name]) for name in lists(type(config))]
 

@@ -75,7 +75,8 @@ def divide(
 def decayed_products(several: Sequence[Tensor], columns: Tensor, total: Tensor, seen: Tensor) -> list[Tensor]:
     """Return, for each matrix `rows` of `several`, its decayed products with `columns`: `[..., size, size]`.
 
-    Element i, j is sum_d rows_id columns_jd exp(total_id - total_jd) where `seen` allows i to read j, else 0.
+    Element [i, j] is the sum over d of rows[i, d] * columns[j, d] * exp(total[i, d] - total[j, d]) where `seen` allows i to
+    read j, else 0. With decays = 1, total[i, 0] applies to every d.
 
     rows, columns `[..., size, key_dim]`; total `[..., size, decays]`, which never grows along the tokens; seen bool,
     false for all j > i. No exponent is above 0, so no exponential overflows.

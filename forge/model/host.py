@@ -32,7 +32,7 @@ class HostReads:
             _current.reset(token)
 
     def read(self, x: Tensor) -> Any:
-        """Return the next recorded number, or in the first run `x.tolist()`."""
+        """Return the next recorded number. In the first run, record and return `x.tolist()`."""
         if self._next == len(self._values):
             self._values.append(x.tolist())
         self._next += 1

@@ -37,9 +37,10 @@ LEAST_MOMENT = 1e-10
 class Muon:
     """The update theta <- theta - lr * (weight_decay * theta + factor * O), with O the orthogonalised momentum.
 
-    A matrix is a global tensor, or one expert of it; with `split_heads` one head of queries, keys or values. Matrices are
-    iterated in bfloat16 on CUDA and in promote(float32, storage) elsewhere, always in float64 if storage is float64.
-    Momentum is a mean of gradients laid out like the parameter. A matrix's owner holds the second moments of its rows.
+    A matrix is a global tensor, or one expert of it; with `split_heads` one head of queries, keys or values. The
+    orthogonalisation runs in bfloat16 on CUDA and in promote(float32, storage) elsewhere, always in float64 if storage is
+    float64. Momentum is a mean of gradients laid out like the parameter. With second_moment = "neuron" a matrix's owner
+    also holds the second moment of each row.
     """
 
     def __init__(

@@ -314,11 +314,11 @@ def waiting(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cast_at_borders(model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype], policy: torch.dtype) -> None:
-    """Let each largest subtree of `model` with another compute dtype than `policy` cast its inputs and outputs.
+    """Make each maximal subtree of `model` whose compute dtype is not `policy` cast its inputs and outputs.
 
-    The subtree gets floating-point arguments in its own dtype and returns results in `policy`. A module whose class sets
-    `exact_output` returns its own dtype. If the whole model is such a subtree, it is left alone: it takes tokens and
-    returns losses.
+    dtypes: compute dtype of each parameter. policy: compute dtype of all other modules. The subtree gets floating-point
+    arguments in its own dtype and returns results in `policy`. A module whose class sets `exact_output` returns its own
+    dtype. `model` itself never casts: it takes tokens and returns losses.
     """
     for child in model.children():
         for subtree, compute in maximal_subtrees(child, dtypes):

@@ -128,10 +128,11 @@ def uniform_units(
     dtypes: dict[nn.Parameter, torch.dtype],
     apart: Collection[nn.Parameter] = frozenset(),
 ) -> list[Unit]:
-    """Return units of one compute dtype for all parameters of `modules` in `dtypes`; inner ones first.
+    """Divide the parameters of `modules` into units with one compute dtype each, nested units first.
 
-    Parameters in `apart` are left out; the caller makes separate units of them, inside of the returned ones. Raises UserError
-    if one module has parameters of different dtypes, because units consist of whole modules.
+    dtypes: compute dtype of each parameter; parameters without an entry are ignored. apart: parameters for which the
+    caller makes separate units, nested in the returned units. Raises UserError if one module has parameters of different
+    dtypes, because units consist of whole modules.
     """
     keys = {p: dtypes[p] for p in _parameters(modules) if p in dtypes and p not in apart}
     sizes: Counter[torch.dtype] = Counter()

@@ -94,8 +94,8 @@ def filesystem_of(url: str) -> Any:
     """Return fsspec's file system for a URL. UserError for a URL with redacted secrets, e.g. from a run's config.toml."""
     if is_redacted(url):
         raise UserError(
-            f"{url}: its password or signature was left out when the configuration was written; set the key that has this "
-            "URL again, with the secret, on the command line"
+            f"{url}: forge removed the password or signature when it wrote the configuration; on the command line, set the "
+            "key again to the full URL with its secret"
         )
     return filesystem(url.split("://", 1)[0])
 

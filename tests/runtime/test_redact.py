@@ -45,5 +45,5 @@ def test_errors_and_written_configurations_have_no_secret(tmp_path) -> None:
     assert "dead" not in text and "hunter2" not in text and "X-Amz-Signature=REDACTED" in text
     # A run that resumes has the same configuration, with or without its secrets.
     assert not difference(parse_toml_text(text), config)
-    with pytest.raises(UserError, match=r"password or signature was left out .* on the command line"):
+    with pytest.raises(UserError, match=r"removed the password or signature .* on the command line"):
         filesystem_of(parse_toml_text(text).checkpoint.mirror)

@@ -166,7 +166,10 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 
 
 def _block_of(pair: Pair, q: Tensor, kv: Tensor, soft_cap: float) -> tuple[slice, slice, AttentionBlock]:
-    """Return the rows of q, the columns of kv `[batch, kv_heads, seq / cp, head_dim + v_dim]`, and the block of a pair."""
+    """Return the slice of q's rows, the slice of kv's columns, and the AttentionBlock of `pair`.
+
+    q `[batch, heads, seq / cp, head_dim]`, kv `[batch, kv_heads, seq / cp, head_dim + v_dim]`.
+    """
     size, head_dim = q.shape[2] // 2, q.shape[-1]
     rows, columns = (slice(half * size, (half + 1) * size) for half in (pair.queries, pair.keys))
     keys, values = kv[:, :, columns].split([head_dim, kv.shape[-1] - head_dim], dim=-1)

@@ -92,10 +92,10 @@ FORMATS = {form.name: form for form in (BLOCKWISE, MXFP8)}
 
 
 def _power_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the biased exponents of the scales, int32, and their reciprocals, float32, for amax, float32.
+    """For amax (float32), return each scale's biased exponent (int32) and the scale's reciprocal (float32).
 
-    Works on the bits of amax = (1 + mantissa) * 2^(field - 127), with 448 = 1.75 * 2^8. Unlike a division it is exact on
-    every device.
+    Works on the bits of amax = (1 + mantissa) * 2^(exponent bits - 127), with 448 = 1.75 * 2^8. Unlike a division it is
+    exact on every device.
     """
     bits = amax.view(torch.int32)
     field, mantissa = bits >> 23, bits & 0x7FFFFF

@@ -268,7 +268,7 @@ class Messages:
         return tensor
 
     def send(self, user: Action) -> None:
-        """Start to send the tensor that was put for `user` to the rank of its stage."""
+        """Start to send the tensor that `put` kept for `user` to the rank that runs user.stage."""
         tensor = self._here.pop(user).contiguous()
         work = self._isend(tensor, **self._with(user.stage, "group_dst"))
         assert work is not None

@@ -128,7 +128,8 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
         ) from None
     except RendezvousConnectionError:
         raise UserError(
-            f"--meeting {node.meeting}: the meeting ended before the run; start it and the agents again",
+            f"--meeting {node.meeting}: lost the connection to the meeting before the run finished; start the "
+            "meeting and the agents again",
             FAILED,
         ) from None
     rendezvous.shutdown()

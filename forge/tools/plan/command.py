@@ -72,9 +72,10 @@ def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) 
 
 
 def largest(config: Config) -> Config:
-    """Return `config` without phases, with the step sizes of its largest microbatch, which needs most memory.
+    """Replace the phases by the step sizes of the phase with the largest microbatch, which needs most memory.
 
-    train.steps becomes the number of such steps that have the tokens of the whole run. Without phases, return `config`.
+    train.steps becomes the number of steps of this size that read the whole run's tokens. A config without phases is
+    returned unchanged.
     """
     if not config.phase:
         return config

@@ -128,9 +128,10 @@ class FakeRank:
         return sum(len(buffer.buckets) for buffer in buffers)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Return two numbers of bytes: host memory for this rank's asynchronous save, and its tensors in a checkpoint.
+        """Return the bytes of host memory for this rank's asynchronous save, and the bytes of its tensors in a checkpoint.
 
-        The second counts whole tensors, although other ranks hold shards of the same tensors.
+        Its tensors are those of which this rank holds a shard. The second number counts them whole, although other ranks
+        hold other shards.
         """
         host = whole = 0
         for name, (shard, values) in all_tensors(self.model, self.optimizer).items():

@@ -213,7 +213,7 @@ def _promising(
 def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
     """Return the layouts of the first round: the config's own, and plain FSDP with each recomputation mode.
 
-    If none of these is legal, return the first ROUND layouts of `left`.
+    If `left` has neither, return at most ROUND layouts, one for each size (`_next`).
     """
     chosen = [layout for layout in left if not layout.changes]
     for mode in MODES:

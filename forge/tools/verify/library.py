@@ -355,10 +355,10 @@ class _ModuleRun:
 
 
 def _of_batch(seen: Sequence[Seen], rows: int) -> list[Seen]:
-    """Return the inputs and outputs of modules for this rank's `rows` sequences, with `row` set.
+    """Return `seen` without warm-up calls, with wrappers removed from the names and `Seen.row` filled in.
 
-    Their names do not contain the names of wrappers. Earlier calls are left out: before its first step a pipeline calls its
-    modules once with zeros, to learn their output shapes.
+    rows: number of this rank's sequences. A pipeline calls its modules once with zeros before its first step, to learn
+    their output shapes. These calls are left out.
     """
     found: list[Seen] = []
     extra = Counter({key: -rows for key in ((one.name, one.output) for one in seen)})

@@ -23,9 +23,9 @@ from forge.parallel.precision import plan_units
 class Groups:
     """Process groups for parameters of one kind, dense or experts. Groups of one rank are left out.
 
-    shard: each rank keeps a part of gradients and optimizer state, cut over one group after the other; shard_axes: the mesh
-    axis of each. replicate: ranks hold copies of these parts; replicate_axes: the mesh axes of these groups. same_weights:
-    all ranks that compute with the same values; possibly this rank alone.
+    shard: groups that divide gradients and optimizer state, outermost first. shard_axes: the mesh axis of each such group.
+    replicate: groups of ranks that hold replicas of a shard. replicate_axes: the mesh axes of these groups. same_weights:
+    ranks with equal compute weights; may be this rank only.
     """
 
     shard: tuple[dist.ProcessGroup, ...]
