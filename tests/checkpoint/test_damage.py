@@ -237,7 +237,7 @@ def test_an_index_that_names_an_attribute_of_anything_else_is_refused(saved, tmp
     (path / ".metadata").write_bytes(pickle.dumps(index))
     sign(path)
     (message,) = run_ranks(refused, 1, str(path))
-    assert "an attribute 'unlink'" in message
+    assert "the attribute 'unlink'" in message
 
 
 def test_a_tensor_that_would_run_code_is_refused_even_with_a_right_checksum(saved, tmp_path):
