@@ -41,6 +41,7 @@ ROWS = [
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("name", "ranks", "sequences", "family"), ROWS, ids=[f"{row[0]}-on-{row[1]}" for row in ROWS]
