@@ -84,9 +84,9 @@ class Data(Section):
     on_max_epochs: Annotated[Literal["leave_out", "refuse"], CAPS] = "leave_out"
     """Reaction to a source that reaches max_epochs. leave_out: from then on the other sources share its part; refuse: do
     not start a run that would read it more often."""
-    at_cap: Annotated[Literal["leave_out", "refuse"] | None, unused("its name is data.on_max_epochs now")] = (
-        None
-    )
+    at_cap: Annotated[
+        Literal["leave_out", "refuse"] | None, unused("its new name counts: data.on_max_epochs")
+    ] = None
     """Former name of on_max_epochs. Counts if on_max_epochs is not set."""
     packing: Literal["stream", "best_fit", "document"] = "stream"
     """How documents become sequences. stream: all in a row, cut every train.seq_len tokens; best_fit: whole documents, as

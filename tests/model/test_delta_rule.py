@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge.model.delta_rule import affine_scan, chunked_delta_rule, recurrent_delta_rule
+from forge.model.delta_rule import affine_scan, chunked_delta_rule, lower_triangle, recurrent_delta_rule
 
 TOLERANCE = 1e-10
 
@@ -114,9 +114,34 @@ def test_the_scan_and_its_gradients_are_those_of_the_loop() -> None:
     assert all((ours - plain).abs().max() <= TOLERANCE for ours, plain in pairs)
 
 
+def test_a_triangle_has_its_diagonal_its_quarters_and_zeros_above() -> None:
+    diagonal = torch.arange(4.0, dtype=torch.float64).expand(2, 4).contiguous().requires_grad_()
+    pairs = (
+        torch.tensor([[[10.0]], [[11.0]]], dtype=torch.float64)
+        .expand(2, 2, 1, 1)
+        .contiguous()
+        .requires_grad_()
+    )
+    corner = (
+        torch.tensor([[20.0, 21.0], [22.0, 23.0]], dtype=torch.float64)
+        .expand(2, 1, 2, 2)
+        .contiguous()
+        .requires_grad_()
+    )
+    expected = [[0, 0, 0, 0], [10, 1, 0, 0], [20, 21, 2, 0], [22, 23, 11, 3]]
+    matrix = lower_triangle(diagonal, [pairs, corner])
+    assert matrix.tolist() == [expected, expected]
+    # Schema, shapes without values, and gradients.
+    torch.library.opcheck(lower_triangle, (diagonal, [pairs, corner]))
+    assert torch.autograd.gradcheck(
+        lambda *parts: lower_triangle(parts[0], parts[1:]), (diagonal, pairs, corner)
+    )
+
+
 @pytest.mark.compiles
-def test_the_compiler_sees_one_graph_for_any_number_of_chunks() -> None:
-    arguments = inputs(37)
+@BY_HEAD_OR_CHANNEL
+def test_the_compiler_sees_one_graph_for_any_number_of_chunks(decays: int) -> None:
+    arguments = inputs(37, decays=decays)
     whole = torch.compile(chunked_delta_rule, backend="aot_eager", fullgraph=True)(*arguments, None, 8)
     plain = chunked_delta_rule(*arguments, None, 8)
     assert (whole[0] - plain[0]).abs().max() <= TOLERANCE
