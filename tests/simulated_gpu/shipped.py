@@ -11,6 +11,24 @@ CONFIGS = sorted(path.stem for path in FOLDER.glob("*.toml") if "debug" not in p
 MOST_EXPERTS = 32
 # Patterns of more layers name every layer of the model.
 LONGEST = 8
+# Layouts of four GPUs whose compiled regions contain collectives, or parameters that others have parts of.
+OF_FOUR = {
+    "llama3-70b": ["--parallel.tp=4"],
+    "qwen3-30b-a3b": ["--parallel.ep=4"],
+    "deepseek-v3": ["--parallel.ep=2", "--parallel.tp=2"],
+    "gpt-oss-20b": ["--parallel.cp=2"],
+}
+# Whole models that fit on one H200, with options that make them fit.
+SMALL_STATE = ["--optimizer.moment_dtype=bfloat16", "--activation_checkpoint.mode=full"]
+WHOLE = {
+    "160m": [],
+    "1b": [],
+    "gemma3-4b": [],
+    "7b": SMALL_STATE,
+    "olmo3-7b": SMALL_STATE,
+    "llama3-8b": SMALL_STATE,
+    "qwen3-8b": SMALL_STATE,
+}
 
 
 def shrunk(name: str) -> list[str]:

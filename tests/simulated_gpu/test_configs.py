@@ -1,4 +1,4 @@
-"""Shipped configs on one simulated GPU: compiled for Hopper and Blackwell, and their memory beside the plan."""
+"""Shipped configs on simulated GPUs: compiled for Hopper and Blackwell, and their memory beside the plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 
 from tests.simulated_gpu import compiled, counting
 from tests.simulated_gpu.needed import simulated_gpu
-from tests.simulated_gpu.shipped import CONFIGS, COUNTING, FOLDER, shrunk
+from tests.simulated_gpu.shipped import COMMON, CONFIGS, COUNTING, FOLDER, OF_FOUR, WHOLE, shrunk
+from tests.support.gpu_variants import SPLITS
 from tests.support.runs import Run
 
 pytestmark = [simulated_gpu, pytest.mark.slow]
@@ -35,19 +36,33 @@ def attention(kernels: dict[str, int]) -> list[str]:
 @pytest.mark.parametrize("capability", ["90", "100"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_shipped_config_is_compiled_and_trains(name: str, capability: str, tmp_path: Path) -> None:
-    variables = {"SIMGPU_CAPABILITY": capability, **compiled.environment(tmp_path)}
-    run = Run(tmp_path, COUNTING, base=shrunk(name))
-    assert run.start(variables=variables).join() == [0], run.output()[-4000:]
+    check(f"{name} sm_{capability}", shrunk(name), 1, capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", ["90", "100"])
+@pytest.mark.parametrize(("name", "layout"), OF_FOUR.items(), ids=OF_FOUR)
+def test_a_shipped_config_is_compiled_over_four_gpus(
+    name: str, layout: list[str], capability: str, tmp_path: Path
+) -> None:
+    axes = " ".join(option.removeprefix("--parallel.") for option in layout)
+    options = [*shrunk(name), *layout, "--train.global_batch_size=4"]
+    check(f"{name} {axes} sm_{capability}", options, 4, capability, tmp_path)
+
+
+def check(key: str, options: list[str], world: int, capability: str, folder: Path) -> None:
+    """Train for three steps and compare launches, peak and kernels of rank 0 with golden_compiled.json[key]."""
+    variables = {"SIMGPU_CAPABILITY": capability, **compiled.environment(folder)}
+    run = Run(folder, COUNTING, base=options)
+    assert run.start(world=world, variables=variables).join() == [0] * world, run.output()[-4000:]
     counts = counting.read(run.path)
-    assert not counts["waits"]
+    assert not counts["waits"].keys() - SPLITS
     found = {
         "attention": attention(counts["kernels"]),
         "launches": counts["launches"],
         "peak": counts["peak"],
-        "kernels": compiled.kernels(tmp_path),
+        "kernels": compiled.kernels(folder),
     }
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-    key = f"{name} sm_{capability}"
     if os.environ.get("UPDATE"):
         GOLDEN.write_text(compiled.render(golden | {key: found}))
     else:
@@ -57,10 +72,20 @@ def test_a_shipped_config_is_compiled_and_trains(name: str, capability: str, tmp
         assert found == expected, "make simgpu-all UPDATE=1 writes the new counts"
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_plan_knows_the_peak(name: str, tmp_path: Path) -> None:
-    options = [*shrunk(name), "--compile.enabled=false", "--compile.loss=false"]
-    run = Run(tmp_path, COUNTING, base=options)
+@pytest.mark.parametrize("options", [shrunk(name) for name in CONFIGS], ids=CONFIGS)
+def test_the_plan_knows_the_peak(options: list[str], tmp_path: Path) -> None:
+    compare_peaks(options, tmp_path)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_plan_knows_the_peak_of_a_whole_model(name: str, tmp_path: Path) -> None:
+    compare_peaks([f"--config={name}.toml", *COMMON, *WHOLE[name]], tmp_path)
+
+
+def compare_peaks(options: list[str], folder: Path) -> None:
+    """Compare the allocator's peak of three eager steps on one GPU with the plan's."""
+    options = [*options, "--compile.enabled=false", "--compile.loss=false"]
+    run = Run(folder, COUNTING, base=options)
     assert run() == 0, run.output()[-4000:]
     peak = counting.read(run.path)["peak"] / 2**30
     command = [sys.executable, "train.py", *options, "--plan"]

@@ -1,7 +1,7 @@
 """Build the simulated GPU for the PyTorch of this interpreter: `python -m tests.simulated_gpu.device.build FOLDER`.
 
 FOLDER/libsimgpu.so      the CUDA runtime, cuBLAS, cuSOLVER, cuSPARSE, cuFFT, cuDNN's graphs and NCCL; to be preloaded
-FOLDER/libcuda.so.1      the driver
+FOLDER/libcuda.so.1      the driver, and NVML by the name libnvidia-ml.so.1
 
 Needs g++ and nm. The headers come from PyTorch's own wheels. Calls of libraries that are not written here are
 generated: they count themselves and return success.
@@ -32,6 +32,8 @@ DRIVER = [
     "cuFuncSetCacheConfig",
     "cuTensorMapEncodeTiled",
     "cuStreamWriteValue32_v2",
+    "cuMemsetD32Async",
+    "cuMemGetAllocationPropertiesFromHandle",
     "cuCtxGetLimit",
     "cuCtxSetLimit",
     "cuLinkCreate_v2",
@@ -51,17 +53,15 @@ DRIVER = [
     "cuDeviceGetUuid",
     "cuTensorMapReplaceAddress",
     "cuTensorMapEncodeIm2col",
-    "cuMemCreate",
     "cuMemMap",
     "cuMemUnmap",
     "cuMemRelease",
-    "cuMemAddressReserve",
-    "cuMemAddressFree",
     "cuMemSetAccess",
-    "cuMemGetAllocationGranularity",
-    "cuMemExportToShareableHandle",
-    "cuMemImportFromShareableHandle",
-    "cuMulticastCreate",
+    "cuMulticastAddDevice",
+    "cuMulticastBindMem",
+    "cuMulticastBindMem_v2",
+    "cuMulticastBindAddr",
+    "cuMulticastUnbind",
     "cuLaunchCooperativeKernel",
     "cuStreamGetCtx",
 ]
@@ -106,9 +106,9 @@ def build(folder: Path) -> None:
     driver = [HERE / "driver.cpp", folder / "generated_driver.cpp"]
     name = "-Wl,-soname,libcuda.so.1"
     subprocess.run([*compile_, name, "-o", folder / "libcuda.so.1", *driver, "-ldl"], check=True)
-    link = folder / "libcuda.so"
-    link.unlink(missing_ok=True)
-    link.symlink_to("libcuda.so.1")
+    for link in (folder / "libcuda.so", folder / "libnvidia-ml.so.1"):
+        link.unlink(missing_ok=True)
+        link.symlink_to("libcuda.so.1")
 
 
 if __name__ == "__main__":

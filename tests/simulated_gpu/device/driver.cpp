@@ -1,6 +1,8 @@
 // The CUDA driver (libcuda.so.1) of a simulated GPU: the calls of PyTorch, Triton and cuDNN that need an answer. All others are
-// generated (build.py) and return success.
+// generated (build.py) and return success. libnvidia-ml.so.1 is a link to this library: NVML is at the end.
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -11,9 +13,16 @@
 namespace {
 
 void* const kContext = reinterpret_cast<void*>(0x1000);
+constexpr int kMulticast = 132;         // the attribute: GPUs under one NVSwitch
+constexpr size_t kGranularity = 2 << 20;  // of memory that processes share
+
+template <typename Function>
+Function of_runtime(const char* name) {
+  return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
+}
 
 void count_kernel(const char* name) {
-  static auto count = reinterpret_cast<void (*)(const char*)>(dlsym(RTLD_DEFAULT, "simgpu_count_kernel"));
+  static auto count = of_runtime<void (*)(const char*)>("simgpu_count_kernel");
   if (count) count(name);
 }
 
@@ -29,9 +38,9 @@ API cuDeviceGetCount(int* count) {
 API cuDeviceGet(int* device, int ordinal) { *device = ordinal; return 0; }
 API cuDeviceGetName(char* name, int size, int) { strncpy(name, "NVIDIA H200", size); return 0; }
 API cuDeviceGetAttribute(int* value, int which, int device) {
-  auto of_runtime = reinterpret_cast<int (*)(int*, int, int)>(dlsym(RTLD_DEFAULT, "cudaDeviceGetAttribute"));
-  *value = 0;
-  return of_runtime ? of_runtime(value, which, device) : 0;
+  auto attribute = of_runtime<int (*)(int*, int, int)>("cudaDeviceGetAttribute");
+  *value = which == kMulticast;
+  return attribute && which != kMulticast ? attribute(value, which, device) : 0;
 }
 API cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) { *flags = 0; *active = 1; return 0; }
 API cuDevicePrimaryCtxRetain(void** context, int) { *context = kContext; return 0; }
@@ -61,6 +70,26 @@ API cuPointerGetAttribute(void* value, int which, unsigned long long at) {
   return 0;
 }
 API cuMemGetAddressRange_v2(unsigned long long* base, size_t* size, unsigned long long at) { *base = at; *size = 1 << 30; return 0; }
+
+// Symmetric memory. A handle is a number. An address belongs to this process alone: peers map memory of their own in its place.
+API cuMemGetAllocationGranularity(size_t* bytes, const void*, int) { *bytes = kGranularity; return 0; }
+API cuMulticastGetGranularity(size_t* bytes, const void*, int) { *bytes = kGranularity; return 0; }
+API cuMemCreate(unsigned long long* handle, size_t, const void*, unsigned long long) { *handle = 1; return 0; }
+API cuMulticastCreate(unsigned long long* handle, const void*) { *handle = 2; return 0; }
+API cuMemRetainAllocationHandle(unsigned long long* handle, void*) { *handle = 1; return 0; }
+API cuMemImportFromShareableHandle(unsigned long long* handle, void*, int) { *handle = 3; return 0; }
+// Processes send each other what is exported, so it must be an open file.
+API cuMemExportToShareableHandle(void* file, unsigned long long, int, unsigned long long) {
+  *static_cast<int*>(file) = open("/dev/null", O_RDWR | O_CLOEXEC);
+  return 0;
+}
+API cuMemAddressReserve(unsigned long long* at, size_t bytes, size_t, unsigned long long, unsigned long long) {
+  return of_runtime<int (*)(void**, size_t)>("cudaMalloc")(reinterpret_cast<void**>(at), bytes);
+}
+API cuMemAddressFree(unsigned long long at, size_t) {
+  return of_runtime<int (*)(void*)>("cudaFree")(reinterpret_cast<void*>(at));
+}
+
 // NVRTC asks for tables of calls that no header names. The first word of a table is its size in bytes: these have no entries.
 API cuGetExportTable(const void** table, const void*) {
   static const size_t empty[] = {sizeof(size_t)};
@@ -78,3 +107,19 @@ API cuGetProcAddress_v2(const char* name, void** function, int, unsigned long lo
 API cuGetProcAddress(const char* name, void** function, int version, unsigned long long flags) {
   return cuGetProcAddress_v2(name, function, version, flags, nullptr);
 }
+
+// NVML. PyTorch asks for the number of GPUs, for their handles, and for a fabric over nodes, of which there is none.
+constexpr int kNotSupported = 3;
+API nvmlInit() { return 0; }
+API nvmlInit_v2() { return 0; }
+API nvmlDeviceGetCount_v2(unsigned* count) {
+  const char* devices = getenv("SIMGPU_DEVICES");
+  *count = devices ? atoi(devices) : 1;
+  return 0;
+}
+API nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) { *device = kContext; return 0; }
+API nvmlDeviceGetGpuFabricInfoV(void*, void*) { return 0; }
+API nvmlDeviceGetComputeRunningProcesses(void*, unsigned*, void*) { return kNotSupported; }
+API nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return kNotSupported; }
+API nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return kNotSupported; }
+API nvmlSystemGetCudaDriverVersion_v2(int* version) { *version = 13000; return 0; }
