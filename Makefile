@@ -110,6 +110,8 @@ $(SIMGPU)/.ready: pyproject.toml constraints-cuda.txt
 	$(PYTHON) -m venv $(SIMGPU)
 	$(SIMGPU)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-cuda.txt --editable . \
 	    pytest pytest-timeout pytest-rerunfailures pytest-xdist hypothesis
+	$(SIMGPU)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-cuda.txt --no-deps --upgrade \
+	    --target $(SIMGPU)/fla fla-core einops
 	@touch $@
 
 simgpu: $(SIMGPU)/.ready

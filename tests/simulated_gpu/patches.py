@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from forge.hook import Hook
+from forge.model import fused_delta_rule
 from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher
 from forge.train.trainer import Trainer
 
@@ -47,6 +49,12 @@ def _logged(name: str, method: Any, device: ctypes.CDLL) -> Any:
         return method(group, *arguments, **options)
 
     return call
+
+
+def install_fla() -> None:
+    """Let the run import flash-linear-attention, which `make simgpu` installs apart: other runs use forge's own products."""
+    sys.path.insert(0, str(Path(sys.prefix) / "fla"))
+    fused_delta_rule.INSTALLED = True
 
 
 def log_order_of_even_experts() -> None:
