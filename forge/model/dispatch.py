@@ -89,8 +89,12 @@ def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
 
 
 def plan_rows(experts: Tensor, n_experts: int) -> DispatchPlan:
-    """Return the plan for experts int64 `[tokens, top_k]`: by counting if this code is compiled, otherwise by sorting."""
-    return (count_by_expert if torch.compiler.is_compiling() else sort_by_expert)(experts, n_experts)
+    """Return the plan for experts int64 `[tokens, top_k]`: by counting if this code is compiled, otherwise by sorting.
+
+    A rank to which no token is sent has no last row to read counts from: it sorts.
+    """
+    counts = torch.compiler.is_compiling() and experts.shape[0] > 0
+    return (count_by_expert if counts else sort_by_expert)(experts, n_experts)
 
 
 def spread_rows(x: Tensor, experts: Tensor, n_experts: int) -> tuple[Tensor, DispatchPlan]:

@@ -23,6 +23,7 @@ from forge.model.dispatch import (
     permute,
     sort_by_expert,
     spread,
+    spread_rows,
 )
 from forge.model.host import HostReads
 
@@ -154,6 +155,20 @@ def test_counting_gives_the_same_plan_as_sorting(none: bool) -> None:
         count_by_expert(experts, EXPERTS), sort_by_expert(experts, EXPERTS), strict=True
     ):
         assert torch.equal(counted, by_sorting)
+
+
+@pytest.mark.compiles
+def test_compiled_dispatch_accepts_a_rank_without_tokens() -> None:
+    def rows(x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        spread, plan = spread_rows(x, experts, EXPERTS)
+        return spread, plan.counts
+
+    torch._dynamo.reset()
+    compiled = torch.compile(rows, backend="aot_eager", fullgraph=True)
+    for tokens in (0, 6, 9, 0):  # as first size, and after others
+        experts, _ = random_choices(tokens, 3)
+        x = torch.randn(tokens, DIM)
+        assert_close(compiled(x, experts), rows(x, experts))
 
 
 def test_rows_of_several_ranks_are_grouped_by_expert_in_the_order_of_ranks() -> None:
