@@ -1,4 +1,4 @@
-"""Packages made by tests: wheels that pip accepts, and Debian packages, with any names of members."""
+"""Build wheels and Debian packages with arbitrary member names, for tests of the archive readers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What runs on the simulated GPU: one variant for each feature, engine and axis."""
+"""Runs for the simulated GPU: one variant for each feature, engine and axis."""
 
 from __future__ import annotations
 
 from tests.support import runs
 
-# A model whose sizes every kernel takes.
+# A model with sizes that every kernel accepts.
 BASE = [
     *runs.BASE,
     "--model.dim=64",
@@ -193,8 +193,8 @@ FOUR: dict[str, list[str]] = {
     "offload": ["--parallel.cpu_offload=true"],
 }
 
-# Functions of forge in which the host may wait in a step. Expert parallelism reads how many rows each rank sends. Experts in
-# float32 read how many rows each has. A state on the host has to arrive there before its update.
+# Functions of forge in which the host may wait during a step. Expert parallelism reads the row counts of each rank. Experts
+# in float32 read the row count of each expert. An offloaded state must reach the host before its update.
 SPLITS = {"model/host.py:read"}
 OFFLOAD = {
     "optim/adamw.py:_update",
