@@ -1,4 +1,4 @@
-"""Patches of a run: functions that every rank calls first, to log the order of its calls, and a hook with a defect."""
+"""Patches called first on every rank of a run to log the order of calls, and a hook with a defect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forge.hook import Hook
 from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher
 from forge.train.trainer import Trainer
 
-# Methods of a process group that wait for its other ranks.
+# Methods of a process group that wait for other ranks.
 COLLECTIVES = ("allreduce", "allgather", "broadcast", "gather", "scatter", "reduce", "alltoall", "barrier")
 
 
@@ -41,7 +41,7 @@ def _logged(name: str, method: Any, device: ctypes.CDLL) -> Any:
             current = threading.current_thread()
             thread = "-" if current is threading.main_thread() else current.name
             ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
-            # Where only the root has the list of all parts, its own tensor comes last.
+            # If only the root has the list of all parts, its own tensor is the last argument.
             shape = f"{tensors[-1].numel()} {tensors[-1].dtype}" if tensors else "0 -"
             device.simgpu_log(f"host {thread} gloo-{group.group_name} {ranks} {name} {shape}\n".encode())
         return method(group, *arguments, **options)
@@ -50,9 +50,9 @@ def _logged(name: str, method: Any, device: ctypes.CDLL) -> Any:
 
 
 def log_order_of_even_experts() -> None:
-    """The same, and let each rank of an expert group send the others equally many rows.
+    """Log like `log_order`, and let each rank of an expert group send equally many rows to every other.
 
-    By themselves they would send none: the counts that the device gives are zeros.
+    Without this patch they would send none, because counts read from the simulated device are zeros.
     """
     log_order()
     even: Rows = lambda choices, _source, _target, ranks: choices // ranks  # noqa: E731
@@ -60,25 +60,25 @@ def log_order_of_even_experts() -> None:
 
 
 def log_order_of_uneven_experts() -> None:
-    """The same, but they send different numbers of rows. Rank 1 sends none and rank 3 gets none."""
+    """Log like `log_order`, and let ranks send different numbers of rows. Rank 1 sends none and rank 3 gets none."""
     log_order()
 
     def uneven(_choices: int, source: int, target: int, _ranks: int) -> int:
         return 0 if source == 1 or target == 3 else 9 * (1 + (source + target) % 3)
 
     def within(choices: int, source: int, target: int, ranks: int) -> int:
-        # Rank 3 got no rows from nodes, so it has none to send on.
+        # Rank 3 got no rows from other nodes, so it forwards none.
         return 0 if source == 3 else uneven(choices, source, target, ranks)
 
     _send(uneven, within)
 
 
 Rows: TypeAlias = Callable[[int, int, int, int], int]
-"""(choices of a rank's tokens, source, target, ranks of the group) -> rows that go from source to target."""
+"""(choices of a rank's tokens, source, target, ranks of the group) -> number of rows from source to target."""
 
 
 def _send(rows: Rows, within: Rows) -> None:
-    """Let dispatchers send so many `rows` from one rank to another; `within`: inside of a node, after those over nodes."""
+    """Set the numbers of rows sent by dispatchers. rows: rank to rank. within: inside a node, after the inter-node sends."""
 
     def sizes(rows: Rows, group: dist.ProcessGroup, choices: int) -> tuple[list[int], list[int]]:
         rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
@@ -106,7 +106,7 @@ def _send(rows: Rows, within: Rows) -> None:
 
 
 class Crossing(Hook):
-    """A defect: two reductions, of which rank 1 calls the second first. They are on two communicators."""
+    """A defect: two reductions on two communicators, called by rank 1 in reverse order."""
 
     def __init__(self, trainer: Trainer):
         self._groups = [trainer.meshes.tp.get_group(), dist.group.WORLD]

@@ -1,4 +1,4 @@
-"""check_node.py finds every result of simulated GPUs wrong, because they compute nothing."""
+"""check_node.py rejects every result of simulated GPUs, because they compute nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shipped configs on one simulated GPU: compiled for Hopper and Blackwell, and their memory beside the plan."""
+"""Shipped configs on one simulated GPU: compilation for Hopper and Blackwell, and memory compared with the plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.runs import Run
 pytestmark = [simulated_gpu, pytest.mark.slow]
 
 GOLDEN = Path(__file__).with_name("golden_compiled.json")
-# Substrings of kernels, and the attention that they are.
+# Substrings of kernel names -> kind of attention.
 ATTENTION = {
     "cudnnBackendExecute": "cuDNN",
     "flash_fwd": "FlashAttention-2",
@@ -52,7 +52,7 @@ def test_a_shipped_config_is_compiled_and_trains(name: str, capability: str, tmp
         GOLDEN.write_text(compiled.render(golden | {key: found}))
     else:
         expected = golden.get(key, found | {"launches": "not counted yet"})
-        # As in test_steps.py.
+        # See test_steps.py.
         expected["peak"] = pytest.approx(expected["peak"], rel=1e-3)
         assert found == expected, "make simgpu-all UPDATE=1 writes the new counts"
 

@@ -61,7 +61,7 @@ API cuPointerGetAttribute(void* value, int which, unsigned long long at) {
   return 0;
 }
 API cuMemGetAddressRange_v2(unsigned long long* base, size_t* size, unsigned long long at) { *base = at; *size = 1 << 30; return 0; }
-// NVRTC asks for tables of calls that no header names. The first word of a table is its size in bytes: these have no entries.
+// NVRTC asks for undocumented tables of calls. The first word of a table is its size in bytes: these have no entries.
 API cuGetExportTable(const void** table, const void*) {
   static const size_t empty[] = {sizeof(size_t)};
   *table = empty;
