@@ -29,7 +29,7 @@ def test_a_path_wins_over_a_shipped_name(tmp_path, monkeypatch) -> None:
     assert load_config(["--config", "debug.toml"]).model.dim == 64
 
 
-def test_a_config_that_does_not_exist_is_reported_with_the_nearest_name() -> None:
+def test_a_missing_config_is_reported_with_the_nearest_name() -> None:
     with pytest.raises(UserError, match=r"--config debgu.toml: no such file; did you mean debug\?.*160m, 1b"):
         load_config(["--config", "debgu.toml"])
 
