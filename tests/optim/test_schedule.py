@@ -10,7 +10,7 @@ SHAPES = ["linear", "cosine", "sqrt"]
 
 
 def rates(steps=100, **fields):
-    """The learning rates of steps 1 to `steps`, as shares of the peak."""
+    """Return the learning rates of steps 1 to `steps`, relative to the peak."""
     schedule = ScheduleConfig(**({"warmup_steps": 0} | fields))
     return [learning_rate(schedule, lr=LR, step=step, steps=steps) / LR for step in range(1, steps + 1)]
 
@@ -40,7 +40,7 @@ def test_wsd_is_flat_until_the_last_share_of_the_steps(shape):
     "fields", [{"decay_shape": shape} for shape in SHAPES] + [{"name": "cosine"}, {"name": "linear"}]
 )
 @pytest.mark.parametrize("low", [0.0, 0.1, 1.0])
-def test_the_last_step_is_taken_at_the_least_rate(fields, low):
+def test_the_last_step_has_the_lowest_rate(fields, low):
     assert rates(min_lr_ratio=low, warmup_steps=10, **fields)[-1] == pytest.approx(low, abs=1e-15)
 
 
@@ -97,7 +97,7 @@ def test_extending_a_wsd_run_changes_no_rate_before_the_former_decay():
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(50, 0), (1000, 10), (200_000, 2000), (1_000_000, 2000)])
-def test_a_schedule_that_says_nothing_warms_up_for_one_step_in_a_hundred(steps: int, warmup: int) -> None:
+def test_the_default_warmup_is_one_step_in_a_hundred(steps: int, warmup: int) -> None:
     assert warmup_steps(ScheduleConfig(), steps) == warmup
     assert warmup_steps(ScheduleConfig(warmup_steps=0), steps) == 0
     rate = learning_rate(ScheduleConfig(), lr=LR, step=1, steps=steps)
