@@ -76,7 +76,7 @@ def test_bfloat16_moments_stay_close_to_float32_ones() -> None:
 
 @pytest.mark.long
 def test_a_bfloat16_second_moment_follows_shrinking_gradients() -> None:
-    # Per step it changes by 0.001 of its value, at most half of bfloat16's last bit. Rounding to nearest would keep it at 0.26.
+    # Per step it changes by 0.001 of its value, at most half of bfloat16's last bit. Rounded to nearest, it would stay 0.26.
     shape = (64, 32)
     parameter = torch.nn.Parameter(torch.zeros(shape))
     shard = Shard.whole("wq.weight", parameter)

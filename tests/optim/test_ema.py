@@ -64,7 +64,7 @@ def test_state_is_restored() -> None:
 
 
 @pytest.mark.processes
-def test_a_run_moved_to_other_layouts_keeps_the_mean_and_exports_it(
+def test_a_run_moved_to_other_layouts_keeps_the_mean_and_average_uses_it(
     tmp_path: Path,
 ) -> None:
     whole, moved = Run(tmp_path / "whole", *FLOAT64, *KEPT), Run(tmp_path / "moved", *FLOAT64, *KEPT)
@@ -118,7 +118,7 @@ def test_enabling_or_disabling_the_mean_keeps_the_moments(tmp_path: Path) -> Non
 
 
 @pytest.mark.processes
-def test_experts_have_means_and_router_biases_are_copied(tmp_path: Path) -> None:
+def test_experts_have_means_and_tensors_without_one_are_copied(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *EXPERTS, *KEPT, "--train.steps=2", "--model.moe.bias_update_rate=0.01")
     assert run() == 0
     path = run.path / "checkpoints" / step_name(2)
