@@ -81,14 +81,14 @@ def without_gradients_of_others(model):
 
 
 def one_layer_differs(model):
-    """The first rank drops a bias in forward."""
+    """Drop a bias in rank 0's forward."""
     if dist.get_rank() == 0:
         model.second.register_forward_hook(lambda layer, args, output: output - layer.bias)
     return model
 
 
 def forgets_a_momentum(model):
-    """The checkpoint has the momentum of the first parameter, which a resume leaves out."""
+    """Save the first parameter's momentum, but do not restore it on resume."""
 
     class Forgetful(torch.optim.SGD):
         def load_state_dict(self, state_dict):
@@ -100,7 +100,7 @@ def forgets_a_momentum(model):
 
 
 def pipelined(model):
-    """Two stages under GPipe."""
+    """A model of two stages under GPipe."""
     rank, parts = dist.get_rank(), 2
     if rank == 0:
         model.second = model.head = None

@@ -1,4 +1,4 @@
-"""What a person reads of failures and differences."""
+"""The readable report of failures and differences."""
 
 import torch
 
@@ -24,7 +24,7 @@ def test_a_layout_that_hangs_is_reported_as_such() -> None:
 
 
 def test_a_difference_is_shown_with_the_part_of_the_rank_and_with_enough_digits() -> None:
-    """A rank of context parallelism has two parts of the sequence."""
+    """A cp rank has two parts of the sequence."""
     expected = torch.ones(4, 8, dtype=torch.float64)
     mine = torch.ones(2, 4, dtype=torch.float64)
     mine[1, 3] += 2**-50

@@ -1,4 +1,4 @@
-"""The order of layouts, the time budget, and the search for the smallest layout that differs."""
+"""The order of layouts, the time budget, and the search for the smallest differing layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FINDING = Finding("layers.0", "why", Difference(1, "output", "layers.0", 0, (), 
 
 
 class Fake(Verifier):
-    """A verifier in which `status` of a layout is known, and each layout takes a second of `clock`."""
+    """A verifier with a given `status` for each layout. Each layout takes one second of `clock`."""
 
     def __init__(self, status: Callable[[Case], str], monkeypatch: pytest.MonkeyPatch):
         self.config, self._known, self.ran, self.other = SMALL, {}, [], Case()
@@ -76,7 +76,7 @@ def test_the_smallest_layout_that_still_differs_is_found_and_no_random_one_is_dr
 
 
 class FakeLoads(Fake):
-    """One whose layouts with pipelines differ when they load a checkpoint of a layout with tensor parallelism."""
+    """Make pp layouts differ after loading a checkpoint of a tp layout."""
 
     def _run(self, case: Case, other: Case, keep: bool = False) -> Outcome:
         loads = "tp" in dict(other.degrees) and "pp" in dict(case.degrees)
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_does_not_load_is_searched_with_the_layout_that_saved_
     cases = parse_layouts("pp=2; tp=2; cp=2 pp=2")
     report = verify(fake, cases, seconds=100.0)
     assert [one.case for one in report.bad] == [cases[2]]
-    # Alone it was equal before, with the checkpoint of one process.
+    # Alone, with the checkpoint of one process, it was equal before.
     assert report.smallest is not None and report.smallest.case.name == "pp=2"
     assert report.smallest.other.name == "tp=2"
 

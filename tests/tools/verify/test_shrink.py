@@ -93,7 +93,7 @@ def test_block_formats_stay_and_two_ranks_have_whole_blocks(name: str, recipe: s
     config = load_config(["--config", name, f"--precision.float8={recipe}"])
     small, notes = shrink(config)
     assert small.precision.float8 == recipe and not any("float8" in note for note in notes)
-    # Latent attention: every cp rank expands all latents, which checks refuse.
+    # Latent attention: every cp rank would expand all latents, and the checks refuse that.
     cp = 1 if small.model.latent else 2
     for degrees in ({"tp": 2}, {"cp": cp}, {"tp": 2, "cp": cp}, {"tp": 2, "pp": 2}):
         Case.of(degrees).config(small)
