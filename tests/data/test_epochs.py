@@ -47,7 +47,7 @@ def test_planned_epochs_are_logged_and_more_than_four_are_a_warning(caplog) -> N
     assert warning[0] == "WARNING" and "reads little 5 times:" in warning[1] and "much" not in warning[1]
 
 
-def test_four_epochs_are_no_reason_to_warn(caplog) -> None:
+def test_four_epochs_give_no_warning(caplog) -> None:
     assert [level for level, _ in logged(caplog, 0, 80)] == ["INFO", "INFO"]
 
 

@@ -110,7 +110,7 @@ def test_d4_impossible_weights_are_refused(weights):
         Mixture(weights, seed=0)
 
 
-def test_order_is_the_same_for_ever():
+def test_the_order_never_changes():
     """Checkpoints hold a position in this order. Another order would replay and skip samples."""
     assert located([1, 3], [100, 1000], range(10**13, 10**13 + 4), seed=7, block=16) == [
         (1, 7500000000, 690),

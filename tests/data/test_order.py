@@ -100,7 +100,7 @@ def test_a_mixture_in_the_same_proportions_changes_no_sample() -> None:
     assert [order.locate(i) for i in range(300)] == [first.order.locate(i) for i in range(300)]
 
 
-def test_the_same_mixture_is_no_change_whatever_the_order_of_its_sources() -> None:
+def test_another_order_of_the_same_sources_is_no_change() -> None:
     first = data(al=1, bl=2)
     assert data(bl=2, al=1).continuing(first.order, 77) is first.order
 

@@ -41,7 +41,7 @@ def test_key_distinguishes_purposes_and_numbers():
     )
 
 
-def test_order_is_the_same_for_ever():
+def test_the_order_never_changes():
     """Checkpoints hold a position in this order. Another order would replay and skip samples."""
     assert [Permutation(1000, 42)(i) for i in range(6)] == [998, 721, 62, 193, 563, 996]
     assert hash_positions(10**15, 10**15 + 1, 42)[0] == scramble(

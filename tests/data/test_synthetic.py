@@ -75,5 +75,5 @@ def test_a_vocabulary_of_one_is_refused():
         SyntheticSource(0, 1)
 
 
-def test_the_stream_is_the_same_for_ever():
+def test_the_stream_never_changes():
     assert SyntheticSource(0, 256).read(10**15, 8).tolist() == [0, 32, 33, 0, 1, 2, 0, 1]

@@ -29,7 +29,7 @@ def test_a_guide_is_short_and_begins_with_its_purpose(page: Path) -> None:
 
 
 @guides
-def test_a_reader_sees_which_commands_are_not_run(page: Path) -> None:
+def test_unrun_commands_are_marked_for_the_reader(page: Path) -> None:
     """The comment above a block is for the tests. The sentence before it is for the reader."""
     for before in re.findall(r"(?s)(.*?)<!-- not run", page.read_text("utf-8")):
         assert "*Not run: " in before.rpartition("```\n")[2], before[-300:]

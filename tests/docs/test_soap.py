@@ -60,7 +60,7 @@ def compared(text: str, plain: str, ranks: int) -> None:
         ]
     ),
 )
-def test_the_update_equals_that_of_one_process(parallel: str, ranks: int) -> None:
+def test_the_update_equals_one_process(parallel: str, ranks: int) -> None:
     compared(tiny_config(parallel=parallel) + OPTIMIZER, tiny_config() + OPTIMIZER, ranks)
 
 

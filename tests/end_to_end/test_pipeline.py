@@ -10,7 +10,7 @@ EVALUATED = ["--evaluate.interval=5", '--data.validation=[{name="held", path="sy
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)])
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, schedule: str) -> None:
+def test_a_stopped_run_continues_bit_for_bit(tmp_path, schedule: str) -> None:
     options = [*MODEL, *PIPELINE, f"--pipeline.schedule={schedule}"]
     whole, halves = Run(tmp_path / "whole", *options), Run(tmp_path / "halves", *options)
     assert whole(world=2) == 0

@@ -75,7 +75,7 @@ def test_a_dataset_at_a_url_trains_and_evaluates_like_a_local_one(tmp_path) -> N
     assert losses[0] == losses[1]
 
 
-def test_a_mirror_that_is_no_url_is_refused(tmp_path) -> None:
+def test_a_mirror_without_a_url_is_refused(tmp_path) -> None:
     assert "checkpoint.mirror" in refused(Run(tmp_path), "--checkpoint.mirror=backup")
 
 

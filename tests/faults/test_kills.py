@@ -73,7 +73,7 @@ def test_k3_one_rank_killed_between_the_shards(tmp_path, undisturbed, rank: int,
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
-def test_k3_a_rank_that_dies_in_the_last_save_is_named(tmp_path, undisturbed, mode: str) -> None:
+def test_k3_a_rank_killed_in_the_last_save_is_named(tmp_path, undisturbed, mode: str) -> None:
     """No later step follows, whose collectives would reveal the missing rank."""
     run = Run(tmp_path, f"--checkpoint.mode={mode}")
     codes = run.start(world=2, fault="save.between_shards:10:1").join()

@@ -14,14 +14,12 @@ SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 @pytest.mark.parametrize("dead", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_k5_torchrun_restarts_after_a_killed_worker_and_finishes_by_itself(
-    tmp_path, undisturbed, dead: int
-) -> None:
+def test_k5_torchrun_restarts_after_a_killed_worker_and_finishes(tmp_path, undisturbed, dead: int) -> None:
     assert_same_history(restarted(tmp_path, f"step:7:{dead}"), undisturbed(world=2))
 
 
 @pytest.mark.slow
-def test_h1_torchrun_restarts_after_the_watchdog_and_finishes_by_itself(tmp_path, undisturbed) -> None:
+def test_h1_torchrun_restarts_after_the_watchdog_and_finishes(tmp_path, undisturbed) -> None:
     run = restarted(tmp_path, "step:7:1:sleep", "--resilience.step_timeout_s=10")
     assert [event["step"] for event in run.events("watchdog")] == [7]
     assert_same_history(run, undisturbed(world=2))

@@ -86,7 +86,7 @@ def test_a_key_written_with_full_strength_is_read_back() -> None:
 
 
 @BY_HEAD_OR_CHANNEL
-def test_float32_stays_finite_where_decays_underflow(decays: int) -> None:
+def test_float32_stays_finite_if_decays_underflow(decays: int) -> None:
     arguments = inputs(40, 1e4, torch.float32, decays)
     out, state = chunked_delta_rule(*arguments, None, 16)
     found = torch.autograd.grad(out.sum() + state.sum(), arguments)

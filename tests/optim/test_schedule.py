@@ -71,7 +71,7 @@ def test_decay_fraction_one_decays_from_the_end_of_the_warmup():
 
 
 @pytest.mark.parametrize("name", ["wsd", "cosine", "linear", "constant"])
-def test_a_run_that_is_all_warmup_ends_at_the_peak(name):
+def test_a_run_of_warmup_only_ends_at_the_peak(name):
     assert rates(steps=10, name=name, warmup_steps=10)[-1] == 1.0
     assert rates(steps=1, name=name, warmup_steps=1) == [1.0]
     assert rates(steps=5, name=name, warmup_steps=10)[-1] == 0.5

@@ -119,7 +119,7 @@ def test_counted_boxes_cover_every_parameter_once(keys: str) -> None:
         assert (count == 1).all(), name
 
 
-def test_summing_nothing_is_no_collective() -> None:
+def test_an_empty_sum_starts_no_collective() -> None:
     sum_gradients([], None)
 
 

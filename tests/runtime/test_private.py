@@ -55,7 +55,7 @@ def test_processes_racing_to_create_a_folder_all_get_it(tmp_path) -> None:
         assert not failed
 
 
-def test_a_folder_of_other_files_is_refused_and_stays_as_it_was(tmp_path) -> None:
+def test_a_folder_of_other_files_is_refused_and_unchanged(tmp_path) -> None:
     (tmp_path / "0042").mkdir()
     tmp_path.chmod(0o755)
     assert "holds files that forge did not make, e.g. 0042; set data.cache_dir to an empty" in refusal(
@@ -73,7 +73,7 @@ def test_a_link_and_a_file_are_refused(tmp_path) -> None:
     assert not os.listdir(tmp_path / "home")
 
 
-def test_a_folder_that_other_users_can_change_is_refused_even_with_a_marker(tmp_path) -> None:
+def test_a_folder_writable_by_other_users_is_refused_even_with_a_marker(tmp_path) -> None:
     path = tmp_path / "cache"
     PrivateFolder(path, KEY)
     for open_to_others in (0o777, 0o770, 0o750):

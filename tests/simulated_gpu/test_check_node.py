@@ -15,7 +15,7 @@ from tests.support.trained import ROOT
 pytestmark = simulated_gpu
 
 
-def test_gpus_that_compute_nothing_fail_every_check(tmp_path: Path) -> None:
+def test_gpus_without_computation_fail_every_check(tmp_path: Path) -> None:
     out, err = tmp_path / "out.txt", tmp_path / "err.txt"
     port, meeting = reserve_port()
     words = [str(ROOT / "scripts" / "check_node.py"), "--json", "--gpus=4"]

@@ -103,7 +103,7 @@ def test_a_run_without_an_end_is_running_or_was_killed(tmp_path, alive: bool) ->
     assert ("[killed]\nRANK: every rank" in text) is not alive
 
 
-def test_what_is_no_run_is_refused(tmp_path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path) -> None:
     with pytest.raises(UserError, match="is not the directory of a run"):
         diagnose(tmp_path)
 
@@ -182,7 +182,7 @@ def test_a_logs_own_time_zone_is_used(tmp_path, monkeypatch, zone: str) -> None:
         time.tzset()
 
 
-def test_rank_0_which_reports_nothing_is_named_by_the_others(tmp_path) -> None:
+def test_a_silent_rank_0_is_named_by_the_others(tmp_path) -> None:
     run = ended(tmp_path)
     write_lines(run / "events.jsonl", [STARTED])
     (run / "status.json").write_text(json.dumps({"state": "running", "step": 3}))

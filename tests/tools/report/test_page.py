@@ -56,7 +56,7 @@ def test_every_section_is_there_and_every_figure_has_its_numbers_as_a_table(page
         assert re.search(r'<svg [^>]*role="img" aria-label="\w', one)
 
 
-def test_a_reason_that_ends_with_a_full_stop_gets_no_second_one(tmp_path) -> None:
+def test_a_reason_ending_with_a_full_stop_gets_no_second_one(tmp_path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     run.status.update(state="failed", reason="no checkpoint to return to.")
     assert "The run has failed: no checkpoint to return to. scripts/diagnose.py says more." in findings([run])

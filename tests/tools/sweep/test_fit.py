@@ -80,7 +80,7 @@ def test_a_planted_law_and_learning_rate_are_found_from_run_directories(planted,
 
 
 @pytest.mark.long
-def test_the_text_says_law_budget_and_how_far_it_extrapolates(planted, capsys) -> None:
+def test_the_text_has_law_budget_and_extrapolation(planted, capsys) -> None:
     folder, _ = planted
     assert (
         main(

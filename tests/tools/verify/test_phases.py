@@ -72,7 +72,7 @@ def test_layouts_are_equal_through_phases(phased: Verifier, layout: str) -> None
 
 
 @pytest.mark.processes
-def test_a_rank_that_is_in_another_phase_is_found(phased: Verifier) -> None:
+def test_a_rank_in_another_phase_is_found(phased: Verifier) -> None:
     (case,) = parse_layouts("dp_shard=2")
     found = phased.patched(behind).check(case)
     assert found.status == "different" and found.finding is not None

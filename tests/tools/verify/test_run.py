@@ -60,13 +60,13 @@ def test_as_many_random_layouts_as_were_asked_for(monkeypatch) -> None:
     assert len(report.outcomes) == len(list(systematic(SMALL, [1, 2]))) + 5
 
 
-def test_layouts_for_which_there_is_no_time_are_counted(monkeypatch) -> None:
+def test_layouts_beyond_the_time_budget_are_counted(monkeypatch) -> None:
     report = verify(Fake(equal, monkeypatch), None, worlds=[1, 2, 4], seconds=10.0)
     assert len(report.outcomes) == 10
     assert report.not_reached == len(list(systematic(SMALL, [1, 2, 4]))) - 10
 
 
-def test_the_smallest_layout_that_still_differs_is_found_and_no_random_one_is_drawn(monkeypatch) -> None:
+def test_the_smallest_differing_layout_is_found_and_no_random_one_is_drawn(monkeypatch) -> None:
     fake = Fake(with_tp, monkeypatch)
     cases = parse_layouts("dp_shard=2 cp=2 tp=4 context=ring; dp_shard=2")
     report = verify(fake, cases, seconds=100.0)
@@ -87,7 +87,7 @@ class FakeLoads(Fake):
         return replace(found, status="different" if loads else "equal", finding=finding, other=other)
 
 
-def test_a_checkpoint_that_does_not_load_is_searched_with_the_layout_that_saved_it(monkeypatch) -> None:
+def test_an_unloadable_checkpoint_is_searched_with_its_saving_layout(monkeypatch) -> None:
     fake = FakeLoads(equal, monkeypatch)
     cases = parse_layouts("pp=2; tp=2; cp=2 pp=2")
     report = verify(fake, cases, seconds=100.0)
@@ -103,7 +103,7 @@ def test_the_search_ends_with_the_time(monkeypatch) -> None:
     assert report.smallest is not None and len(fake.ran) <= 2
 
 
-def test_a_layout_that_is_not_allowed_is_reported_and_not_run(monkeypatch) -> None:
+def test_a_disallowed_layout_is_reported_and_not_run(monkeypatch) -> None:
     fake = Fake(equal, monkeypatch)
     report = verify(fake, parse_layouts("tp=3; tp=2"), seconds=100.0)
     assert [case.name for case, _ in report.refused] == ["tp=3"] and [one.name for one in fake.ran] == [

@@ -299,5 +299,5 @@ def test_moving_parameters_or_gradients_out_of_the_buffers_is_an_error_with_a_re
         run_ranks(_misuse, world, engine_config(engine), misuse)
 
 
-def test_the_same_without_misuse_is_no_error() -> None:
+def test_correct_use_is_no_error() -> None:
     run_ranks(_misuse, 1, engine_config("zero1"), "nothing")
