@@ -109,7 +109,7 @@ def test_a_bucket_is_closed_once_it_is_full(items: list[BufferItem], parts: int)
 
 @given(ITEMS, BUCKET_NUMEL)
 def test_the_cut_of_a_lone_item_does_not_depend_on_earlier_items(items, numel) -> None:
-    # Both ends of a pipeline must cut a tied embedding alike, whatever else their buffers contain.
+    # Both ends of a pipeline must cut a tied embedding identically, whatever else their buffers contain.
     tied = BufferItem("tied", 1234, alone=True)
     parts = 4
     first = lay_out([*items, tied], parts=parts, bucket_numel=numel)
