@@ -1,4 +1,4 @@
-"""Build wheels and Debian packages with arbitrary member names, for tests of the archive readers."""
+"""Build wheels and Debian packages with arbitrary member names, to test reading of archives."""
 
 from __future__ import annotations
 

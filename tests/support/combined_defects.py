@@ -128,7 +128,7 @@ def sinks_counted_twice() -> None:
 
 
 def flat_slices_without_decay() -> None:
-    """Flat zero1 slices without weight decay, as if vectors."""
+    """Weight decay skipped on flat zero1 slices, as if they were vectors."""
     from forge.optim import adamw
 
     decay = adamw.weight_decay
@@ -244,7 +244,7 @@ def mean_before_the_step() -> None:
 
 
 def experts_not_clipped() -> None:
-    """Clipping without experts."""
+    """Gradient clipping without experts."""
     from forge.train import step
 
     clip = step.clip_gradients

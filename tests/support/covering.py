@@ -16,7 +16,7 @@ def pairs(*values: Hashable) -> set[tuple[Hashable, Hashable]]:
 def covering(
     cases: Sequence[Any], goals: Callable[[Any], Iterable[Hashable]], taken: Iterable[Any] = ()
 ) -> list[Any]:
-    """Return a subset of `cases`, in their order, with `taken` included, whose goals are all goals of `cases`.
+    """Return a subset of `cases` that covers all their goals, in their order and including `taken`.
 
     Greedy set cover: repeatedly take the case with the most uncovered goals, the first of equals. Deterministic,
     and close to the smallest subset.

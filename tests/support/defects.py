@@ -1,6 +1,6 @@
 """Defects from public reports of other trainers, planted in forge on a layout's ranks.
 
-Each function patches forge in its own process. They are at module level because ranks unpickle them by name.
+Each function patches forge in the calling rank. All are at module level, because ranks unpickle them by name.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ FOLDERS = (TESTS / "gpu", TESTS / "simulated_gpu")
 
 
 def needs_gpus(markers: str, paths: Sequence[str]) -> bool:
-    """Return whether all tests of `pytest -m markers paths` need a GPU."""
+    """Return whether `pytest -m MARKERS PATHS` selects only tests that need a GPU."""
     given = [Path(path.partition("::")[0]).resolve() for path in paths]
     return markers == "gpu" or all(any(path.is_relative_to(each) for each in FOLDERS) for path in given)
 

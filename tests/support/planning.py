@@ -151,7 +151,7 @@ def traced(text: str, world: int) -> tuple[int, int]:
 def allocated(text: str, world: int) -> tuple[int, int]:
     """Return the numbers of `traced` from PyTorch's allocator, with real tensors.
 
-    Rank 0's group sends nothing, because gloo frees sent buffers later, at an unknown time.
+    Rank 0 is in a fake group without traffic, because gloo would free sent buffers later, at an unknown time.
     """
     return run_ranks(_allocate, 1, text, world)[0]
 
