@@ -132,7 +132,7 @@ def test_the_next_batches_are_read_ahead():
     next(loader)
     while source.reads < 12:
         time.sleep(0.01)
-    next(loader)  # although nothing can be read now
+    next(loader)  # already read ahead; new reads are blocked
     source.permits.release(1000)
     loader.close()
 

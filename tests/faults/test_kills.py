@@ -32,7 +32,7 @@ def test_k2_all_ranks_killed_in_mid_step_then_the_same_command(tmp_path, undistu
     assert run(world=2, fault="step:7:*") == KILLED
     assert run.status()["state"] == "running"
     assert run(world=2) == 0
-    # The kill may have met the save of step 6 under way.
+    # The kill may have interrupted the save of step 6.
     assert run.events("resumed")[0]["step"] in (4, 6)
     assert_same_history(run, undisturbed(world=2))
 

@@ -111,7 +111,7 @@ def test_s8_vanished_checkpoints_are_exit_77_and_nothing_is_deleted(tmp_path, un
     output = refused(run, code=77)
     assert "holds no checkpoint, but the run has saved step 6" in output and "another run.name" in output
     assert (run.path / "metrics.jsonl").read_bytes() == metrics and not run.events("fresh")[1:]
-    # The folder is back, e.g. mounted.
+    # The folder returns, e.g. after a mount.
     (run.path / "checkpoints").rmdir()
     away.rename(run.path / "checkpoints")
     assert run() == 0

@@ -60,7 +60,7 @@ def test_side_stream_collectives_read_finished_results_and_are_waited_for(
     with compat.communication_memory(CUDA, [group], symmetric=symmetric):
         whole = torch.zeros(1 << 20, device=CUDA)
     torch.cuda._sleep(LONG)
-    whole.fill_(3.0)  # comes after the wait, and the collective after it
+    whole.fill_(3.0)  # runs after the wait, and the collective runs after it
     summed = AsyncCollectives(sum_to_parts(whole, [group], [group]), stream)
     gathered = AsyncCollectives(gather_parts(whole, [group]), stream)
     assert not torch.cuda.current_stream().query(), "launching must not wait"

@@ -102,7 +102,7 @@ def test_qwen3_30b_a3b_has_30_5_billion_parameters_with_3_3_active() -> None:
 
 
 def test_experts_cost_only_a_tokens_active_parameters() -> None:
-    """Router, chosen and shared experts; leading layers stay dense."""
+    """A token uses the router, the chosen experts and the shared experts. Leading layers stay dense."""
     moe = {"n_experts": 6, "top_k": 2, "expert_dim": 7, "n_shared_experts": 3, "n_dense_layers": 1}
     config, dense = small_config(n_layers=3, moe=moe), small_config(n_layers=3)
     of_experts = 2 * (6 * 24 + (6 + 3) * 3 * 24 * 7 - 3 * 24 * 20)

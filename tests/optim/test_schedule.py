@@ -58,7 +58,7 @@ def test_the_decay_never_rises_and_has_no_jump(fields):
     values = rates(steps=1000, warmup_steps=100, decay_fraction=0.5, **fields)[99:]
     drops = [before - after for before, after in pairwise(values)]
     assert min(drops) >= 0.0
-    # 1 - sqrt(p) has an infinite slope at p = 0: its first drop of n is 1 / sqrt(n).
+    # 1 - sqrt(p) has an infinite slope at p = 0: the first of n steps drops by 1 / sqrt(n).
     assert max(drops) < (0.05 if fields.get("decay_shape") == "sqrt" else 0.004)
 
 

@@ -22,7 +22,7 @@ from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks
 
 N_EXPERTS, DIM, TOP_K, LAYERS = 8, 6, 3, 3
-WIDTH = 32  # of the model's stream; DIM is that of the dispatcher alone
+WIDTH = 32  # of the model's stream; DIM belongs to the dispatcher tests
 
 
 def moe(parallel: str = "", micro: int = 4, more: str = "", experts: int = N_EXPERTS) -> str:

@@ -11,7 +11,7 @@ from tests.support.layouts import slow_unless
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
 
-# kimi-k3 takes over a minute: 93 layers, and Muon over 4,096 ranks. The others have a smaller sister.
+# kimi-k3 takes over a minute: 93 layers, and Muon over 4,096 ranks. The others have a smaller config of the same family.
 SLOW = ("kimi-k3", "13b", "70b", "llama3-70b", "gpt-oss-120b")
 
 

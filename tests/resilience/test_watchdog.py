@@ -26,7 +26,7 @@ def buried_in_python():
 
 folder, how, net = sys.argv[1:]
 watchdog.NET_S = float(net)
-# The watchdog's clock goes on only where it is set to: a process that the machine leaves waiting is not late.
+# The watchdog's clock advances only by assignment, so a busy machine makes no phase late.
 clock = SimpleNamespace(now=0.0)
 watchdog.time = SimpleNamespace(monotonic=lambda: clock.now, sleep=time.sleep)
 report = lambda alarm, step: print(f"reported at {step}: {alarm.reason}", flush=True)

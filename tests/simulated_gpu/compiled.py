@@ -36,7 +36,7 @@ def render(golden: dict[str, dict[str, Any]]) -> str:
 
 
 def kernels(cache: Path) -> dict[str, Any]:
-    """Return, by kernel: its variants, [least, most] registers, spilled bytes a thread and shared bytes, and bytes moved.
+    """Return per kernel: its variants, [min, max] of registers, spilled bytes per thread and shared bytes, and moved bytes.
 
     Inductor compiles a kernel with several block sizes and runs the fastest. A simulated GPU cannot find the fastest.
     """

@@ -24,7 +24,7 @@ COLLECTIVES = ("allreduce", "allgather", "broadcast", "gather", "scatter", "redu
 
 
 def log_order() -> None:
-    """Log this rank's calls for tests/simulated_gpu/order.py, into the folder of the run: NCCL's, and gloo's collectives."""
+    """Log this rank's NCCL calls and gloo collectives to the run directory, for tests/simulated_gpu/order.py."""
     os.environ["SIMGPU_NCCL_LOG"] = str(Path(os.environ["RUN_UNDER_TEST"]).parent)
     os.environ["SIMGPU_DEVICES"] = os.environ.get("WORLD_SIZE", "1")
     device = ctypes.CDLL(os.environ["LD_PRELOAD"])

@@ -24,7 +24,7 @@ def wheel(folder: Path, name: str, files: Mapping[str, bytes], version: str = "1
 
 
 def deb(folder: Path, name: str, files: Mapping[str, bytes], links: Mapping[str, str] | None = None) -> Path:
-    """`links`: symbolic links -> targets. The package is an ar archive of three members."""
+    """Write a package, an ar archive of three members. links: symbolic links -> targets."""
     path = folder / f"{name}_1.0_all.deb"
     control = (
         f"Package: {name}\nVersion: 1.0\nArchitecture: all\nMaintainer: tests\nDescription: test\n".encode()

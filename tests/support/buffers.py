@@ -34,7 +34,7 @@ def engine_config(
     batch: int = 8,
     formats: tuple[str, str, str] = ("float64", "float64", "float64"),
 ) -> str:
-    """The tiny model under `engine`; `formats`: storage, compute, reduce."""
+    """Return the tiny model's config under `engine`. formats: storage, compute, reduce."""
     text = tiny_config(parallel=f'data_parallel = "{engine}"\n{parallel}', model=model, micro=micro)
     for key, value in zip(("storage", "compute", "reduce"), formats, strict=True):
         text = text.replace(f'{key} = "float64"', f'{key} = "{value}"')

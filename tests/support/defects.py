@@ -193,7 +193,7 @@ def norm_of_own_shards() -> None:
 
 
 def weights_of_the_step_before() -> None:
-    """Weights of the step before."""
+    """Weights of the previous step."""
     from forge.parallel.engines.buffered import Buffered
 
     Buffered.after_update = lambda self, copied: None

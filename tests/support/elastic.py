@@ -88,7 +88,7 @@ class Nodes:
         return next(name for name in self.agents if pid in self.ranks(name))
 
     def kill(self, *names: str) -> None:
-        """SIGKILL these agents; the kernel kills their ranks."""
+        """Send SIGKILL to these agents; the kernel kills their ranks."""
         for name in names:
             self.agents[name].kill()
         for name in names:

@@ -118,7 +118,7 @@ ONE: dict[str, list[str]] = {
     "losses by source": ["--metrics.sources=true"],
 }
 
-# On four ranks, each with a simulated GPU of its own and real ProcessGroupNCCL.
+# On four ranks, each with its own simulated GPU and a real ProcessGroupNCCL.
 FOUR: dict[str, list[str]] = {
     "fsdp2": [],
     "hsdp": ["--parallel.dp_replicate=2"],

@@ -233,7 +233,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @contextlib.contextmanager
 def float32_means(dtype: torch.dtype) -> Iterator[None]:
     """For float64, replace torch.float32 in transformers by float64, like forge's promote(float32, compute)."""
-    import safetensors.torch  # noqa: F401  it makes a table of formats when it is imported
+    import safetensors.torch  # noqa: F401  its import builds a table of dtypes
 
     with contextlib.ExitStack() as stack:
         if dtype == torch.float64:

@@ -130,7 +130,7 @@ def draw(seed: int, worlds: tuple[int, ...], compiles: bool = True) -> tuple[str
     generator = random.Random(seed)
     while True:
         compiled = compiles and generator.random() < 0.2
-        # Compilation of quantised products takes minutes on a CPU; tests/equivalence/test_block_formats.py has both.
+        # Compiling quantised products takes minutes on a CPU. tests/equivalence/test_block_formats.py covers the combination.
         config = draw_config(generator, *((COMPILED,) if compiled else ("", 0.3)))
         case = next(at_random(config, worlds, generator.randrange(2**32)), None)
         if case is not None:

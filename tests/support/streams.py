@@ -1,4 +1,4 @@
-"""Small datasets for the tests of this folder."""
+"""Small datasets for tests."""
 
 from __future__ import annotations
 
