@@ -163,7 +163,7 @@ def test_a_compiled_update_takes_twenty_six_bytes(tmp_path):
     (row,) = run_ranks(_traffic, 1, keys)
     found = row["bytes"]
     assert found["zeroing"] == found["masters to compute"] == 0 and found["clip"] < 0.1
-    # Gradient 4, master 8, moments 8, the model's copy 2, and the noise of each row and column, here few.
+    # Gradient 4, master 8, moments 8, the model's copy 2, and the noise of each row and column (few in this test).
     assert found["norm"] == pytest.approx(4, abs=0.1)
     assert row["operators"]["update: compiled"] == pytest.approx(22, abs=0.9)
     # For every row and column of both moments, a key is read and bits are written. Separate operators move hundreds of bytes.

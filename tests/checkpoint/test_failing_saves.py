@@ -53,7 +53,7 @@ def find_and_go_on(rank: int, world: int, folder: str, expected: int) -> None:
 
 @pytest.mark.parametrize("point, rank, complete", KILLS)
 def test_k3_a_kill_at_any_boundary_leaves_the_old_or_the_new_checkpoint(point, rank, complete, tmp_path):
-    # Nothing else is wrong: the other rank has exited itself.
+    # Nothing else is wrong: the other rank has exited on its own.
     with pytest.raises(RankFailed, match=rf"\Arank {rank}: died with exit code -9\Z"):
         run_ranks(save_and_die, 2, str(tmp_path), f"{point}:2:{rank}", "async")
     assert steps(tmp_path) == complete

@@ -72,7 +72,7 @@ def test_nodes_of_an_expert_group_are_given_or_come_from_the_launcher() -> None:
     assert degrees.ep_nodes == degrees.on_nodes(given, 8).ep_nodes == 4
     auto = with_keys(parallel={"ep": 8, "tp": 2}, model={"moe": moe})
     degrees = check_world(auto, 16)
-    # 0: unknown. One node: more ranks per node than per group, or a group that ends inside a node.
+    # 0: unknown. A group counts as one node if a node has more ranks than the group, or if the group ends inside a node.
     nodes = {size: degrees.on_nodes(auto, size).ep_nodes for size in (0, 1, 2, 3, 4, 8, 16)}
     assert nodes == {0: 1, 1: 8, 2: 4, 3: 1, 4: 2, 8: 1, 16: 1}
     text = refusal(8, parallel={"ep": 8, "ep_node_size": 3}, model={"moe": moe})
