@@ -42,7 +42,7 @@ def test_equally_slow_ranks_are_no_stragglers_and_zero_times_are_safe() -> None:
 
 @pytest.mark.parametrize("phase", ["data", "forward", "optimizer"])
 def test_a_delay_of_milliseconds_is_never_reported(phase: str) -> None:
-    """In a step of 9 ms, one rank takes 5 ms for a phase and the other 1 ms. If all times are ten times longer, the rank is reported."""
+    """In a step of 9 ms, one rank takes 5 ms for a phase, the other 1 ms. With all times tenfold, the rank is reported."""
     quick = [0.001, 0.001, 0.001, 0.009]
     slow = list(quick)
     slow[["data", "forward", "optimizer"].index(phase)] = 0.005
