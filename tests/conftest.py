@@ -1,6 +1,6 @@
-"""What every test has: random numbers of its own, no GPU, no process left behind, the marker `processes`, its room's seconds.
+"""Give every test its own random seed and no GPU; detect leftover processes; set the marker `processes`; time each folder.
 
-And what every test of a fault has: a diagnosis of the runs that it leaves names the fault.
+After each fault test, a diagnosis of its runs must name the planted fault.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from hypothesis import HealthCheck, settings
 from tests.support import diagnosed, gpus, processes, rooms
 from tests.support.harness import end_ranks
 
-# Examples are the same in every run, and none fails for having waited for a processor.
+# The same examples in every run, and no deadline, because a busy machine may delay any example.
 settings.register_profile(
     "forge", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("forge")
-# Threads that wait for each other on a busy processor make small operations a hundred times slower. Children inherit this.
+# On a busy machine, threads waiting for each other make small operations a hundred times slower. Children inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
-# Under nohup it is ignored, and runs of the tests would ignore it too.
+# nohup ignores SIGHUP, and the tests' runs would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 processes.watch()
 
-# Of all tests, that may need a second run.
+# Largest allowed share of tests with a second run.
 MAX_RERUNS = 0.002
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the GPUs from all tests but those that need one, before a test module asks for them."""
+    """Hide GPUs unless all chosen tests need one, before any test module initialises CUDA."""
     if not gpus.needs_gpus(config.option.markexpr, config.args):
         gpus.hide()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU where there is none, and mark tests that start processes.
+    """Without a GPU, skip the tests that need one. Mark tests that start processes.
 
-    Only the latter are run once more when they fail, unless --reruns sets another number.
+    Only marked tests run once more after a failure, unless --reruns sets another number.
     """
     without_gpu = gpus.why_no_gpu()
     for item in items:
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Diagnose what a test of docs/reference/faults.md's table has left, once it has passed."""
+    """After a passed test of a row in docs/reference/faults.md, diagnose its run directories."""
     result = yield
     folder = pyfuncitem.funcargs.get("tmp_path")
     if isinstance(folder, Path):
@@ -70,7 +70,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the session when more tests needed a second run than MAX_RERUNS: reruns hide races."""
+    """Fail the session if the share of tests with a second run exceeds MAX_RERUNS, because reruns hide races."""
     reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None:
         return
@@ -90,9 +90,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def by_itself(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Draw the same numbers on one thread whichever tests ran before, and leave no process behind."""
+    """Set the seed and one thread before each test, whatever ran before; fail on leftover processes."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # a benchmark sets those that its options name
+    torch.set_num_threads(1)  # a benchmark sets its own number
     processes.started.clear()
     yield
     end_ranks()

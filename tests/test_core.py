@@ -1,4 +1,4 @@
-"""The reading list of docs/internals/architecture.md names every file that builds the model or runs in a step."""
+"""The reading lists of docs/internals/architecture.md contain exactly the files that build the model and run a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.runs import Run
 
 
 @pytest.mark.parametrize(("world", "list_name"), [(1, "one process"), (2, "several processes")])
-def test_the_reading_list_holds_every_file_that_runs(world: int, list_name: str, tmp_path: Path) -> None:
+def test_the_reading_list_is_exactly_the_files_of_a_run(world: int, list_name: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"line {number}\n" for number in range(20_000)))
     given = ["--input", str(tmp_path / "text.txt"), "--tokenizer=bytes", "--output", str(tmp_path / "data")]
     assert prepare(given) == 0

@@ -1,4 +1,4 @@
-"""Imports go down only, files stay small enough to read, and the architecture page names what exists."""
+"""Imports go down only, files stay readable, and the architecture page names existing files and functions."""
 
 import ast
 import functools
@@ -45,7 +45,7 @@ DIALECT = re.compile(
     r"\b(alike|anew|befalls?|befell|hither|last words|setbacks?|thereof|whence|whoever|whomever|in vain)\b",
     re.IGNORECASE,
 )
-# Code that replaces a class, keeps state where no reader looks, or imports for types alone.
+# Code that replaces a class, hides state, or imports only for types.
 HIDDEN = re.compile(r"\.__class__ = |__dict__\[[\"']_forge|TYPE_CHECKING")
 
 
@@ -109,7 +109,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def modules_imported(name: str) -> set[str]:
-    """Modules of forge that must be complete before the code of module `name` can run: parent packages among them."""
+    """Return the modules of forge imported before `name`, parent packages included."""
     found = set()
     for node in at_import(tree(MODULES[name]).body):
         if isinstance(node, ast.ImportFrom):
@@ -128,7 +128,7 @@ def packages_of(name: str) -> set[str]:
 
 
 def at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run when a module is imported."""
+    """Yield the statements executed at import."""
     for statement in body:
         yield statement
         if isinstance(statement, ast.If | ast.Try | ast.With):
@@ -166,7 +166,7 @@ def test_no_class_is_replaced_no_state_is_hidden_and_no_import_is_for_types_alon
     assert not found
 
 
-def test_one_file_alone_replaces_the_forwards_of_blocks() -> None:
+def test_only_one_file_replaces_the_forwards_of_blocks() -> None:
     replaces = re.compile(r"\.(forward|attend|feed)(, \w+\.\w+)* = (?!sdpa_attention)")
     found = [path for path in (FORGE / "parallel").rglob("*.py") if replaces.search(path.read_text())]
     # Context parallelism sets the attention function, an extension point of the model; logits.py wraps it to observe.

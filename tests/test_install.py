@@ -1,4 +1,4 @@
-"""The package installs with each extra under constraints.txt, and needs no call that a laptop's system lacks."""
+"""The package installs with each extra under constraints.txt, and runs on systems without Linux-only calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROJECT = read_toml((ROOT / "pyproject.toml").read_text())["project"]
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", ["", *PROJECT["optional-dependencies"]])
 def test_each_extra_can_be_installed_under_the_constraints(extra: str) -> None:
-    """Versions are resolved and nothing is installed: a conflict is an error of pip, or minutes of search."""
+    """pip resolves versions and installs nothing. A conflict is a pip error, or minutes of search."""
     own = [*PROJECT["dependencies"], *(PROJECT["optional-dependencies"].get(extra, []))]
     needed = [one for one in own if not one.startswith("forge[")]
     command = [

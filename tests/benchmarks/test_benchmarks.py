@@ -1,4 +1,4 @@
-"""Every benchmark runs at toy size and writes what it promises. Nothing here looks at a speed."""
+"""Every benchmark runs at toy size and writes its promised results. No test checks a speed."""
 
 import importlib
 import json
@@ -20,7 +20,7 @@ FAST = ["--rounds", "2", "--steps", "4"]
 
 @pytest.fixture(autouse=True)
 def no_group_is_left():
-    """A benchmark joins a world of one; where it runs in this process, later tests must not find it."""
+    """Destroy the one-rank process group of a benchmark in this process, before later tests see it."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -32,7 +32,7 @@ def _main(rank: int, world: int, name: str, arguments: list[str]) -> int:
 
 
 def run(folder: Path, name: str, *arguments: str) -> tuple[int, dict]:
-    """Exit code, and the results file if there is one."""
+    """Return the exit code, and the results file if one exists."""
     (code,) = run_ranks(_main, 1, name, [*arguments, "--output", str(folder)])
     files = list(folder.glob(f"*-{name}.json"))
     assert [file.with_suffix(".md").exists() for file in files] == [True] * len(files)
@@ -56,7 +56,7 @@ def test_throughput_compares_the_same_model_from_the_same_start(tmp_path):
 
 
 def run_here(folder: Path, name: str, *arguments: str) -> dict:
-    """The results of a benchmark that starts processes, which those of `run` must not."""
+    """Return the results of a benchmark that starts processes. Under `run` a benchmark must not start any."""
     assert importlib.import_module(f"benchmarks.{name}").main([*arguments, "--output", str(folder)]) == 0
     (file,) = folder.glob(f"*-{name}.json")
     return json.loads(file.read_text())["results"]
@@ -87,13 +87,13 @@ def test_experts_are_compared_under_one_load(tmp_path):
     assert experts["load"] > 2 * rows["experts"]["load"]
     assert experts["first_loss"] == pytest.approx(
         padded["first_loss"], abs=0.01
-    )  # the same but for who went where
+    )  # equal except for the choice of experts
     assert (
         experts["active"] - 32 * 32 == rows["dense, as many active parameters"]["active"]
-    )  # but for the router
+    )  # except the router
 
 
-def test_a_model_that_does_not_learn_is_not_reported(tmp_path):
+def test_a_model_without_a_falling_loss_is_not_reported(tmp_path):
     """Trap 14."""
     code, found = run(
         tmp_path, "throughput", "--tiny", "--threads", "1", "--worlds", "1", *FAST, "--optimizer.lr=1e-30"
@@ -104,7 +104,7 @@ def test_a_model_that_does_not_learn_is_not_reported(tmp_path):
 @pytest.mark.parametrize(
     "losses", [[], [4.0], [4.0, 3.99, 3.95], [4.0, 5.0], [4.0, float("nan")], [float("nan"), 1.0]]
 )
-def test_learning_is_a_loss_that_fell(losses):
+def test_a_falling_loss_counts_as_learning(losses):
     with pytest.raises(UserError, match="did not fall") as caught:
         require_learning("a model", losses)
     assert caught.value.exit_code == 1
@@ -132,7 +132,7 @@ def test_rows_of_the_gpu_benchmark_at_toy_size(tmp_path):
     assert "did not fall" in rows["1b B 2x4, eager"]["note"]
 
 
-def test_rows_of_the_gpu_benchmark_without_time_say_so(tmp_path):
+def test_gpu_benchmark_rows_without_time_are_marked(tmp_path):
     _, found = run(tmp_path, "gpu", "--tiny", "--minutes", "0.0001")
     rows = found["results"]["rows"]
     assert {row["note"] for row in rows} == {"not run: no time left"} and rows[0]["name"].startswith("1b")
@@ -143,11 +143,11 @@ def test_the_count_of_bytes():
     keys = ("--precision.compute=bfloat16", "--optimizer.moment_dtype=bfloat16", *TINY)
     (narrow,) = run_ranks(_traffic, 1, keys)
     plain, narrow = plain["bytes"], narrow["bytes"]
-    # Norm 4; clip reads and writes; AdamW reads the gradient, and reads and writes three more tensors.
+    # The norm reads 4 bytes. Clipping reads and writes. AdamW reads the gradient, and reads and writes three more tensors.
     assert plain["zeroing"] == plain["masters to compute"] == narrow["zeroing"] == 0
     assert plain["norm"] == pytest.approx(4, abs=0.1) and plain["clip"] == pytest.approx(8, abs=0.1)
     assert plain["update"] == pytest.approx(28, abs=0.5) and plain["each other"] == pytest.approx(12, abs=0.5)
-    # A gradient in bfloat16 is copied to float32 at first, then added to it, each in one pass; the head's is cast before.
+    # A bfloat16 gradient is first copied to float32, then added, each in one pass. The head's is cast before.
     assert 6 <= narrow["first microbatch"] < 7.5 and 10 <= narrow["each other"] < 11.5
     assert narrow["masters to compute"] == pytest.approx(6, abs=0.1)
 
@@ -163,10 +163,10 @@ def test_a_compiled_update_takes_twenty_six_bytes(tmp_path):
     (row,) = run_ranks(_traffic, 1, keys)
     found = row["bytes"]
     assert found["zeroing"] == found["masters to compute"] == 0 and found["clip"] < 0.1
-    # Gradient 4, master 8, moments 8, the model's copy 2; and the noise of each row and column, which is short here.
+    # Gradient 4, master 8, moments 8, the model's copy 2, and the noise of each row and column (few in this test).
     assert found["norm"] == pytest.approx(4, abs=0.1)
     assert row["operators"]["update: compiled"] == pytest.approx(22, abs=0.9)
-    # For every row and column of both moments a key is read and bits are written; separate operators move hundreds of bytes.
+    # For every row and column of both moments, a key is read and bits are written. Separate operators move hundreds of bytes.
     assert row["operators"]["update: compiled noise"] < 2
 
 
@@ -209,7 +209,7 @@ def test_the_checkpoint_benchmark(tmp_path):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_benchmark_of_engines(tmp_path):
-    # Its ranks are processes of its own.
+    # The benchmark starts its own rank processes.
     options = ["--tiny", "--worlds", "2", "--accumulation", "2", "--rounds", "1", "--warmup", "20"]
     assert importlib.import_module("benchmarks.engines").main([*options, "--output", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*-engines.json")
@@ -292,7 +292,7 @@ def test_the_benchmark_of_transfer(tmp_path):
     assert [(row["parametrization"], row["width"]) for row in rows] == [
         (name, width) for name in ("standard", "mup") for width in (32, 64)
     ]
-    # The first width is the parametrization's base: there, both are the same model.
+    # The first width is the parametrization's base, so both models are equal.
     assert rows[0]["held_out"] == rows[2]["held_out"] and rows[1]["held_out"] != rows[3]["held_out"]
 
 
@@ -308,7 +308,7 @@ def test_the_benchmark_of_transfer(tmp_path):
     ],
 )
 def test_rows_of_the_gpu_benchmark_are_planned_for_80_gb(name, fits, capsys):
-    """With 1.2 billion parameters all fit, with 8 billion those with bfloat16 state and recomputation."""
+    """With 1.2 billion parameters all rows fit, with 8 billion only those with bfloat16 state and recomputation."""
     gpu = importlib.import_module("benchmarks.gpu")
     assert name in gpu.ROWS and gpu.main(["--hardware", "h100", "--only", name]) == 0
     outcome = "fits" if fits else "does not fit"
@@ -316,7 +316,7 @@ def test_rows_of_the_gpu_benchmark_are_planned_for_80_gb(name, fits, capsys):
 
 
 @pytest.mark.processes
-def test_a_row_of_the_gpu_benchmark_that_does_not_fit_is_skipped_with_the_reason(tmp_path, monkeypatch):
+def test_a_gpu_benchmark_row_too_large_for_memory_is_skipped_with_the_reason(tmp_path, monkeypatch):
     gpu = importlib.import_module("benchmarks.gpu")
     small = find_hardware("h100").model_copy(update={"memory_gib": 2.0})
     monkeypatch.setattr(gpu, "this_gpu", lambda: small)
@@ -414,7 +414,7 @@ def test_shares_add_up_and_the_largest_come_first():
     assert largest_other(times, 1) == [("aten::add", 0.2)]
 
 
-def test_every_published_result_says_what_it_was_measured_with():
+def test_every_published_result_names_its_hardware_and_versions():
     for file in RESULTS.glob("*.json"):
         found = json.loads(file.read_text())
         assert (

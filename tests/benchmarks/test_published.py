@@ -1,4 +1,4 @@
-"""The published runs: every row is a valid configuration with a source, and halves are fixed by the figures."""
+"""Published runs: every row is a valid configuration with a source, and the split into fitted and held-out rows is fixed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""forge trains as transformers does in float64, and the benchmark refuses to run without a peer."""
+"""In float64 forge trains like transformers, and the benchmark refuses to run without a peer."""
 
 import math
 from pathlib import Path
@@ -36,11 +36,11 @@ def test_forge_and_transformers_train_alike_in_float64(model: str, tmp_path: Pat
     assert [line["loss"] for line in ours] == pytest.approx(theirs.losses, abs=1e-9, rel=0)
     assert [line["grad_norm"] for line in ours] == pytest.approx(theirs.norms, abs=1e-9, rel=0)
     assert [line["lr"] for line in ours] == theirs.rates
-    # Another update would show: the losses move by far more than they differ.
+    # A different update would be visible: the losses change by far more than they differ.
     assert abs(theirs.losses[2] - theirs.losses[0]) > 1e-4
 
 
-def test_the_ranks_of_a_task_have_all_rows_once(tmp_path: Path) -> None:
+def test_the_ranks_of_a_task_cover_each_row_once(tmp_path: Path) -> None:
     options = [*options_of("Llama", STEPS), *TINY, *SYNTHETIC]
     task = write_task(load_config(["--config=debug.toml", *options]), tmp_path)
     parts = [task.rows_of(rank, 2) for rank in range(2)]

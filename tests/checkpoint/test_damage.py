@@ -1,4 +1,4 @@
-"""Damage is found, named and passed over; nothing in a checkpoint can run code."""
+"""forge detects, names and skips damage; nothing in a checkpoint can run code."""
 
 import enum
 import errno
@@ -56,7 +56,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """Two checkpoints of two ranks."""
+    """Return a folder with two checkpoints of two ranks."""
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(save_steps, 2, str(folder))
     return folder
@@ -64,7 +64,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("name", FILES)
-def test_s1_a_damaged_checkpoint_is_named_and_the_one_before_is_used(name, how, saved, tmp_path):
+def test_s1_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(name, how, saved, tmp_path):
     folder = Path(shutil.copytree(saved, tmp_path / "checkpoints"))
     damage, reason = DAMAGE[how]
     damage(folder / "step-00000002" / name)
@@ -88,7 +88,7 @@ def test_every_flipped_bit_of_a_manifest_is_found(tmp_path):
             read_manifest(tmp_path)
 
 
-def test_a_manifest_may_not_name_files_outside(tmp_path):
+def test_a_manifest_may_not_name_files_outside_its_folder(tmp_path):
     (tmp_path / MANIFEST).write_text(compose(1, 1, {}, {"../secret": {"size": 0, "sha256": ""}}))
     with pytest.raises(Damaged, match="outside"):
         read_manifest(tmp_path)
@@ -128,8 +128,8 @@ def out_of_reach(rank: int, world: int, folder: str, name: str, function: str) -
 
 
 @pytest.mark.parametrize(("name", "function"), [(MANIFEST, "read_text"), ("__1_0.distcp", "open")])
-def test_s1_a_checkpoint_that_cannot_be_reached_is_not_called_damaged(name, function, saved, tmp_path):
-    """A mount that is away for a moment must not cost all checkpoints."""
+def test_s1_an_unreachable_checkpoint_is_not_called_damaged(name, function, saved, tmp_path):
+    """A briefly missing mount must not cost all checkpoints."""
     folder = Path(shutil.copytree(saved, tmp_path / "checkpoints"))
     before = names(folder)
     one, other = run_ranks(out_of_reach, 2, str(folder), name, function)
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_a_newer_format_is_left_alone(tmp_path, monkeypatch):
     assert "format 2" in message and names(tmp_path) == ["step-00000001"]
 
 
-def test_tensors_are_not_read_to_verify_when_not_asked_for_but_all_else_is(saved, tmp_path):
+def test_without_full_verification_all_files_but_tensors_are_verified(saved, tmp_path):
     folder = Path(shutil.copytree(saved, tmp_path / "checkpoints"))
     shutil.copytree(folder / "step-00000001", folder / "state")
     flip(folder / "state" / "trainer.json")
@@ -182,10 +182,10 @@ def refused(rank: int, world: int, folder: str) -> str:
     return str(error.value)
 
 
-def test_an_index_is_not_opened_before_its_checksum_is_known_to_be_right(saved, tmp_path):
+def test_an_index_is_opened_only_after_its_checksum_is_verified(saved, tmp_path):
     path = Path(shutil.copytree(saved / "step-00000001", tmp_path / "checkpoint"))
     content = (path / ".metadata").read_bytes()
-    # To a pickle the same, to a checksum not.
+    # An equal pickle with another checksum.
     (path / ".metadata").write_bytes(content + b"\0")
     assert isinstance(pickle.loads(content + b"\0"), type(pickle.loads(content)))
     one, other = run_ranks(refused, 2, str(path))
@@ -195,7 +195,7 @@ def test_an_index_is_not_opened_before_its_checksum_is_known_to_be_right(saved, 
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_an_index_that_would_run_code_is_refused_even_with_a_right_checksum(wrapped, saved, tmp_path):
+def test_an_index_with_code_is_refused_even_with_a_correct_checksum(wrapped, saved, tmp_path):
     path = Path(shutil.copytree(saved / "step-00000001", tmp_path / "checkpoint"))
     bomb = Bomb(tmp_path / "exploded")
     if wrapped:
@@ -209,13 +209,13 @@ def test_an_index_that_would_run_code_is_refused_even_with_a_right_checksum(wrap
 
 
 class PicklerByName(pickle.Pickler):
-    """Pickles members of enumerations as Python 3.11.0 to 3.11.3 do, among them Debian 12's."""
+    """Pickle enum members like Python 3.11.0 to 3.11.3, e.g. Debian 12's."""
 
     def reducer_override(self, value: object) -> object:
         return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
 
 
-def test_an_index_that_an_early_python_311_has_written_is_read(saved, tmp_path):
+def test_an_index_written_by_an_early_python_311_is_read(saved, tmp_path):
     path = Path(shutil.copytree(saved / "step-00000001", tmp_path / "checkpoint"))
     index = pickle.loads((path / ".metadata").read_bytes())
     with open(path / ".metadata", "wb") as file:
@@ -230,7 +230,7 @@ class Attribute:
         return getattr, (type(Path()), "unlink")
 
 
-def test_an_index_that_names_an_attribute_of_anything_else_is_refused(saved, tmp_path):
+def test_an_index_with_an_attribute_of_another_module_is_refused(saved, tmp_path):
     path = Path(shutil.copytree(saved / "step-00000001", tmp_path / "checkpoint"))
     index = pickle.loads((path / ".metadata").read_bytes())
     index.planner_data = [Attribute()]
@@ -240,8 +240,8 @@ def test_an_index_that_names_an_attribute_of_anything_else_is_refused(saved, tmp
     assert "the attribute 'unlink'" in message
 
 
-def test_a_tensor_that_would_run_code_is_refused_even_with_a_right_checksum(saved, tmp_path):
-    """A shard file is a row of torch.save's archives; one of them becomes one that holds something else."""
+def test_a_tensor_file_with_code_is_refused_even_with_a_correct_checksum(saved, tmp_path):
+    """A shard file is a sequence of torch.save archives. The test replaces one with another object's archive."""
     path = Path(shutil.copytree(saved / "step-00000001", tmp_path / "checkpoint"))
     index = pickle.loads((path / ".metadata").read_bytes())
     for place in index.storage_data.values():

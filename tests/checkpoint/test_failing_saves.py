@@ -1,4 +1,4 @@
-"""A failed save leaves nothing and is reported to all ranks; a killed one leaves the old or the new."""
+"""A failed save leaves no files and is reported on all ranks. A killed save leaves the old or the new checkpoint."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from tests.support.harness import RankFailed, run_ranks
 
 Usage = namedtuple("Usage", "total used free")
 
-KILLS = [  # point, rank, steps that are complete afterwards
+KILLS = [  # fault point, rank, complete steps afterwards
     ("save.begin", 1, [1]),
     ("save.between_shards", 0, [1]),
     ("save.between_shards", 1, [1]),
@@ -36,7 +36,7 @@ def save_and_die(rank: int, world: int, folder: str, fault: str, mode: str) -> N
     save_value(checkpoints, 1)
     assert all(outcome.error is None for outcome in checkpoints.wait())
     save_value(checkpoints, 2)
-    # The killed one's peer comes here; it must learn of it, unless the checkpoint was complete before.
+    # The killed rank's peer gets here and must detect the death, unless the checkpoint was complete before.
     with contextlib.nullcontext() if "prune" in fault else pytest.raises(RuntimeError, match="gloo"):
         (outcome,) = checkpoints.wait()
         assert outcome.error is None
@@ -53,7 +53,7 @@ def find_and_go_on(rank: int, world: int, folder: str, expected: int) -> None:
 
 @pytest.mark.parametrize("point, rank, complete", KILLS)
 def test_k3_a_kill_at_any_boundary_leaves_the_old_or_the_new_checkpoint(point, rank, complete, tmp_path):
-    # And nothing else is wrong: the other rank has ended by itself.
+    # Nothing else is wrong: the other rank has exited on its own.
     with pytest.raises(RankFailed, match=rf"\Arank {rank}: died with exit code -9\Z"):
         run_ranks(save_and_die, 2, str(tmp_path), f"{point}:2:{rank}", "async")
     assert steps(tmp_path) == complete
@@ -102,7 +102,7 @@ def fill_the_disk(rank: int, world: int, folder: str) -> str:
     save_value(checkpoints, 2)
     (outcome,) = checkpoints.wait()
     assert outcome.error is not None and names(folder) == ["step-00000001"]
-    dist.barrier()  # or the other rank's look at the folder may find what this one's next save has begun
+    dist.barrier()  # otherwise the other rank may see this rank's next save in the folder
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     save_value(checkpoints, 3)
     (retry,) = checkpoints.wait()
@@ -110,7 +110,7 @@ def fill_the_disk(rank: int, world: int, folder: str) -> str:
     return outcome.error
 
 
-def test_s2_a_file_that_cannot_grow_fails_the_save_and_not_the_run(tmp_path):
+def test_s2_a_file_size_limit_fails_the_save_and_not_the_run(tmp_path):
     errors = run_ranks(fill_the_disk, 2, str(tmp_path))
     assert errors[0] == errors[1] and "rank 1" in errors[0]
 
@@ -137,15 +137,15 @@ def little_room(rank: int, world: int, folder: str, room: int) -> str | None:
     return outcome.error
 
 
-def test_s2_a_save_that_cannot_fit_is_not_begun(tmp_path):
-    """Nor one whose numbers alone would fit, but not what the format adds; and one that fits is not refused for nothing."""
+def test_s2_a_save_larger_than_the_disk_is_not_begun(tmp_path):
+    """Also refused: a save whose tensors fit only without the format's overhead. A save that fits is accepted."""
     assert run_ranks(little_room, 2, str(tmp_path / "any"), 10**6) == [None, None]
     files = [path for path in (tmp_path / "any").rglob("*") if path.is_file()]
     taken = sum(path.stat().st_size for path in files)
     one, other = run_ranks(little_room, 2, str(tmp_path / "less"), taken - 1)
     assert one == other and "the checkpoint needs" in one and "free" in one
     assert names(tmp_path / "less") == []
-    # Two ranks hold pieces of one tensor, and one of them another.
+    # Two ranks hold pieces of one tensor; one of them holds a second tensor.
     pieces = sum(path.suffix == ".distcp" for path in files) + 1
     assert run_ranks(little_room, 2, str(tmp_path / "more"), taken + 1024 * (pieces + 2)) == [None, None]
 
@@ -177,7 +177,7 @@ def test_without_the_variable_a_fault_point_does_nothing():
 
 
 @pytest.mark.parametrize("text", ["save.begin:2:0:raise", "save.begin:1:1:raise", "save.end:*:*:raise"])
-def test_a_fault_strikes_only_its_point_step_and_rank(text, monkeypatch):
+def test_a_fault_affects_only_its_point_step_and_rank(text, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with contextlib.ExitStack() as stack:
         stack.callback(inject, None)

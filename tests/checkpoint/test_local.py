@@ -1,4 +1,4 @@
-"""States that nodes keep themselves: folders of ranks here stand for nodes."""
+"""Local states of nodes. Ranks' folders take the place of nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shards(rank: int, world: int, value: float, make=cut):
 
 
 def tier_of(rank: int, folder: Path, nodes: str, peers: int = 1) -> LocalTier:
-    """`nodes` has the name of each rank's node, such as "aabb"."""
+    """Return rank's LocalTier. nodes: one letter per rank, the name of its node, e.g. "aabb"."""
     return LocalTier(folder / nodes[rank], peers)
 
 
@@ -43,7 +43,7 @@ def save_steps(rank: int, world: int, folder: Path, nodes: str, upto: int, peers
 
 
 def restore(rank: int, world: int, folder: Path, nodes: str, after: int = -1) -> tuple[int | None, list[str]]:
-    """Load the newest state on other ranks and another layout; return its step and what was wrong with others."""
+    """Load the newest state on other ranks and another layout. Return its step and the problems of newer states."""
     tier = tier_of(rank, folder, nodes)
     step = tier.newest(after)
     if step is None:
@@ -73,12 +73,12 @@ def test_a_lost_node_is_covered_by_its_peer_on_fewer_ranks_and_another_layout(tm
     assert found == [(2, [])] * 4
 
 
-def test_a_new_node_with_nothing_of_its_own_gets_what_it_needs_from_others(tmp_path) -> None:
+def test_a_new_empty_node_gets_its_files_from_others(tmp_path) -> None:
     run_ranks(save_steps, 4, tmp_path, "aabb", 1)
     assert run_ranks(restore, 6, tmp_path, "nnaabb") == [(1, [])] * 6
 
 
-def test_a_process_that_comes_back_on_its_node_reads_what_it_wrote(tmp_path) -> None:
+def test_a_returning_process_reads_its_own_files(tmp_path) -> None:
     run_ranks(save_steps, 2, tmp_path, "aa", 1)
     assert run_ranks(restore, 2, tmp_path, "aa") == [(1, [])] * 2
     assert run_ranks(restore, 2, tmp_path, "aa", 1) == [(None, [])] * 2
@@ -105,7 +105,7 @@ def test_a_flipped_bit_is_found_and_the_peer_s_copy_is_used_or_else_the_state_be
     [(step, problems), _] = run_ranks(restore, 2, tmp_path, "ab")
     assert step == 2
     assert problems == ["the local state of step 2 on node 0: __0_0.distcp has a wrong checksum"]
-    # The damaged one has been replaced by then.
+    # By now a new state has replaced the damaged one.
     for name in "ab":
         flip(tmp_path / name / "step-00000002" / "__0_0.distcp")
     assert [step for step, _ in run_ranks(restore, 2, tmp_path, "ab")] == [1, 1]
@@ -119,13 +119,13 @@ def test_a_damaged_manifest_or_index_is_taken_from_another_node(tmp_path) -> Non
 
 
 def make_unreadable(path: Path) -> None:
-    """Every read of the file fails with EIO."""
+    """Make every read of the file fail with EIO."""
     path.unlink()
     path.symlink_to("/proc/self/mem")
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "trainer.json", "manifest.json"])
-def test_e5_a_file_that_cannot_be_read_on_one_node_is_taken_from_its_peer(tmp_path, name) -> None:
+def test_e5_an_unreadable_file_on_one_node_is_taken_from_its_peer(tmp_path, name) -> None:
     run_ranks(save_steps, 2, tmp_path, "ab", 2)
     make_unreadable(tmp_path / "a" / "step-00000002" / name)
     [(step, problems), _] = run_ranks(restore, 2, tmp_path, "ab")
@@ -156,7 +156,7 @@ def failing_save(rank: int, world: int, folder: Path, fault: str) -> tuple[str |
     return first, save(tier, rank, world, 3)
 
 
-def test_a_state_that_fails_on_one_rank_is_a_failure_on_all_and_the_next_is_kept(tmp_path) -> None:
+def test_a_failed_state_on_one_rank_fails_on_all_and_the_next_state_is_kept(tmp_path) -> None:
     found = run_ranks(failing_save, 2, tmp_path, "local.before_manifest:2:*:raise")
     assert all("injected" in (first or "") and then is None for first, then in found)
     for name in "ab":
@@ -174,7 +174,7 @@ def no_room(rank: int, world: int, folder: Path) -> str | None:
     return save(tier_of(rank, folder, "ab"), rank, world, 1)
 
 
-def test_a_node_without_room_says_so_and_keeps_nothing(tmp_path) -> None:
+def test_a_full_node_reports_it_and_keeps_nothing(tmp_path) -> None:
     for error in run_ranks(no_room, 2, tmp_path):
         assert error is not None and "9 GB" in error
     assert not steps(tmp_path / "a")
@@ -197,7 +197,7 @@ def test_a_state_of_another_model_is_refused_like_any_checkpoint(tmp_path) -> No
         assert "does not fit the configured model" in message
 
 
-def test_peers_are_the_nodes_after_and_never_more_than_there_are() -> None:
+def test_peers_are_the_next_nodes_and_at_most_all_others() -> None:
     nodes = Nodes(((0, 1), (2,), (3, 4)), 3)
     assert nodes.peers(2, 1) == [0] and nodes.peers(0, 9) == [1, 2] and nodes.own == 2 and nodes.leads
     assert nodes.share(["a", "b", "c"]) == ["a", "c"]
@@ -208,5 +208,5 @@ def groups(rank: int, world: int, folder: Path) -> tuple[tuple[int, ...], ...]:
     return Nodes.of(folder / "abab"[rank], dist.group.WORLD).ranks
 
 
-def test_ranks_that_share_a_folder_are_a_node(tmp_path) -> None:
+def test_ranks_sharing_a_folder_form_a_node(tmp_path) -> None:
     assert run_ranks(groups, 4, tmp_path) == [((0, 2), (1, 3))] * 4

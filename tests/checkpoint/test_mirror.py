@@ -35,7 +35,7 @@ def there(tmp_path: Path) -> list[int]:
 def copied(
     tmp_path: Path, *wanted: int, keep_last: int = 0, keep_every: int = 0, forget: int | None = None
 ) -> None:
-    """Copy checkpoints, each by a run of its own, so that none is passed over for a newer one."""
+    """Copy each checkpoint with its own process, so no copy is skipped for a newer checkpoint."""
     for step in wanted:
         write(tmp_path / "local", step)
         mirror = Mirror(url(tmp_path), tmp_path / "local", keep_last, keep_every)
@@ -49,7 +49,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_newest_copy_comes_back_as_it_was(tmp_path) -> None:
+def test_the_newest_copy_is_restored_unchanged(tmp_path) -> None:
     copied(tmp_path, 10, 20)
     assert restore(url(tmp_path), tmp_path / "new") == 20
     assert files(tmp_path / "new" / step_name(20)) == files(tmp_path / "local" / step_name(20))
@@ -57,7 +57,7 @@ def test_the_newest_copy_comes_back_as_it_was(tmp_path) -> None:
     assert not list((tmp_path / "local").glob(".mirrored*"))
 
 
-def test_a_step_that_is_saved_again_after_a_roll_back_is_copied_again(tmp_path) -> None:
+def test_a_step_saved_again_after_a_roll_back_is_copied_again(tmp_path) -> None:
     kept = SimpleNamespace(mirror=url(tmp_path), keep_last=0, keep_every=0)
     config = SimpleNamespace(checkpoint=kept, run=SimpleNamespace(name="run"))
     trainer = SimpleNamespace(config=config, finished=True)
@@ -68,7 +68,7 @@ def test_a_step_that_is_saved_again_after_a_roll_back_is_copied_again(tmp_path) 
     for step in (10, 20):
         write(tmp_path / "local", step)
         hook.after_save(step)
-        # A copy ends with the removal of its links, behind the index.
+        # A copy ends with the removal of its links, after the index.
         wait_for(lambda: not list((tmp_path / "local").glob(".mirrored*")))
     hook.after_rollback(10)
     hook.after_save(20)
@@ -85,7 +85,7 @@ def test_copies_are_kept_as_checkpoints_are(tmp_path) -> None:
     ]
 
 
-def test_damaged_and_incomplete_copies_are_passed_over(tmp_path, caplog) -> None:
+def test_damaged_and_incomplete_copies_are_skipped(tmp_path, caplog) -> None:
     copied(tmp_path, 10, 20, 30)
     (tmp_path / "bucket" / step_name(30) / "__0_0.distcp").write_bytes(b"other")
     (tmp_path / "bucket" / step_name(20) / "manifest.json").unlink()
@@ -96,19 +96,19 @@ def test_damaged_and_incomplete_copies_are_passed_over(tmp_path, caplog) -> None
         restore(url(tmp_path), tmp_path / "newer")
 
 
-def test_nothing_is_restored_where_there_is_nothing(tmp_path) -> None:
+def test_nothing_is_restored_from_an_empty_mirror(tmp_path) -> None:
     assert restore(url(tmp_path), tmp_path / "new") is None
     assert not (tmp_path / "new").exists()
 
 
-def test_a_history_that_goes_back_forgets_later_copies(tmp_path) -> None:
+def test_a_roll_back_drops_later_copies(tmp_path) -> None:
     copied(tmp_path, 10, 20, 30)
     copied(tmp_path, 25, forget=20)
     assert there(tmp_path) == [10, 20, 25]
     assert restore(url(tmp_path), tmp_path / "new") == 25
 
 
-def test_a_copy_goes_on_when_the_checkpoint_is_removed_and_a_newer_one_takes_the_place_of_those_that_wait(
+def test_a_copy_survives_its_checkpoints_removal_and_a_newer_one_replaces_waiting_ones(
     tmp_path, monkeypatch
 ) -> None:
     mirror = Mirror(url(tmp_path), tmp_path / "local", 0, 0)
@@ -135,7 +135,7 @@ def test_a_copy_goes_on_when_the_checkpoint_is_removed_and_a_newer_one_takes_the
     assert there(tmp_path) == [10, 30]
 
 
-def test_a_checkpoint_that_is_gone_already_does_not_end_the_run(tmp_path, caplog) -> None:
+def test_a_removed_checkpoint_does_not_end_the_run(tmp_path, caplog) -> None:
     mirror = Mirror(url(tmp_path), tmp_path / "local", 0, 0)
     mirror.copy(10)
     mirror.close(wait=True)

@@ -1,4 +1,4 @@
-"""What is saved in one layout loads in any other, exactly."""
+"""A checkpoint of one layout loads exactly in any other."""
 
 import random
 from pathlib import Path
@@ -20,7 +20,7 @@ LAYOUTS = {"cut": cut, "rows": rows, "whole": lambda name, full, rank, world: wh
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Fixed awkward shapes and some random ones."""
+    """Return fixed awkward shapes and some random ones."""
     drawn = random.Random(0)
     found = {"scalar": (), "one": (1,), "vector": (7,), "tall": (5, 1), "row": (1, 9), "experts": (3, 4, 5)}
     for i in range(20):
@@ -59,7 +59,7 @@ def load_in(rank: int, world: int, folder: str, layout: str, dtype: torch.dtype,
         (("whole", 2), [("rows", 2)]),
     ],
 )
-def test_any_layout_loads_what_another_saved(saved, loaded, tmp_path):
+def test_any_layout_loads_any_others_checkpoint(saved, loaded, tmp_path):
     run_ranks(save_in, saved[1], str(tmp_path), saved[0], torch.float32)
     for layout, world in loaded:
         run_ranks(load_in, world, str(tmp_path), layout, torch.float32, torch.float32)
@@ -69,7 +69,7 @@ def test_any_layout_loads_what_another_saved(saved, loaded, tmp_path):
     "saved, wanted",
     [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float64)],
 )
-def test_values_are_cast_to_the_dtype_they_are_loaded_into(saved, wanted, tmp_path):
+def test_values_are_cast_to_the_dtype_of_the_target(saved, wanted, tmp_path):
     run_ranks(save_in, 2, str(tmp_path), "cut", saved)
     run_ranks(load_in, 1, str(tmp_path), "rows", wanted, saved)
 
@@ -108,7 +108,7 @@ def staged_names(rank: int, world: int) -> list[str]:
     return sorted(Stager().stage(named(shards("whole", rank, world, torch.float32))))
 
 
-def test_of_replicas_each_copies_only_what_it_will_write():
+def test_each_replica_stages_only_its_own_writes():
     one, other = run_ranks(staged_names, 2)
     assert sorted(one + other) == sorted(f"model.{name}" for name in shapes()) and one and other
 
@@ -143,7 +143,7 @@ def load_transposed(rank: int, world: int, folder: str) -> None:
     assert torch.equal(shard.data, numbers((3, 4, 5)) * 1.1)
 
 
-def test_values_that_are_not_contiguous_are_filled(tmp_path):
+def test_non_contiguous_values_are_filled(tmp_path):
     run_ranks(save_in, 1, str(tmp_path), "whole", torch.float32)
     run_ranks(load_transposed, 1, str(tmp_path / "step-00000001"))
 

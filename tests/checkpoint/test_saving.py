@@ -1,4 +1,4 @@
-"""Saving: what is copied when, what is kept, what the folder looks like, what is reported."""
+"""Saving: staging, retention, the folder's content, reports."""
 
 import logging
 import threading
@@ -37,13 +37,13 @@ def test_s5_parameters_may_change_as_soon_as_save_returns(mode, tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, 8])
-def test_staging_8b_wastes_little_of_what_pinned_memory_is_rounded_to(shards: int) -> None:
+def test_staging_8b_wastes_little_pinned_memory_to_rounding(shards: int) -> None:
     layer = [4096, 4096 * 4096, 1024 * 4096, 1024 * 4096, 4096 * 4096, 4096, *[14336 * 4096] * 3]
     numels = [128256 * 4096, *layer * 32, 4096, 128256 * 4096]
     sizes = [4 * numel // shards for numel in numels] * 3  # masters and two moments
     blocks, places = blocks_for(sizes)
     assert all(block & (block - 1) == 0 for block in blocks) and sum(blocks) <= 1.03 * sum(sizes)
-    assert sum(1 << (size - 1).bit_length() for size in sizes) > 1.1 * sum(sizes)  # each by itself
+    assert sum(1 << (size - 1).bit_length() for size in sizes) > 1.1 * sum(sizes)  # one allocation each
     ends = [0] * len(blocks)
     for (block, start), size in sorted(zip(places, sizes, strict=True)):
         assert ends[block] <= start and start % 64 == 0
@@ -78,7 +78,7 @@ def slow_saves(rank: int, world: int, folder: str) -> None:
     assert save_value(checkpoints, 1) == [] and checkpoints.poll() == []
     assert "step-00000001" not in names(folder)
     dist.barrier()
-    threading.Timer(0.2, may_go_on[1].set).start()  # the next save waits for it
+    threading.Timer(0.2, may_go_on[1].set).start()  # the next save waits for this event
     (first,) = save_value(checkpoints, 2)
     assert "step-00000001" in names(folder) and "step-00000002" not in names(folder)
     dist.barrier()
@@ -166,7 +166,7 @@ def save_step_zero(rank: int, world: int, folder: str) -> None:
     assert checkpoints.latest() == 0 and loaded_value(checkpoints, 0) == 4.0
 
 
-def test_r5_a_checkpoint_of_step_zero_is_one_like_others(tmp_path):
+def test_r5_a_checkpoint_of_step_zero_is_like_any_other(tmp_path):
     run_ranks(save_step_zero, 2, str(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""A forged checkpoint, whose manifest and checksums agree with its files, is refused: nothing hangs or leaks."""
+"""A forged checkpoint with a consistent manifest and checksums is refused, without a hang or a leak."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def checkpoint(saved, tmp_path) -> Path:
 
 
 def refusal(checkpoint: Path) -> str:
-    """The sentence with which each reader refuses a checkpoint."""
+    """Return the refusal, after asserting that every reader gives the same one."""
     with pytest.raises(UserError) as opened:
         open_checkpoint(checkpoint, CPU)
     with pytest.raises(UserError) as averaged:
@@ -78,7 +78,7 @@ def absurd(index: Any, checkpoint: Path) -> None:
         (absurd, "but all files together have"),
     ],
 )
-def test_an_index_that_leads_out_of_its_files_is_refused(
+def test_an_index_pointing_outside_its_files_is_refused(
     checkpoint: Path, forge: Callable[[Any, Path], None], sentence: str
 ) -> None:
     edit_index(checkpoint, lambda index: forge(index, checkpoint))
@@ -87,8 +87,8 @@ def test_an_index_that_leads_out_of_its_files_is_refused(
     assert sentence in refusal(checkpoint)
 
 
-def test_chunks_that_overlap_and_leave_a_gap_are_refused(checkpoint: Path) -> None:
-    """The numbers of elements add up."""
+def test_chunks_with_an_overlap_and_a_gap_are_refused(checkpoint: Path) -> None:
+    """The numbers of elements are consistent."""
 
     def overlap(index: Any) -> None:
         saved = index.state_dict_metadata["model.embedding.weight"]
@@ -133,7 +133,7 @@ def test_a_pipe_in_place_of_a_manifest_is_refused(checkpoint: Path) -> None:
         read_manifest(checkpoint)
 
 
-def test_a_pipe_that_a_manifest_lists_as_empty_is_refused(checkpoint: Path) -> None:
+def test_a_pipe_listed_as_an_empty_file_is_refused(checkpoint: Path) -> None:
     os.mkfifo(checkpoint / "pipe")
     manifest = read_manifest(checkpoint)
     empty = {"size": 0, "sha256": entry(Path(os.devnull))["sha256"]}
@@ -142,7 +142,7 @@ def test_a_pipe_that_a_manifest_lists_as_empty_is_refused(checkpoint: Path) -> N
     assert "pipe is not a regular file" in refusal(checkpoint)
 
 
-def test_a_manifest_that_is_nested_deeply_is_damage(checkpoint: Path) -> None:
+def test_a_deeply_nested_manifest_is_damage(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_text("[" * 100_000)
     assert f"{MANIFEST} cannot be read: lists or objects are nested too deeply" in refusal(checkpoint)
 
@@ -159,7 +159,7 @@ def test_a_config_with_other_shapes_is_refused_before_memory_is_taken(checkpoint
         open_checkpoint(checkpoint, CPU)
 
 
-def test_a_config_that_is_nested_deeply_is_one_sentence(checkpoint: Path, tmp_path, capfd) -> None:
+def test_a_deeply_nested_config_is_one_sentence(checkpoint: Path, tmp_path, capfd) -> None:
     deep = "x = " + "[" * 100_000
     (checkpoint / "config.toml").write_text(deep)
     sign(checkpoint)
@@ -190,9 +190,7 @@ class Own(Transformer):
 """
 
 
-def test_a_class_that_a_checkpoint_names_is_imported_only_with_trust(
-    checkpoint, tmp_path, monkeypatch
-) -> None:
+def test_a_checkpoints_class_is_imported_only_with_trust(checkpoint, tmp_path, monkeypatch) -> None:
     mark = tmp_path / "imported"
     (tmp_path / "stranger.py").write_text(MODULE.format(mark=str(mark)))
     monkeypatch.syspath_prepend(tmp_path)
@@ -205,13 +203,13 @@ def test_a_class_that_a_checkpoint_names_is_imported_only_with_trust(
     assert mark.exists() and type(opened.model).__name__ == "Own"
 
 
-def test_a_hooks_and_optimizers_path_is_not_imported_by_who_does_not_use_it(checkpoint: Path) -> None:
+def test_paths_of_hooks_and_optimizers_are_imported_only_for_use(checkpoint: Path) -> None:
     edit_config(checkpoint, "hooks = []", 'hooks = ["nowhere:Hook"]')
     edit_config(checkpoint, 'name = "adamw"', 'name = "nowhere:Optimizer"')
     assert open_checkpoint(checkpoint, CPU).step == 2
 
 
-def test_a_folder_of_transformers_names_the_conversion(tmp_path) -> None:
+def test_a_transformers_folder_is_refused_with_the_conversion_command(tmp_path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"convert\.py from-hf --input"):
         open_checkpoint(tmp_path, CPU)

@@ -124,7 +124,7 @@ def test_impossible_combinations_are_refused_with_a_remedy(tmp_path, overrides, 
     assert part in complaint(tmp_path, *overrides)
 
 
-def test_block_formats_pad_sequences_that_no_layout_divides(tmp_path) -> None:
+def test_block_formats_pad_sequences_undivided_by_a_layout(tmp_path) -> None:
     options = ["--precision.float8=blockwise", "--train.seq_len=30", "--parallel.data_parallel=zero1"]
     assert load(tmp_path, *options).precision.float8_experts == "auto"
 
@@ -197,7 +197,7 @@ def test_invalid_groups_of_experts_are_refused(tmp_path, moe: str, key: str, say
     assert line.startswith(f"model.moe.{key} = ") and says in line
 
 
-def test_experts_take_what_is_left_out_from_the_other_keys(tmp_path) -> None:
+def test_missing_expert_keys_follow_from_the_others(tmp_path) -> None:
     config = load(tmp_path, "--model.moe={n_experts = 8, n_expert_groups = 4}")
     assert config.model.moe.expert_dim == config.model.ffn_dim
     assert config.model.moe.n_limited_groups == 4

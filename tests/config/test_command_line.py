@@ -1,4 +1,4 @@
-"""The action that a command line requests, and the errors for invalid arguments."""
+"""The requested action of a command line, and errors for invalid arguments."""
 
 import pytest
 

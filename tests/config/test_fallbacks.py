@@ -1,4 +1,4 @@
-"""The layout on the processes there are: the config's own, or the first fallback that fits."""
+"""The layout for the available processes: the config's own, or the first matching fallback."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def chosen(world: int, *options: str):
     return choose_layout(command, load_command(command), world)
 
 
-def test_a_layout_that_fits_is_taken_as_it_is() -> None:
+def test_a_matching_layout_is_used_unchanged() -> None:
     config, degrees, fallback = chosen(4, FALLBACKS)
     assert (config.parallel.tp, degrees.dp_shard, degrees.accumulation, fallback) == (2, 2, 3, "")
 
 
-def test_the_first_fallback_that_fits_is_taken_with_all_its_keys() -> None:
+def test_the_first_matching_fallback_is_used_with_all_its_keys() -> None:
     config, degrees, fallback = chosen(8, FALLBACKS)
     assert (config.train.micro_batch_size, degrees.tp, degrees.accumulation) == (2, 2, 3)
     assert fallback == "train.micro_batch_size=2"
@@ -35,14 +35,14 @@ def test_the_first_fallback_that_fits_is_taken_with_all_its_keys() -> None:
     assert fallback == "parallel.tp=1 train.micro_batch_size=1"
 
 
-def test_without_one_that_fits_the_error_is_that_of_the_layout() -> None:
+def test_without_a_matching_fallback_the_error_is_the_layouts() -> None:
     with pytest.raises(UserError, match=r"parallel\.dp_shard .* none of the 2 parallel\.fallbacks"):
         chosen(5, FALLBACKS)
     with pytest.raises(UserError, match=r"^parallel\.dp_shard (?!.*fallbacks)"):
         chosen(3)
 
 
-def test_a_fallback_that_changes_the_course_or_is_no_valid_config_is_refused() -> None:
+def test_an_invalid_fallback_or_one_that_changes_results_is_refused() -> None:
     for text in ("train.steps=5", "parallel.tp", "optimizer.lr=1 parallel.tp=1"):
         with pytest.raises(UserError, match=r"parallel\.fallbacks"):
             chosen(2, f'--parallel.fallbacks=["{text}"]')

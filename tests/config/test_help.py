@@ -1,4 +1,4 @@
-"""Help and reference are generated from the schema and complete."""
+"""Help and reference are generated from the schema, and complete."""
 
 from forge.config import help_text
 from forge.config.help import docs_text

@@ -29,7 +29,7 @@ def test_a_path_wins_over_a_shipped_name(tmp_path, monkeypatch) -> None:
     assert load_config(["--config", "debug.toml"]).model.dim == 64
 
 
-def test_a_config_that_does_not_exist_is_reported_with_the_nearest_name() -> None:
+def test_a_missing_config_is_reported_with_the_nearest_name() -> None:
     with pytest.raises(UserError, match=r"--config debgu.toml: no such file; did you mean debug\?.*160m, 1b"):
         load_config(["--config", "debgu.toml"])
 
@@ -81,7 +81,7 @@ def test_a_list_of_tables_can_be_given_on_the_command_line(tmp_path) -> None:
     assert [(source.path, source.weight) for source in config.data.sources] == [("a", 1.0), ("b", 0.5)]
 
 
-def test_an_override_makes_the_section_that_it_needs(tmp_path) -> None:
+def test_an_override_creates_its_section(tmp_path) -> None:
     at = "--model.rope_scaling."
     scaling = load(
         tmp_path, f"{at}kind=yarn", f"{at}factor=4", f"{at}original_max_position=8"
@@ -90,7 +90,7 @@ def test_an_override_makes_the_section_that_it_needs(tmp_path) -> None:
     assert load(tmp_path, "--model.moe.n_experts=8").model.moe.top_k == 2
 
 
-def test_a_block_of_samples_that_memory_cannot_hold_is_refused(tmp_path) -> None:
+def test_a_block_of_samples_too_large_for_memory_is_refused(tmp_path) -> None:
     (line,) = complaints(tmp_path, f"--data.mixture_block={10**12}")
     assert line.endswith("(command line): allowed: integer >= 1 and <= 1000000")
 
@@ -170,7 +170,7 @@ def test_a_line_names_the_origin_of_the_value(tmp_path) -> None:
         ("--run.name=\udcff", "not UTF-8"),
     ],
 )
-def test_a_wrong_value_is_reported_with_what_is_allowed_and_nearest(
+def test_a_wrong_value_is_reported_with_the_allowed_and_nearest_ones(
     tmp_path, override: str, hint: str
 ) -> None:
     assert hint in complaint(tmp_path, override)
@@ -183,7 +183,7 @@ def test_missing_keys_are_named_with_their_meaning(tmp_path) -> None:
     assert f"[train]: missing from {path}; needed: steps, seq_len, global_batch_size" in lines
 
 
-def test_a_section_that_is_not_a_table_is_refused(tmp_path) -> None:
+def test_a_non_table_section_is_refused(tmp_path) -> None:
     line = complaint(tmp_path, text="compile = 3\n" + TINY)
     assert (
         line == f"compile = 3 ({tmp_path / 'tiny.toml'}): must be a section, a table with the keys "
@@ -196,7 +196,7 @@ def test_a_syntax_error_names_file_line_and_text(tmp_path) -> None:
     assert str(tmp_path / "tiny.toml") in line and "line 2" in line and line.endswith("dim = = 3")
 
 
-def test_a_file_that_is_not_text_is_refused(tmp_path) -> None:
+def test_a_non_text_file_is_refused(tmp_path) -> None:
     (tmp_path / "x.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match=r"x.toml: is not UTF-8 text"):
         load_config(["--config", str(tmp_path / "x.toml")])
@@ -226,7 +226,7 @@ PLACES = st.sampled_from(
 @pytest.mark.long
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(PLACES, JUNK), max_size=6), st.sets(st.sampled_from(REQUIRED), max_size=3))
-def test_every_error_becomes_a_line_that_names_its_key(changes, missing) -> None:
+def test_every_error_is_one_line_with_its_key(changes, missing) -> None:
     tree = copy.deepcopy(parse_toml_text(TINY).model_dump(mode="json", exclude_none=True))
     for place, junk in changes:
         table = tree

@@ -1,4 +1,4 @@
-"""What a step has, as a function of the tokens before it: phases, ramps, and how many steps they make."""
+"""A step's settings as a function of the tokens before it: phases, ramps, and the number of steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def by_steps(phases: Phases, total: int) -> list[int]:
     return tokens
 
 
-def test_steps_are_counted_as_they_are_made_through_phases_and_ramps() -> None:
+def test_steps_are_counted_through_phases_and_ramps() -> None:
     config = config_of(RAMPED, "--train.steps=20")
     phases = Phases(config)
     tokens = by_steps(phases, 20_000)
@@ -69,7 +69,7 @@ def test_without_phases_every_step_has_the_same_plan() -> None:
         assert planned_rate(counted, phases, step, (step - 1) * 16 * 64) == pytest.approx(by_step, rel=1e-12)
 
 
-def test_tokens_take_the_place_of_steps() -> None:
+def test_tokens_replace_steps() -> None:
     text = to_toml(config_of(RAMPED, "--train.steps=20"))
     tokens = text.replace("steps = 20\n", "").replace("tokens = 0\n", "tokens = 20000\n")
     assert tokens != text
@@ -95,7 +95,7 @@ def test_on_the_command_line_tokens_replace_the_steps_of_the_file_and_steps_its_
     assert (train.steps, train.tokens) == (9, 9 * per_step)
     replaced = load_config(["--config", str(by_tokens), "--train.steps=5"]).train
     assert (replaced.steps, replaced.tokens) == (5, 0)
-    # 0 tokens say nothing, and both at once must agree.
+    # 0 tokens means unset. If steps and tokens are both set, they must agree.
     assert load_config(["--config=debug", "--train.tokens=0"]).train.steps == debug.steps
     with pytest.raises(UserError, match=r"train\.tokens = .* gives 7 steps"):
         load_config(["--config=debug", "--train.steps=5", f"--train.tokens={7 * per_step}"])

@@ -1,4 +1,4 @@
-"""A mistake is a value with fields; its sentence is made in one place."""
+"""A problem is a value with fields. One function renders its sentence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_several_problems_are_one_error() -> None:
         raise_all([Problem(("a",), "missing"), Problem(("b",), "missing")])
 
 
-def test_a_check_names_the_keys_that_it_compares() -> None:
+def test_a_check_names_its_compared_keys() -> None:
     tree = read_toml(TINY)
     tree["model"]["n_kv_heads"] = 3
     config, (one,) = examine(Values(tree, "file"))

@@ -10,7 +10,7 @@ import pytest
 from forge.config.keys import keys, sections
 from tests.support.configs import complaint, load, tiny
 
-# Keys that job scripts and other programs name: none may go away or change its off value.
+# Keys used by job scripts and other programs. None may be removed or change its off value.
 PUBLIC = {
     "run.name": "x",
     "run.output_dir": "runs",
@@ -131,8 +131,8 @@ def test_defaults() -> None:
     assert (config.checkpoint.resume, config.checkpoint.keep_last) == ("auto", 3)
 
 
-def test_a_config_that_says_nothing_is_saved_warmed_up_and_evaluated(tmp_path) -> None:
-    """And one that says 0 means it."""
+def test_saves_warmup_and_evaluation_are_on_by_default(tmp_path) -> None:
+    """An explicit 0 means off."""
     config = tiny()
     assert (config.checkpoint.interval, config.checkpoint.interval_minutes) == (None, 30.0)
     assert config.schedule.warmup_steps is None and config.evaluate.interval == 1000
@@ -144,7 +144,7 @@ def test_heads_follow_from_the_other_keys() -> None:
     assert (tiny().model.n_kv_heads, tiny().model.head_dim) == (8, 8)
 
 
-def test_an_integer_may_stand_for_a_number_and_becomes_one(tmp_path) -> None:
+def test_an_integer_is_accepted_as_a_float_and_converted(tmp_path) -> None:
     lr = load(tmp_path, "--optimizer.lr=1").optimizer.lr
     assert type(lr) is float and lr == 1.0
 

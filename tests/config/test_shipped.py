@@ -1,4 +1,4 @@
-"""Every shipped config loads and fits the number of processes that its first line names."""
+"""Every shipped config loads and fits the number of processes in its first line."""
 
 import re
 
@@ -12,12 +12,12 @@ from forge.parallel.build import build_meta_model
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.toml"))
 
 
-def test_the_promised_configs_are_there() -> None:
+def test_the_promised_configs_exist() -> None:
     assert {"debug", "160m", "1b", "7b", "13b", "70b", "moe_debug", "moe_16b"} <= set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_it_fits_the_hardware_that_it_names(name: str) -> None:
+def test_it_fits_the_hardware_in_its_first_line(name: str) -> None:
     first_line = (CONFIGS / f"{name}.toml").read_text().splitlines()[0]
     named = re.match(r"# For (\d+) process(?:es)?: ", first_line)
     assert named, f"{name}.toml must begin with the hardware that it is for"

@@ -1,4 +1,4 @@
-"""A configuration that is written loads again unchanged."""
+"""A written configuration loads again unchanged."""
 
 import pytest
 from hypothesis import given, settings
@@ -74,7 +74,7 @@ def test_long_lists_get_a_line_for_each_item() -> None:
     assert sum(line.startswith('    { path = "synthetic"') for line in lines) == 5
 
 
-def test_difference_names_the_keys_that_changed_in_schema_order() -> None:
+def test_difference_names_changed_keys_in_schema_order() -> None:
     old = tiny()
     scaling = '[model.rope_scaling]\nkind = "yarn"\nfactor = 2\noriginal_max_position = 4\n'
     new = parse_toml_text(TINY.replace("steps = 10", "steps = 20") + "[optimizer]\nlr = 0.5\n" + scaling)

@@ -1,4 +1,4 @@
-"""Keys that are set and have no effect are named with the reason; shipped configurations set none."""
+"""Keys without effect are reported with the reason. Shipped configurations set none."""
 
 import re
 
@@ -16,7 +16,7 @@ def unused(*options: str, config: str = "debug") -> list[str]:
     return unused_keys(load_config([f"--config={config}", *options]), NAMES)
 
 
-def test_every_reason_names_a_key_that_exists() -> None:
+def test_every_reason_names_an_existing_key() -> None:
     reasons = {
         one.reason
         for section in sections().values()
@@ -29,7 +29,7 @@ def test_every_reason_names_a_key_that_exists() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.toml")))
-def test_shipped_configurations_set_nothing_that_is_unused(name: str) -> None:
+def test_shipped_configurations_set_no_unused_key(name: str) -> None:
     assert unused(config=name) == []
 
 
@@ -127,7 +127,7 @@ def test_balancing_has_the_keys_of_its_kind() -> None:
         assert line.startswith(f"model.moe.{key} (")
 
 
-def test_keys_that_are_used_or_have_their_default_are_not_named() -> None:
+def test_used_keys_and_defaults_are_not_reported() -> None:
     assert (
         unused("--schedule.decay_fraction=0.5", "--pipeline.schedule=1F1B", "--parallel.context=allgather")
         == []

@@ -13,7 +13,7 @@ from tests.support.configs import tiny
 
 
 def with_keys(**sections: dict) -> Config:
-    """The tiny config with keys set past the checks, so that layouts of the future can be tested."""
+    """Return the tiny config with keys set without checks, to test layouts rejected today."""
     tree = tiny().model_dump(mode="json")
     for section, values in sections.items():
         tree[section] = (tree[section] or {}) | values
@@ -38,7 +38,7 @@ def test_dp_shard_takes_the_remaining_ranks() -> None:
     assert (degrees.dp, degrees.ep_shard) == (4, 2)
 
 
-def test_degrees_that_do_not_divide_the_world_are_reported_with_numbers() -> None:
+def test_degrees_not_dividing_the_world_size_are_reported_with_numbers() -> None:
     text = refusal(8, parallel={"dp_replicate": 3})
     assert (
         "a multiple of pp * dp_replicate * cp * tp = 1 * 3 * 1 * 1 = 3 processes, but there are 8 processes"
@@ -48,13 +48,13 @@ def test_degrees_that_do_not_divide_the_world_are_reported_with_numbers() -> Non
     assert "but there is 1 process; start 2" in refusal(1, parallel={"tp": 2})
 
 
-def test_degrees_whose_product_is_not_the_world_are_reported_with_numbers() -> None:
+def test_degrees_with_a_wrong_product_are_reported_with_numbers() -> None:
     text = refusal(8, parallel={"dp_replicate": 2, "dp_shard": 2})
     assert "pp * dp_replicate * cp * tp * dp_shard = 1 * 2 * 1 * 1 * 2 = 4, but there are 8 processes" in text
     assert "start 4 processes, or set parallel.dp_shard = 4 or -1" in text
 
 
-def test_experts_must_divide_the_ranks_that_share_a_copy() -> None:
+def test_experts_must_divide_the_ranks_of_a_replica() -> None:
     assert "must divide dp_shard * cp * tp = 8 * 1 * 1 = 8" in refusal(8, parallel={"ep": 3})
     text = refusal(8, parallel={"ep": 4}, model={"moe": {"n_experts": 6}})
     assert "must divide model.moe.n_experts = 6" in text
@@ -72,7 +72,7 @@ def test_nodes_of_an_expert_group_are_given_or_come_from_the_launcher() -> None:
     assert degrees.ep_nodes == degrees.on_nodes(given, 8).ep_nodes == 4
     auto = with_keys(parallel={"ep": 8, "tp": 2}, model={"moe": moe})
     degrees = check_world(auto, 16)
-    # 0: unknown. A node with more ranks than a group, or a group that ends inside of a node, is one node.
+    # 0: unknown. A group counts as one node if a node has more ranks than the group, or if the group ends inside a node.
     nodes = {size: degrees.on_nodes(auto, size).ep_nodes for size in (0, 1, 2, 3, 4, 8, 16)}
     assert nodes == {0: 1, 1: 8, 2: 4, 3: 1, 4: 2, 8: 1, 16: 1}
     text = refusal(8, parallel={"ep": 8, "ep_node_size": 3}, model={"moe": moe})
@@ -80,14 +80,14 @@ def test_nodes_of_an_expert_group_are_given_or_come_from_the_launcher() -> None:
 
 
 @pytest.mark.parametrize("engine", ["zero1", "zero2", "ddp"])
-def test_engines_that_gather_nothing_in_forward_ignore_resharding(engine: str) -> None:
+def test_engines_without_gathers_in_forward_ignore_resharding(engine: str) -> None:
     for rest in ({}, {"tp": 2}, {"pp": 2}):
         keys = {"reshard_after_forward": 3, "data_parallel": engine} | rest
         config = with_keys(parallel=keys, pipeline={"schedule": "ZBVZeroBubble"}, model={"n_layers": 4})
         assert check(config) == [] and check_world(config, 4).world == 4
 
 
-def test_a_batch_that_does_not_divide_is_reported_with_the_nearest_that_does() -> None:
+def test_an_indivisible_batch_is_reported_with_the_nearest_divisible_one() -> None:
     text = refusal(4, train={"global_batch_size": 10, "micro_batch_size": 2}, parallel={"dp_replicate": 2})
     assert (
         "train.global_batch_size = 10: must be a multiple of micro_batch_size * dp_replicate * dp_shard"
@@ -96,7 +96,7 @@ def test_a_batch_that_does_not_divide_is_reported_with_the_nearest_that_does() -
     assert "= 2 * 2 * 2 = 8; set train.global_batch_size = 8 or 16" in text
 
 
-def test_a_sequence_that_does_not_split_is_reported_with_the_nearest_that_does() -> None:
+def test_an_indivisible_sequence_is_reported_with_the_nearest_divisible_one() -> None:
     text = refusal(4, parallel={"cp": 4}, train={"seq_len": 60})
     assert (
         "train.seq_len = 60: must be a multiple of 2 * cp = 2 * 4 = 8" in text

@@ -46,7 +46,7 @@ def test_synthetic_opens_no_tokenizer(tmp_path):
     assert tokens.shape == (33,) and tokens.max() < 300 and documents is None
 
 
-def test_synthetic_sources_and_validation_draw_streams_of_their_own(tmp_path):
+def test_synthetic_sources_and_validation_have_distinct_streams(tmp_path):
     sources = 'sources = [{path = "synthetic"}, {path = "synthetic"}]'
     validation = 'validation = [{name = "v", path = "synthetic"}]'
     config = configure(tmp_path, f"{sources}\n{validation}", "--evaluate.interval=5")
@@ -57,7 +57,7 @@ def test_synthetic_sources_and_validation_draw_streams_of_their_own(tmp_path):
     assert not any(np.array_equal(streams[a], streams[b]) for a, b in [(0, 1), (0, 2), (1, 2)])
 
 
-def test_files_of_what_is_off_are_not_opened(tmp_path):
+def test_files_of_disabled_features_are_not_opened(tmp_path):
     folder = write_bytes_dataset(tmp_path / "set")
     sources = f'sources = [{{path = "{folder}"}}, {{path = "/absent", weight = 0}}]'
     data = sources + '\nvalidation = [{name = "v", path = "/absent"}]'
@@ -126,7 +126,7 @@ def test_prepared_data_needs_its_tokenizer_named(tmp_path):
 
 
 def test_a_temperature_weighs_sources_by_their_samples(tmp_path):
-    """Of a packing by documents: three short documents are as many samples as three long ones."""
+    """In a packed dataset, three short documents are as many samples as three long ones."""
     paths = []
     for name, length in (("short", 4), ("long", 30)):
         text = tmp_path / f"{name}.jsonl"

@@ -25,7 +25,7 @@ def read(dataset: PackedDataset, first: int, count: int) -> list[tuple[str, int,
 SIZES = {"a": 40, "b": 1000, "c": 50}
 
 
-def test_a_source_is_left_out_once_it_has_been_read_as_often_as_its_cap_allows() -> None:
+def test_a_source_is_left_out_after_max_epochs() -> None:
     dataset = data({"a": 1, "b": 1, "c": 2}, SIZES, {"a": 2.5, "c": 1})
     counts = Counter(name for name, _, _ in read(dataset, 0, 900))
     assert counts == {"a": 100, "c": 50, "b": 750}
@@ -36,7 +36,7 @@ def test_a_source_is_left_out_once_it_has_been_read_as_often_as_its_cap_allows()
     assert read(free, 0, ends[0]) == read(dataset, 0, ends[0])
 
 
-def test_a_run_that_resumes_anywhere_reads_the_samples_of_one_that_never_stopped() -> None:
+def test_a_resume_at_any_step_reads_the_samples_of_an_undisturbed_run() -> None:
     dataset = data({"a": 1, "b": 1, "c": 2}, SIZES, {"a": 2.5, "c": 1})
     expected = read(dataset, 0, 700)
     for stop in (0, 1, 99, 100, 101, 250, 400, 500):
@@ -47,7 +47,7 @@ def test_a_run_that_resumes_anywhere_reads_the_samples_of_one_that_never_stopped
         assert len(order.segments) == 3, "a resume adds no segment"
 
 
-def test_a_raised_cap_brings_a_source_back_where_it_stood() -> None:
+def test_a_raised_cap_continues_a_source_at_its_old_position() -> None:
     before = data({"a": 1, "b": 1}, SIZES, {"a": 1})
     after = data({"a": 1, "b": 1}, SIZES, {"a": 2})
     order = after.continuing(before.order, 300)
@@ -57,7 +57,7 @@ def test_a_raised_cap_brings_a_source_back_where_it_stood() -> None:
     assert not [name for name, _, _ in found[80:300] if name == "a"]
 
 
-def test_the_start_says_when_sources_are_left_out_and_refuses_a_run_without_any(caplog) -> None:
+def test_the_start_reports_when_sources_end_and_refuses_a_run_without_any(caplog) -> None:
     caplog.set_level(logging.INFO)
     dataset = data({"a": 1, "b": 1}, SIZES, {"a": 1})
     log_left_out(dataset, 0, 500)
@@ -70,7 +70,7 @@ def test_the_start_says_when_sources_are_left_out_and_refuses_a_run_without_any(
         log_left_out(capped, 0, 141)
 
 
-def test_at_the_cap_a_run_may_be_refused_instead() -> None:
+def test_a_run_beyond_the_cap_may_be_refused_instead() -> None:
     config = Data(sources=({"path": "x", "name": "web", "max_epochs": 4.0},), on_max_epochs="refuse")
     check_caps({"web": 4.0}, config)
     with pytest.raises(

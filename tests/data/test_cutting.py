@@ -1,4 +1,4 @@
-"""Where a tokenizer allows a cut, the ids of the parts are those of the whole, whatever surrounds them."""
+"""At a tokenizer's allowed cuts, the ids of the parts are the ids of the whole, in any context."""
 
 import io
 import json
@@ -73,7 +73,7 @@ def tokenizer(request):
 
 @pytest.mark.long
 @given(before=TEXTS, text=TEXTS, after=TEXTS, start=st.integers(0, 12))
-def test_the_ids_of_the_parts_are_those_of_the_whole(tokenizer, before, text, after, start):
+def test_the_ids_of_the_parts_equal_those_of_the_whole(tokenizer, before, text, after, start):
     assert tokenizer.can_cut
     place = tokenizer.cut(text, start)
     assert 0 <= place <= len(text)
@@ -113,13 +113,13 @@ def _gpt2():
 
 
 @pytest.mark.parametrize("make", list(refused()))
-def test_no_place_is_given_where_it_would_not_be_sure(make):
+def test_no_cut_is_allowed_without_certainty(make):
     tokenizer = make()
     text = "a b\nc d 1 2"
     assert not tokenizer.can_cut and tokenizer.cut(text, 1) == len(text)
 
 
-def test_a_letter_that_a_library_may_not_know_is_no_place_to_cut():
+def test_a_letter_unknown_to_some_libraries_is_no_cut():
     """U+1DF00 is a letter since Unicode 14."""
     tokenizer = byte_level(add_prefix_space=False)
     assert tokenizer.cut("\U0001df00 ab c", 1) == 4

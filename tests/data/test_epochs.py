@@ -1,4 +1,4 @@
-"""How often the data is read: counted, logged and warned of."""
+"""Epochs of the data: counts, log lines and warnings."""
 
 import logging
 
@@ -28,7 +28,7 @@ def test_a_synthetic_source_has_none_and_the_same_path_again_is_numbered() -> No
     assert epochs(data, 30) == {"counting": 1.0, "counting#2": 1.0}
 
 
-def test_epochs_go_on_where_the_mixture_changes() -> None:
+def test_epochs_continue_across_a_change_of_mixture() -> None:
     before, after = dataset(LITTLE), dataset(MUCH, LITTLE)
     order = after.continuing(before.order, 20)
     assert epochs(after.following(order), 40) == {"much": 0.01, "little": 3.0}
@@ -40,16 +40,16 @@ def logged(caplog: pytest.LogCaptureFixture, *numbers: int) -> list[tuple[str, s
     return [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
-def test_what_will_be_read_is_logged_and_beyond_four_epochs_warned_of(caplog) -> None:
+def test_planned_epochs_are_logged_and_more_than_four_are_a_warning(caplog) -> None:
     first, second, warning = logged(caplog, 0, 100)
     assert first == ("INFO", "little: 5.00 epochs by the end of the run")
     assert second == ("INFO", "much: 0.05 epochs by the end of the run")
     assert warning[0] == "WARNING" and "reads little 5 times:" in warning[1] and "much" not in warning[1]
 
 
-def test_four_epochs_are_no_reason_to_warn(caplog) -> None:
+def test_four_epochs_give_no_warning(caplog) -> None:
     assert [level for level, _ in logged(caplog, 0, 80)] == ["INFO", "INFO"]
 
 
-def test_a_resumed_run_reports_what_has_been_read(caplog) -> None:
+def test_a_resumed_run_reports_epochs_read_so_far(caplog) -> None:
     assert logged(caplog, 40, 80)[0][1] == "little: 4.00 epochs by the end of the run, 2.00 so far"

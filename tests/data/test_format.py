@@ -22,7 +22,9 @@ from tests.support.streams import write_documents
     vocab_size=st.sampled_from([7, 1 << 16, (1 << 16) + 1]),
     data=st.data(),
 )
-def test_what_is_written_is_read_across_shards(tmp_path_factory, lengths, shard_tokens, vocab_size, data):
+def test_written_tokens_are_read_back_across_shards(
+    tmp_path_factory, lengths, shard_tokens, vocab_size, data
+):
     item = 2 if vocab_size <= 1 << 16 else 4
     folder = tmp_path_factory.mktemp("set") / "x"
     dataset = write_documents(folder, lengths, vocab_size=vocab_size, shard_bytes=shard_tokens * item)
@@ -37,12 +39,12 @@ def test_what_is_written_is_read_across_shards(tmp_path_factory, lengths, shard_
     assert not any(check.problem for check in check_files(folder))
 
 
-def test_dtype_is_the_smallest_that_holds_the_vocabulary(tmp_path):
+def test_dtype_is_the_smallest_for_the_vocabulary(tmp_path):
     assert write_documents(tmp_path / "a", [5], vocab_size=1 << 16).read(0, 1).dtype == np.uint16
     assert write_documents(tmp_path / "b", [5], vocab_size=(1 << 16) + 1).read(0, 1).dtype == np.uint32
 
 
-def test_many_documents_at_once_are_as_one_by_one(tmp_path):
+def test_writing_many_documents_at_once_equals_one_by_one(tmp_path):
     one_by_one = write_documents(tmp_path / "a", [3, 1, 6, 2], shard_bytes=8)
     writer = ShardWriter(tmp_path / "b", vocab_size=1000, tokenizer="test", shard_bytes=8)
     writer.append(np.arange(10), np.array([0, 3, 4]))
@@ -74,7 +76,7 @@ def test_a_folder_of_datasets_is_refused_with_their_names(tmp_path):
         TokenDataset(tmp_path / "a")
 
 
-def test_d2_fingerprint_is_of_the_content(tmp_path):
+def test_d2_the_fingerprint_depends_on_the_content(tmp_path):
     first = write_documents(tmp_path / "a", [40, 3])
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert TokenDataset(tmp_path / "b").fingerprint == first.fingerprint
@@ -88,7 +90,7 @@ def edit(folder, **changes):
 
 
 def without_checksums_of_blocks(folder):
-    """As older versions wrote datasets."""
+    """Remove the checksums, as in datasets of older versions."""
     shards = json.loads((folder / "dataset.json").read_text())["shards"]
     edit(folder, shards=[{k: v for k, v in shard.items() if k != "block_file"} for shard in shards])
 

@@ -1,4 +1,4 @@
-"""Changes of a dataset in place: found in the blocks that are read, and in all by scripts/verify_data.py."""
+"""In-place changes of a dataset: a run detects them in the blocks it reads, scripts/verify_data.py in all blocks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def refusal(read) -> str:
     return str(error.value)
 
 
-def test_the_block_that_was_changed_is_refused_and_the_others_are_read(dataset) -> None:
+def test_a_changed_block_is_refused_and_the_others_are_read(dataset) -> None:
     per_block = BLOCK_BYTES // 2
     path = dataset.path / "tokens-00001.bin"
     flip(path, BLOCK_BYTES + 10)

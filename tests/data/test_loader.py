@@ -68,7 +68,7 @@ def test_d4_a_dataset_smaller_than_the_batch_continues_with_its_next_epochs():
         assert sorted(firsts[3 * epoch : 3 * epoch + 3]) == [0, S, 2 * S]
 
 
-def test_fingerprint_covers_what_the_order_depends_on():
+def test_the_fingerprint_covers_everything_that_affects_the_order():
     def fingerprint(tokens=1000, weights=(1, 3), seq_len=S, seed=0, block=32):
         sources = [Counting(tokens), SyntheticSource(0, 300)]
         return input_fingerprints(PackedDataset(sources, weights, seq_len, seed, block), None)
@@ -113,7 +113,7 @@ def test_close_ends_the_thread_while_it_is_ahead():
 
 
 class Held(Counting):
-    """Each read waits for a permit."""
+    """A source whose reads wait for a permit."""
 
     def __init__(self, tokens):
         super().__init__(tokens)
@@ -132,7 +132,7 @@ def test_the_next_batches_are_read_ahead():
     next(loader)
     while source.reads < 12:
         time.sleep(0.01)
-    next(loader)  # although nothing can be read now
+    next(loader)  # already read ahead; new reads are blocked
     source.permits.release(1000)
     loader.close()
 
@@ -158,8 +158,8 @@ def test_evaluation_reads_the_same_windows_once_with_equal_batches_per_rank(rank
     assert sorted(labels[labels != IGNORE].tolist()) == expected
 
 
-def test_held_out_windows_come_from_all_over_the_source_and_are_the_same_for_ever():
-    """Losses of different runs are compared: a change of the choice would change them."""
+def test_held_out_windows_cover_the_source_and_never_change():
+    """Losses of different runs are compared, and another choice of windows would change them."""
     assert held_out_windows(1000, 5) == [126, 213, 240, 697, 952]
     chosen = held_out_windows(100_000, 100)
     assert len(set(chosen)) == 100 and set(held_out_windows(100_000, 50)) < set(chosen)
@@ -168,8 +168,8 @@ def test_held_out_windows_come_from_all_over_the_source_and_are_the_same_for_eve
     assert list(held_out_windows(7, 9)) == list(held_out_windows(7, 7)) == list(range(7))
 
 
-def test_held_out_windows_are_of_many_documents():
-    """Of 800 documents of 10 windows the first 64 windows are of 7."""
+def test_held_out_windows_come_from_many_documents():
+    """The dataset has 800 documents of 10 windows. The first 64 windows would come from only 7."""
     assert len({window // 10 for window in held_out_windows(8000, 64)}) > 55
 
 

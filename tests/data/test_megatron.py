@@ -8,7 +8,7 @@ from tests.support.megatron import Written
 
 
 def plain(**changes):
-    """Documents of 3 + 2, 4 and 1 tokens, the first of two sequences."""
+    """Return documents of 3 + 2, 4 and 1 tokens; the first has two sequences."""
     return Written(**({"lengths": [3, 2, 4, 1], "firsts": [0, 2, 3, 4]} | changes))
 
 
@@ -42,7 +42,7 @@ def test_empty_documents_have_no_effect(tmp_path):
     assert source.document_ids(0, 4).tolist() == [0, 0, 1, 1]
 
 
-def test_modes_of_multimodal_datasets_are_passed_over(tmp_path):
+def test_modes_of_multimodal_datasets_are_ignored(tmp_path):
     assert MegatronTokens(plain(tail=bytes(4)).to(tmp_path / "set"), 100).tokens == 10
 
 
@@ -62,7 +62,7 @@ def test_modes_of_multimodal_datasets_are_passed_over(tmp_path):
         ({"lengths": [], "firsts": [0]}, "holds no sequence"),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused(tmp_path, changes, message):
+def test_an_inconsistent_index_is_refused(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         MegatronTokens(plain(**changes).to(tmp_path / "set"), 100)
 

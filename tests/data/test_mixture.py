@@ -17,7 +17,7 @@ WEIGHTS = st.lists(
 
 
 def blocks(mixture, first, count):
-    """(source, how many turns it has had) of each sample of some blocks."""
+    """Return (source, earlier samples of this source) for each sample of some blocks."""
     return [mixture.turn(i) for i in range(first * mixture.block, (first + count) * mixture.block)]
 
 
@@ -46,14 +46,14 @@ def test_counts_are_within_one_of_the_share_after_every_block(weights, block):
             assert abs(drawn[source] - share * (b + 1) * mixture.block) < 1
 
 
-def test_a_sample_does_not_depend_on_what_was_asked_before():
+def test_a_sample_does_not_depend_on_earlier_requests():
     given = [1, 2, 0.5], [7, 100, 31]
     forward = located(*given, range(500), seed=5, block=16)
     assert located(*given, reversed(range(500)), seed=5, block=16) == forward[::-1]
     assert located(*given, (3, 250, 499), seed=5, block=16) == [forward[i] for i in (3, 250, 499)]
 
 
-def test_turns_count_what_each_source_has_had_before_a_sample():
+def test_turns_count_a_sources_earlier_samples():
     mixture = Mixture([1, 0, 2, 0.5], seed=5, block=16)
     drawn = [0, 0, 0, 0]
     for i in range(100):
@@ -77,7 +77,7 @@ def test_is_exact_at_ten_trillion_samples():
         for first in (10**13 - block, 10**13, 10**13 + block)
     )
     assert Counter(source for source, _, _ in after + later) == {0: 200, 1: 400, 2: 1400}
-    # By then source 0 has given 10^12 samples, exactly one epoch: the next of its samples begin epoch 1.
+    # At this point source 0 has given 10^12 samples, exactly one epoch. Its next sample begins epoch 1.
     assert {epoch for source, epoch, _ in after if source == 0} == {1}
     assert {epoch for source, epoch, _ in before if source == 0} == {0}
 
@@ -110,8 +110,8 @@ def test_d4_impossible_weights_are_refused(weights):
         Mixture(weights, seed=0)
 
 
-def test_order_is_the_same_for_ever():
-    """Checkpoints hold a position in this order: a change of it would replay and skip samples."""
+def test_the_order_never_changes():
+    """Checkpoints hold a position in this order. Another order would replay and skip samples."""
     assert located([1, 3], [100, 1000], range(10**13, 10**13 + 4), seed=7, block=16) == [
         (1, 7500000000, 690),
         (0, 25000000000, 14),

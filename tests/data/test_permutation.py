@@ -41,8 +41,8 @@ def test_key_distinguishes_purposes_and_numbers():
     )
 
 
-def test_order_is_the_same_for_ever():
-    """Checkpoints hold a position in this order: a change of it would replay and skip samples."""
+def test_the_order_never_changes():
+    """Checkpoints hold a position in this order. Another order would replay and skip samples."""
     assert [Permutation(1000, 42)(i) for i in range(6)] == [998, 721, 62, 193, 563, 996]
     assert hash_positions(10**15, 10**15 + 1, 42)[0] == scramble(
         (42 + (10**15 + 1) * 0x9E3779B97F4A7C15) % 2**64

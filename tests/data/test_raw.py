@@ -19,7 +19,7 @@ def test_ids_are_read_from_anywhere(tmp_path, dtype):
 
 
 def test_a_dtype_is_never_guessed(tmp_path):
-    """Trap 12: a size that goes with both dtypes, and one that goes with one only, are both refused."""
+    """Trap 12: refused both for a file size valid for two dtypes and for a size valid for one."""
     for ids in (range(1000), range(999)):
         with pytest.raises(UserError, match=r'write {path = ".*a.bin", dtype = "uint16"} or .*"uint32"'):
             open_source(str(write(tmp_path / "a.bin", ids)), 0, 1000)
@@ -40,7 +40,7 @@ def test_documents_end_with_eos(tmp_path):
     assert RawTokens(path, "uint16", 100).document_ids(1, 4).tolist() == [0, 0, 0, 0]
 
 
-def test_an_end_of_documents_that_the_model_does_not_have_is_refused(tmp_path):
+def test_an_eos_id_outside_the_vocabulary_is_refused(tmp_path):
     path = write(tmp_path / "a.bin", [5, 6, 0])
     with pytest.raises(UserError, match=r"a.bin: eos_id 100 is not below model.vocab_size 100"):
         open_source(str(path), 0, 100, dtype="uint16", eos_id=100)
@@ -54,14 +54,14 @@ def test_d1_an_id_beyond_the_vocabulary_is_reported_by_file_and_byte(tmp_path):
         source.read(1, 3)
 
 
-def test_the_wrong_dtype_meets_the_vocabulary(tmp_path):
+def test_a_wrong_dtype_exceeds_the_vocabulary(tmp_path):
     source = RawTokens(write(tmp_path / "a.bin", range(100)), "uint32", 1000)
     with pytest.raises(UserError, match=r"correct the source's dtype"):
         source.read(0, 50)
 
 
 @pytest.mark.parametrize(("content", "message"), [(b"", "is empty"), (b"abc", "not a multiple of 2")])
-def test_d1_files_that_hold_no_ids_are_refused(tmp_path, content, message):
+def test_d1_files_without_ids_are_refused(tmp_path, content, message):
     (tmp_path / "a.bin").write_bytes(content)
     with pytest.raises(UserError, match=message):
         RawTokens(tmp_path / "a.bin", "uint16", 10)
@@ -76,7 +76,7 @@ def test_d2_the_fingerprint_depends_on_content_not_on_the_path(tmp_path):
     def fingerprint(name, ids, **options):
         return RawTokens(write(tmp_path / name, ids), "uint16", 2**16, **options).fingerprint
 
-    large = np.arange(2 * SAMPLES * SAMPLE_BYTES // 2)  # twice what is sampled
+    large = np.arange(2 * SAMPLES * SAMPLE_BYTES // 2)  # twice the sampled bytes
     same = fingerprint("a.bin", large)
     assert fingerprint("b.bin", large) == same
     assert fingerprint("c.bin", large, eos_id=3) != same

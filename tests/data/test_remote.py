@@ -137,14 +137,14 @@ def test_every_block_is_fetched_once_and_kept_for_the_next_run(store, tmp_path) 
     assert not any(span for _, span in store.gets)
 
 
-def test_a_killed_writer_and_a_damaged_block_leave_nothing_that_is_read(store, tmp_path) -> None:
+def test_leftovers_of_a_killed_writer_and_damaged_blocks_are_never_read(store, tmp_path) -> None:
     source = opened(store, tmp_path)
     expected = source.read(0, 3000)
     (block,) = (path for path in (tmp_path / "cache").glob("[0-9]*/*-0") if path.stat().st_size > BLOCK_BYTES)
     content = bytearray(block.read_bytes())
     for broken in (content[:5000], bytes([content[0] ^ 1]) + content[1:], b""):
         block.write_bytes(broken)
-        # What a process that was killed while it wrote has left.
+        # A leftover of a process killed while writing.
         block.with_name("." + block.name).write_bytes(content[:100])
         assert (opened(store, tmp_path).read(0, 3000) == expected).all()
         assert block.read_bytes() == content
@@ -159,7 +159,7 @@ def test_readers_of_one_block_fetch_it_once_also_in_several_processes(store, tmp
             gate.wait(30)
 
     store.before = hold
-    # Caches of their own share nothing but the folder, as processes do.
+    # Separate caches share only the folder, like processes.
     sources = [opened(store, tmp_path) for _ in range(4)]
     found: list[np.ndarray] = []
     threads = [threading.Thread(target=lambda s=s: found.append(s.read(5, 2000))) for s in sources]
@@ -174,9 +174,7 @@ def test_readers_of_one_block_fetch_it_once_also_in_several_processes(store, tmp
     assert set(counts.values()) == {1}
 
 
-def test_a_block_that_comes_just_before_it_is_claimed_is_not_fetched_again(
-    store, tmp_path, monkeypatch
-) -> None:
+def test_a_block_arriving_just_before_its_claim_is_not_fetched_again(store, tmp_path, monkeypatch) -> None:
     first, second = opened(store, tmp_path), opened(store, tmp_path)
     open_file, raced = os.open, []
 
@@ -200,7 +198,7 @@ def test_the_cache_keeps_its_limit_and_the_batches(local, store, tmp_path) -> No
     assert 0 < len(blocks) <= limit
 
 
-def test_the_block_that_is_needed_last_makes_room(tmp_path) -> None:
+def test_the_block_with_the_latest_next_use_is_evicted(tmp_path) -> None:
     cache = BlockCache(tmp_path, 1.0)
     cache.next_uses["a"] = lambda blocks: np.where(blocks == 2, 50.0, blocks)
     cache.next_uses["b"] = lambda blocks: blocks + 20.0
@@ -212,7 +210,7 @@ def test_the_block_that_is_needed_last_makes_room(tmp_path) -> None:
     assert cache.in_order_of_need(tmp_path / "0000", names) == ["a-0", "b-1", "a-2", "x-1", "x-0"]
 
 
-def test_the_next_use_of_windows_is_that_of_the_order() -> None:
+def test_the_next_use_of_windows_follows_the_order() -> None:
     windows, keys = 60, [5, 6, 7]
     drawn = [Permutation(windows, key)(i) for key in keys for i in range(windows)]
     first = np.arange(0, 60, 7)
@@ -267,7 +265,7 @@ def test_a_long_wait_is_reported_with_its_cause(store, tmp_path, monkeypatch, ca
         "warning",
         lambda text, *values, **marks: (warn(text, *values, **marks), Listener(text % values)),
     )
-    # The store is unwell until the wait has been reported.
+    # The store fails until the wait has been reported.
     store.fault = lambda request: None if reported.is_set() or not request.range else "503"
     dataset = PackedDataset([source], [1], S, seed=3)
     loader = Loader(dataset, global_batch_size=2, rank=0, ranks=1)
@@ -276,8 +274,8 @@ def test_a_long_wait_is_reported_with_its_cause(store, tmp_path, monkeypatch, ca
     assert loader.stall is not None and loader.stall.cause.startswith(store.url("bucket/set/"))
 
 
-def test_many_samples_are_under_way_at_once(store, tmp_path) -> None:
-    """So latency is hidden: the store answers nothing until as many requests wait as one after the other never would."""
+def test_many_samples_are_fetched_concurrently(store, tmp_path) -> None:
+    """Concurrent requests hide latency. The store answers nothing until more requests wait than a sequential reader sends."""
     waiting, all_there = Counter(), threading.Event()
 
     def gather(request: Request) -> None:
@@ -312,8 +310,8 @@ def block_of_tokens(folder: Path) -> Path:
     return path
 
 
-def test_x3_a_block_that_another_program_put_into_the_cache_is_fetched_again(store, tmp_path, caplog) -> None:
-    """Its CRC-32 is right, and its tokens are not those of the dataset."""
+def test_x3_a_forged_block_in_the_cache_is_fetched_again(store, tmp_path, caplog) -> None:
+    """The block has a correct CRC-32 and wrong tokens."""
     expected = opened(store, tmp_path).read(0, 3000)
     block = block_of_tokens(tmp_path / "cache")
     content = block.read_bytes()
@@ -323,7 +321,7 @@ def test_x3_a_block_that_another_program_put_into_the_cache_is_fetched_again(sto
     assert f"{block} is damaged: fetching it again" in caplog.text and block.read_bytes() == content
 
 
-def test_a_folder_that_is_not_a_cache_is_refused_and_keeps_its_entries(store, tmp_path) -> None:
+def test_a_foreign_folder_is_refused_and_keeps_its_entries(store, tmp_path) -> None:
     (tmp_path / "cache" / "2019-thesis").mkdir(parents=True)
     (tmp_path / "cache" / "0042").mkdir()
     with pytest.raises(UserError, match=r"data.cache_dir: .*cache holds files that forge did not make"):
@@ -331,7 +329,7 @@ def test_a_folder_that_is_not_a_cache_is_refused_and_keeps_its_entries(store, tm
     assert sorted(os.listdir(tmp_path / "cache")) == ["0042", "2019-thesis"]
 
 
-def test_a_cache_that_an_earlier_version_made_is_used_and_becomes_private(store, tmp_path) -> None:
+def test_a_cache_of_an_earlier_version_is_used_and_becomes_private(store, tmp_path) -> None:
     opened(store, tmp_path).read(0, 3000)
     (tmp_path / "cache" / MARKER).unlink()
     (tmp_path / "cache").chmod(0o755)
@@ -341,7 +339,7 @@ def test_a_cache_that_an_earlier_version_made_is_used_and_becomes_private(store,
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
 
 
-def test_d5_closing_a_loader_does_not_wait_for_a_store_that_does_not_answer(store, tmp_path) -> None:
+def test_d5_closing_a_loader_does_not_wait_for_a_hanging_store(store, tmp_path) -> None:
     gate, entered, late = threading.Event(), threading.Event(), []
 
     def hold(request: Request) -> None:
@@ -360,7 +358,7 @@ def test_d5_closing_a_loader_does_not_wait_for_a_store_that_does_not_answer(stor
     assert not late
 
 
-def test_no_attempt_follows_once_a_thread_has_been_asked_to_give_up(monkeypatch) -> None:
+def test_a_thread_asked_to_stop_makes_no_further_attempt(monkeypatch) -> None:
     monkeypatch.setattr(remote, "_FIRST_S", 3600.0)
     given_up, attempts, raised = threading.Event(), [], []
 
@@ -383,7 +381,7 @@ def test_no_attempt_follows_once_a_thread_has_been_asked_to_give_up(monkeypatch)
 
 
 class NoCredentialsError(Exception):
-    """Stands for that of botocore, which is not installed here."""
+    """A stub of botocore's class; botocore is not installed."""
 
     __module__ = "botocore.exceptions"
 
@@ -420,7 +418,7 @@ def raised_from(error: Exception, cause: Exception) -> Exception:
         (NotImplementedError(), False),
     ],
 )
-def test_only_errors_that_may_pass_are_tried_again(monkeypatch, error, passes) -> None:
+def test_only_transient_errors_are_retried(monkeypatch, error, passes) -> None:
     monkeypatch.setattr(remote, "_FIRST_S", 0.001)
     attempts = []
 
@@ -438,7 +436,7 @@ def test_only_errors_that_may_pass_are_tried_again(monkeypatch, error, passes) -
     assert len(attempts) == 1 + passes
 
 
-def test_statuses_of_a_real_server_and_a_server_that_is_away_decide(store) -> None:
+def test_a_real_servers_statuses_and_absence_determine_retries(store) -> None:
     files = remote.filesystem_of(store.url())
     store.objects["bucket/key"] = b"content"
     for status, passes in (("403", False), ("410", False), ("429", True), ("500", True), ("503", True)):
@@ -455,7 +453,7 @@ def test_statuses_of_a_real_server_and_a_server_that_is_away_decide(store) -> No
             assert remote.is_transient(error.value)
 
 
-def test_a_folder_of_a_server_whose_listing_has_no_sizes_is_refused_in_one_sentence(store) -> None:
+def test_a_server_listing_without_sizes_is_refused_in_one_sentence(store) -> None:
     store.objects["bucket/folder"] = b'<a href="a.txt">a.txt</a>'
     with pytest.raises(UserError, match=r"bucket/folder/a.txt: its server does not report its size"):
         find_objects(store.url("bucket/folder"))

@@ -1,4 +1,4 @@
-"""Ten trillion tokens: what opening, the first batch and memory cost when nothing but the index is there."""
+"""An index of ten trillion tokens, without the tokens: the cost of opening, of the first batch, and of memory."""
 
 import time
 import tracemalloc
@@ -56,7 +56,7 @@ def test_ten_trillion_tokens_cost_the_index_and_a_few_blocks(tmp_path, monkeypat
     content, fetched = index(), []
 
     def fetch(file: RemoteFile, block: int) -> bytes:
-        """What the store would send: documents of 1000 tokens, and no checksums to compare."""
+        """Return the store's block: documents of 1000 tokens, without checksums."""
         fetched.append(file.url)
         size = min(BLOCK_BYTES, file.size - block * BLOCK_BYTES)
         if "documents" in file.url:

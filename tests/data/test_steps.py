@@ -1,4 +1,4 @@
-"""The samples of a step, whatever its size, on any number of ranks."""
+"""The samples of a step of any size, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_parts_are_the_tokens_and_labels_of_the_sample() -> None:
     assert [len(part_of(short, part, 8)[0]) for part in range(4)] == [9, 4, 1, 1]
 
 
-def test_a_step_continues_where_another_ended_also_behind_a_gap() -> None:
+def test_a_step_continues_after_the_previous_one_also_across_a_gap() -> None:
     dataset = build_dataset(CONFIG)
     dataset = dataset.following(dataset.order.passing_over([SkippedRange(5, 9)]))
     whole, phases = steps(dataset), Phases(CONFIG)

@@ -14,7 +14,7 @@ def entropy(counts):
 
 @settings(max_examples=50)
 @given(start=st.integers(0, 10**15), count=st.integers(1, 3000), lead=st.integers(0, 2000))
-def test_any_part_is_the_same_as_in_a_larger_one(start, count, lead):
+def test_any_part_is_the_same_within_a_larger_part(start, count, lead):
     source = SyntheticSource(3, 500)
     whole = source.read(start, lead + count)
     assert np.array_equal(SyntheticSource(3, 500).read(start + lead, count), whole[lead:])
@@ -31,7 +31,7 @@ def test_tokens_are_ids_and_successors_follow_half_the_time(vocab_size):
 
 
 @pytest.mark.parametrize("vocab_size", [8, 64, 256, 4096])
-def test_there_is_something_to_learn_from_counts_and_more_from_pairs(vocab_size):
+def test_counts_are_informative_and_pairs_more_so(vocab_size):
     tokens = SyntheticSource(0, vocab_size).read(0, 1 << 17)
     unigram = entropy(np.bincount(tokens))
     pairs = entropy(np.unique(tokens[:-1] * vocab_size + tokens[1:], return_counts=True)[1])
@@ -39,7 +39,7 @@ def test_there_is_something_to_learn_from_counts_and_more_from_pairs(vocab_size)
     assert pairs - unigram < 0.75 * unigram
 
 
-def test_entropies_are_those_of_the_docstring():
+def test_entropies_match_the_docstring():
     tokens = SyntheticSource(0, 4096).read(0, 1 << 18)
     unigram = entropy(np.bincount(tokens))
     pairs = entropy(np.unique(tokens[:-1] * 4096 + tokens[1:], return_counts=True)[1])
@@ -59,7 +59,7 @@ def test_documents_begin_at_jumps_every_128_tokens_on_average():
     documents, tokens = source.document_ids(0, 1 << 17), source.read(0, 1 << 17)
     begins = np.flatnonzero(np.diff(documents)) + 1
     assert 110 < (1 << 17) / len(begins) < 150
-    # A jump may hit the successor by chance, which happens to about one in a thousand.
+    # About one jump in a thousand hits the successor by chance.
     assert np.mean((tokens[begins - 1] + 1) % 1000 == tokens[begins]) < 0.05
 
 
@@ -75,5 +75,5 @@ def test_a_vocabulary_of_one_is_refused():
         SyntheticSource(0, 1)
 
 
-def test_the_stream_is_the_same_for_ever():
+def test_the_stream_never_changes():
     assert SyntheticSource(0, 256).read(10**15, 8).tolist() == [0, 32, 33, 0, 1, 2, 0, 1]

@@ -27,7 +27,7 @@ def tokenizer(folder):
 
 @pytest.fixture(scope="module")
 def huggingface(tmp_path_factory):
-    """A folder as Hugging Face has it: byte-level BPE, <s> put before a text, and a truncation left behind."""
+    """Return a folder in Hugging Face's format: byte-level BPE, <s> before each text, and a leftover truncation setting."""
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -70,7 +70,7 @@ def test_every_text_is_decoded_exactly(every_kind, text):
         assert all(0 <= i < each.vocab_size and i not in (each.bos_id, each.eos_id) for i in ids)
 
 
-def test_python_source_comes_back_and_takes_fewer_ids_than_bytes(tokenizer):
+def test_python_source_is_decoded_exactly_and_has_fewer_ids_than_bytes(tokenizer):
     for path in PYTHON.glob("*.py"):
         text = path.read_text()
         ids = tokenizer.encode(text)
@@ -91,7 +91,7 @@ def test_specials_are_left_out_of_decoded_text(every_kind):
 @pytest.mark.parametrize(
     ("bos", "eos", "empty", "text"), [(1, 2, [1], [1, 7]), (1, None, [1], [1, 7]), (None, 2, [2], [7])]
 )
-def test_a_text_begins_as_a_document_does(bos, eos, empty, text):
+def test_a_text_begins_like_a_document(bos, eos, empty, text):
     tokenizer = ByteTokenizer()
     tokenizer.bos_id, tokenizer.eos_id = bos, eos
     assert begin_text([], tokenizer) == empty and begin_text([7], tokenizer) == text
@@ -111,7 +111,7 @@ def test_lone_surrogates_are_refused_not_changed(every_kind):
             each.encode("a\ud800b")
 
 
-def test_a_saved_tokenizer_is_the_same_again(tmp_path, every_kind):
+def test_a_saved_tokenizer_is_unchanged_after_loading(tmp_path, every_kind):
     for number, original in enumerate(every_kind):
         folder = tmp_path / "a" / str(number)
         original.save(folder)
@@ -127,7 +127,7 @@ def test_training_again_gives_the_same_file(folder, tmp_path):
     assert (tmp_path / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
 
 
-def test_has_the_size_that_was_asked_for_and_pieces_of_spaces_and_line_ends(tokenizer):
+def test_has_the_requested_size_and_pieces_of_spaces_and_line_ends(tokenizer):
     assert tokenizer.vocab_size == 600 and (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     assert len(tokenizer.encode("    ")) == 1
     assert len(tokenizer.encode("):\n")) < 3
@@ -146,7 +146,7 @@ def test_an_impossible_vocabulary_is_one_sentence(tmp_path, vocab_size, reason):
         train_tokenizer([PYTHON], tmp_path, vocab_size)
 
 
-def test_the_least_vocabulary_that_the_error_names_is_enough(tmp_path):
+def test_the_smallest_vocabulary_in_the_error_suffices(tmp_path):
     with pytest.raises(UserError) as refused:
         train_tokenizer([PYTHON], tmp_path, 280)
     least = int(str(refused.value).split("at least ")[1].split(":")[0])
@@ -165,22 +165,22 @@ def test_the_sample_follows_the_vocabulary(tmp_path, monkeypatch, vocab_size, ne
     assert asked == [needed]
 
 
-def test_too_little_text_for_the_vocabulary_is_a_warning_with_what_is_needed(tmp_path, capsys):
+def test_too_little_text_for_the_vocabulary_is_a_warning_with_the_needed_size(tmp_path, capsys):
     train_tokenizer([PYTHON], tmp_path, 700, max_bytes=40_000)
     assert "warning: a vocabulary of 700 needs about 0.7 MB of text" in capsys.readouterr().err
     (tmp_path / "a.txt").write_text("".join(path.read_text() for path in PYTHON.glob("*.py")) * 10)
-    for max_bytes in (None, 400_000):  # all of the file, and a part of it
+    for max_bytes in (None, 400_000):  # the whole file, and a part of it
         train_tokenizer([tmp_path / "a.txt"], tmp_path, 400, max_bytes=max_bytes)
         assert "warning" not in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written_is_reported_before_training(monkeypatch):
+def test_an_unwritable_folder_is_reported_before_training(monkeypatch):
     monkeypatch.setattr("forge.tools.prepare.train_tokenizer._train", None)
     with pytest.raises(UserError, match="--output /proc/self: cannot be written: "):
         train_tokenizer([PYTHON], "/proc/self", 600)
 
 
-def test_a_huggingface_folder_encodes_as_transformers_does(huggingface):
+def test_a_huggingface_folder_encodes_like_transformers(huggingface):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(huggingface)
     ours = load_tokenizer(huggingface)
@@ -206,13 +206,13 @@ def test_of_two_in_a_folder_the_json_counts(tmp_path, tokenizer, huggingface):
     ("settings", "ends"),
     [
         ({"bos_token": "<s>", "eos_token": "</s>"}, (0, 1)),
-        ({"bos_token": "<pad>", "eos_token": "<pad>"}, (0, 2)),  # what is put before a text begins it
+        ({"bos_token": "<pad>", "eos_token": "<pad>"}, (0, 2)),  # the token put before a text begins it
         ({"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False}, (None, 1)),
         ({"bos_token": "<pad>", "eos_token": None, "add_bos_token": True}, (2, 1)),
         ({}, (0, 1)),
     ],
 )
-def test_settings_name_the_tokens_that_begin_and_end_a_document(tmp_path, huggingface, settings, ends):
+def test_settings_name_the_begin_and_end_tokens_of_a_document(tmp_path, huggingface, settings, ends):
     (tmp_path / "tokenizer.json").write_bytes((huggingface / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     for path in (tmp_path, tmp_path / "tokenizer.json"):
@@ -232,7 +232,7 @@ def test_settings_name_the_tokens_that_begin_and_end_a_document(tmp_path, huggin
         ("special_tokens_map.json", b'{"eos_token": "<none>"}', "eos_token = '<none>'"),
     ],
 )
-def test_what_is_wrong_with_a_huggingface_folder_is_named(tmp_path, huggingface, file, content, named):
+def test_a_defect_of_a_huggingface_folder_is_named(tmp_path, huggingface, file, content, named):
     (tmp_path / "tokenizer.json").write_bytes((huggingface / "tokenizer.json").read_bytes())
     (tmp_path / file).write_bytes(content)
     with pytest.raises(UserError, match=f"tokenizer .*{named}"):

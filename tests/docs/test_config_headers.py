@@ -1,4 +1,4 @@
-"""Commands in the header of each shipped config, which prepare its data, plan it and run it, are valid as written."""
+"""The commands in a shipped config's header, to prepare its data, plan and run it, are valid as written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TARGETS = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.M
 
 
 class Parsed(Exception):
-    """Ends a script after it has parsed its options."""
+    """Raised to end a script after its options are parsed."""
 
     def __init__(self, given: argparse.Namespace):
         self.given = given
@@ -32,7 +32,7 @@ class Parsed(Exception):
 
 @pytest.fixture
 def parse(monkeypatch):
-    """Return the options of a script's command; SystemExit for wrong ones. Nothing else of the script runs."""
+    """Parse a script's command and return its options, without running it. SystemExit: wrong options."""
     original = Options.parse_args
 
     def stop(self, *arguments, **options):
@@ -50,7 +50,7 @@ def parse(monkeypatch):
 
 
 def commands(text: str) -> list[list[str]]:
-    """The indented lines of a header."""
+    """Return the indented lines of a header, split into words."""
     header = re.match(r"(#.*\n)+", text)
     return [shlex.split(line) for line in re.findall(r"^#     (.+)$", header[0] if header else "", re.M)]
 
@@ -73,7 +73,7 @@ def run_of(words: list[str]) -> tuple[list[str], int] | None:
 
 
 def load(arguments: list[str], world: int) -> Config:
-    """Load the configuration that `arguments` name for `world` processes. Raises UserError for a wrong key or layout."""
+    """Load the configuration of `arguments` for `world` processes; UserError for a wrong key or layout."""
     line = parse_command_line(arguments)
     config = load_config(arguments)
     check_world(config, line.world_size or world)
@@ -83,7 +83,7 @@ def load(arguments: list[str], world: int) -> Config:
 
 
 def check(words: list[str], parse) -> None:
-    """Fail unless a command's script exists and takes these options, and its keys and layout are valid."""
+    """Fail unless a command's script exists, accepts these options, and has valid keys and a valid layout."""
     if run := run_of(words):
         load(*run)
     elif words[0] == "make":
@@ -102,7 +102,7 @@ def test_every_command_is_valid(name: str, parse) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_data_is_made_where_the_config_looks_for_it(name: str, parse) -> None:
+def test_the_prepared_data_is_at_the_configs_path(name: str, parse) -> None:
     config, found = load_config(["--config", name]), header_of(name)
     sources = [source.path for source in config.data.sources] + [one.path for one in config.data.validation]
     if ["make", "data"] in found:
@@ -122,8 +122,8 @@ def test_the_data_is_made_where_the_config_looks_for_it(name: str, parse) -> Non
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_it_is_run_on_the_processes_that_it_is_for(name: str) -> None:
-    """The first line names them; a plan in the header is of as many."""
+def test_the_run_command_has_the_headers_number_of_processes(name: str) -> None:
+    """The header's first line names the number of processes, and its plan has the same number."""
     text = (CONFIGS / name).read_text("utf-8")
     named = re.search(r"^# For (\d+|one) (?:process|GPU)", text, re.M)
     assert named
@@ -136,7 +136,7 @@ def test_it_is_run_on_the_processes_that_it_is_for(name: str) -> None:
     assert all(line.config == name for line in planned)
 
 
-def test_job_py_checks_what_a_header_submits(monkeypatch) -> None:
+def test_job_py_checks_a_headers_submission(monkeypatch) -> None:
     (arguments, world) = next(
         run for words in header_of("7b.toml") if (run := run_of(words)) and words[0] == "sbatch"
     )
@@ -158,13 +158,13 @@ def test_job_py_checks_what_a_header_submits(monkeypatch) -> None:
     ],
 )
 def test_a_wrong_command_would_be_found(line: str, parse) -> None:
-    """The second is the one that the header of 1b.toml had."""
+    """The second line was once in the header of 1b.toml."""
     (words,) = commands(f"# For 8 processes.\n#     {line}\n\n[model]\n")
     with pytest.raises((AssertionError, SystemExit, UserError)):
         check(words, parse)
 
 
-def test_the_prose_of_a_header_names_no_path_that_does_not_exist() -> None:
+def test_all_paths_in_a_headers_prose_exist() -> None:
     for name in NAMES:
         text = re.match(r"(#.*\n)+", (CONFIGS / name).read_text("utf-8"))[0]
         for path in re.findall(r"\b(?:docs|scripts|configs)/[\w/.-]+\.\w+", text):

@@ -1,8 +1,7 @@
-"""Every key, path and command that the documentation names exists, and every command runs.
+"""All keys, paths and commands of the documentation exist, and every command runs.
 
-Commands run in a folder that looks like a fresh clone with a little data in it. train.py and the scripts run in forked
-processes, so that a command costs no interpreter start; what would take long is made small by overrides that
-are appended to the command line, which changes nothing in what the reader typed.
+Commands run in a copy of a fresh clone with a little data. train.py and the scripts run in forked processes, to save the
+interpreter start. Overrides appended to the command line shrink long runs. The documented part stays unchanged.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from tests.support.runs import reserve_port
 from tests.support.scripts import run_script
 
 NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
-# Keys that the recipes of docs/internals/extending add.
+# Keys added by the recipes of docs/internals/extending.
 EXAMPLES = ("optimizer.sgd", "optimizer.soap", "model.embedding_multiplier")
 FILE_ENDINGS = ("py", "toml", "jsonl", "json", "md", "log", "sbatch", "txt", "sh")
-# Folders of the repository; what lies elsewhere is made by commands.
+# Folders of the repository. Commands create all other paths.
 OURS = tuple(
     f"{name}/"
     for name in ("benchmarks", "configs", "docs", "forge", "scripts", "tests")
@@ -58,7 +57,7 @@ def test_every_key_exists(page: Path) -> None:
 
 @pages
 def test_every_toml_block_is_accepted(page: Path) -> None:
-    """A whole configuration loads; a part of one is accepted on top of the debug configuration."""
+    """A complete configuration loads; a partial one is valid on top of the debug configuration."""
     for block in blocks(page):
         if block.language == "toml":
             table = read_toml(block.text)
@@ -87,7 +86,7 @@ def test_every_path_exists(page: Path) -> None:
     assert missing == []
 
 
-# What takes four seconds or more and is neither the way in nor a guide that everyone reads.
+# Pages that take four seconds or more, except the introduction and the main guides.
 SLOW = (
     "CONTRIBUTING.md",
     *(
@@ -123,14 +122,14 @@ def test_a_wrong_key_path_or_command_would_be_found(tmp_path, clone) -> None:
         test_every_command_runs(page, clone, tmp_path)
 
 
-# The sweep of docs/guides/recipes.md in small: fewer runs, of fewer tokens, of the same two sizes.
+# The sweep of docs/guides/recipes.md, smaller: fewer runs with fewer tokens, of the same two sizes.
 SMALL_SWEEP = {
     '"train.global_batch_size" = 16': '"train.global_batch_size" = 2\n"train.seq_len" = 64\n"train.micro_batch_size" = 2\n'
     '"evaluate.sequences" = 2',
     '"train.tokens" = [': '"train.tokens" = [512, 1_024, 2_048]  # ',
     '"optimizer.lr" = [': '"optimizer.lr" = [4e-3]  # ',
 }
-# Runs every task of a job array, one after the other.
+# Runs the tasks of a job array one after the other.
 SBATCH = """#!/bin/bash
 last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\)%.*/\\1/p' "$1")
 for task in $(seq 0 "$last"); do SLURM_ARRAY_JOB_ID=1 SLURM_ARRAY_TASK_ID=$task bash "$1" >> array.log 2>&1 || exit 1; done
@@ -139,7 +138,7 @@ for task in $(seq 0 "$last"); do SLURM_ARRAY_JOB_ID=1 SLURM_ARRAY_TASK_ID=$task 
 
 @pytest.mark.slow
 def test_the_walk_from_a_sweep_to_a_law_runs(clone: Path, tmp_path: Path) -> None:
-    """The unrun commands of docs/guides/recipes.md, in order; the job array makes the runs, and the sweep finds them made."""
+    """Run the commands of docs/guides/recipes.md marked `not run`. The sweep finds the job array's finished runs."""
     (clone / "configs").unlink()
     shutil.copytree(REPOSITORY / "configs", clone / "configs")
     sweep = clone / "configs" / "ladder" / "sweep.toml"
@@ -178,13 +177,13 @@ def _run_in_shell(command: str, folder: Path, scratch: Path) -> tuple[int, str]:
 
 @pytest.fixture
 def clone(prepared: Path, tmp_path: Path) -> Path:
-    """A copy for every page, for pages may give the same names to different things."""
+    """Return a separate copy for each page, because two pages may use one name for different things."""
     return Path(shutil.copytree(prepared, tmp_path / "clone", symlinks=True))
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
-    """A folder with everything of the repository in it, with text, and with what `make train` makes, in small."""
+    """Return a copy of the repository with text, and with a small version of the output of `make train`."""
     folder = tmp_path_factory.mktemp("clone")
     for path in REPOSITORY.iterdir():
         if path.name not in ("data", "runs", ".git"):
@@ -202,7 +201,7 @@ def prepared(tmp_path_factory) -> Path:
     return folder
 
 
-# Makes any configuration small; keys that the command itself gives are left as they are.
+# Overrides that shrink any configuration. Keys in the command itself keep their values.
 SMALL = {
     "model.dim": "32", "model.n_layers": "4", "model.n_heads": "4", "model.n_kv_heads": "2", "model.ffn_dim": "64",
     "model.vocab_size": "1000", "train.seq_len": "64", "train.global_batch_size": "4", "train.micro_batch_size": "1",
@@ -212,9 +211,9 @@ SMALL = {
 
 
 def _run(command: str, folder: Path, scratch: Path) -> tuple[int, str]:
-    """Exit code and output of a command typed in `folder`."""
+    """Run a command in `folder`; return exit code and output."""
     words = shlex.split(command, comments=True)
-    if "--vocab-size" in words:  # a small text has no more pieces than this
+    if "--vocab-size" in words:  # the most pieces of a small text
         words[words.index("--vocab-size") + 1] = "1000"
     terminal = scratch / "terminal.txt"
     terminal.unlink(missing_ok=True)
@@ -252,14 +251,14 @@ def _run(command: str, folder: Path, scratch: Path) -> tuple[int, str]:
 
 
 def _alone(words: list[str]) -> str:
-    """The run of a job on one process and for a few steps."""
+    """Reduce a job's run to one process and a few steps."""
     given = words[words.index("scripts/slurm/train.sbatch") + 1 :]
     kept = [word for word in given if not word.startswith(("--parallel.", "--train.steps"))]
     return shlex.join(["python", "train.py", *kept, "--parallel.dp_replicate=1"])
 
 
 def _small(words: list[str], folder: Path) -> list[str]:
-    if words[1] == "scripts/prepare_data.py" and "--holdout" in words:  # so that some documents are held out
+    if words[1] == "scripts/prepare_data.py" and "--holdout" in words:  # enough for some held-out documents
         return ["--holdout", "0.2"]
     if words[1] != "train.py" or "--help" in words:
         return []
@@ -270,7 +269,7 @@ def _small(words: list[str], folder: Path) -> list[str]:
         options.pop("train.steps")
     elif config.startswith("ladder/"):
         options["train.tokens"] = "0"
-    if "--plan" in words:  # for as many processes as the page says
+    if "--plan" in words:  # for the page's number of processes
         options.pop("train.global_batch_size")
     if not {"data.sources", "data.tokenizer"} & given and not _has_data(folder, config):
         options |= {"data.sources": '[{path = "synthetic"}]', "data.validation": "[]"}
@@ -278,7 +277,7 @@ def _small(words: list[str], folder: Path) -> list[str]:
 
 
 def _has_data(folder: Path, config: str) -> bool:
-    """Whether the commands before have made the data of a configuration, or it does not exist: the command says so."""
+    """Return whether earlier commands have prepared a configuration's data; also True for a missing configuration."""
     path = folder / config if (folder / config).exists() else CONFIGS / Path(config).with_suffix(".toml")
     if not path.exists():
         return True
@@ -287,13 +286,13 @@ def _has_data(folder: Path, config: str) -> bool:
 
 
 def _cluster(scratch: Path) -> dict[str, str]:
-    """Stand-ins for Slurm whose steps do nothing: that the script works is proven in tests/slurm."""
+    """Return the environment of a stub Slurm with empty steps. tests/slurm tests the script itself."""
     standins = REPOSITORY / "tests" / "slurm" / "bin"
     path = os.pathsep.join([str(standins), str(Path(sys.executable).parent), os.environ["PATH"]])
     return {"PATH": path, "STANDIN": str(scratch), "STANDIN_STEP": "true"}
 
 
 def _anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return a page's anchors, derived from headings like GitHub's."""
     headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

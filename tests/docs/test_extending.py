@@ -1,4 +1,4 @@
-"""Every recipe of docs/internals/extending applies, trains by its command, and computes the same under several layouts."""
+"""Every recipe of docs/internals/extending applies, trains with its command, and gives equal results under all layouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGES = sorted(
 )
 
 
-# Each trains in a copy of the repository, for half a minute.
+# Each recipe trains in a copy of the repository for half a minute.
 QUICK = ("optimizer",)
 
 
@@ -37,7 +37,7 @@ def test_the_recipe_works(page: Path, tmp_path: Path) -> None:
     assert "layouts agree" in done.stdout
 
 
-def test_a_recipe_that_does_not_fit_the_code_is_found(tmp_path: Path) -> None:
+def test_an_inapplicable_recipe_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "```diff\n--- a/forge/runtime/errors.py\n+++ b/forge/runtime/errors.py\n@@\n-no such line\n+another\n```\n"

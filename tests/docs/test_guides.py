@@ -1,4 +1,4 @@
-"""The guides say what is not run, and their planned figures are those of the plans that they show."""
+"""Guides mark their unrun commands, and their planned figures match the plans they show."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ guides = pytest.mark.parametrize("page", GUIDES, ids=lambda path: path.name)
 
 
 @guides
-def test_a_guide_begins_with_what_its_reader_can_do_and_is_short(page: Path) -> None:
+def test_a_guide_is_short_and_begins_with_its_purpose(page: Path) -> None:
     text = page.read_text("utf-8")
     assert text.split("\n\n")[1].startswith("After this page you can")
     assert "No figure on this page was measured on a GPU" in text
@@ -29,8 +29,8 @@ def test_a_guide_begins_with_what_its_reader_can_do_and_is_short(page: Path) -> 
 
 
 @guides
-def test_a_reader_sees_which_commands_are_not_run(page: Path) -> None:
-    """The comment above a block is for the tests; the sentence before it is for the reader."""
+def test_unrun_commands_are_marked_for_the_reader(page: Path) -> None:
+    """The comment above a block is for the tests. The sentence before it is for the reader."""
     for before in re.findall(r"(?s)(.*?)<!-- not run", page.read_text("utf-8")):
         assert "*Not run: " in before.rpartition("```\n")[2], before[-300:]
 
@@ -103,7 +103,7 @@ def test_figures_of_the_cluster_are_planned(replicas: int) -> None:
 
 
 def gib_through_a_nic(call: dict[str, Any], shards: int, replicas: int) -> float:
-    """As the page says: bytes times (n - 1) / n, twice for an all-reduce, over the NICs; 0 within a node."""
+    """Return GiB per NIC by the page's formula: bytes * (n - 1) / n, twice for an all-reduce, over NICs; 0 within a node."""
     span = re.fullmatch(r"(\d+) nodes, (\d+) NICs? each", call["over"] or "")
     if span is None:
         return 0.0

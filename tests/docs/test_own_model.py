@@ -1,4 +1,4 @@
-"""The model of docs/internals/extending/own-model.md on layouts, in a plan, in generation; and models that are refused."""
+"""The model of docs/internals/extending/own-model.md under layouts, in a plan and in generation; and refused models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTION = "--model.kind=parallel_alibi:ParallelAlibi"
 
 
 class Closed(nn.Module):
-    """An attention that computes its own scores."""
+    """An attention with its own score computation."""
 
     def __init__(self, config):
         super().__init__()
@@ -52,7 +52,7 @@ class ClosedModel(Transformer):
 
 
 class Scaled(nn.Module):
-    """A module with a parameter of its own, which tensor parallelism cannot know."""
+    """A module with a parameter unknown to tensor parallelism."""
 
     def __init__(self, dim):
         super().__init__()
@@ -123,7 +123,7 @@ def test_its_attention_adds_minus_slope_times_distance(page) -> None:
     assert torch.allclose(
         attention(x, positions, AttentionMask()), attention.wo((weights @ v).transpose(1, 2).flatten(2))
     )
-    # Positions in bfloat16 are exact, however far they are.
+    # Positions are exact in bfloat16, even large ones.
     far = torch.tensor([[5000, 8191, 16383]])
     parts = torch.stack([far // 64, far % 64], dim=-1).bfloat16()
     assert torch.equal(parts.double() @ torch.tensor([64.0, 1.0]).double(), far.double())
@@ -167,7 +167,7 @@ def test_multi_token_prediction_is_refused_for_a_model_without_it() -> None:
         build_model(config, 32)
 
 
-def test_tensor_parallelism_names_a_module_whose_parameters_it_does_not_know() -> None:
+def test_tensor_parallelism_names_a_module_with_unknown_parameters() -> None:
     text = tiny_config(model=f'kind = "{HERE}:WithScale"', parallel="tp = 2")
     config = parse_toml_text(text)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The documentation site builds, and every link in it leads somewhere."""
+"""The documentation site builds, and no link in it is broken."""
 
 from __future__ import annotations
 

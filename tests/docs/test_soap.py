@@ -1,4 +1,4 @@
-"""The optimizer of docs/internals/extending/soap.md: the same on every layout, its state saved and resharded."""
+"""The optimizer of docs/internals/extending/soap.md: equal on every layout, with state saved and resharded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.runs import FLOAT64, Run
 
 PAGE = REPOSITORY / "docs" / "internals" / "extending" / "soap.md"
 OPTIMIZER = '\n[optimizer]\nname = "soap:SOAP"\n[optimizer.soap]\nrefresh_interval = 2\n'
-# Rotated gradients have elements of almost nothing, whose rounding a small eps amplifies over ten steps.
+# Rotated gradients have tiny elements. A small eps would amplify their rounding over ten steps.
 OPTIONS = [
     *("--optimizer.name=soap:SOAP", "--optimizer.soap.refresh_interval=2"),
     *("--optimizer.lr=0.01", "--optimizer.eps=1e-4"),
@@ -60,7 +60,7 @@ def compared(text: str, plain: str, ranks: int) -> None:
         ]
     ),
 )
-def test_the_update_equals_that_of_one_process(parallel: str, ranks: int) -> None:
+def test_the_update_equals_one_process(parallel: str, ranks: int) -> None:
     compared(tiny_config(parallel=parallel) + OPTIMIZER, tiny_config() + OPTIMIZER, ranks)
 
 
@@ -99,7 +99,7 @@ def test_a_skipped_step_changes_nothing(page) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_its_state_is_saved_and_goes_on_under_other_layouts(tmp_path) -> None:
+def test_its_state_is_saved_and_resumed_under_other_layouts(tmp_path) -> None:
     alone, other = (Run(tmp_path / name, *FLOAT64, *OPTIONS) for name in ("alone", "other"))
     assert alone() == 0, alone.output()
     assert other("--parallel.data_parallel=zero1", world=2, fault="step:4:*:signal") == 75, other.output()
@@ -112,7 +112,7 @@ def test_its_state_is_saved_and_goes_on_under_other_layouts(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_experts_are_matrices_of_their_own() -> None:
+def test_each_expert_is_a_separate_matrix() -> None:
     text = experts_text("none", "ep = 2\ndp_shard = 2") + OPTIMIZER
     alone = experts_text("none") + OPTIMIZER
     (record,) = run_ranks(record_on_rank, 1, alone, how(alone))

@@ -1,4 +1,4 @@
-"""Bad input gets one clear message, exit code 2 and no traceback, and leaves nothing behind."""
+"""Bad input gets one clear message, exit code 2 and no traceback, and leaves no files."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from tests.support.trained import prepare_bytes
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> Path:
-    """A small dataset of bytes."""
+    """Return a small byte-level dataset."""
     folder = tmp_path_factory.mktemp("data")
     text = folder / "text.txt"
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 200)
@@ -27,18 +27,18 @@ def test_unknown_keys_wrong_types_and_impossible_combinations_are_all_reported_a
     assert "model.n_heads" in output
 
 
-def test_a_config_that_does_not_exist_is_reported_with_the_nearest_name(tmp_path) -> None:
+def test_a_missing_config_is_reported_with_the_nearest_name(tmp_path) -> None:
     run = Run(tmp_path)
     run._options = ["--config=debgu.toml"]
     assert "debug" in refused(run)
 
 
-def test_a_batch_that_does_not_divide_is_reported_with_the_equation(tmp_path) -> None:
+def test_an_indivisible_batch_is_reported_with_the_equation(tmp_path) -> None:
     output = refused(Run(tmp_path), "--train.micro_batch_size=3", world=2)
     assert "train.global_batch_size = 8" in output and "3 * 1 * 2" in output
 
 
-def test_degrees_whose_product_is_not_the_world_are_reported_with_the_equation(tmp_path) -> None:
+def test_degrees_that_do_not_multiply_to_the_world_size_are_reported_with_the_equation(tmp_path) -> None:
     assert "dp_shard" in refused(Run(tmp_path), "--parallel.dp_shard=3", world=2)
 
 
@@ -71,19 +71,19 @@ def test_d1_token_ids_beyond_the_vocabulary_are_refused(tmp_path, shards) -> Non
     assert "model.vocab_size" in output
 
 
-def test_s3_an_output_folder_that_cannot_be_made_is_reported_at_the_start(tmp_path) -> None:
+def test_s3_an_impossible_output_folder_is_reported_at_the_start(tmp_path) -> None:
     (tmp_path / "file").write_text("not a folder")
     assert "run.output_dir" in refused(Run(tmp_path), f"--run.output_dir={tmp_path / 'file' / 'runs'}")
 
 
-def test_a_checkpoint_to_resume_that_does_not_exist_is_reported(tmp_path) -> None:
+def test_a_missing_checkpoint_to_resume_is_reported(tmp_path) -> None:
     absent = tmp_path / "absent"
     for folder, why in ((tmp_path, "holds no complete checkpoint"), (absent, "does not exist")):
         output = refused(Run(tmp_path), f"--checkpoint.resume={folder}", code=2)
         assert f"checkpoint.resume = {folder}: {why}; name a checkpoint" in output
 
 
-def test_a_run_in_place_of_a_checkpoint_is_reported_with_its_newest(tmp_path) -> None:
+def test_a_run_in_place_of_a_checkpoint_is_reported_with_its_newest_checkpoint(tmp_path) -> None:
     first = Run(tmp_path / "first")
     assert first("--train.steps=2") == 0
     for key in ("resume", "init"):
@@ -91,7 +91,7 @@ def test_a_run_in_place_of_a_checkpoint_is_reported_with_its_newest(tmp_path) ->
         assert f"did you mean '{first.path / 'checkpoints' / 'step-00000002'}'?" in output
 
 
-def test_a_checkpoint_of_another_shape_to_start_from_is_reported(tmp_path) -> None:
+def test_initial_weights_of_another_shape_are_reported(tmp_path) -> None:
     first = Run(tmp_path / "first")
     assert first("--train.steps=2") == 0
     folder = first.path / "checkpoints" / "step-00000002"

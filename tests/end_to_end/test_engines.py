@@ -1,4 +1,4 @@
-"""Whole runs under every data-parallel engine, and one that changes its engine at each resume."""
+"""Whole runs under every data-parallel engine, and a run with another engine after each resume."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.runs import Run, assert_same_history
 ENGINES = ("ddp", "zero1", "zero2")
 
 
-def test_a_run_changes_its_engine_at_every_resume_and_nobody_sees_it(tmp_path) -> None:
+def test_another_engine_at_every_resume_changes_no_metric(tmp_path) -> None:
     whole = Run(tmp_path / "whole")
     assert whole("--parallel.data_parallel=fsdp2", world=2) == 0
     run = Run(tmp_path / "changing")
@@ -31,9 +31,9 @@ def test_a_run_changes_its_engine_at_every_resume_and_nobody_sees_it(tmp_path) -
     assert "zero1: " in run.log() and "bytes per parameter on this rank" in run.log()
 
 
-@pytest.mark.slow  # tests/equivalence/test_engines.py resumes engines bit for bit in every run
+@pytest.mark.slow  # tests/equivalence/test_engines.py, which is fast, also resumes engines bit for bit
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_killed_run_goes_on_as_if_it_had_not_been(engine: str, tmp_path) -> None:
+def test_a_killed_run_continues_like_an_undisturbed_one(engine: str, tmp_path) -> None:
     options = (
         f"--parallel.data_parallel={engine}",
         "--parallel.bucket_size=3000",
@@ -78,7 +78,7 @@ def test_a_shipped_config_trains_under_each_engine_on_one_curve(config: str, tmp
         pytest.param("parallel.cp=2", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_calls_nothing_that_this_version_of_pytorch_deprecates(option: str, tmp_path) -> None:
+def test_a_run_calls_nothing_deprecated_in_pytorch(option: str, tmp_path) -> None:
     run = Run(
         tmp_path, f"--{option}", "--resilience.check_replicas=true", "--resilience.straggler_interval=2"
     )

@@ -1,4 +1,4 @@
-"""A run changes its float8 recipe at every resume; its checkpoints hold the same tensors as without float8."""
+"""A run changes its float8 recipe at every resume. Its checkpoints hold the same tensors as without float8."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def tensors(run: Run, step: int) -> set[str]:
     return set(read_state(run.path / "checkpoints" / step_name(step)))
 
 
-def test_a_run_moves_between_recipes_and_says_so(tmp_path: Path) -> None:
+def test_a_run_moves_between_recipes_and_reports_it(tmp_path: Path) -> None:
     run = Run(tmp_path, *EXPERTS)
     assert run("--train.steps=2") == 0
     plain = tensors(run, 2)
@@ -34,5 +34,5 @@ def test_experts_follow_one_process_over_tensor_and_expert_parallelism(tmp_path:
     runs = [Run(tmp_path / name, *options, *sides) for name in ("one", "four")]
     assert runs[0]() == 0
     assert runs[1]("--parallel.tp=2", "--parallel.ep=2", world=4) == 0
-    # Sums in another order move a few values over the border between two codes.
+    # Another order of summation moves a few values across a rounding boundary.
     assert max(abs(a - b) for a, b in zip(*(run.losses() for run in runs), strict=True)) < 5e-3

@@ -1,4 +1,4 @@
-"""A run of k3_debug on eight ranks, killed and moved to expert parallelism, has the curve of one process, on real text."""
+"""k3_debug on eight ranks, killed and moved to expert parallelism, has the one-process loss curve on real text."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ QUIET = ["--data.validation=[]", "--evaluate.interval=0", "--evaluate.sample_int
 
 
 def write_text(folder: Path) -> str:
-    """Write the bytes of forge's own source, a document for each file; return the option that trains on them."""
+    """Write forge's own source as a byte-level dataset, one document per file; return its train.py option."""
     files = sorted((REPOSITORY / "forge" / "model").glob("*.py"))
     text = b"\0".join(path.read_bytes() for path in files) + b"\0"
     np.frombuffer(text, np.uint8).astype(np.uint16).tofile(folder / "text.bin")
@@ -30,7 +30,7 @@ def write_text(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_k3_debug_on_three_axes_killed_and_resumed_with_experts_divided_has_one_curve(tmp_path) -> None:
+def test_k3_debug_on_three_axes_killed_and_resumed_under_ep_has_one_curve(tmp_path) -> None:
     base = ["--config=k3_debug.toml", "--run.name=run", '--data.tokenizer="none"', write_text(tmp_path)]
     base += [*MUON, *SIZES, *QUIET, *FLOAT64]
     whole, moved = Run(tmp_path / "whole", base=base), Run(tmp_path / "moved", base=base)

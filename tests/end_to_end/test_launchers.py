@@ -1,4 +1,4 @@
-"""The commands that a user types: plain python, torchrun, an srun step. Fresh interpreters, real signals."""
+"""The user's commands: plain python, torchrun, an srun step. Fresh interpreters, real signals."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ def test_torchrun_has_the_history_of_forked_ranks(tmp_path) -> None:
     assert Run(tmp_path).metrics() == forked.metrics()
 
 
-@pytest.mark.slow  # tests/end_to_end/test_bad_input.py has what two ranks report; this one has torchrun
+@pytest.mark.slow  # tests/end_to_end/test_bad_input.py covers the report of two ranks; this test adds torchrun
 def test_a_wrong_command_line_is_reported_once_and_before_any_training(tmp_path) -> None:
     process = start([*TORCHRUN, "--nproc-per-node=2", *command("--train.stepz=3")], tmp_path)
     _, output = process.communicate(timeout=240)

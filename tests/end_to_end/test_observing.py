@@ -1,4 +1,4 @@
-"""What a run reports about itself: memory, traces, and what to do when memory runs out."""
+"""A run's reports about itself: memory, traces, and remedies for an out-of-memory error."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_a_run_reports_its_memory_and_profiles_the_chosen_steps(tmp_path) -> Non
     assert [path.name for path in (run.path / "profile").iterdir()] == ["rank-1-steps-2-3.json.gz"]
 
 
-def test_a_model_of_ones_own_is_reported_as_it_was_built(tmp_path) -> None:
+def test_a_custom_model_is_reported_as_built(tmp_path) -> None:
     kind = "--model.kind=tests.support.small_models:Wider"
     run = Run(tmp_path, "--train.steps=1", kind, '--optimizer.no_decay=["mixer", "*.mixer.weight"]')
     assert run() == 0
@@ -25,7 +25,7 @@ def test_a_model_of_ones_own_is_reported_as_it_was_built(tmp_path) -> None:
     assert '"mixer" of optimizer.no_decay (matches no parameter)' in unused and "*.mixer.weight" not in unused
 
 
-def test_a_profile_changes_nothing_in_the_history(tmp_path) -> None:
+def test_a_profile_changes_no_metric(tmp_path) -> None:
     plain, profiled = (
         Run(tmp_path / "plain", "--train.steps=3"),
         Run(tmp_path / "profiled", "--train.steps=3"),
@@ -34,20 +34,20 @@ def test_a_profile_changes_nothing_in_the_history(tmp_path) -> None:
     assert profiled.metrics() == plain.metrics()
 
 
-@pytest.mark.slow  # tests/run/test_out_of_memory.py plans in every run
-def test_x2_out_of_memory_gives_the_report_three_keys_with_their_plans_and_no_traceback(tmp_path) -> None:
+@pytest.mark.slow  # tests/run/test_out_of_memory.py, which is fast, covers the plan
+def test_x2_out_of_memory_prints_the_report_and_three_planned_keys_without_a_traceback(tmp_path) -> None:
     run = Run(tmp_path)
     assert run.start(patch="tests.end_to_end.test_observing:host_is_full", world=2).join() == [1, 1]
-    # Each rank says what takes its memory; one of them plans.
+    # Each rank reports its memory by kind; one rank plans.
     reports, _, planned = run.output().partition("planned peak: tensors of ")
     assert len(_check_report(reports, run)) == 6 and "planned peak:" not in planned
     now = float(planned.split()[0])
     assert 0 < float(planned.partition("train.micro_batch_size = 1: ")[2].split()[0]) < now
 
 
-def test_x2_without_a_plan_in_time_it_gives_the_report_and_three_keys(tmp_path) -> None:
+def test_x2_if_planning_takes_too_long_the_report_has_three_keys(tmp_path) -> None:
     run = Run(tmp_path)
-    assert run.start(patch="tests.end_to_end.test_observing:card_is_full").join() == [1]
+    assert run.start(patch="tests.end_to_end.test_observing:gpu_is_full").join() == [1]
     assert len(_check_report(run.output(), run)) == 3
     assert "no plan was made" in run.output()
 
@@ -67,7 +67,7 @@ def host_is_full() -> None:
     )
 
 
-def card_is_full() -> None:
+def gpu_is_full() -> None:
     import torch
 
     from forge.run import out_of_memory

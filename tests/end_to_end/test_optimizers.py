@@ -1,4 +1,4 @@
-"""Runs with Muon: one curve on any layout, through kills and moves; and the change from one optimizer to another."""
+"""Runs with Muon have one loss curve on any layout, through kills and layout changes. A run may change its optimizer."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_muon_resumed_on_the_same_layout_is_bit_identical(tmp_path) -> None:
     assert_same_history(halves, whole)
 
 
-def test_a_run_that_changes_its_optimizer_keeps_its_weights_and_starts_with_fresh_moments(tmp_path) -> None:
+def test_a_run_with_a_new_optimizer_keeps_its_weights_and_starts_with_fresh_moments(tmp_path) -> None:
     run = Run(tmp_path / "changed")
     assert run("--train.steps=4") == 0
     assert run(*MUON, "--train.steps=8", "--optimizer.lr=1e-9", world=2) == 0
@@ -40,11 +40,11 @@ def test_a_run_that_changes_its_optimizer_keeps_its_weights_and_starts_with_fres
         "optimizer state of adamw (exp_avg, exp_avg_sq); the state of muon (exp_avg, exp_avg_sq, momentum, "
     )
     assert afresh + "row_moment) starts from its initial values" in run.output()
-    # At a learning rate of almost nothing the weights are those of step 4.
+    # At a learning rate of almost 0, the weights equal those of step 4.
     before, after = (TensorReader(run.path / "checkpoints" / step_name(step)) for step in (4, 8))
     weight = "model.layers.0.attention.wq.weight"
     assert (before.read(weight) - after.read(weight)).abs().max() < 1e-6
     assert read_state(run.path / "checkpoints" / step_name(8))["optimizer"] == {"updates": 4}
-    # And back: nothing of AdamW's own state is lost on the way that a resume would need.
+    # And back: a resume needs none of AdamW's lost state.
     assert run("--train.steps=10") == 0
     assert "the state of adamw (exp_avg, exp_avg_sq) starts from its initial values" in run.output()

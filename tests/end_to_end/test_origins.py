@@ -1,4 +1,4 @@
-"""Where a history begins counts once: a command that is started again goes on, and two histories are never mixed."""
+"""A history's origin counts once: the same command, started again, continues. Two histories never mix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLOW = "--optimizer.lr=0.0001"
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Run:
-    """A finished run of six steps, saved after every second one."""
+    """Return a finished run of six steps with a checkpoint every two steps."""
     run = Run(tmp_path_factory.mktemp("source"))
     assert run("--train.steps=6", "--checkpoint.keep_last=0") == 0
     return run
@@ -29,7 +29,7 @@ def visible(run: Run) -> list[str]:
     return [name for name in run.checkpoints() if not name.startswith(".")]
 
 
-def test_r6_another_runs_checkpoint_leaves_nothing_of_the_history_before(tmp_path, source: Run) -> None:
+def test_r6_another_runs_checkpoint_replaces_the_old_history(tmp_path, source: Run) -> None:
     run = Run(tmp_path)
     assert run("--train.steps=4", SLOW) == 0
     old = (run.path / "metrics.jsonl").read_text()
@@ -37,15 +37,15 @@ def test_r6_another_runs_checkpoint_leaves_nothing_of_the_history_before(tmp_pat
     assert run.metrics() == source.metrics()[4:]
     assert run.checkpoints() == [".aside-step-00000002", ".aside-step-00000004", "step-00000006"]
     assert tensor_files(run, 6) == tensor_files(source, 6)
-    # Nothing is lost, and both the log and the events say where it is.
+    # Nothing is lost. The log and the events name the new place.
     assert (run.path / ".aside-metrics.jsonl").read_text() == old
     [event] = run.events("set_aside")
     assert event["metrics"] == ".aside-metrics.jsonl" and len(event["checkpoints"]) == 2
     assert ".aside-metrics.jsonl" in run.log() and "is of another history: renamed" in run.log()
 
 
-def test_a_checkpoint_that_was_set_aside_is_another_history(tmp_path) -> None:
-    """Although it lies in the run's own folder."""
+def test_a_checkpoint_set_aside_is_another_history(tmp_path) -> None:
+    """Even inside the run's own folder."""
     run = Run(tmp_path)
     assert run("--train.steps=6", SLOW) == 0
     assert run("--train.steps=4", "--checkpoint.resume=none") == 0
@@ -56,8 +56,8 @@ def test_a_checkpoint_that_was_set_aside_is_another_history(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("origin", [pytest.param("path", marks=pytest.mark.slow), "none", "init"])
-def test_r6_the_same_command_again_goes_on_with_what_it_saved(tmp_path, source: Run, origin: str) -> None:
-    """After a stop, then after a kill, as torchrun and Slurm start it again: each origin counts once."""
+def test_r6_the_same_command_resumes_its_own_saves(tmp_path, source: Run, origin: str) -> None:
+    """torchrun and Slurm repeat the command after a stop and after a kill. Each origin counts once."""
     option = {
         "path": f"--checkpoint.resume={checkpoint(source, 2)}",
         "none": "--checkpoint.resume=none",
@@ -75,7 +75,7 @@ def test_r6_the_same_command_again_goes_on_with_what_it_saved(tmp_path, source: 
     assert f"{option.removeprefix('--').replace('=', ' = ')} is ignored" in run.log()
 
 
-def test_a_checkpoint_of_its_own_sets_aside_what_is_later_and_counts_once(tmp_path) -> None:
+def test_an_own_checkpoint_as_origin_sets_aside_later_ones_and_counts_once(tmp_path) -> None:
     run = Run(tmp_path, "--checkpoint.keep_last=2", "--checkpoint.mode=sync")
     assert run("--train.steps=6") == 0
     back = f"--checkpoint.resume={checkpoint(run, 4)}"
@@ -88,7 +88,7 @@ def test_a_checkpoint_of_its_own_sets_aside_what_is_later_and_counts_once(tmp_pa
     assert [line["step"] for line in aside] == list(range(1, 7))
 
 
-def test_r6_none_begins_again_once_finished_or_with_other_settings(tmp_path) -> None:
+def test_r6_resume_none_begins_again_after_the_end_or_with_other_settings(tmp_path) -> None:
     run = Run(tmp_path, "--checkpoint.resume=none", "--train.steps=6")
     assert run(fault="step:4:*:signal") == 75
     assert run("--parallel.dp_replicate=2", "--parallel.dp_shard=1", world=2) == 0  # the layout may change
@@ -101,15 +101,15 @@ def test_r6_none_begins_again_once_finished_or_with_other_settings(tmp_path) -> 
     assert len(asides) == 5 and visible(run) == [step_name(2), step_name(4), step_name(6)]
 
 
-def test_a_launchers_restart_of_a_finished_run_does_not_begin_it_again(tmp_path) -> None:
-    """As when another rank fails after the first has reported the end."""
+def test_a_launchers_restart_does_not_begin_a_finished_run_again(tmp_path) -> None:
+    """E.g. when another rank fails after rank 0 has reported the end."""
     run = Run(tmp_path, "--checkpoint.resume=none", "--train.steps=2")
     assert run() == 0
     assert run.start(patch="tests.end_to_end.test_origins:requeued").join() == [0]
     assert len(run.events("fresh")) == 1 and run.status()["state"] == "finished"
 
 
-def test_weights_of_another_function_are_refused_before_anything_is_built(tmp_path, source: Run) -> None:
+def test_weights_of_a_different_model_are_refused_before_anything_is_built(tmp_path, source: Run) -> None:
     output = refused(Run(tmp_path), f"--checkpoint.init={checkpoint(source, 6)}", "--model.norm_eps=0.1")
     assert (
         "model.norm_eps: 1e-05 in the checkpoint, 0.1 now" in output and "checkpoint.init_changes" in output
@@ -120,7 +120,7 @@ def requeued() -> None:
     os.environ["SLURM_RESTART_COUNT"] = "1"
 
 
-def test_r6_a_rollback_without_a_checkpoint_of_its_own_returns_to_the_origin(tmp_path, source: Run) -> None:
+def test_r6_a_rollback_without_an_own_checkpoint_returns_to_the_origin(tmp_path, source: Run) -> None:
     options = ["--resilience.max_skipped_steps=3", "--checkpoint.interval=0"]
     run = Run(tmp_path, f"--checkpoint.resume={checkpoint(source, 4)}", *options)
     patch = "tests.support.spoil:samples_32_to_55"
@@ -132,7 +132,7 @@ def test_r6_a_rollback_without_a_checkpoint_of_its_own_returns_to_the_origin(tmp
     assert not any(line.get("skipped") for line in run.metrics())
 
 
-def test_roll_backs_of_the_history_before_the_origin_do_not_count_as_failed(tmp_path) -> None:
+def test_roll_backs_before_the_origin_do_not_count_as_failed(tmp_path) -> None:
     options = ["--resilience.max_skipped_steps=3", "--resilience.max_rollbacks=1"]
     first = Run(tmp_path / "first", *options)
     assert first.start(patch="tests.support.spoil:samples_32_to_55").join() == [0]

@@ -1,4 +1,4 @@
-"""Runs through phases: resumed anywhere, on any layout, and against runs made by hand."""
+"""Runs through phases, resumed at any step and on any layout, and compared with separate runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from tests.support.runs import FLOAT64, Run, assert_same_history, tensor_files
 
 TWO = '--data.sources=[{path="synthetic",weight=1.0},{path="synthetic",weight=3.0}]'
-# Steps 1 to 4 are of the first phase, 5 to 9 of the ramp, the others of none.
+# Steps 1 to 4 are in the first phase, 5 to 9 in the ramp, the others in none.
 PHASES = [
     TWO,
     "--train.steps=12",
@@ -55,14 +55,14 @@ def test_a_layout_has_the_curve_of_one_process_through_all_phases(
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=0, abs=1e-9)
 
 
-# From token 1,000 on the second source has ever more, until it has been read twice.
+# From token 1,000 on, the second source's weight grows until it has been read twice.
 CAPPED = ["--phase=[{until_tokens=1000},{until_tokens=2500,weights=[1.0,3.0],ramp='linear'}]"]
 
 
 @pytest.mark.parametrize(
     "mixture", [["--data.temperature=2.0"], pytest.param(CAPPED, marks=pytest.mark.slow)], ids=str
 )
-def test_any_number_of_processes_reads_the_same_of_sources_with_caps(tmp_path, mixture: list[str]) -> None:
+def test_any_number_of_processes_reads_capped_sources_alike(tmp_path, mixture: list[str]) -> None:
     rng = np.random.default_rng(0)
     paths = []
     for name, tokens in (("large", 9000), ("small", 300)):
@@ -86,7 +86,7 @@ def test_any_number_of_processes_reads_the_same_of_sources_with_caps(tmp_path, m
     assert alone.metrics()[-1]["epochs"]["small"] == 2.0
 
 
-def test_two_phases_are_two_runs_made_by_hand(tmp_path) -> None:
+def test_two_phases_equal_two_separate_runs(tmp_path) -> None:
     first = ["--train.global_batch_size=4", "--optimizer.lr=1e-3", "--optimizer.weight_decay=0.4"]
     phase = "{until_tokens=512,global_batch_size=4,lr=1e-3,weight_decay=0.4,weights=[3.0,1.0]}"
     weights = TWO.replace("1.0", "x").replace("3.0", "1.0").replace("x", "3.0")

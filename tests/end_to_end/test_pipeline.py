@@ -1,4 +1,4 @@
-"""Runs with a pipeline: the loop, the metrics and the run directory are those of one process."""
+"""Runs with a pipeline have the loop, metrics and run directory of one process."""
 
 import pytest
 
@@ -10,7 +10,7 @@ EVALUATED = ["--evaluate.interval=5", '--data.validation=[{name="held", path="sy
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)])
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, schedule: str) -> None:
+def test_a_stopped_run_continues_bit_for_bit(tmp_path, schedule: str) -> None:
     options = [*MODEL, *PIPELINE, f"--pipeline.schedule={schedule}"]
     whole, halves = Run(tmp_path / "whole", *options), Run(tmp_path / "halves", *options)
     assert whole(world=2) == 0
@@ -20,7 +20,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, schedule: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_pipeline_goes_on_without_one_and_in_another(tmp_path) -> None:
+def test_a_killed_pipeline_run_continues_without_pp_and_under_another_pipeline(tmp_path) -> None:
     alone, moved = (Run(tmp_path / name, *MODEL, *FLOAT64, *EVALUATED) for name in ("alone", "moved"))
     assert alone() == 0
     started = moved.start(*PIPELINE, "--pipeline.schedule=Interleaved1F1B", world=4, fault="step:5:1:kill")
@@ -33,7 +33,7 @@ def test_a_killed_pipeline_goes_on_without_one_and_in_another(tmp_path) -> None:
 
 
 def numbers(line: dict, path: str = "") -> dict[str, float]:
-    """Every number of a line of metrics, those of each router too, under the names that lead to it."""
+    """Flatten a line of metrics, routers included, to path -> number."""
     found: dict[str, float] = {}
     for name, value in line.items():
         if isinstance(value, dict):
@@ -44,7 +44,7 @@ def numbers(line: dict, path: str = "") -> dict[str, float]:
     return found
 
 
-def test_too_few_microbatches_end_with_2_and_the_number_needed(tmp_path) -> None:
+def test_too_few_microbatches_exit_2_with_the_required_number(tmp_path) -> None:
     run = Run(
         tmp_path, *MODEL, "--parallel.pp=2", "--pipeline.schedule=DualPipeV", "--train.micro_batch_size=4"
     )

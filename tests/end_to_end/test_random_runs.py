@@ -1,4 +1,4 @@
-"""A run drawn at random that changes its layout halfway reports what the same run in one process reports, in float64."""
+"""A random run with a change of layout halfway has the metrics of the same run in one process, in float64."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.support.layouts import slow_unless
 from tests.support.random_runs import draw_run, numbers, write_tokens
 from tests.support.runs import Run
 
-# Seeds on two ranks, of which `make test` draws the first; and of the slow tests.
+# Seeds on two ranks (`make test` draws the first), and seeds of the slow tests.
 NARROW = 2
 SLOW = 40
 

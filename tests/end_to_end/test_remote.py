@@ -1,4 +1,4 @@
-"""A run whose data and checkpoints are in a store: it loses its machine and goes on."""
+"""A run with data and checkpoints in an object store loses its node and continues."""
 
 import json
 import shutil
@@ -18,12 +18,12 @@ def mirrored(store: Store) -> list[int]:
     return json.loads(index)["steps"] if index else []
 
 
-def test_two_ranks_read_from_a_bucket_are_killed_lose_their_folder_and_go_on_from_the_mirror(
+def test_two_ranks_on_a_bucket_killed_without_their_folder_continue_from_the_mirror(
     tmp_path,
 ) -> None:
     local = write_documents(tmp_path / "set", [1 + 37 * n % 90 for n in range(400)], vocab_size=64)
     common = ["--data.tokenizer=none", "--checkpoint.mode=sync", "--data.document_mask=true"]
-    # The writer of the test's data has no tokenizer of forge, which the command would compare.
+    # The test's data have no forge tokenizer. The command would compare it.
     raw = tmp_path / "ids.bin"
     raw.write_bytes(local.read(0, local.tokens).astype("<u2").tobytes())
     with serving() as store:
@@ -54,7 +54,7 @@ def test_two_ranks_read_from_a_bucket_are_killed_lose_their_folder_and_go_on_fro
         assert mirrored(store)[-1] == LAST
 
 
-def test_a_prepared_dataset_behind_a_url_trains_and_is_evaluated_as_the_local_one(tmp_path) -> None:
+def test_a_dataset_at_a_url_trains_and_evaluates_like_a_local_one(tmp_path) -> None:
     text = tmp_path / "text.jsonl"
     words = ["alpha", "beta", "gamma", "delta"]
     lines = [json.dumps({"text": " ".join(words[n * k % 4] for k in range(40 + n % 50))}) for n in range(300)]
@@ -75,11 +75,11 @@ def test_a_prepared_dataset_behind_a_url_trains_and_is_evaluated_as_the_local_on
     assert losses[0] == losses[1]
 
 
-def test_a_mirror_that_is_no_url_is_refused(tmp_path) -> None:
+def test_a_mirror_without_a_url_is_refused(tmp_path) -> None:
     assert "checkpoint.mirror" in refused(Run(tmp_path), "--checkpoint.mirror=backup")
 
 
-def test_sources_that_are_not_there_are_refused_before_training(tmp_path) -> None:
+def test_missing_sources_are_refused_before_training(tmp_path) -> None:
     with serving() as store:
         output = refused(
             Run(tmp_path), sources(store.url("bucket/none")), f"--data.cache_dir={tmp_path / 'c'}"
@@ -87,7 +87,7 @@ def test_sources_that_are_not_there_are_refused_before_training(tmp_path) -> Non
         assert "holds no dataset.json" in output
 
 
-def test_a_run_writes_and_prints_no_secret_of_its_url_and_asks_for_it_when_it_resumes(tmp_path) -> None:
+def test_a_run_neither_writes_nor_prints_its_url_secret_and_needs_it_to_resume(tmp_path) -> None:
     secrets = ("hunter2", "deadbeefcafe")
     ids = np.arange(3000, dtype="<u2") % 64
     with serving() as store:
@@ -97,7 +97,7 @@ def test_a_run_writes_and_prints_no_secret_of_its_url_and_asks_for_it_when_it_re
         validation = f'--data.validation=[{{name="held",path="{url}",dtype="uint16"}}]'
         options = [validation, "--data.tokenizer=none", f"--data.cache_dir={tmp_path / 'cache'}"]
         run = Run(tmp_path, *options, "--evaluate.interval=4", "--metrics.tensorboard=true")
-        faults = ["503"]  # so that the log has an attempt that failed
+        faults = ["503"]  # for a failed attempt in the log
         store.fault = lambda request: faults.pop() if request.range and faults else None
         assert run(f"--data.sources=[{source}]", "--train.steps=4") == 0
         assert "attempt 1 failed" in run.output() and "X-Amz-Signature=REDACTED" in run.output()

@@ -1,4 +1,4 @@
-"""A run that was stopped, killed or moved to other ranks has the same history as one that was left alone."""
+"""A run stopped, killed or moved to other ranks has the history of an undisturbed run."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from forge.checkpoint.folders import step_name
 from forge.checkpoint.loading import TensorReader
 from tests.support.runs import EXPERTS, FLOAT64, Run, assert_same_history
 
-# Learning rates that depend on the step, and a balancing bias that moves with every step.
+# Learning rates that depend on the step, and a balancing bias with an update in every step.
 DECAYING = ["--schedule.name=cosine", "--schedule.warmup_steps=3"]
 
 
@@ -24,13 +24,13 @@ DECAYING = ["--schedule.name=cosine", "--schedule.warmup_steps=3"]
 def test_r1_n_steps_and_n_more_equal_2n_steps_bit_for_bit(tmp_path, world: int, options: list[str]) -> None:
     whole, halves = Run(tmp_path / "whole", *options), Run(tmp_path / "halves", *options)
     assert whole(world=world) == 0
-    # The schedule is that of ten steps all the time: the run is stopped, not shortened.
+    # The schedule always covers ten steps: the run is stopped, not shortened.
     assert halves(world=world, fault="step:5:*:signal") == 75
     assert halves(world=world) == 0
     assert_same_history(halves, whole)
 
 
-def test_r1_counts_of_skipped_steps_go_on_where_they_were(tmp_path) -> None:
+def test_r1_a_resume_restores_the_count_of_skipped_steps(tmp_path) -> None:
     whole, halves = Run(tmp_path / "whole"), Run(tmp_path / "halves")
     spoil = "tests.train.test_skips:spoil_step_3_on_rank_1"
     assert whole.start(world=2, patch=spoil).join() == [0, 0]
@@ -41,7 +41,7 @@ def test_r1_counts_of_skipped_steps_go_on_where_they_were(tmp_path) -> None:
     assert_same_history(halves, whole)
 
 
-@pytest.mark.slow  # so do runs drawn at random, and layouts in tests/equivalence/test_resharding.py
+@pytest.mark.slow  # random runs, and layouts in tests/equivalence/test_resharding.py, also cover this
 def test_r2_another_number_of_ranks_reads_the_same_data_on_the_same_curve(tmp_path) -> None:
     whole, moved = Run(tmp_path / "whole", *FLOAT64), Run(tmp_path / "moved", *FLOAT64)
     assert whole() == 0
@@ -64,7 +64,7 @@ def test_r3_a_finished_run_started_again_does_nothing(tmp_path) -> None:
     assert "finished" in run.log()
 
 
-def test_r3_a_finished_run_goes_on_with_more_steps(tmp_path) -> None:
+def test_r3_a_finished_run_continues_with_more_steps(tmp_path) -> None:
     whole, extended = Run(tmp_path / "whole", "--train.steps=14"), Run(tmp_path / "extended")
     assert whole() == 0
     assert extended() == 0
@@ -107,8 +107,8 @@ def test_r4_another_model_or_data_order_is_refused_and_nothing_is_lost(
 ODD = ["--model.vocab_size=61", "--model.ffn_dim=50", "--model.tie_embeddings=true"]
 
 
-def test_r5_what_three_ranks_do_not_divide_makes_the_round_trip_exactly(tmp_path) -> None:
-    """Tied embeddings as well. From three ranks to one and back, with steps too small to change anything."""
+def test_r5_tensors_indivisible_by_three_make_the_round_trip_exactly(tmp_path) -> None:
+    """Tied embeddings too. From three ranks to one and back, with steps too small to change any parameter."""
     options = [*ODD, "--train.global_batch_size=6", "--train.micro_batch_size=1"]
     first, one, again = (Run(tmp_path / name, *options) for name in ("first", "one", "again"))
     assert first("--train.steps=2", world=3) == 0
@@ -120,7 +120,7 @@ def test_r5_what_three_ranks_do_not_divide_makes_the_round_trip_exactly(tmp_path
 
 
 def _parameters(run: Run) -> dict[str, bytes]:
-    """The bytes of every parameter in the newest checkpoint."""
+    """Return name -> bytes of every parameter in the newest checkpoint."""
     reader = TensorReader(run.path / "checkpoints" / run.checkpoints()[-1])
     names = [name for name in reader.tensors() if name.startswith("model.")]
     return {name: reader.read(name).numpy().tobytes() for name in names}

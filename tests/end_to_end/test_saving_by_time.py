@@ -1,4 +1,4 @@
-"""Checkpoints by the clock of the first rank: for a configuration that says nothing of them."""
+"""Checkpoints by rank 0's clock, the default without checkpoint keys."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from tests.support.runs import BASE, Run
 
 
-def test_all_ranks_save_after_the_same_step_when_the_first_ranks_minutes_are_over(tmp_path) -> None:
-    """The first rank's clock shows ten minutes more in each step: 30 are over in step 3, and all know in step 4."""
+def test_all_ranks_save_after_the_same_step_by_rank_0s_clock(tmp_path) -> None:
+    """Rank 0's clock advances ten minutes per step: 30 minutes end in step 3, and all ranks know it in step 4."""
     run = Run(tmp_path)
     run._options = without_interval(tmp_path)
     patch = "tests.end_to_end.test_saving_by_time:ten_minutes_a_step"
@@ -32,7 +32,7 @@ def test_interval_0_and_interval_minutes_0_save_at_the_end_only(tmp_path) -> Non
 
 
 def without_interval(folder: Path) -> list[str]:
-    """The options of every test run, with a config file that says nothing of checkpoints."""
+    """Return the options of every test run, with a config file without checkpoint keys."""
     import forge.config.load as load
 
     shipped = (load.CONFIGS / "debug.toml").read_text()
@@ -44,7 +44,7 @@ def without_interval(folder: Path) -> list[str]:
 
 
 def ten_minutes_a_step() -> None:
-    """On the first rank; the others' clocks stand still, so it is not they who ask."""
+    """Advance rank 0's clock. The other clocks stand still, so only rank 0 can request the save."""
     import forge.run.save as save
 
     now = 0.0

@@ -1,4 +1,4 @@
-"""Defects that have cost others weeks, each put in on purpose: a test here fails when forge has it."""
+"""Defects that have cost other projects weeks, each planted on purpose and caught by its test."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from tests.support.runs import Run, wait_for
 
 
 def test_a_mean_of_per_rank_means_is_not_the_loss() -> None:
-    """Ranks have different numbers of valid tokens; dividing by one's own gives another loss and other gradients."""
+    """Ranks have different numbers of valid tokens. Dividing by the rank's own number changes the loss and gradients."""
     text = tiny_config(micro=2)
     assert_equal(layout(text, 2), reference(text))
     ranks = run_ranks(_with_local_token_counts, 2, text)
@@ -28,7 +28,7 @@ def _with_local_token_counts(rank: int, world: int, text: str):
 
 
 def test_evaluation_is_over_all_ranks_data(tmp_path) -> None:
-    """Two ranks see different held-out sequences; the loss they report is the one that one rank computes of all."""
+    """Two ranks evaluate different held-out sequences and report one rank's loss over all of them."""
     options = [
         '--data.validation=[{name="held",path="synthetic"}]',
         "--evaluate.interval=2",
@@ -43,7 +43,7 @@ def test_evaluation_is_over_all_ranks_data(tmp_path) -> None:
     assert alone == pytest.approx(shared, rel=0, abs=1e-9)
 
 
-def test_evaluation_on_the_first_ranks_share_only_would_be_seen(tmp_path) -> None:
+def test_evaluation_on_rank_0s_share_alone_is_caught(tmp_path) -> None:
     options = [
         '--data.validation=[{name="held",path="synthetic"}]',
         "--evaluate.interval=2",
@@ -68,8 +68,8 @@ def only_the_first_ranks_share() -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_flag_that_one_rank_keeps_to_itself_is_caught(tmp_path) -> None:
-    """Put in: each rank acts on its own flag. Rank 1 stops alone, and the run does not end in good order."""
+def test_an_unshared_stop_flag_is_caught(tmp_path) -> None:
+    """Planted: each rank acts on its own flag. Rank 1 stops alone, and the run does not end in good order."""
     run = Run(tmp_path, "--train.steps=100000", "--checkpoint.interval=0")
     ranks = run.start(world=2, patch="tests.end_to_end.test_traps:act_on_ones_own_flag")
     wait_for(lambda: run.stepping)
@@ -91,8 +91,8 @@ def act_on_ones_own_flag() -> None:
 
 
 @pytest.mark.slow
-def test_a_resume_that_begins_its_data_again_is_caught(tmp_path) -> None:
-    """Put in: the position in the data is not restored. The history then differs from the undisturbed one."""
+def test_a_resume_from_the_start_of_the_data_is_caught(tmp_path) -> None:
+    """Planted: a resume without the data position. The history then differs from the undisturbed one."""
     whole, halves = Run(tmp_path / "whole"), Run(tmp_path / "halves")
     assert whole() == 0
     assert halves("--train.steps=5") == 0
@@ -109,7 +109,7 @@ def forget_the_data() -> None:
 
 
 def test_a_half_written_folder_is_not_resumed_from(tmp_path) -> None:
-    """A folder that looks like a later step, without its manifest, is neither loaded nor looped on."""
+    """A folder of a later step without its manifest is not loaded, and causes no endless restarts."""
     whole, run = Run(tmp_path / "whole"), Run(tmp_path / "run")
     assert whole() == 0
     assert run("--train.steps=4") == 0

@@ -1,4 +1,4 @@
-"""Every part of attention computes under every layout what one process computes, alone and beside every other part."""
+"""Every part of attention equals one process under every layout, alone and combined with every other part."""
 
 import functools
 import itertools
@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.equivalence import WholeRecord, assert_equal, layout, reference, tiny_config
 
-# Part -> its keys of [model], and the tables after them.
+# Part -> its keys of [model], and further tables.
 PARTS = {
     "kinds of layers": (
         'layer_pattern = ["sliding", "nope", "full"]\nsliding_window = 24\nsliding_rope_theta = 50.0',
@@ -49,7 +49,7 @@ AXES = {
     "recomputed in part": "[activation_checkpoint]\nmode = 'selective'",
     "compiled": "[compile]\nenabled = true\nbackend = 'aot_eager_decomp_partition'",
 }
-# Sets of parts that are one model, and as many as fit.
+# Maximal sets of compatible parts.
 LATENT = ("kinds of layers", "gate per head", "sinks", "latent", "scores by another size")
 DIRECT = ("kinds of layers", "gate per element", "latent, queries direct")
 GROUPED = ("kinds of layers", "part of each head rotated", "gate per element", "sinks")
@@ -66,7 +66,7 @@ def text_of(parts: tuple[str, ...], axes: tuple[str, ...] = (), micro: int = 2) 
 
 
 def _kind(axis: str) -> str:
-    """What an axis is a kind of: two of one kind exclude each other."""
+    """Return an axis's kind. Two axes of one kind exclude each other."""
     first = axis.partition(",")[0].partition(" ")[0]
     return "engine" if first in ("fsdp", "ddp", "zero2") else first
 
@@ -103,19 +103,19 @@ def test_many_parts_on_two_axes(parts: tuple[str, ...], axes: tuple[str, ...]) -
 
 
 def _models() -> list[tuple[str, ...]]:
-    """Each part alone and each two that go together."""
+    """Return each part alone and each compatible pair."""
     together = [*((part,) for part in PARTS), *itertools.combinations(PARTS, 2)]
     return [parts for parts in together if len({part.split()[0].strip(",") for part in parts}) == len(parts)]
 
 
 def _layouts() -> list[tuple[str, ...]]:
-    """Each axis alone and each two that go together."""
+    """Return each axis alone and each compatible pair."""
     together = [*((axis,) for axis in AXES), *itertools.combinations(AXES, 2)]
     return [axes for axes in together if len(set(map(_kind, axes))) == len(axes)]
 
 
 def _grid(every: int) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """One of `every` pairs of a model and a layout, on diagonals, so that each model meets many layouts and the reverse."""
+    """Return one of `every` (model, layout) pairs, along diagonals, so models and layouts mix widely."""
     cases = itertools.product(enumerate(_models()), enumerate(_layouts()))
     chosen = ((parts, axes) for (i, parts), (j, axes) in cases if (7 * i + j) % every == 0)
     return [(parts, axes) for parts, axes in chosen if "ep" not in axes or "experts" in parts]

@@ -1,7 +1,7 @@
-"""blockwise and mxfp8 give the same codes, outputs and gradients under every layout as in one process, to 1e-9 in float64.
+"""blockwise and mxfp8: codes, outputs and gradients under every layout equal one process, to 1e-9 in float64.
 
-Blocks are those of the global tensor, so a layout changes no scale. In float64 sums of different layouts differ by 1e-16 of a
-value; only where that crosses the border between two codes would more differ, and it does not happen here.
+Blocks belong to the global tensor, so a layout changes no scale. In float64 the sums of different layouts differ by a
+relative 1e-16. A larger difference needs a sum at the boundary between two codes, and these tests have none.
 """
 
 import functools
@@ -22,7 +22,7 @@ from tests.support.equivalence import (
 
 SLOW = pytest.mark.slow
 KINDS = ["mxfp8", "blockwise"]
-# Sides of which tp = 2 leaves whole blocks.
+# Sides that tp = 2 divides into whole blocks.
 SIDES = {"mxfp8": (64, 128), "blockwise": (256, 256)}
 # Four chunks of whole blocks, for cp = 2.
 SEQUENCE = {"mxfp8": 128, "blockwise": 512, "none": 128}
@@ -127,9 +127,7 @@ AHEAD = "[model.mtp]\ndepth = 1\n"
 
 @pytest.mark.parametrize("parallel", ["", pytest.param("dp_shard = 2\npp = 2", marks=SLOW)])
 @pytest.mark.parametrize("prefetch", [1, pytest.param(2, marks=SLOW)])
-def test_weights_gathered_in_codes_with_an_embedding_that_is_called_twice(
-    parallel: str, prefetch: int
-) -> None:
+def test_weights_gathered_in_codes_with_an_embedding_called_twice(parallel: str, prefetch: int) -> None:
     keys = f'{parallel}\nprefetch = {prefetch}\nreshard_after_forward = "always"'
     assert_equal(layout(text("mxfp8", AHEAD, parallel=keys), 4 if parallel else 2), expected("mxfp8", AHEAD))
 
@@ -164,7 +162,7 @@ def test_biases_under_tensor_parallelism(parallel: str) -> None:
 @pytest.mark.parametrize("kind", ["mxfp8", pytest.param("blockwise", marks=SLOW)])
 @pytest.mark.parametrize("parallel", ["tp = 2", pytest.param("dp_shard = 2", marks=SLOW)])
 def test_latent_attention(kind: str, parallel: str) -> None:
-    # Four heads; for blockwise of 64 elements, so that two ranks have whole blocks.
+    # Four heads; for blockwise, of 64 elements, so two ranks have whole blocks.
     latent = LATENT if kind == "mxfp8" else LATENT.replace("head_dim = 16", "head_dim = 64")
     check(kind, 2, latent, parallel=parallel)
 
@@ -175,7 +173,7 @@ LATENT_LAYOUTS = ["cp = 2", 'cp = 2\ncontext = "ring"', "tp = 2\nsequence_parall
 @SLOW
 @pytest.mark.parametrize("parallel", LATENT_LAYOUTS)
 def test_latent_attention_without_the_expansion_of_latents(parallel: str) -> None:
-    """Context parallelism expands gathered latents on every rank; wkv_b stays in precision.compute, which checks ask for."""
+    """Context parallelism expands gathered latents on every rank. wkv_b stays in precision.compute, as the checks require."""
     keys = [text("mxfp8", LATENT, parallel=one) for one in ("", parallel)]
     excluded = 'float8 = "mxfp8"\nfloat8_exclude = ["*.wkv_b"]'
     one, ranks = (whole.replace('float8 = "mxfp8"', excluded) for whole in keys)

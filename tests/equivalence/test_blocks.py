@@ -1,8 +1,8 @@
-"""Recomputing and compiling blocks changes no number: every mode alone, over ranks, and together.
+"""Recomputation and compilation of blocks change no number: every mode alone, over ranks, and combined.
 
-Nor does spreading a float8 model over ranks, against float8 in one process with the same microbatches (a tensor is
-scaled as a whole, so its scale depends on the microbatch). In float64 the sums of different layouts differ by 1e-16
-of a value; only where that crosses the border between two float8 numbers would more differ, and here it never does.
+A float8 model over ranks equals float8 in one process with the same microbatches: a scale covers a whole tensor, so it
+depends on the microbatch. In float64 the sums of different layouts differ by a relative 1e-16. A larger difference needs a
+sum at the boundary between two float8 numbers, and these tests have none.
 """
 
 import functools
@@ -96,7 +96,7 @@ def test_a_memory_budget_under_tensor_parallelism(pieces: str) -> None:
 
 
 def float8(kind: str, extra: str = "", **options) -> str:
-    """Twice as wide as others: 16 has to divide each rank's part of every matrix."""
+    """Return a config twice as wide as the others: 16 must divide each rank's part of every matrix."""
     text = tiny_config(**options).replace("dim = 32", "dim = 64").replace("ffn_dim = 48", "ffn_dim = 96")
     return text.replace("[precision]", f'[precision]\nfloat8 = "{kind}"') + extra
 
@@ -168,7 +168,7 @@ def test_compile_with_split_blocks(split: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
 def test_float8_with_tensor_parallelism(kind: str) -> None:
-    # Emulated products are made in float32, and here each rank makes a part of them.
+    # Emulated products are in float32, and each rank computes a part of them.
     assert_equal(layout(float8(kind, parallel="tp = 2"), 2), float8_alone(kind), 1e-5)
 
 
@@ -194,7 +194,7 @@ def test_float8_with_latent_attention(kind: str, extra: str) -> None:
 
     expected = alone(text())
     assert_equal(layout(text("dp_shard = 2"), 2), expected)
-    # With tensor parallelism the projections to latents, and from them, stay in precision.compute.
+    # With tensor parallelism the projections to and from latents stay in precision.compute.
     split = layout(text("tp = 2"), 2)
     assert_equal(split, expected, 0.05)
     assert max(abs(a - b) for a, b in zip(losses(split), _losses(expected), strict=True)) < 2e-3
@@ -205,6 +205,6 @@ def test_float8_with_latent_attention(kind: str, extra: str) -> None:
 def test_float8_with_everything(kind: str) -> None:
     extra = COMPILE + recompute("selective")
     ranks = layout(float8(kind, extra, parallel="tp = 2\ncp = 2", micro=2), 4)
-    # A rank scales its own part of the sequence, so float8's own rounding is what is left to compare: 2^-4 per value.
+    # A rank scales its own part of the sequence, so results agree only up to float8's rounding, 2^-4 per value.
     assert_equal(ranks, float8_alone(kind), 0.05)
     assert max(abs(a - b) for a, b in zip(losses(ranks), _losses(float8_alone(kind)), strict=True)) < 2e-3

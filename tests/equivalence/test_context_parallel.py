@@ -1,4 +1,4 @@
-"""Context parallelism computes what one process computes: each way of reaching the keys, on every mask."""
+"""Context parallelism equals one process: ring, ulysses and all-gather, with every mask."""
 
 import functools
 import itertools
@@ -36,7 +36,7 @@ def check(world: int, kind: str, parallel: str, variant: str = "plain", micro: i
 
 
 def _alone() -> list:
-    """All; each two of kind, degree and model (a tied one apart) are part of every run."""
+    """Return all cases. The fast ones cover each pair of kind, degree and model, except tied models."""
     grid = list(itertools.product(KINDS, (2, 4), VARIANTS))
     fast = covering([case for case in grid if case[2] != "tied"], lambda case: pairs(*case))
     return [pytest.param(*case, marks=() if case in fast else pytest.mark.slow) for case in grid]
@@ -78,7 +78,7 @@ def on_rank_with_short_documents(rank: int, world: int, text: str) -> RankRecord
 
 
 def on_rank_with_lse_0(rank: int, world: int, text: str) -> RankRecord:
-    """The defect: rows without a visible key have lse = 0, as the CPU's fused attention says it."""
+    """Plant a defect: rows without a visible key have lse = 0, the result of the CPU's fused attention."""
     right = PlainKernel.forward
 
     def wrong(*args):
@@ -104,7 +104,7 @@ def test_documents_shorter_than_a_chunk(kind: str, variant: str) -> None:
     assert_equal(run_ranks(on_rank_with_short_documents, 2, text), expected_with_short_documents(variant))
 
 
-def test_empty_rows_that_weigh_something_are_caught() -> None:
+def test_empty_rows_with_weight_are_caught() -> None:
     text = tiny_config(parallel='context = "ring"\ncp = 2', micro=4)
     with pytest.raises(AssertionError, match="loss of cross-entropy, step 1"):
         assert_equal(run_ranks(on_rank_with_lse_0, 2, text), expected_with_short_documents("documents"))
@@ -119,7 +119,7 @@ def test_with_compiled_and_recomputed_blocks(kind: str, mode: str) -> None:
     assert_equal(layout(text, 2), expected("everything"))
 
 
-# test_blocks.py recomputes the ring's in every run.
+# test_blocks.py covers recomputation with the ring, and is fast.
 @pytest.mark.parametrize(
     "kind", [kind if kind == "ulysses" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )

@@ -1,4 +1,4 @@
-"""Data parallelism computes what one process computes: every degree, with replicas, with accumulation."""
+"""Data parallelism equals one process: every degree, with replicas, with accumulation."""
 
 import functools
 

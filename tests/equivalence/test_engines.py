@@ -1,7 +1,7 @@
-"""Every data-parallel engine trains as one plain process does: the matrix of engines, accumulation, tensors and stages.
+"""Every data-parallel engine trains like one plain process: the matrix of engines, accumulation, tp and pp.
 
-With AdamW, so that the whole way is seen, from gradients over clipping and moments to the parameters of the next
-forward; scales of gradients, which AdamW divides away, are seen by test_data_parallel.py and with SGD below.
+AdamW covers the whole path: gradients, clipping, moments, and the parameters of the next forward. It hides wrong gradient
+scales; test_data_parallel.py and the SGD tests below detect them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.support.layouts import experts_expected, experts_text, slow_unless
 STEPS, LR, CLIP = 5, 1e-2, 0.3
 ENGINES = ("ddp", "zero1", "zero2", "fsdp2")
 REPLICAS = "dp_replicate = 2\ndp_shard = 2"
-# Name -> engine, its layout, ranks.
+# Name -> (engine, layout, ranks).
 VARIANTS = {
     **{engine: (engine, "", 2) for engine in ENGINES},
     "fsdp2 with replicas": ("fsdp2", REPLICAS, 4),
@@ -62,7 +62,7 @@ def config_of(
 
 @functools.cache
 def plain(model: str) -> dict[str, Any]:
-    """Losses, norms and parameters of five steps of a plain module under PyTorch's AdamW."""
+    """Return losses, norms and parameters of five steps of a plain module under PyTorch's AdamW."""
     config = parse_toml_text(config_of("fsdp2", model=model))
     net, chosen = plain_model(config), config.optimizer
     named = dict(net.named_parameters())
@@ -92,7 +92,7 @@ def plain(model: str) -> dict[str, Any]:
 def train(
     rank: int, world: int, text: str, begin: int, end: int, load: str = "", save: str = ""
 ) -> dict[str, Any]:
-    """Steps begin + 1 to end, with what `load` holds before them and what `save` will hold after them."""
+    """Train steps begin + 1 to end. load: a checkpoint to start from. save: write a checkpoint after them."""
     model, config, meshes = built(text, world)
     compiled = config.compile if config.compile.optimizer else None
     optimizer = build_optimizer(model.shards, config.optimizer, compiled=compiled)
@@ -140,7 +140,7 @@ def _matrix() -> list[Any]:
             world = ranks * tp * pp
             if world > 8 or accumulation < pp:  # a pipeline needs as many microbatches as stages
                 continue
-            # One engine of each number of ranks steps without accumulation, and one in a pipeline.
+            # Fast: for each number of ranks, one engine without accumulation, and one with pp.
             fast = world < 8 and (accumulation == 3 or (variant == "zero1" and world == 2))
             fast = fast and (pp == 1 or variant == "zero2") and (tp == 1 or variant == "zero1")
             fast = fast and variant not in (
@@ -153,7 +153,7 @@ def _matrix() -> list[Any]:
 
 
 @pytest.mark.parametrize(("variant", "accumulation", "tp", "pp", "world"), _matrix())
-def test_five_steps_are_those_of_one_plain_process(variant, accumulation, tp, pp, world) -> None:
+def test_five_steps_equal_one_plain_process(variant, accumulation, tp, pp, world) -> None:
     text = config_of(variant, accumulation=accumulation, tp=tp, pp=pp)
     for found in run_ranks(train, world, text, 0, STEPS):
         assert_close(found, plain("plain"))
@@ -169,7 +169,7 @@ COMPILED = '[compile]\noptimizer = true\nbackend = "eager"\n'
         for variant, tp in itertools.product(ENGINES, (1, 2))
     ],
 )
-def test_a_compiled_update_is_that_of_one_plain_process(variant: str, tp: int) -> None:
+def test_a_compiled_update_equals_one_plain_process(variant: str, tp: int) -> None:
     text = config_of(variant, accumulation=3, tp=tp) + COMPILED
     for found in run_ranks(train, 2 * tp, text, 0, STEPS):
         assert_close(found, plain("plain"))
@@ -193,7 +193,7 @@ def test_tied_and_biased_models(variant: str) -> None:
 
 @pytest.fixture(scope="module")
 def after_three(tmp_path_factory: pytest.TempPathFactory):
-    """Folder of what each engine saved after three steps, on two ranks."""
+    """Return a function from an engine to the folder of its checkpoint after three steps on two ranks."""
 
     @functools.cache
     def save(engine: str) -> str:
@@ -204,7 +204,7 @@ def after_three(tmp_path_factory: pytest.TempPathFactory):
     return save
 
 
-# Other pairs are in the next test and in tests/end_to_end/test_engines.py.
+# The next test and tests/end_to_end/test_engines.py have other pairs.
 SAVED = [("fsdp2", "ddp"), ("zero1", "fsdp2")]
 
 
@@ -212,7 +212,7 @@ SAVED = [("fsdp2", "ddp"), ("zero1", "fsdp2")]
     ("saved", "loaded"),
     [pytest.param(*pair, marks=slow_unless(pair in SAVED)) for pair in itertools.product(ENGINES, ENGINES)],
 )
-def test_what_one_engine_saved_another_continues(saved: str, loaded: str, after_three) -> None:
+def test_any_engine_continues_any_others_checkpoint(saved: str, loaded: str, after_three) -> None:
     for found in run_ranks(train, 2, config_of(loaded, accumulation=3), 3, STEPS, after_three(saved)):
         assert_close(found, plain("plain"))
 
@@ -229,7 +229,9 @@ def test_what_one_engine_saved_another_continues(saved: str, loaded: str, after_
         pytest.param("zero2", 4, "fsdp2", "tp = 2", marks=pytest.mark.slow),
     ],
 )
-def test_and_on_any_number_of_ranks(saved: str, world: int, engine: str, keys: str, after_three) -> None:
+def test_an_engine_continues_a_checkpoint_on_any_number_of_ranks(
+    saved: str, world: int, engine: str, keys: str, after_three
+) -> None:
     text = engine_config(engine, keys + SMALL, batch=12)
     for found in run_ranks(train, world, text, 3, STEPS, after_three(saved)):
         assert_close(found, plain("plain"))
@@ -253,7 +255,7 @@ RESUMED = [("zero1", "all bfloat16"), ("zero2", "bfloat16")]
         for case in itertools.product(("ddp", "zero1", "zero2"), FORMATS)
     ],
 )
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(engine: str, formats: str, tmp_path) -> None:
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(engine: str, formats: str, tmp_path) -> None:
     text = config_of(engine, accumulation=3, formats=FORMATS[formats])
     through = run_ranks(train, 2, text, 0, STEPS)[0]
     run_ranks(train, 2, text, 0, 3, "", str(tmp_path))
@@ -266,7 +268,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(engine: str, formats: st
 @pytest.mark.parametrize(
     ("formats", "tolerance"), [("float32", 2e-6), pytest.param("bfloat16", 3e-3, marks=pytest.mark.slow)]
 )
-def test_engines_differ_by_rounding_alone(formats: str, tolerance: float) -> None:
+def test_engines_differ_only_by_rounding(formats: str, tolerance: float) -> None:
     runs = {
         engine: run_ranks(train, 2, config_of(engine, accumulation=3, formats=FORMATS[formats]), 0, STEPS)[0]
         for engine in ENGINES
@@ -277,7 +279,7 @@ def test_engines_differ_by_rounding_alone(formats: str, tolerance: float) -> Non
     assert plain("plain")["losses"] == pytest.approx(runs["zero1"]["losses"], rel=tolerance)
 
 
-# With every other feature, and SGD, which hides no scale
+# With every other feature, and with SGD, which hides no scale
 
 
 @functools.cache
@@ -290,7 +292,7 @@ COMPILE = '[compile]\nenabled = true\nbackend = "aot_eager_decomp_partition"\n'
 PINS = '[precision]\nfp32_modules = ["layers.*.attention_norm", "head"]\n'
 
 
-# Each with the engines with which it is tested when time is short.
+# Each with its engines in the fast tests.
 FEATURES = [
     ((4, "tp = 2\ncp = 2", RECOMPUTE.format("full")), []),
     (
@@ -328,7 +330,7 @@ def test_pins_change_nothing_in_float64() -> None:
     assert_equal(layout(text, 2), expected("plain"))
 
 
-# Experts, whose buffers are shared over other ranks, and stages of a pipeline, each with an engine of its own
+# Experts, sharded over other ranks than the rest, and pipeline stages, each with its own engine
 
 
 @pytest.mark.parametrize(
@@ -357,10 +359,10 @@ def _four_layers(keys: str, model: str) -> str:
     return tiny_config(parallel=keys, model=MODELS[model]).replace("n_layers = 3", "n_layers = 4")
 
 
-# Each with the engine with which it is tested when time is short, if any; other pairs are in test_pipeline.py.
+# Each with its engine in the fast tests, if any; test_pipeline.py has other pairs.
 SCHEDULES = {
     ("1F1B", 4, "tied"): "",
-    # These compute gradients of weights by themselves, where no hook sees them.
+    # These schedules compute weight gradients themselves, without hooks.
     ("ZBVZeroBubble", 4, "tied"): "zero2",
     ("DualPipeV", 2, "plain"): "zero1",
     ("InterleavedZeroBubble", 2, "plain"): "ddp",

@@ -1,6 +1,6 @@
-"""Muon sees the same whole matrices under every engine and layout: losses, momentum and parameters of one process.
+"""Muon gets the same whole matrices under every engine and layout: losses, momentum and parameters equal one process.
 
-Three steps against a plain module in one process, by a plain form of Muon written out matrix by matrix, and PyTorch's AdamW.
+The reference is three steps of a plain module in one process, under a plain Muon, matrix by matrix, and PyTorch's AdamW.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS, LR = 3, 0.02
 ENGINES = ("ddp", "zero1", "zero2", "fsdp2")
 REPLICAS = "dp_replicate = 2\ndp_shard = 2"
 OVER_REPLICAS = f'{REPLICAS}\nshard_optimizer_over = "dp"'
-# Attention is whole on every rank, so there may be more ranks than key/value heads.
+# Attention is replicated, so there may be more ranks than key/value heads.
 FEED_FORWARD_ALONE = (
     'tp = 4\ntp_plan = {"layers.*.feed_forward.w1" = "colwise", "layers.*.feed_forward.w3" = "colwise", '
     '"layers.*.feed_forward.w2" = "rowwise"}'
@@ -41,10 +41,10 @@ OPTIONS = {
     "all": "lr = 0.03\nmomentum = 0.9\nnesterov = false\northogonalization = 'polar_express'\nadjust_lr = 'original'\n"
     "second_moment = 'neuron'\ncautious_decay = true\nsplit_heads = true\nns_steps = 6",
 }
-# Some of the largest logits of heads are above the limit, and some are not.
+# The maximum logits of some heads exceed the limit, and others do not.
 CLIP = "qk_clip = 0.03"
 CLIP_LATENT = "qk_clip = 0.015"
-# Biases are of the logits, too, and the rule of who sees whom decides which there are.
+# Biases contribute to the logits too, and the mask decides which logits exist.
 CLIPPED = "attention_bias = true\nsliding_window = 24"
 LATENT = (
     'attention = "mla"\n[model.mla]\nq_lora_rank = 12\nkv_lora_rank = 10\nqk_nope_head_dim = 6\nqk_rope_head_dim = 4\n'
@@ -87,7 +87,7 @@ def with_muon(text: str, options: str) -> str:
 
 
 class PlainMuon:
-    """The options of OPTIONS, each matrix by itself."""
+    """Muon with the options of OPTIONS, one matrix at a time."""
 
     def __init__(self, config: Config, model: torch.nn.Module):
         self.keys, self.config = config.optimizer.muon, config
@@ -113,7 +113,7 @@ class PlainMuon:
         )
 
     def recorded(self, layer: str, attend: Any) -> Any:
-        """`attend`, which keeps the logits of all pairs that see each other."""
+        """Wrap `attend` to record the logits of all visible pairs."""
 
         def record(
             q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
@@ -141,7 +141,7 @@ class PlainMuon:
                     by_head *= (scale if several else scale.sqrt()).view(-1, *[1] * (by_head.ndim - 1))
 
     def clip_latent(self, layer: str, scale: Tensor) -> None:
-        """Queries: 6 elements of a head without positions, 4 with them. Keys and values: 6, and 5 of values."""
+        """Clip a latent layer. Per head, queries have 6 elements without RoPE and 4 with it; keys have 6 and values 5."""
         queries = "wq_b" if self.config.model.latent.q_lora_rank else "wq"
         q, kv = (self.named[f"layers.{layer}.attention.{w}.weight"] for w in (queries, "wkv_b"))
         for head, factor in enumerate(scale):
@@ -150,7 +150,7 @@ class PlainMuon:
             kv[11 * head : 11 * head + 6] *= factor.sqrt()
 
     def matrices(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """Views of `tensor`."""
+        """Return views of `tensor`, one per matrix."""
         if tensor.ndim == 3:
             return list(tensor)
         model, leaf = self.config.model, name.split(".")[-2]
@@ -201,7 +201,7 @@ class PlainMuon:
 
 @functools.cache
 def expected(text: str) -> dict[str, Any]:
-    """Losses of three steps of a plain module, and its parameters and Muon's state after them."""
+    """Return the losses of three steps of a plain module, its final parameters and Muon's final state."""
     config = parse_toml_text(text)
     net, losses = plain_model(config), []
     optimizer = PlainMuon(config, net)
@@ -230,7 +230,7 @@ def expected(text: str) -> dict[str, Any]:
 
 def train(rank: int, world: int, text: str) -> dict[str, Any]:
     model, config, meshes = built(text, world)
-    # Several rounds; this process is this test's own.
+    # Several rounds. No other test uses this process.
     muon.WholeMatrices = functools.partial(WholeMatrices, round_numel=4000)
     optimizer = build_optimizer(model.shards, config.optimizer, meshes.stage)
     losses = []
@@ -293,7 +293,7 @@ def _layouts() -> list[Any]:
 
 
 @pytest.mark.parametrize(("engine", "world", "keys", "model", "options"), _layouts())
-def test_three_steps_are_those_of_one_plain_process(
+def test_three_steps_equal_one_plain_process(
     engine: str, world: int, keys: str, model: str, options: str
 ) -> None:
     small = "" if engine == "fsdp2" else SMALL
@@ -354,13 +354,13 @@ def test_logits_above_the_limit_are_clipped_as_in_one_plain_process(name: str) -
 
 
 @pytest.mark.parametrize("case", cases(12, (), ["everything", "tied", "plain"]) + cases(8, (4,), ["bias"]))
-def test_layouts_drawn_at_random(case: tuple[int, str, str]) -> None:
+def test_random_layouts_equal_one_plain_process(case: tuple[int, str, str]) -> None:
     world, model, text = case
     one_process = expected(with_muon(tiny_config(model=MODELS[model]), "all"))
     assert_same(run_ranks(train, world, with_muon(text, "all")), one_process)
 
 
-# What is saved -> what continues: ranks, layout.
+# Name -> saving and continuing (ranks, layout).
 MOVES = {
     "one process to fsdp2 with tp": ((1, ""), (2, "tp = 2")),
     "fsdp2 with ep to zero1": ((4, "ep = 2"), (2, f'data_parallel = "zero1"{SMALL}')),

@@ -1,4 +1,4 @@
-"""Experts with a limit on their tokens: equal microbatches drop the same on any layout, and evaluation drops nothing."""
+"""Experts with a capacity limit: equal microbatches drop the same tokens on any layout, and evaluation drops none."""
 
 import functools
 from types import SimpleNamespace
@@ -66,7 +66,7 @@ def test_evaluation_with_a_capacity_depends_on_no_layout_and_no_microbatch(
 
 
 def _held_out(rank: int, world: int, keys: str) -> float:
-    """The loss on five held-out sequences; the last microbatches are filled up with padding."""
+    """Return the loss on five held-out sequences. Padding fills the last microbatches."""
     held_out = 'validation = [{name = "held", path = "synthetic"}]\ndocument_mask'
     config = parse_toml_text(keys.replace("document_mask", held_out))
     meshes = make_meshes(check_world(config, world), "cpu")

@@ -1,4 +1,4 @@
-"""Mixtures of experts compute what one process computes: every layout of them, every way of balancing."""
+"""Mixtures of experts equal one process under every layout and every balancing method."""
 
 import itertools
 from dataclasses import replace
@@ -30,7 +30,7 @@ def check(world: int, parallel: str = "", variant: str = "bias", micro: int = 1,
 
 
 def slow_but(*fast: str) -> list:
-    """All ways of balancing, of which only some are part of every run."""
+    """Return all balancing methods. Only `fast` ones are fast tests."""
     return [pytest.param(variant, marks=[] if variant in fast else pytest.mark.slow) for variant in BALANCE]
 
 
@@ -58,7 +58,7 @@ def test_two_tensor_ranks_route_pieces_of_the_sequence(variant: str, sequence: s
     check(2, f"tp = 2\nep = 2\nsequence_parallel = {sequence}", variant, micro=4)
 
 
-# Name -> ranks, what the layout says, and the variant that is part of every run, if any; others are slow.
+# Name -> (ranks, keys of the layout, variant of the fast test or ""). Other variants are slow.
 LAYOUTS = {
     "experts over fsdp": (4, "", "bias"),
     "ep 4": (4, "ep = 4", "sequence_aux_loss"),
@@ -89,7 +89,7 @@ LAYOUTS = {
 
 
 def _layouts() -> list:
-    """Every layout, and every variant with every value of each axis."""
+    """Return cases that cover every layout, and every variant with every value of each axis."""
 
     def goals(case: tuple[str, str]) -> set:
         name, variant = case
@@ -123,7 +123,7 @@ def test_layouts(name: str, variant: str) -> None:
         pytest.param(4, 8, "ep = 2\ncp = 2", marks=pytest.mark.slow),
     ],
 )
-def test_experts_that_ranks_do_not_divide(experts: int, world: int, parallel: str) -> None:
+def test_experts_indivisible_by_the_ranks(experts: int, world: int, parallel: str) -> None:
     assert_equal(layout(text("bias", parallel, 2, experts), world), expected("bias", experts))
 
 
@@ -131,7 +131,7 @@ RECOMPUTE = '[activation_checkpoint]\nmode = "{}"\n'
 COMPILE = '[compile]\nenabled = true\nloss = true\nbackend = "aot_eager"\n'
 
 
-# Layout -> the mode that is part of every run, if any.
+# Layout -> the mode of the fast test, if any.
 RECOMPUTED = {
     (2, "ep = 1"): "",
     (4, "ep = 2"): "full",
@@ -257,7 +257,7 @@ def test_extremes(twist: Twist, variant: str, world: int, parallel: str) -> None
 
 @pytest.mark.parametrize("variant", ["none", pytest.param("groups", marks=pytest.mark.slow)])
 def test_equal_scores_go_to_the_lowest_indices(variant: str) -> None:
-    # One step only: after it scores are equal but for rounding.
+    # One step only, because afterwards scores are equal only up to rounding.
     twist = Twist(routers=equal_scores)
     ranks = layout(text(variant, "ep = 2", 2).replace("steps = 3", "steps = 1"), 4, twist)
     assert_equal(ranks, reference(text(variant).replace("steps = 3", "steps = 1"), twist))
@@ -273,11 +273,11 @@ def test_a_batch_without_a_valid_token_changes_nothing(variant: str) -> None:
         assert not any(state.any() for state in step.values())
 
 
-# Defects that others had, put in: each must be found.
+# Planted defects from other projects: each must be found.
 
 
 def same_data_on_expert_ranks() -> None:
-    """Ranks that share experts read the same samples."""
+    """Let ranks with the same experts read the same samples."""
     from forge.parallel import mesh
 
     class Meshes(mesh.Meshes):
@@ -290,7 +290,7 @@ def same_data_on_expert_ranks() -> None:
 
 
 def expert_gradients_times_ep() -> None:
-    """As if each rank that shares experts had computed the loss of all of them."""
+    """Scale as if each rank of an expert group had computed the whole group's loss."""
     from forge.parallel.step.model import SequentialModel
 
     finalize = SequentialModel.finalize_gradients
@@ -305,7 +305,7 @@ def expert_gradients_times_ep() -> None:
 
 
 def norm_without_ep() -> None:
-    """The norm of the experts on the first rank stands for all."""
+    """Use the norm of rank 0's experts for all."""
     import torch.distributed as dist
 
     from forge.shard import Shard
@@ -324,8 +324,8 @@ def norm_without_ep() -> None:
     record.report_gradients = of_first_rank
 
 
-def experts_born_by_local_index() -> None:
-    """Each rank draws its experts as if they were the first ones."""
+def experts_initialised_by_local_index() -> None:
+    """Initialise each rank's experts with the indices of the first ones."""
     from forge.parallel import build
     from forge.parallel.initialize import initialize
     from forge.shard import Box, Shard
@@ -341,7 +341,7 @@ def experts_born_by_local_index() -> None:
 
 
 def bias_moved_in_forward() -> None:
-    """By each rank's own counts, in every microbatch."""
+    """Move the bias by each rank's own counts, in every microbatch."""
     from forge.model import Router
 
     forward = Router.forward
@@ -360,7 +360,7 @@ def counted_again_in_recomputation() -> None:
 
 
 def forget_the_router_gate() -> None:
-    """Each tensor rank keeps the gradient that its own piece of the sequence gives the router."""
+    """Let each tp rank keep only its own tokens' router gradient."""
     from forge.parallel.step import model as built
     from forge.parallel.tensor import apply
 
@@ -381,7 +381,9 @@ TENSOR = "tp = 2\nep = 2"
         ),
         (expert_gradients_times_ep, "ep = 2", "gradient of .*experts.w13, step 1"),
         pytest.param(norm_without_ep, "ep = 2", "norm of gradient, step 1", marks=pytest.mark.slow),
-        pytest.param(experts_born_by_local_index, "ep = 2", "initial of .*, step 0", marks=pytest.mark.slow),
+        pytest.param(
+            experts_initialised_by_local_index, "ep = 2", "initial of .*, step 0", marks=pytest.mark.slow
+        ),
         pytest.param(bias_moved_in_forward, "ep = 2", "disagree|router of|loss of", marks=pytest.mark.slow),
         pytest.param(
             counted_again_in_recomputation, "ep = 2", "router of layers.0, step 1", marks=pytest.mark.slow
@@ -399,7 +401,7 @@ TENSOR = "tp = 2\nep = 2"
     ],
 )
 def test_known_defects_are_caught(defect, parallel: str, found: str) -> None:
-    # Recomputation is where counting twice shows; routing that changes under it is an error of its own.
+    # Recomputation reveals counting twice. Changed routing in recomputation is a separate error.
     recompute = RECOMPUTE.format("none" if defect is bias_moved_in_forward else "full")
     with pytest.raises(AssertionError, match=found):
         broken = run_ranks(_with_defect, 2, text("bias", parallel, 2) + recompute, defect)

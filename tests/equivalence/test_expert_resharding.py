@@ -1,4 +1,4 @@
-"""What a layout of experts saved another continues: every expert, its moments and the state of every router."""
+"""Any layout of experts continues any other's checkpoint: every expert, its moments and every router's state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.layouts import experts_text as text
 from tests.support.layouts import slow_unless
 from tests.support.resharding import SAVED_AFTER, train_part
 
-# Name -> ranks, and what the layout says.
+# Name -> (ranks, keys of the layout).
 LAYOUTS = {
     "one process": (1, ""),
     "ep 2": (2, "ep = 2"),
@@ -43,7 +43,7 @@ FAST = [("ep 4", "one process"), ("ep 4", "tp 2, ep 4"), ("fsdp 4", "ep 4")]
 
 
 def pairs() -> list[Any]:
-    """From one process and from ep = 4 to every layout, and back, and from each to the next; some are slow."""
+    """Return pairs: one process and ep = 4 to every layout and back, and each layout to the next. Some are slow."""
     ring = set(itertools.pairwise([*LAYOUTS, "one process"]))
     found = []
     for pair in itertools.product(LAYOUTS, LAYOUTS):
@@ -60,7 +60,7 @@ def uninterrupted(variant: str) -> dict:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory):
-    """Folder of the checkpoint that a layout wrote, made once."""
+    """Return a function from a layout to the folder of its checkpoint, cached."""
 
     @functools.cache
     def save(name: str, variant: str) -> Path:
@@ -73,7 +73,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize(("written", "loaded"), pairs())
-def test_training_goes_on(written: str, loaded: str, saved) -> None:
+def test_any_expert_layout_continues_any_others_checkpoint(written: str, loaded: str, saved) -> None:
     variant = BALANCE[(len(written) + len(loaded)) % 2]
     world, parallel = LAYOUTS[loaded]
     folder = str(saved(written, variant))
@@ -92,7 +92,7 @@ def _continues(result: dict, variant: str) -> None:
 
 
 def _loaded(rank: int, world: int, keys: str, folder: str) -> dict[str, torch.Tensor]:
-    """Everything that the checkpoint in `folder` holds as tensors, as this layout sees it."""
+    """Load the checkpoint in `folder` under this layout; return all its tensors."""
     config = parse_toml_text(keys)
     model = build_parallel_model(config, make_meshes(check_world(config, world), "cpu"), torch.device("cpu"))
     optimizer = build_optimizer(model.shards, config.optimizer)
@@ -124,7 +124,7 @@ def test_every_layout_reads_the_same_numbers(loaded: str, variant: str, saved) -
 
 
 def _with_local_indices(rank: int, world: int, keys: str, folder: str, begin: int, end: int) -> dict:
-    """Each rank saves its experts as if they were all there are, so that one rank's are kept."""
+    """Save each rank's experts under local indices, so only one rank's survive."""
     from forge.run import restore
     from tests.support import resharding
 
@@ -143,7 +143,7 @@ def _with_local_indices(rank: int, world: int, keys: str, folder: str, begin: in
 
 
 @pytest.mark.slow
-def test_experts_saved_under_local_indices_would_be_seen(tmp_path: Path) -> None:
+def test_experts_saved_under_local_indices_are_detected(tmp_path: Path) -> None:
     keys = text("bias", "ep = 4")
     run_ranks(_with_local_indices, 4, keys, str(tmp_path), 0, SAVED_AFTER)
     with pytest.raises(AssertionError, match="comparison failed"):

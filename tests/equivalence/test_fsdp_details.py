@@ -1,4 +1,4 @@
-"""Every option of sharded data parallelism computes what one process computes."""
+"""Every option of sharded data parallelism equals one process."""
 
 import functools
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ def expected(variant: str) -> WholeRecord:
 
 
 def only(fast: str, values: Iterable[str]) -> list[Any]:
-    """`values`, of which `fast` alone is part of every run."""
+    """Return `values` as test parameters. All but `fast` are slow."""
     return [pytest.param(value, marks=slow_unless(value == fast)) for value in values]
 
 
@@ -42,17 +42,17 @@ def test_deferred_reduction(world: int, parallel: str) -> None:
     check(world, parallel, "defer_gradient_reduction = true")
 
 
-# Recomputation runs a block's forward again, and with it what FSDP2 does around the experts inside.
+# Recomputation runs a block's forward again, including FSDP2's hooks around the experts inside.
 @pytest.mark.parametrize(
     ("world", "parallel"),
     [(1, ""), (2, "ep = 2"), pytest.param(2, "dp_replicate = 2\ndp_shard = 1", marks=pytest.mark.slow)],
 )
-def test_experts_that_no_other_rank_shards_are_freed_in_each_microbatch(world: int, parallel: str) -> None:
+def test_experts_sharded_over_no_other_rank_are_freed_in_each_microbatch(world: int, parallel: str) -> None:
     selective = '[activation_checkpoint]\nmode = "selective"\n'
     check(world, parallel, 'reshard_after_forward = "always"', variant="experts", micro=2, extra=selective)
 
 
-# test_data_parallel.py runs every policy without these options.
+# test_data_parallel.py covers every policy without these options.
 POLICIES = ['"always"', '"never"', "2"]
 
 
@@ -90,7 +90,7 @@ def test_pins_change_nothing_in_float64() -> None:
 
 
 def loss_after_a_change(rank: int, world: int, text: str, evaluate_before: bool) -> torch.Tensor:
-    """Sums over a batch after every shard was written to, as a return to a checkpoint does."""
+    """Return a batch's loss sums after a write to every shard, like a roll-back's."""
     whole = built(text, world)
     model, batches = whole.model, whole.batches()
     batch = next(batches)
@@ -113,7 +113,7 @@ def loss_after_a_change(rank: int, world: int, text: str, evaluate_before: bool)
         (4, "reshard_after_forward = 2"),
     ],
 )
-def test_what_is_loaded_after_an_evaluation_is_computed_with(world: int, parallel: str) -> None:
+def test_values_loaded_after_an_evaluation_are_used(world: int, parallel: str) -> None:
     text = tiny_config(parallel=parallel)
     for values, fresh in zip(
         *(run_ranks(loss_after_a_change, world, text, before) for before in (True, False)), strict=True

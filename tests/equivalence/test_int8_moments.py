@@ -1,4 +1,4 @@
-"""Moments in eight bits: the losses and parameters of one process, on layouts that cut blocks and through checkpoints."""
+"""Int8 moments: losses and parameters equal one process, on layouts with cut blocks and across checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.harness import run_ranks
 from tests.support.resharding import SAVED_AFTER, train_part
 
 INT8 = '\n[optimizer]\nmoment_dtype = "int8"\n'
-# What is saved -> what continues: ranks, layout. Tensor parallelism and contiguous buffers cut blocks, fsdp2 alone does not.
+# Name -> saving and continuing (ranks, layout). tp and contiguous buffers cut blocks; fsdp2 alone does not.
 MOVES = {
     "tp to zero1": ((2, "tp = 2"), (2, f'data_parallel = "zero1"{SMALL}')),
     "zero1 to one process": ((4, f'data_parallel = "zero1"\ndp_replicate = 2{SMALL}'), (1, "")),
@@ -25,7 +25,7 @@ MOVES = {
 @pytest.mark.parametrize(
     "move", [pytest.param(move, marks=() if move == "tp to zero1" else pytest.mark.slow) for move in MOVES]
 )
-def test_a_run_moved_between_layouts_is_that_of_one_process(move: str, tmp_path: Path) -> None:
+def test_a_run_moved_between_layouts_equals_one_process(move: str, tmp_path: Path) -> None:
     (world, layout), (other_world, other_layout) = MOVES[move]
     whole = _uninterrupted()
     before = run_ranks(train_part, world, text(layout), str(tmp_path), 0, SAVED_AFTER)

@@ -1,4 +1,4 @@
-"""Linear layers compute on every layout what they compute in one process: states pass between ranks, heads are divided."""
+"""Linear attention equals one process on every layout. States pass between cp ranks; tp divides heads."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_tensor_parallel(sequence: str, model: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["hybrid", "kimi"])
-def test_projections_that_stay_whole_under_tensor_parallelism(model: str) -> None:
+def test_projections_replicated_under_tensor_parallelism(model: str) -> None:
     check(2, 'tp = 2\n[parallel.tp_plan]\nembedding = "rowwise"', model)
 
 
@@ -117,7 +117,7 @@ def on_rank_with_short_documents(rank: int, world: int, text: str) -> RankRecord
 
 
 def test_documents_shorter_than_the_convolution() -> None:
-    """Documents of 1, 2 and 3 tokens begin in the middle of chunks and just before borders between ranks."""
+    """Documents of 1, 2 and 3 tokens begin in the middle of chunks and just before boundaries between ranks."""
     with mock.patch.object(SyntheticSource, "document_ids", short_documents):
         plain = reference(tiny_config(model=MODELS["hybrid"]))
     text = tiny_config(parallel="cp = 2", model=MODELS["hybrid"], micro=4)

@@ -1,4 +1,4 @@
-"""Every part of a block computes under every layout what it computes in one process, alone and beside every other."""
+"""Every part of a block equals one process under every layout, alone and combined with every other part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.model_parts import PARTS, parts_text, together
 
 SLOW = pytest.mark.slow
 
-# name -> (keys of [parallel], ranks); cp and dp divide the same ranks otherwise, so two axes are four ranks.
+# name -> (keys of [parallel], ranks). Two axes always take four ranks.
 AXES: dict[str, tuple[str, int]] = {
     "dp": ("dp_shard = 2", 2),
     "ddp": ('data_parallel = "ddp"\ndp_shard = 2', 2),
@@ -35,7 +35,7 @@ BLOCKS = {
 
 
 def _axes(names: tuple[str, ...]) -> tuple[str, int] | None:
-    """Keys and ranks of a layout over these axes; None if they say the same key twice, or experts have no ranks."""
+    """Return keys and ranks of a layout over these axes. None: a key is set twice, or experts have no ranks."""
     lines = [line for name in names for line in AXES[name][0].splitlines()]
     keys = [line.partition(" =")[0] for line in lines]
     world = 1
@@ -71,7 +71,7 @@ def _mixture(parts: tuple[str, ...]) -> bool:
 
 
 def _grid() -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Every pair of parts somewhere, and every part under every two axes."""
+    """Return cases that cover every pair of parts, and every part under every pair of axes."""
     cases = [(parts, axes) for parts in MODELS for axes in LAYOUTS if "ep" not in axes or _mixture(parts)]
     return covering(cases, lambda case: [("parts", case[0]), *((part, case[1]) for part in case[0])])
 
@@ -85,7 +85,7 @@ def test_parts_under_layouts(parts: tuple[str, ...], axes: tuple[str, ...]) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [name for name in BLOCKS if name != "plain"])
 @pytest.mark.parametrize("part", PARTS)
-def test_parts_in_blocks_that_are_recomputed_or_compiled(part: str, blocks: str) -> None:
+def test_parts_in_recomputed_or_compiled_blocks(part: str, blocks: str) -> None:
     check((part,), ("tp",), blocks)
 
 

@@ -1,4 +1,4 @@
-"""Monitors have the same values on every layout as in one process, to 1e-9 in float64, and leave nothing in the model."""
+"""Monitor values equal one process on every layout, to 1e-9 in float64, and monitors remove all their hooks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CLIPPED = '[optimizer]\nname = "muon"\nmuon = { qk_clip = 100.0 }'
 
 
 def monitored(rank: int, world: int, text: str) -> dict[str, Any]:
-    """Two steps of gradient descent; the monitors of the second one."""
+    """Train two steps of gradient descent; return the second step's monitors."""
     config = parse_toml_text(text)
     meshes = make_meshes(check_world(config, world), "cpu")
     model = build_parallel_model(config, meshes, CPU)
@@ -73,7 +73,7 @@ def monitored(rank: int, world: int, text: str) -> dict[str, Any]:
 
 
 def watched_places(model: Any) -> list[Any]:
-    """Everything that monitors replace or add to while they watch."""
+    """Return all attributes and hook lists changed by active monitors."""
     modules = [module for part in model.parts for module in part.modules()]
     return [(len(m._forward_hooks), getattr(m, "attend", None), "choose" in m.__dict__) for m in modules]
 
@@ -86,7 +86,7 @@ def flat(found: Any, before: str = "") -> dict[str, float]:
 
 @functools.cache
 def alone(model: str) -> dict[str, float]:
-    """One process, one microbatch."""
+    """Return the values of one process with one microbatch."""
     (found,) = run_ranks(monitored, 1, tiny_config(model=model, micro=8))
     return flat(found)
 

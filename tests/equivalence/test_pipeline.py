@@ -1,4 +1,4 @@
-"""A pipeline computes what one process computes: every schedule, every other axis, both ends tied or not, experts or none."""
+"""A pipeline equals one process: every schedule, every other axis, tied and untied ends, with and without experts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.layouts import pipeline_expected as expected
 NO_COMPILER = "aot_eager_decomp_partition"
 
 
-# Every schedule is in the fast tests once, over two ranks or over four.
+# The fast tests contain every schedule once, over two or four ranks.
 ENDS = ["plain", "tied experts", "tied", "experts"]
 TWO = [
     pytest.param(schedule, model, marks=slow_unless(number % 2 == 0 and number % 4 == (place + 2) % 4))
@@ -66,7 +66,7 @@ def test_every_schedule_over_four_ranks(schedule: str, model: str) -> None:
     assert_equal(layout(pipeline_text(4, schedule, model), 4), expected(model))
 
 
-# Saved streams travel with the stream: stages that end within a residual block, at its end, and on the same rank.
+# Saved streams travel between stages. Stages end within a residual block, at its end, and on the same rank.
 RESIDUALS = [
     pytest.param(
         schedule,
@@ -85,7 +85,7 @@ def test_attention_residuals_in_every_schedule(schedule: str, model: str, ranks:
     assert_equal(layout(pipeline_text(ranks, schedule, model), ranks), expected(model))
 
 
-# Schedules that split the backward, engines that shard optimizer state, and the embedding's second copy on the last stage.
+# Schedules with split backward, engines with sharded optimizer state, and the embedding's second copy on the last stage.
 AHEAD = [
     (2, "1F1B", "zero2", 1, False),
     (2, "1F1B", "zero1", 2, True),
@@ -108,7 +108,7 @@ def test_prediction_further_ahead_in_a_pipeline(
     parallel = f"pp = 2\ndp_shard = {shards}\ndata_parallel = '{engine}'"
 
     def text(parallel: str) -> str:
-        # The embedding outweighs the layers beside it, so that shards of a buffer are cut within it.
+        # The embedding is larger than its neighbours, so shards of a buffer cut it.
         small = tiny_config(parallel=parallel, model=model).replace("n_layers = 3", "n_layers = 4")
         return small.replace("vocab_size = 67", "vocab_size = 1031")
 
@@ -141,7 +141,7 @@ FAST_AXES = {
 
 
 def axis_cases() -> list:
-    """Every axis with every schedule and every model, every schedule with every model."""
+    """Return cases that cover every pair of axis, schedule and model."""
     schedules = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     models = ("everything", "tied", "tied experts", "biased experts")
     grid = [
@@ -161,7 +161,7 @@ def test_a_pipeline_with_every_other_axis(axis: str, schedule: str, model: str) 
 
 
 @pytest.mark.parametrize("model", ["plain", pytest.param("residuals", marks=pytest.mark.slow)])
-def test_a_split_by_hand_with_a_stage_that_only_embeds(model: str) -> None:
+def test_a_manual_split_with_an_embedding_only_stage(model: str) -> None:
     text = pipeline_text(2, "ZBVZeroBubble", model, layers=5, pipeline="layers_per_stage = [0, 3, 1, 1]")
     assert_equal(layout(text, 2), expected(model, 5))
 
@@ -201,19 +201,19 @@ def test_one_valid_token_in_the_whole_global_batch(world: int, schedule: str) ->
     "schedule", ["Interleaved1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)]
 )
 def test_float8_scales_as_without_a_pipeline(schedule: str) -> None:
-    """Rounding is the same as long as microbatches are, so only float32's own is between them."""
+    """Equal microbatches round equally in float8, so results differ only by float32 rounding."""
     text = pipeline_text(2, schedule, layers=5).replace('"float64"', '"float32"')
     text = text.replace("[precision]", "[precision]\nfloat8 = 'tensorwise'")
     assert_equal(layout(text, 2), alone(text.replace("pp = 2", "pp = 1")), tolerance=1e-4)
 
 
-# --- drawn at random ---
+# --- random layouts ---
 
 LAYOUTS, FAST = 30, (1,)
 
 
 def draw(generator: random.Random) -> tuple[int, str, str]:
-    """(world, model, config) of one layout with a pipeline, legal or not."""
+    """Draw (world, model, config) of one layout with a pipeline, valid or not."""
     choose = generator.choice
     world, pp = choose([2, 4, 4, 4, 8]), choose([2, 2, 4])
     model = choose(sorted(MODELS))
@@ -237,7 +237,7 @@ def draw(generator: random.Random) -> tuple[int, str, str]:
 
 
 def layouts() -> list[tuple[int, str, str]]:
-    """The first LAYOUTS legal ones; those of eight ranks, which take long on two cores, come last."""
+    """Return the first LAYOUTS valid layouts. Eight ranks come last, because they take long on two cores."""
     generator, found = random.Random(6), []
     while len(found) < LAYOUTS:
         world, model, text = draw(generator)
@@ -262,15 +262,15 @@ def random_cases() -> list:
 
 
 @pytest.mark.parametrize(("world", "model", "text"), random_cases())
-def test_a_layout_drawn_at_random_with_a_pipeline(world: int, model: str, text: str) -> None:
+def test_a_random_layout_with_a_pipeline(world: int, model: str, text: str) -> None:
     assert_equal(layout(text, world), expected(model))
 
 
-# --- what others got wrong ---
+# --- defects of other projects ---
 
 
 def scaled_by_microbatches() -> None:
-    """PyTorch's own default: gradients are divided by the number of microbatches."""
+    """Divide gradients by the number of microbatches, PyTorch's own default."""
     finalize = PipelinedModel.finalize_gradients
 
     def divide(self: PipelinedModel) -> None:
@@ -283,7 +283,7 @@ def scaled_by_microbatches() -> None:
 
 
 def clipped_without_pp() -> None:
-    """Each stage takes its own norm for that of the whole gradient."""
+    """Clip each stage by its own gradient norm instead of the global one."""
     real_meshes, real_report = compare.make_meshes, compare.report_gradients
     made = []
 
@@ -311,7 +311,7 @@ def tied_values_left_behind() -> None:
 
 
 def labels_for_the_last_stage_only() -> None:
-    """The balancing losses of other stages then count positions that are ignored."""
+    """Pass labels only to the last stage, so other stages' balancing losses count ignored positions."""
     forward = PipelinedModel.run_forward
 
     def without(self, part, x, inputs):
@@ -347,7 +347,7 @@ FAST_DEFECTS = ("scaled", "tied gradients")
 @pytest.mark.parametrize(
     "defect", [pytest.param(name, marks=slow_unless(name in FAST_DEFECTS)) for name in DEFECTS]
 )
-def test_the_comparison_catches_what_others_got_wrong(defect: str) -> None:
+def test_the_comparison_catches_defects_of_other_projects(defect: str) -> None:
     _, schedule, model, seen = DEFECTS[defect]
     ranks = run_ranks(_with_defect, 2, pipeline_text(2, schedule, model, layers=5), defect)
     with pytest.raises(AssertionError, match=seen):
@@ -365,7 +365,7 @@ def _evaluated(rank: int, world: int, text: str) -> tuple[list[float], torch.Ten
     tokens = torch.arange(14).reshape(2, 7) % 67
     before = model.evaluate(batch).values.tolist()
     scores = model.logits(tokens)
-    # Neither leaves anything behind that a step could stumble on.
+    # Neither leaves state that could break a later step.
     sums = model.forward_backward(batch, model.count_tokens(batch))
     assert sums.cross_entropy.item() == pytest.approx(before[1], rel=1e-12)
     assert model.evaluate(batch).values.tolist() == before
@@ -398,7 +398,7 @@ def test_every_rank_knows_the_loss_and_the_scores(
         torch.testing.assert_close(found, scores, rtol=0, atol=1e-9)
 
 
-def test_a_name_that_no_stage_has_is_refused_and_one_that_some_have_is_not() -> None:
+def test_a_name_on_no_stage_is_refused_and_a_name_on_some_stages_is_not() -> None:
     more = "fp32_modules = ['layers.4']"
     text = pipeline_text(2, "1F1B", layers=5).replace("[precision]", f"[precision]\n{more}")
     layout(text, 2)

@@ -1,4 +1,4 @@
-"""What one pipeline saved another continues: other stages, schedules and axes, with the optimizer and routers, or none."""
+"""Any pipeline, or none, continues any other's checkpoint: other stages, schedules and axes, with optimizer and routers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.layouts import pipeline_text, slow_unless
 from tests.support.resharding import SAVED_AFTER, train_part
 
 MODEL = "tied experts"
-# Name -> ranks and configuration.
+# Name -> (ranks, configuration).
 LAYOUTS = {
     "one process": (1, pipeline_text(1, "1F1B", MODEL)),
     "1F1B": (2, pipeline_text(2, "1F1B", MODEL)),
@@ -27,7 +27,7 @@ LAYOUTS = {
 
 
 def _pairs() -> list:
-    """The next layout and one process read what each saved, and it reads what they saved; most are slow."""
+    """Return pairs: each layout with the next one and with one process, in both directions. Most are slow."""
     near = {*itertools.pairwise([*LAYOUTS, "one process"]), ("interleaved over 4", "one process")}
     fast = {("interleaved over 4", "V with fsdp")}
     pairs = [(a, b) for a in LAYOUTS for b in LAYOUTS if (a, b) in near or "one process" in (a, b)]
@@ -41,7 +41,7 @@ def uninterrupted() -> dict:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory):
-    """Folder of the checkpoint that a layout wrote, made once."""
+    """Return a function from a layout to the folder of its checkpoint, cached."""
 
     @functools.cache
     def save(name: str) -> Path:
@@ -53,13 +53,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize(("written", "loaded"), _pairs())
-def test_what_one_pipeline_saved_another_continues(written: str, loaded: str, saved) -> None:
+def test_any_pipeline_continues_any_others_checkpoint(written: str, loaded: str, saved) -> None:
     world, text = LAYOUTS[loaded]
     expected = uninterrupted()
     for result in run_ranks(train_part, world, text, str(saved(written)), SAVED_AFTER, STEPS):
         assert result["losses"] == pytest.approx(expected["losses"][SAVED_AFTER:], rel=0, abs=TOLERANCE)
         assert result["parameters"].keys() == expected["parameters"].keys()
         for name, parameter in result["parameters"].items():
-            # AdamW divides by the root of the second moment: a rounding of 1e-16 grows where a gradient is tiny.
+            # AdamW divides by the square root of the second moment, which amplifies a rounding of 1e-16 for tiny gradients.
             difference = (parameter - expected["parameters"][name]).abs().max().item()
             assert difference <= 100 * TOLERANCE, f"{name}: differs by {difference:.3e}"

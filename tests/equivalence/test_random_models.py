@@ -1,4 +1,4 @@
-"""Models drawn at random compute on layouts drawn at random what one process computes."""
+"""Random models on random layouts equal one process."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.support.equivalence import assert_equal, layout, reference
 from tests.support.layouts import slow_unless
 from tests.support.random_models import draw
 
-# Seeds without the compiler, on two ranks, of which `make test` draws the first; and of the slow tests.
+# Seeds without the compiler on two ranks (`make test` draws the first), and seeds of the slow tests.
 NARROW = 2
 SLOW = 30
 

@@ -1,6 +1,6 @@
-"""Train and save under one layout, load under another, go on: the history of one process that was never stopped.
+"""Train and save under one layout, load and continue under another: equal to one uninterrupted process.
 
-With AdamW, so that its moments and counters have to move as well; every layout in LAYOUTS with every other.
+AdamW's moments and counters move too. Every layout of LAYOUTS is paired with every other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.support.equivalence import STEPS, TOLERANCE, tiny_config
 from tests.support.harness import run_ranks
 from tests.support.resharding import SAVED_AFTER, train_part
 
-# Name -> ranks, and what the layout says.
+# Name -> (ranks, keys of the layout).
 LAYOUTS = {
     "one process": (1, ""),
     "fsdp 2": (2, ""),
@@ -28,7 +28,7 @@ LAYOUTS = {
 
 
 def _pairs() -> list[Any]:
-    """All of them; in those that are not slow every layout saves or loads once."""
+    """Return all pairs. In the fast ones, every layout saves or loads once."""
     names = list(LAYOUTS)
     near = set(zip(names[::2], names[1::2] + names[: len(names) % 2], strict=True))
     pairs = [(a, b) for a in names for b in names]
@@ -42,7 +42,7 @@ def uninterrupted() -> dict:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory):
-    """Folder of the checkpoint that a layout wrote, made once."""
+    """Return a function from a layout to the folder of its checkpoint, cached."""
 
     @functools.cache
     def save(name: str) -> Path:
@@ -55,7 +55,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize(("written", "loaded"), _pairs())
-def test_r2_what_one_layout_saved_another_continues(written: str, loaded: str, saved) -> None:
+def test_r2_any_layout_continues_any_others_checkpoint(written: str, loaded: str, saved) -> None:
     world, parallel = LAYOUTS[loaded]
     expected = uninterrupted()
     text, folder = tiny_config(parallel=parallel), str(saved(written))
@@ -63,6 +63,6 @@ def test_r2_what_one_layout_saved_another_continues(written: str, loaded: str, s
         assert result["losses"] == pytest.approx(expected["losses"][SAVED_AFTER:], rel=0, abs=TOLERANCE)
         assert result["parameters"].keys() == expected["parameters"].keys()
         for name, parameter in result["parameters"].items():
-            # AdamW divides by the root of the second moment, so a rounding of 1e-16 grows where a gradient is tiny.
+            # AdamW divides by the square root of the second moment, which amplifies a rounding of 1e-16 for tiny gradients.
             difference = (parameter - expected["parameters"][name]).abs().max().item()
             assert difference <= TOLERANCE, f"{name}: differs by {difference:.3e}"

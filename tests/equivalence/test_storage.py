@@ -1,4 +1,4 @@
-"""bfloat16 as the only copy of the weights loses small updates; float32 storage does not (and is the default)."""
+"""bfloat16 as the only copy of the weights loses small updates; float32 storage, the default, keeps them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.harness import run_ranks
 
 
 def _norm_weights_after(rank: int, world: int, text: str) -> tuple[torch.dtype, float]:
-    """Storage of the norm's weight, and how far it moved from 1.0 in three steps of AdamW with lr 1e-3."""
+    """Return the norm weight's dtype, and its change from 1.0 in three steps of AdamW with lr 1e-3."""
     config = parse_toml_text(text)
     meshes = make_meshes(check_world(config, world), "cpu")
     model = build_parallel_model(config, meshes, torch.device("cpu"))
@@ -47,8 +47,8 @@ def test_a_norm_weight_at_one_moves_by_small_steps(world: int) -> None:
     every_norm_weight_moves("float32", world)
 
 
-def test_bfloat16_as_the_only_copy_of_the_weights_would_be_seen() -> None:
-    # The spacing of bfloat16 below 1 is 1/256: three steps of 0.001 round back to where they came from.
+def test_bfloat16_as_the_only_copy_of_the_weights_is_detected() -> None:
+    # The spacing of bfloat16 below 1 is 1/256, so three steps of 0.001 round back to 1.
     with pytest.raises(AssertionError):
         every_norm_weight_moves("bfloat16", 1)
     assert _moved("bfloat16", 1) == 0.0

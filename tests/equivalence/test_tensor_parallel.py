@@ -1,4 +1,4 @@
-"""Tensor parallelism computes what one process computes: every option, with data parallelism and accumulation."""
+"""Tensor parallelism equals one process: every option, with data parallelism and accumulation."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ from tests.support.equivalence import (
 )
 from tests.support.harness import run_ranks
 
-# The vocabulary has 67 tokens, which no degree divides.
+# The vocabulary has 67 tokens, indivisible by every degree.
 VARIANTS = {
     "plain": "n_kv_heads = 4\n",
     "tied": "n_kv_heads = 4\ntie_embeddings = true",
@@ -44,7 +44,7 @@ def check(world: int, parallel: str, variant: str = "plain", micro: int = 4) -> 
 
 
 def _two_ranks() -> list:
-    """All; each two of model, sequence and loss parallelism are part of every run."""
+    """Return all cases. The fast ones cover each pair of model, sequence and loss parallelism."""
     grid = list(itertools.product(VARIANTS, ("true", "false"), ("true", "false")))
     fast = covering(grid, lambda case: pairs(*case))
     return [pytest.param(*case, marks=() if case in fast else pytest.mark.slow) for case in grid]
@@ -85,13 +85,13 @@ def test_with_gradients_reduced_once_per_step() -> None:
     check(4, "tp = 2\ndefer_gradient_reduction = true", "tied", micro=1)
 
 
-@pytest.mark.slow  # test_context_parallel.py has both axes in every run
+@pytest.mark.slow  # test_context_parallel.py covers both axes, and is fast
 @pytest.mark.parametrize("context", ["allgather", "ring"])
 def test_with_context_parallelism(context: str) -> None:
     check(4, f'tp = 2\ncp = 2\ncontext = "{context}"', "everything")
 
 
-@pytest.mark.slow  # test_blocks.py recomputes split blocks in every run
+@pytest.mark.slow  # test_blocks.py covers recomputation of split blocks, and is fast
 @pytest.mark.parametrize(
     "more",
     [
@@ -156,7 +156,7 @@ def test_a_plan_by_import_path() -> None:
 
 
 def torch_plan(model, config) -> dict:
-    """PyTorch's own styles for a part, whose input then is a plain tensor."""
+    """Return PyTorch's own styles for a part. Its input is then a plain tensor."""
     stream = Shard(1) if config.parallel.sequence_parallel else Replicate()
     return {
         "layers.*.feed_forward": PrepareModuleInput(
@@ -170,7 +170,7 @@ def torch_plan(model, config) -> dict:
 
 
 def forget_qk_norm() -> None:
-    """Each rank keeps the gradient that its own heads give the norms which all heads share."""
+    """Let each rank keep only its own heads' gradient of the shared QK norms."""
     from forge.parallel.step import model as built
     from forge.parallel.tensor import apply
 
@@ -181,7 +181,7 @@ def forget_qk_norm() -> None:
 
 
 def only_local_logsumexp() -> None:
-    """Each rank normalises over its own rows of the vocabulary."""
+    """Normalise over the rank's own rows of the vocabulary."""
     from forge.parallel.tensor.apply import SplitVocabulary
 
     combine = SplitVocabulary.combine

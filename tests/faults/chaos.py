@@ -1,12 +1,12 @@
-"""`make chaos`: random faults over four nodes on this machine, and a curve that shows nothing of them.
+"""`make chaos`: random faults on four nodes of this machine, and a loss curve equal to an undisturbed run's.
 
     python -m tests.faults.chaos [--minutes 30] [--seed 0]
 
-Agents stand for nodes, of one rank each. By turns a rank is killed, a node is killed, two nodes are killed at once, a node
-is asked to leave, one is added, or one is frozen and continues later. Or all nodes stop, and their checkpoints vanish for a
-start, or are lost and restored from the mirror, which is killed while it restores. Between two and four nodes are left, and
-the run continues before the next fault. In the end the run is compared with an undisturbed one of as many steps in one
-process, in float64 to 1e-9, and each fault has to be in events.jsonl with the recovery that followed.
+An agent with one rank takes the place of a node. Faults: kill a rank, a node or two nodes at once; ask a node to leave; add
+a node; freeze a node and thaw it later. Or stop all nodes, and hide the checkpoints during a start, or delete them and kill
+the restore from the mirror. Two to four nodes remain after each fault, and the run must continue before the next one. At
+the end the run must equal an undisturbed run of the same steps in one process, in float64 to 1e-9. events.jsonl must
+contain each fault and its recovery.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.support.runs import Run, wait_for
 
 MOST, LEAST = 4, 2
 PATIENCE_S = 300.0
-# Undisturbed runs of one and two ranks differ by rounding, which training amplifies. At 3e-3 that reaches 1e-9 after
-# about 900 steps; at 3e-4 the difference stays at 1e-15.
+# Undisturbed runs of one and two ranks differ by rounding, and training amplifies the difference. At lr 3e-3 it reaches
+# 1e-9 after about 900 steps; at 3e-4 it stays at 1e-15.
 LEARNING_RATE = 3e-4
 
 
 class Chaos:
-    """Faults in the life of `nodes`, drawn from `seed`. alone: the same run in one process, without a mirror."""
+    """Random faults from `seed` for `nodes`. alone: the same run in one process, without a mirror."""
 
     def __init__(self, nodes: Nodes, seed: int, alone: Run, mirror: str):
         self._nodes, self._random, self._number = nodes, random.Random(seed), 0
@@ -46,7 +46,7 @@ class Chaos:
         self._nodes.start(f"node{self._number}")
 
     def next(self) -> None:
-        """Let one fault happen and wait until the run has gone on from it."""
+        """Cause one fault and wait until the run has continued after it."""
         alive = sorted(self._nodes.agents)
         possible = ["rank killed", "checkpoints vanished", "restore killed"]
         if len(alive) < MOST:
@@ -83,7 +83,7 @@ class Chaos:
         wait_for(lambda: self.step >= target, PATIENCE_S)
 
     def _freeze(self, name: str) -> None:
-        """Let a node hang until the others run without it, or wait for the lock of its rank 0; then let it continue."""
+        """Freeze a node until the others train without it, or wait for the lock of its rank 0; then thaw it."""
         others = [other for other in self._nodes.agents if other != name]
         before, waits = len(self._nodes.run.events("started")), self._waits(others)
         holds_lock = self._nodes.first() == name
@@ -98,7 +98,7 @@ class Chaos:
         return sum(self._nodes.output(name).count("a rank of a lost node") for name in names)
 
     def _vanish(self) -> None:
-        """Move the checkpoints away: a start refuses with 77 and removes nothing. Then bring them back."""
+        """Move the checkpoints away, assert exit code 77 at the next start and no deletion, and move them back."""
         folder, metrics = self._alone.path / "checkpoints", self._alone.path / "metrics.jsonl"
         away, lines = folder.with_name("away"), metrics.read_bytes()
         folder.rename(away)
@@ -108,7 +108,7 @@ class Chaos:
         away.rename(folder)
 
     def _kill_restore(self) -> None:
-        """Lose the checkpoints, and kill a process while it restores them from the mirror, once or twice."""
+        """Delete the checkpoints, and kill the restore from the mirror once or twice."""
         shutil.rmtree(self._alone.path / "checkpoints")
         for _ in range(self._random.randint(1, 2)):
             killed = self._alone.start(f"--checkpoint.mirror={self._mirror}", fault="mirror.restore:*:0")
@@ -131,7 +131,7 @@ class Chaos:
 
 
 def chaos(folder: Path, minutes: float, seed: int) -> int:
-    """Return the number of faults. AssertionError if the course differs, or a fault or its recovery is not reported."""
+    """Return the number of faults. AssertionError: the metrics differ, or a fault or its recovery is not reported."""
     options = [*FLOAT64_EXPERTS, f"--optimizer.lr={LEARNING_RATE}", "--checkpoint.interval=40"]
     local = ["--checkpoint.local_interval=5", f"--checkpoint.local_dir={folder}/memory-NODE"]
     endless = ["--train.steps=1000000", "--checkpoint.keep_last=2"]
@@ -153,7 +153,7 @@ def chaos(folder: Path, minutes: float, seed: int) -> int:
     of_nodes = sum("node" in fault for fault in run.faults)
     assert changed >= of_nodes, f"{changed} changes of {of_nodes} faults of nodes are reported"
     steps = nodes.run.metrics()[-1]["step"]
-    # One step more: a run's last step reports what others do not.
+    # One more step, because a run's last step has extra metrics.
     whole = Run(folder / "whole", *BATCH, *options, f"--train.steps={steps + 1}")
     assert whole() == 0
     assert_same_course(nodes.run, whole, steps=steps)

@@ -1,4 +1,4 @@
-"""Runs that nothing happened to, which the disturbed ones are held against."""
+"""Undisturbed runs, the references of the disturbed ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.runs import Run
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """`undisturbed(*options, world=n)`: the finished run of these options, made once."""
+    """Return `undisturbed(*options, world=n)`: a finished run of these options, cached."""
 
     @functools.cache
     def make(*options: str, world: int = 1) -> Run:

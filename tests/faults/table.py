@@ -1,8 +1,8 @@
-"""`make faults`: runs every test of the fault table and prints the table, with a result for each row.
+"""`make faults`: run every test of the fault table and print the table with a result for each row.
 
     python -m tests.faults.table [--fast] [ROW ...]
 
-The table stands in docs/reference/faults.md. A test belongs to row K3 if its name begins with `test_k3_`, wherever it lies.
+The table is in docs/reference/faults.md. Tests of row K3 have names that begin with `test_k3_`, in any folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEFINITION = re.compile(r"^def (test_\w+)\(", re.M)
 
 
 def files_of(wanted: set[str]) -> list[Path]:
-    """The files that have a test of a `wanted` row."""
+    """Return the files with a test of a `wanted` row."""
     files = sorted((REPOSITORY / "tests").rglob("test_*.py"))
     return [
         file
@@ -37,7 +37,7 @@ def files_of(wanted: set[str]) -> list[Path]:
 
 @dataclass(eq=False)
 class Results:
-    """A pytest plugin that keeps the tests of `wanted` rows and sorts their outcomes by row."""
+    """A pytest plugin: select the tests of `wanted` rows, and sort their outcomes by row."""
 
     wanted: set[str]
     collected: set[str] = field(default_factory=set)
@@ -69,7 +69,7 @@ class Results:
             self.passed[row] += 1
 
     def kind(self, row: str) -> str:
-        """passed, FAILED, skipped, NOT RUN (interrupted before) or NO TEST."""
+        """Return passed, FAILED, skipped, NOT RUN (interrupted before) or NO TEST."""
         if self.failed[row]:
             return "FAILED"
         if self.passed[row] or self.skipped[row]:
@@ -77,7 +77,7 @@ class Results:
         return "NOT RUN" if row in self.collected else "NO TEST"
 
     def of(self, row: str) -> str:
-        """In a few words, such as `passed (3)`."""
+        """Return the row's result in a few words, e.g. `passed (3)`."""
         failed, passed, skipped = len(self.failed[row]), self.passed[row], len(self.skipped[row])
         counts = {
             f"{failed} of {failed + passed}" if failed else f"{passed}": failed or passed,
@@ -89,7 +89,7 @@ class Results:
 
 
 def show(results: Results) -> str:
-    """The table as text, as wide as the terminal; below it what failed and what was skipped, and a line that sums up."""
+    """Return the table as text, as wide as the terminal, followed by failures, skips and a summary line."""
     width = max(100, min(160, shutil.get_terminal_size().columns))
     widths = [3, 22, 5, (width - 38) * 2 // 5, (width - 38) * 3 // 5]
     chosen = [row for row in rows() if row.name in results.wanted]
@@ -107,7 +107,7 @@ def show(results: Results) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Cells side by side, each broken into as many lines as it needs."""
+    """Return wrapped cells side by side."""
     columns = [textwrap.wrap(cell.replace("`", ""), size) for cell, size in zip(cells, widths, strict=True)]
     lines = []
     for parts in zip_longest(*columns, fillvalue=""):
@@ -116,11 +116,11 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """0 if every chosen row has a test and none failed, else 1."""
+    """Return 0 if every chosen row has a test and none failed, else 1."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--fast", action="store_true", help="leave out what `make test` leaves out")
+    parser.add_argument("--fast", action="store_true", help="skip the slow tests, like `make test`")
     parser.add_argument("rows", nargs="*", metavar="ROW", help="K1, S2 ... (all)")
     given = parser.parse_args(arguments)
     known = [row.name for row in rows()]
@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> int:
         parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     results = Results(wanted)
     code = pytest.main(
-        # Not the options of pyproject.toml, which show the slowest tests.
+        # Without the options of pyproject.toml, which list the slowest tests.
         [
             *map(str, files_of(wanted)),
             "-o",

@@ -1,4 +1,4 @@
-"""Data that are damaged where nobody looked, or are not what they were at the last checkpoint."""
+"""Data with unnoticed damage, or changed since the last checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.runs import BASE, Run, refused, sources
 from tests.support.trained import prepare_bytes
 
 BYTES = ["--data.tokenizer=bytes", "--model.vocab_size=258"]
-# As many windows as ten steps read.
+# The number of windows in ten steps.
 WINDOWS, SEQ_LEN = 80, 32
 HERE = "tests.faults.test_data"
 NUMBERED = ["--data.tokenizer=none", "--model.vocab_size=256", "--data.mixture_block=8"]
@@ -34,7 +34,7 @@ NONE = "--data.tokenizer=none"
 def test_d1_an_id_beyond_the_vocabulary_is_found_at_the_batch_with_file_and_byte(
     tmp_path, window: int
 ) -> None:
-    """By the one rank that reads it, in raw ids that nobody has counted; all ranks end, and soon."""
+    """Only one rank reads the bad id, in an unchecked raw file. All ranks exit, and soon."""
     ids = np.arange(WINDOWS * SEQ_LEN + 1, dtype="<u2") % 64
     ids[window * SEQ_LEN + 5] = 999
     ids.tofile(tmp_path / "ids.bin")
@@ -54,7 +54,7 @@ def test_d1_raw_ids_of_less_than_one_sequence_are_refused_before_training(tmp_pa
 
 @pytest.fixture
 def changed(tmp_path) -> tuple[Run, Path]:
-    """A run of four steps whose data, in the folder, have since become others."""
+    """Return a run of four steps, and its data folder, whose content has changed since."""
     data, text = tmp_path / "data", tmp_path / "text.txt"
     text.write_text("It was a bright cold day in April. " * 400)
     prepare_bytes(text, data)
@@ -74,7 +74,7 @@ def test_d2_changed_data_are_refused_on_resume_and_nothing_is_lost(changed) -> N
     assert (run.metrics(times=True), run.checkpoints()) == before
 
 
-def test_d2_changed_data_are_taken_when_asked_to_and_are_the_run_s_own_from_then_on(changed) -> None:
+def test_d2_changed_data_are_accepted_on_request_and_then_belong_to_the_run(changed) -> None:
     run, _ = changed
     assert run("--train.steps=6", "--checkpoint.allow_changed_data=true", world=2) == 0
     [event] = run.events("changed_data")
@@ -96,7 +96,7 @@ def reverse_tokens(content: bytes) -> bytes:
 @pytest.mark.parametrize("change", [flip_a_bit, pytest.param(reverse_tokens, marks=pytest.mark.slow)])
 @pytest.mark.planted("data")
 def test_d2_data_changed_in_place_stop_the_run_with_file_and_block(tmp_path, change) -> None:
-    """Names, sizes, dataset.json and every token id stay valid, so only the checksums of blocks differ."""
+    """Names, sizes, dataset.json and every token id stay valid. Only block checksums differ."""
     data, text = tmp_path / "data", tmp_path / "text.txt"
     text.write_text("It was a bright cold day in April. " * 400)
     prepare_bytes(text, data)
@@ -112,7 +112,7 @@ def test_d2_data_changed_in_place_stop_the_run_with_file_and_block(tmp_path, cha
     assert run.checkpoints() == before
 
 
-def test_d2_another_tokenizer_is_refused_even_so(changed) -> None:
+def test_d2_another_tokenizer_is_always_refused(changed) -> None:
     run, _ = changed
     options = ["--data.sources=[{path='synthetic'}]", "--data.tokenizer=none"]
     output = refused(run, *options, "--checkpoint.allow_changed_data=true", world=2)
@@ -120,8 +120,8 @@ def test_d2_another_tokenizer_is_refused_even_so(changed) -> None:
     assert "data.tokenizer differs from" in sentence and "allow_changed_data" not in sentence
 
 
-def test_d4_an_epoch_s_end_in_mid_step_and_fewer_samples_than_a_batch_are_no_event(tmp_path) -> None:
-    """Five windows, eight in a batch: every epoch has each once, in an order of its own, on any number of ranks."""
+def test_d4_an_epoch_may_end_within_a_step_and_be_smaller_than_a_batch(tmp_path) -> None:
+    """Five windows, batches of eight: each epoch has each window once, in its own order, on any number of ranks."""
     ids = np.arange(5 * SEQ_LEN + 1, dtype="<u2") % 64
     ids.tofile(tmp_path / "ids.bin")
     options = [
@@ -135,7 +135,7 @@ def test_d4_an_epoch_s_end_in_mid_step_and_fewer_samples_than_a_batch_are_no_eve
 
 
 def numbered(folder: Path, first: int, windows: int) -> str:
-    """An entry of data.sources of so many windows, the k-th of which consists of the id first + k."""
+    """Return an entry of data.sources with `windows` windows. Window k repeats the id first + k."""
     ids = np.repeat(np.arange(first, first + windows, dtype="<u2"), SEQ_LEN)
     folder.mkdir(exist_ok=True)
     np.append(ids, ids[-1]).tofile(folder / f"from-{first}.bin")
@@ -143,7 +143,7 @@ def numbered(folder: Path, first: int, windows: int) -> str:
 
 
 def write_down_what_is_read() -> None:
-    """Each rank writes the windows of each batch it computes with, step by step, into the run directory."""
+    """Let each rank write the windows of its batches, step by step, to the run directory."""
     from forge.train.trainer import Trainer
 
     compute = Trainer.compute_gradients
@@ -168,7 +168,7 @@ def write_down_and_spoil_32_to_55() -> None:
 
 
 def read_by(run: Run) -> list[list[int]]:
-    """The windows of each step as it was made last."""
+    """Return the windows of each step. Repeated steps: of the last repetition."""
     lines = [json.loads(line) for path in run.path.glob("read-*.jsonl") for line in path.open()]
     latest: dict[int, dict[int, list[int]]] = {}
     for step, rank, _, windows in lines:
@@ -177,8 +177,8 @@ def read_by(run: Run) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("worlds", [pytest.param((2, 1, 2), marks=pytest.mark.slow), (1, 2, 1)])
-def test_d2_an_added_source_neither_repeats_nor_skips_what_was_there(tmp_path, capsys, worlds) -> None:
-    """Three steps of one source, four with another beside it, two after a resume: on any number of ranks."""
+def test_d2_an_added_source_neither_repeats_nor_skips_old_samples(tmp_path, capsys, worlds) -> None:
+    """Three steps with one source, four with a second source, two after a resume, on any number of ranks."""
     run = Run(tmp_path, *NUMBERED, "--checkpoint.allow_changed_data=true")
     old, new = numbered(tmp_path / "data", 0, 40), numbered(tmp_path / "data", 100, 24)
     both = f"--data.sources=[{new},{old}]"
@@ -203,7 +203,7 @@ def test_d2_an_added_source_neither_repeats_nor_skips_what_was_there(tmp_path, c
 
 
 def inspected(capsys, folder: Path, step: int, *options: str) -> list[int]:
-    """The windows that inspect_data.py shows of a step."""
+    """Return a step's windows from inspect_data.py."""
     run = [*BASE, f"--run.output_dir={folder}", *NUMBERED]
     config, run = run[0].split("="), run[1:]
     assert inspect_data.main([*config, *run, *options, f"--step={step}", "--json"]) == 0
@@ -211,8 +211,8 @@ def inspected(capsys, folder: Path, step: int, *options: str) -> list[int]:
 
 
 @pytest.mark.planted("changed_data", "bad_steps")
-def test_d2_a_roll_back_over_the_change_passes_over_samples_of_both_mixtures(tmp_path, capsys) -> None:
-    """The checkpoint that is returned to knows only the mixture before."""
+def test_d2_a_roll_back_over_the_change_skips_samples_of_both_mixtures(tmp_path, capsys) -> None:
+    """The run returns to a checkpoint of the earlier mixture."""
     run = Run(tmp_path, *NUMBERED, "--resilience.max_skipped_steps=3")
     old, new = numbered(tmp_path / "data", 0, 80), numbered(tmp_path / "data", 100, 60)
     alone, both = f"--data.sources=[{old}]", f"--data.sources=[{old},{new}]"
@@ -229,7 +229,7 @@ def test_d2_a_roll_back_over_the_change_passes_over_samples_of_both_mixtures(tmp
     assert [inspected(capsys, tmp_path, step, both) for step in range(1, 11)] == read_by(run)
 
 
-def test_d2_weights_that_need_larger_blocks_are_a_change_like_any_other(tmp_path) -> None:
+def test_d2_weights_with_larger_blocks_are_a_change_like_any_other(tmp_path) -> None:
     run = Run(tmp_path, NONE)
     entries = '{{path="synthetic",weight=1.0}},{{path="synthetic",weight={}}}'
     assert run("--train.steps=2", f"--data.sources=[{entries.format(1.0)}]") == 0
@@ -240,8 +240,8 @@ def test_d2_weights_that_need_larger_blocks_are_a_change_like_any_other(tmp_path
 
 
 @pytest.mark.planted("changed_settings")
-def test_d2_another_seed_is_refused_even_so(tmp_path) -> None:
-    """It would draw the rest of each epoch in another order, and so repeat and skip samples."""
+def test_d2_another_seed_is_always_refused(tmp_path) -> None:
+    """Another seed would reorder the rest of each epoch, and so repeat and skip samples."""
     run = Run(tmp_path)
     assert run("--train.steps=2") == 0
     output = refused(run, "--run.seed=5", "--checkpoint.allow_changed_data=true")

@@ -1,4 +1,4 @@
-"""Nodes that are lost, come back, or wait; and the states that nodes keep. Agents stand for nodes."""
+"""Lost, returning and spare nodes, and the local states of nodes. An agent takes the place of a node."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.support.elastic import BATCH, FLOAT64_EXPERTS, Nodes, assert_same_cou
 from tests.support.runs import Run, wait_for
 
 LOCAL = ["--checkpoint.local_interval=2", "--checkpoint.interval=6"]
-# The run does not end before another node has come.
+# The run does not end before another node has joined.
 GATE = '--train.hooks=["tests.support.node_hooks:Gate"]'
 OWN_MEMORY = "tests.support.elastic:own_memory"
 
 
 def kept(folder: Path, *options: str) -> Run:
-    """A run whose nodes, of two ranks each, keep states in `folder`/memory."""
+    """Return a run whose nodes, of two ranks each, keep local states in `folder`/memory."""
     return Run(folder, *BATCH, *FLOAT64_EXPERTS, "--train.steps=14", *LOCAL, *options)
 
 
@@ -55,7 +55,7 @@ def test_e4_a_lost_node_is_covered_by_its_peer_and_the_curve_is_the_same(tmp_pat
     assert (state["step"], state["newest_checkpoint"], state["nodes"]) == (10, 6, 1)
     assert run.events("resumed")[-1]["step"] == 10
     assert_same_course(run, undisturbed_course(undisturbed))
-    # A finished run needs them no more.
+    # A finished run has removed its local states.
     assert not states(run, 0)
 
 
@@ -84,7 +84,7 @@ def test_e5_a_flipped_bit_on_a_node_is_covered_by_the_copy_of_its_peer(tmp_path,
     assert_same_course(run, undisturbed_course(undisturbed))
 
 
-def test_e6_a_save_that_fails_loses_nothing_where_nodes_keep_states(tmp_path, undisturbed) -> None:
+def test_e6_a_failed_save_loses_nothing_with_local_states(tmp_path, undisturbed) -> None:
     run = kept(tmp_path)
     codes = run.start(world=2, fault="save.between_shards:6:*:raise", patch=OWN_MEMORY).join()
     assert codes == [0, 0] and len(run.events("save_failed")) == 1
@@ -93,9 +93,7 @@ def test_e6_a_save_that_fails_loses_nothing_where_nodes_keep_states(tmp_path, un
 
 @pytest.mark.slow
 @pytest.mark.planted("killed")
-def test_e6_shared_storage_that_is_away_at_a_restart_is_an_error_and_loses_nothing(
-    tmp_path, undisturbed
-) -> None:
+def test_e6_missing_shared_storage_at_a_restart_is_an_error_and_loses_nothing(tmp_path, undisturbed) -> None:
     run = kept(tmp_path)
     killed_at(run, 12, 2)
     run.path.rename(tmp_path / "away")
@@ -110,7 +108,7 @@ def test_e6_shared_storage_that_is_away_at_a_restart_is_an_error_and_loses_nothi
 
 
 @pytest.mark.slow
-def test_a_new_history_does_not_go_on_from_states_of_the_one_before(tmp_path, undisturbed) -> None:
+def test_a_new_history_does_not_resume_from_states_of_the_old_one(tmp_path, undisturbed) -> None:
     run = kept(tmp_path)
     killed_at(run, 12, 2)
     shutil.rmtree(run.path)
@@ -119,7 +117,7 @@ def test_a_new_history_does_not_go_on_from_states_of_the_one_before(tmp_path, un
     assert_same_course(run, undisturbed_course(undisturbed))
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_before_the_first_step(tmp_path) -> None:
+def test_an_unwritable_folder_is_refused_before_the_first_step(tmp_path) -> None:
     (tmp_path / "file").touch()
     run = Run(tmp_path, *LOCAL, f"--checkpoint.local_dir={tmp_path / 'file'}")
     assert run() == 2
@@ -136,7 +134,7 @@ def open_gate_at_start(nodes: Nodes, number: int) -> None:
 
 
 @pytest.mark.slow
-def test_e1_e2_a_lost_node_and_a_new_one_change_no_number_of_the_course(tmp_path) -> None:
+def test_e1_e2_a_lost_node_and_a_new_one_change_no_metric(tmp_path) -> None:
     options = [*FLOAT64_EXPERTS, "--train.steps=150", "--checkpoint.interval=100"]
     local = ["--checkpoint.local_interval=5", f"--checkpoint.local_dir={tmp_path}/memory-NODE"]
     with elastic(tmp_path / "elastic", "2:3", 2, *options, *local, GATE) as nodes:
@@ -164,7 +162,7 @@ def test_e1_e2_a_lost_node_and_a_new_one_change_no_number_of_the_course(tmp_path
 
 
 @pytest.mark.slow
-def test_e2_one_that_joins_costs_no_step(tmp_path) -> None:
+def test_e2_a_joining_node_costs_no_step(tmp_path) -> None:
     options = ["--train.steps=130", "--checkpoint.interval=0", GATE]
     with elastic(tmp_path, "1:2", 1, *options) as nodes:
         nodes.start("a")
@@ -186,7 +184,7 @@ def test_e3_a_spare_takes_the_place_of_a_lost_node(tmp_path) -> None:
         nodes.wait_for_spare()
         assert len(nodes.run.events("started")) == 1
         nodes.kill("a")
-        # A rank that waits at the gate would not notice.
+        # A rank at the gate would not notice.
         open_gate_at_start(nodes, 1)
         assert set(nodes.finish().values()) == {0}
     [changed] = nodes.run.events("nodes_changed")
@@ -196,7 +194,7 @@ def test_e3_a_spare_takes_the_place_of_a_lost_node(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.planted()
-def test_e3_a_spare_that_is_not_needed_ends_with_the_run(tmp_path) -> None:
+def test_e3_an_unneeded_spare_ends_with_the_run(tmp_path) -> None:
     with elastic(tmp_path, "1:1", 1, "--train.steps=110", "--checkpoint.interval=0", GATE) as nodes:
         nodes.start("a")
         nodes.wait_for_step(10)
@@ -208,13 +206,13 @@ def test_e3_a_spare_that_is_not_needed_ends_with_the_run(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_e8_fewer_nodes_than_the_least_number_do_not_go_on_by_themselves(tmp_path) -> None:
+def test_e8_fewer_nodes_than_the_minimum_do_not_continue(tmp_path) -> None:
     with elastic(tmp_path, "2:3", 1, "--train.steps=200", "--checkpoint.interval=10") as nodes:
         nodes.start("a", "b", "c")
         nodes.wait_for_step(15)
         nodes.kill("a", "b")
         wait_for(lambda: "failed (exitcode" in nodes.output("c"), 120)
-        # The agent left alone would have begun by the time that another has started and joined.
+        # By the time another agent has joined, a lone agent would have begun.
         nodes.start("d")
         wait_for_start(nodes, 1)
         assert [event["world_size"] for event in nodes.run.events("started")] == [3, 2]
@@ -222,7 +220,7 @@ def test_e8_fewer_nodes_than_the_least_number_do_not_go_on_by_themselves(tmp_pat
 
 
 def wait_for_world(nodes: Nodes, *sizes: int) -> None:
-    """Wait until the run has been started on so many ranks, one start after the other."""
+    """Wait for one start of the run after another, on `sizes` ranks."""
     wait_for(lambda: [event["world_size"] for event in nodes.run.events("started")] == list(sizes), 240)
 
 
@@ -258,7 +256,7 @@ def test_e11_a_run_waits_for_the_lock_of_a_frozen_rank_and_uses_up_no_restart(tm
         others = [name for name in nodes.agents if name != frozen]
         nodes.freeze(frozen)
         wait_for(lambda: all("a rank of a lost node" in nodes.output(name) for name in others), 240)
-        # Nobody writes while the frozen rank could.
+        # No rank writes while the frozen rank could.
         assert all(not nodes.ranks(name) for name in others) and len(nodes.run.events("started")) == 1
         nodes.thaw(frozen)
         wait_for_start(nodes, 1)
@@ -273,7 +271,7 @@ CLOCK = "import time\nreal = time.time\ntime.time = lambda: real() + 3 * 3600\n"
 
 
 @pytest.mark.slow
-def test_e9_clocks_that_are_hours_apart_change_nothing(tmp_path) -> None:
+def test_e9_clocks_hours_apart_change_nothing(tmp_path) -> None:
     (tmp_path / "ahead").mkdir()
     (tmp_path / "ahead" / "sitecustomize.py").write_text(CLOCK)
     with elastic(tmp_path / "run", "2:2", 1, "--train.steps=60") as nodes:
@@ -285,7 +283,7 @@ def test_e9_clocks_that_are_hours_apart_change_nothing(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_e10_a_node_that_stays_slow_leaves_after_a_save(tmp_path) -> None:
+def test_e10_a_persistent_straggler_leaves_after_a_save(tmp_path) -> None:
     slow = ["--resilience.straggler_interval=5", "--resilience.drain_stragglers=2", "--train.steps=120"]
     hook = ["--checkpoint.interval=0", '--train.hooks=["tests.support.node_hooks:SlowNode"]']
     with elastic(tmp_path, "1:3", 1, *slow, *hook) as nodes:
@@ -298,6 +296,6 @@ def test_e10_a_node_that_stays_slow_leaves_after_a_save(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_faults_at_random_leave_no_trace_in_the_course(tmp_path) -> None:
-    """A minute of what `make chaos` does for half an hour."""
+def test_random_faults_change_no_metric(tmp_path) -> None:
+    """One minute of `make chaos`, whose default is half an hour."""
     assert chaos(tmp_path, minutes=1.0, seed=2) >= 2

@@ -1,4 +1,4 @@
-"""Ranks that hang, die or crawl: the others do not wait for ever, and the log names who it was."""
+"""Ranks hang, die or slow down: the other ranks stop waiting, and the log names the rank at fault."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ LONG = ["--train.steps=100000", "--checkpoint.interval=0"]
 
 
 @pytest.mark.parametrize("asleep", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_h1_a_rank_that_sleeps_for_ever_ends_the_run_with_the_stacks_of_all(tmp_path, asleep: int) -> None:
+def test_h1_a_hanging_rank_ends_the_run_with_the_stacks_of_all_ranks(tmp_path, asleep: int) -> None:
     run = Run(tmp_path, *LONG, "--resilience.step_timeout_s=10")
     assert run.start(world=2, fault=f"step:5:{asleep}:sleep").join() == [76, 76]
     stacks = [(run.path / "logs" / f"stacks-rank-{rank}.txt").read_text() for rank in range(2)]
@@ -30,7 +30,7 @@ def test_h1_a_rank_that_sleeps_for_ever_ends_the_run_with_the_stacks_of_all(tmp_
 
 
 @pytest.mark.slow
-def test_h1_the_same_command_goes_on_after_the_watchdog_as_if_nothing_had_been(tmp_path) -> None:
+def test_h1_the_same_command_continues_after_the_watchdog_as_if_undisturbed(tmp_path) -> None:
     whole, hung = Run(tmp_path / "whole"), Run(tmp_path / "hung")
     assert whole() == 0
     assert hung("--resilience.step_timeout_s=10", fault="step:7:0:sleep") == 76
@@ -45,8 +45,8 @@ def test_h1_the_same_command_goes_on_after_the_watchdog_as_if_nothing_had_been(t
         pytest.param("save.before_manifest:4:0", id="background"),
     ],
 )
-def test_h1_a_save_that_hangs_is_ended_too(tmp_path, point: str) -> None:
-    """In the background it is noticed when the next one has to wait for it."""
+def test_h1_a_hanging_save_is_ended_too(tmp_path, point: str) -> None:
+    """A hang in a background save is detected by the next save, which waits for it."""
     run = Run(tmp_path, *LONG[:1], "--resilience.save_timeout_s=4", "--resilience.step_timeout_s=30")
     assert run.start(world=2, fault=f"{point}:sleep").join() == [76, 76]
     assert "save of step" in run.status()["reason"] and "resilience.save_timeout_s" in run.status()["reason"]
@@ -54,7 +54,7 @@ def test_h1_a_save_that_hangs_is_ended_too(tmp_path, point: str) -> None:
 
 
 def fill_stderr() -> None:
-    """Make stderr a full pipe that nobody reads, as that of a program that hangs."""
+    """Make stderr a full pipe without a reader, as if the reading program hung."""
     _, writer = os.pipe()
     os.set_blocking(writer, False)
     for size in (4096, 1):
@@ -68,7 +68,7 @@ def fill_stderr() -> None:
 FULL = "tests.faults.test_hangs:fill_stderr"
 
 
-def test_h4_a_full_pipe_behind_stderr_does_not_keep_a_signal_from_stopping_the_run(tmp_path) -> None:
+def test_h4_a_signal_stops_the_run_despite_a_full_stderr_pipe(tmp_path) -> None:
     run = Run(tmp_path, *LONG)
     ranks = run.start(world=2, patch=FULL)
     wait_for(lambda: run.stepping)
@@ -80,7 +80,7 @@ def test_h4_a_full_pipe_behind_stderr_does_not_keep_a_signal_from_stopping_the_r
 
 @pytest.mark.slow
 @pytest.mark.planted("watchdog")
-def test_h4_a_full_pipe_behind_stderr_does_not_keep_the_watchdog_from_its_report(tmp_path) -> None:
+def test_h4_the_watchdog_reports_despite_a_full_stderr_pipe(tmp_path) -> None:
     run = Run(tmp_path, *LONG, "--resilience.step_timeout_s=10")
     assert run.start(fault="step:5:0:sleep", patch=FULL).join() == [76]
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 76)
@@ -97,16 +97,16 @@ def test_k1_survivors_of_a_killed_rank_end_soon_and_the_log_names_rank_and_step(
     assert all(code not in (0, -signal.SIGKILL) for rank, code in enumerate(codes) if rank != dead)
     log = run.log(1 - dead)
     assert f"rank {1 - dead} failed in step of step 7" in log
-    # Rank 0 holds the store through which the ranks meet; torchrun's agent would outlive it.
+    # Rank 0 holds the rendezvous store. Under torchrun the agent holds it, and would survive.
     assert f"no answer from rank {dead}" in log or (dead == 0 and "is gone" in log)
     if dead:
         assert f"no answer from rank {dead}" in run.status()["reason"]
-    # Rank 0 writes the reports, and can write none of its own death.
+    # Rank 0 writes the reports, but none of its own death.
     assert ("[killed]\nRANK: 1\n" if dead else "[killed]\nRANK: 0, which the others") in diagnose(run.path)
 
 
 def wait_for_all_but_one() -> None:
-    """However late a busy machine lets the other survivor answer."""
+    """Wait until all ranks but one have answered, however slow the machine is."""
     from forge.run.crash import RollCall
 
     missing = RollCall.missing
@@ -121,7 +121,7 @@ def wait_for_all_but_one() -> None:
 
 @pytest.mark.parametrize("at_fault", [0, 1])
 @pytest.mark.planted("disk_full")
-def test_an_error_of_one_rank_is_the_reason_and_who_waits_for_it_is_not_called_dead(
+def test_an_error_of_one_rank_is_the_reason_and_waiting_ranks_are_not_called_dead(
     tmp_path, at_fault: int
 ) -> None:
     run = Run(tmp_path, *LONG)
@@ -133,10 +133,8 @@ def test_an_error_of_one_rank_is_the_reason_and_who_waits_for_it_is_not_called_d
 
 @pytest.mark.parametrize("at_fault", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", ["an error", "a refusal"])
-def test_h3_a_rank_that_raises_ends_the_ranks_whose_wait_for_it_never_fails(
-    tmp_path, at_fault: int, fault: str
-) -> None:
-    """As between NCCL's ranks on one node. The bounds of all phases are half an hour and more."""
+def test_h3_a_raising_rank_ends_ranks_whose_wait_never_fails(tmp_path, at_fault: int, fault: str) -> None:
+    """NCCL ranks on one node wait like this. All phase timeouts are half an hour or more."""
     run = Run(tmp_path, *LONG)
     names = {"an error": "raise_in_step_4", "a refusal": "refuse_in_step_4"}
     patch = f"tests.faults.test_hangs:{names[fault]}_on_rank_{at_fault}"
@@ -150,7 +148,7 @@ def test_h3_a_rank_that_raises_ends_the_ranks_whose_wait_for_it_never_fails(
     else:
         assert status["reason"] == "planted"
     assert "wait_for_ever" in (run.path / "logs" / f"stacks-rank-{other}.txt").read_text()
-    # Rank 0 holds the store through which the ranks met, and does not wait for others when it refuses.
+    # Rank 0 holds the rendezvous store, and does not wait for other ranks when it refuses.
     assert "planted" in run.log(other) or (fault == "a refusal" and other == 1 and "is gone" in run.log(1))
     assert not run.events("watchdog")
     if fault == "an error":
@@ -176,7 +174,7 @@ def refuse_in_step_4_on_rank_1() -> None:
 
 
 def _plant(error: Exception, at_fault: int) -> None:
-    """Raise on one rank before it sends anything in step 4, and let the other wait for ever, in C."""
+    """Raise on one rank before its first send of step 4, and let the other rank wait forever, in C."""
     from forge.train.trainer import Trainer
 
     compute = Trainer.compute_gradients

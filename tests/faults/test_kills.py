@@ -1,4 +1,4 @@
-"""SIGKILL, at chosen moments and at random ones: the same command then has the history of an undisturbed run."""
+"""SIGKILL at chosen and at random moments: a rerun of the same command gives the history of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def test_k2_all_ranks_killed_in_mid_step_then_the_same_command(tmp_path, undistu
     assert run(world=2, fault="step:7:*") == KILLED
     assert run.status()["state"] == "running"
     assert run(world=2) == 0
-    # The kill may have met the save of step 6 under way.
+    # The kill may have interrupted the save of step 6.
     assert run.events("resumed")[0]["step"] in (4, 6)
     assert_same_history(run, undisturbed(world=2))
 
 
-# Point, and the step that the next start resumes from when the save of step 6 was cut off there.
+# (fault point in the save of step 6, step from which the next start resumes)
 BOUNDARIES = {
     "save.begin": 4,
     "save.between_shards": 4,
@@ -73,8 +73,8 @@ def test_k3_one_rank_killed_between_the_shards(tmp_path, undisturbed, rank: int,
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
-def test_k3_a_rank_that_dies_in_the_last_save_is_named(tmp_path, undisturbed, mode: str) -> None:
-    """No step comes behind it, in which the others would miss it."""
+def test_k3_a_rank_killed_in_the_last_save_is_named(tmp_path, undisturbed, mode: str) -> None:
+    """No later step follows, whose collectives would reveal the missing rank."""
     run = Run(tmp_path, f"--checkpoint.mode={mode}")
     codes = run.start(world=2, fault="save.between_shards:10:1").join()
     assert codes == [1, KILLED]
@@ -94,19 +94,19 @@ def test_k4_a_stale_partial_folder_of_the_step_about_to_be_saved(tmp_path, undis
     assert_same_history(run, undisturbed())
 
 
-# Long enough to be hit; a save is under way about half of the time.
+# Long enough to be hit; a save is running about half of the time.
 MANY_STEPS = ("--train.steps=30", "--checkpoint.interval=3")
 
 
 def _trials() -> list:
-    """(layout, seed) of thirty."""
+    """Return (layout, seed) of thirty trials."""
     return [(list(TWO_RANKS)[seed % len(TWO_RANKS)], seed) for seed in range(30)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "seed"), _trials())
 def test_k2_kills_at_random_moments(tmp_path, undisturbed, layout: str, seed: int) -> None:
-    """One rank or both, twice in a run that saves in the background."""
+    """Kill one rank or both, twice in a run with background saves."""
     options = (*TWO_RANKS[layout], *MANY_STEPS)
     whole = undisturbed(*options, world=2)
     seconds = mean(line["step_time_s"] for line in whole.metrics(times=True))
@@ -114,12 +114,12 @@ def test_k2_kills_at_random_moments(tmp_path, undisturbed, layout: str, seed: in
     for _ in range(2):
         begun, ranks = _begun(run), run.start(world=2)
         _wait_for_training(run, ranks, begun)
-        # By the step, not the clock: a kill after the end would show nothing.
+        # By step, not by time, because a kill after the end would test nothing.
         step, of_a_step = drawn.randrange(25), drawn.uniform(0, seconds)
         _wait_for_step(run, ranks, step)
         time.sleep(of_a_step)
         for rank in drawn.choice([[0], [1], [0, 1]]):
-            ranks.processes[rank].kill()  # unless it has ended
+            ranks.processes[rank].kill()  # a no-op if it has ended
         ranks.join()
     begun = _begun(run)
     assert run(world=2) == 0
@@ -127,7 +127,7 @@ def test_k2_kills_at_random_moments(tmp_path, undisturbed, layout: str, seed: in
 
 
 def _step(run: Run) -> int:
-    """The last step that is reported, of a line that is complete."""
+    """Return the last step with a complete line of metrics."""
     path = run.path / "metrics.jsonl"
     lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
     return json.loads(lines[-1])["step"] if lines else 0
@@ -138,10 +138,10 @@ def _wait_for_step(run: Run, ranks: Started, step: int) -> None:
 
 
 def _begun(run: Run) -> int:
-    """How often the run has begun to train."""
+    """Return how many starts of the run have begun to train."""
     return len(run.events("fresh")) + len(run.events("resumed"))
 
 
 def _wait_for_training(run: Run, ranks: Started, begun: int) -> None:
-    """Until it trains, or is over because the start before could not be killed in time."""
+    """Wait until the run trains, or has ended because the kill of the previous start came too late."""
     wait_for(lambda: _begun(run) > begun or not ranks.processes[0].is_alive())

@@ -1,4 +1,4 @@
-"""A run directory that is moved, renamed, damaged or started with a mistake stays the run that it was."""
+"""A moved, renamed or damaged run directory, or a mistaken start, keeps the run's identity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.runs import Run, assert_same_history, refused
 
 
 def start_by_config(run: Run, path: Path, *options: str, output_dir: Path) -> int:
-    """Start `train.py --config PATH` and nothing else on a run that was made with relative folders."""
+    """Start only `train.py --config PATH`, for a run whose folders are relative."""
     run._options = [f"--config={path}", *options]
     run.path = output_dir
     return run()
@@ -22,7 +22,7 @@ def start_by_config(run: Run, path: Path, *options: str, output_dir: Path) -> in
 
 @pytest.fixture
 def moved(tmp_path: Path) -> tuple[Run, Path]:
-    """A run of 6 steps, moved away; and its new folder."""
+    """Return a run of 6 steps, moved away, and its new folder."""
     run = Run(tmp_path / "old")
     assert run("--train.steps=6") == 0
     new = tmp_path / "new" / "renamed"
@@ -31,9 +31,7 @@ def moved(tmp_path: Path) -> tuple[Run, Path]:
     return run, new
 
 
-def test_r7_the_config_of_a_moved_run_is_refused_with_the_command_that_continues_it(
-    moved, undisturbed
-) -> None:
+def test_r7_the_config_of_a_moved_run_is_refused_with_the_resuming_command(moved, undisturbed) -> None:
     run, new = moved
     assert start_by_config(run, new / "config.toml", "--train.steps=10", output_dir=new) == 2
     output = run.output()
@@ -46,7 +44,7 @@ def test_r7_the_config_of_a_moved_run_is_refused_with_the_command_that_continues
     assert_same_history(run, undisturbed())
 
 
-def test_r7_the_config_of_a_run_begins_another_under_a_name_that_is_given(tmp_path) -> None:
+def test_r7_the_config_of_a_run_begins_another_run_under_a_new_name(tmp_path) -> None:
     run = Run(tmp_path)
     assert run("--train.steps=2") == 0
     other = tmp_path / "other"
@@ -76,7 +74,7 @@ def test_r8_a_refused_start_changes_nothing_but_the_reason(
     assert_same_history(run, undisturbed())
 
 
-def test_r8_a_refused_start_of_a_killed_run_says_failed_at_the_step_that_it_had(tmp_path) -> None:
+def test_r8_a_refused_start_of_a_killed_run_reports_failed_at_its_last_step(tmp_path) -> None:
     run = Run(tmp_path)
     assert run(fault="step:7:0") == -signal.SIGKILL
     step = run.status()["step"]
@@ -85,9 +83,7 @@ def test_r8_a_refused_start_of_a_killed_run_says_failed_at_the_step_that_it_had(
     assert (status["state"], status["step"], status["exit_code"]) == ("failed", step, 2) and step > 0
 
 
-def test_r8_a_damaged_record_of_the_origin_does_not_refuse_a_run_that_does_not_need_it(
-    tmp_path, undisturbed
-) -> None:
+def test_r8_a_damaged_origin_record_is_ignored_if_unneeded(tmp_path, undisturbed) -> None:
     run = Run(tmp_path)
     assert run("--train.steps=6") == 0
     (run.path / "origin.json").write_bytes(b"\x00{")
@@ -107,7 +103,7 @@ def test_r8_a_damaged_record_of_roll_backs_is_one_sentence(tmp_path, content: by
     assert run() == 0
 
 
-def test_s11_lines_that_a_crash_lost_are_reported_at_the_resume(tmp_path) -> None:
+def test_s11_lines_lost_in_a_crash_are_reported_at_the_resume(tmp_path) -> None:
     run = Run(tmp_path)
     assert run("--train.steps=6") == 0
     path = run.path / "metrics.jsonl"
@@ -123,7 +119,7 @@ def test_s11_lines_that_a_crash_lost_are_reported_at_the_resume(tmp_path) -> Non
 
 @pytest.mark.planted()
 def test_s11_metrics_and_events_are_on_disk_before_the_manifest_of_their_step(tmp_path) -> None:
-    """By the order of the calls: each file is synced after its last line of the step and before the manifest."""
+    """In the recorded calls, each file is synced after the step's last line and before the manifest."""
     run = Run(tmp_path, "--checkpoint.mode=sync")
     assert run.start("--train.steps=4", patch="tests.faults.test_moved_runs:record_syncs").join() == [0]
     calls = json.loads((run.path / "calls.json").read_text())
@@ -137,7 +133,7 @@ def test_s11_metrics_and_events_are_on_disk_before_the_manifest_of_their_step(tm
 
 
 def record_syncs() -> None:
-    """Record writes and syncs of .jsonl files, and when the manifest of a checkpoint gets its name."""
+    """Record writes and syncs of .jsonl files, and renames of checkpoint manifests."""
     import os
 
     from forge.checkpoint import commit

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not as they should be: skipped, looked into, rolled back, and never trained on."""
+"""Bad losses and gradients: forge skips, diagnoses or rolls back the step, and never trains on it."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ def test_n1_a_skipped_step_is_computed_again_and_tensors_and_ranks_are_named(tmp
     assert "step 5 was skipped" in run.log(0)
 
 
-# With the first tensor that rank 1 holds: of a pipeline it has the last stage. Under ddp it is a copy that no norm counts.
+# Each with the first tensor of rank 1: the last stage of a pipeline, or under ddp a replica outside the gradient norm.
 @pytest.mark.parametrize(
     ("layout", "tensor"),
     [((), "embedding."), (PIPELINE, "layers.1."), (("--parallel.data_parallel=ddp",), "embedding.")],
@@ -49,7 +49,7 @@ def test_n1_all_ranks_skip_and_the_state_stays_bit_for_bit(
 
 
 @pytest.mark.planted("transient")
-def test_n1_a_fault_that_does_not_come_again_is_called_transient(tmp_path) -> None:
+def test_n1_a_fault_that_does_not_recur_is_called_transient(tmp_path) -> None:
     run = Run(tmp_path, "--train.steps=5")
     assert run.start(world=2, patch="tests.train.test_skips:spoil_step_3_on_rank_1").join() == [0, 0]
     [skipped] = run.events("skipped")
@@ -58,8 +58,8 @@ def test_n1_a_fault_that_does_not_come_again_is_called_transient(tmp_path) -> No
 
 @pytest.mark.parametrize("model", [pytest.param((), marks=pytest.mark.slow), EXPERTS], ids=["dense", "moe"])
 @pytest.mark.planted("deterministic", "skipped")
-def test_n1_looking_into_a_step_changes_nothing(tmp_path, model: tuple[str, ...]) -> None:
-    """Not even where the numbers of the bad step arrive when the next step's gradient is already there, as of step 5."""
+def test_n1_diagnosing_a_step_changes_nothing(tmp_path, model: tuple[str, ...]) -> None:
+    """Even if the bad step's numbers arrive after the next step's gradient, as in step 5."""
     looks = Run(tmp_path / "a", *model)
     does_not = Run(tmp_path / "b", *model, "--resilience.rerun_skipped_steps=false")
     for run in (looks, does_not):
@@ -73,7 +73,7 @@ def test_n1_looking_into_a_step_changes_nothing(tmp_path, model: tuple[str, ...]
 @pytest.mark.parametrize(
     "layout", [pytest.param(one, marks=pytest.mark.slow) if one != "fsdp 2" else one for one in TWO_RANKS]
 )
-def test_n2_bad_data_is_rolled_back_over_and_never_seen_again(tmp_path, layout: str) -> None:
+def test_n2_bad_data_is_rolled_back_and_never_seen_again(tmp_path, layout: str) -> None:
     options = (*TWO_RANKS[layout], THREE)
     run = Run(tmp_path / "run", *options)
     assert run.start(world=2, patch="tests.support.spoil:samples_32_to_55").join() == [0, 0]
@@ -119,7 +119,7 @@ def test_n2_a_kill_in_the_middle_of_a_rollback_loses_nothing(tmp_path) -> None:
     assert tensor_files(killed, 10) == tensor_files(whole, 10)
 
 
-def test_n2_trouble_without_end_is_rolled_back_twice_and_then_ends_with_a_diagnosis(tmp_path) -> None:
+def test_n2_a_persistent_fault_is_rolled_back_twice_and_then_ends_with_a_diagnosis(tmp_path) -> None:
     run = Run(tmp_path, THREE)
     assert run.start(world=2, patch="tests.support.spoil:everything_from_32").join() == [1, 1]
     assert [(event["from_step"], event["to_step"]) for event in run.events("rolled_back")] == [(7, 4), (7, 2)]
@@ -129,8 +129,8 @@ def test_n2_trouble_without_end_is_rolled_back_twice_and_then_ends_with_a_diagno
     assert {event["cause"] for event in run.events("skipped")} == {"deterministic"}
 
 
-def test_n2_a_damaged_checkpoint_found_on_the_way_back_does_not_hide_the_one_behind_it(tmp_path) -> None:
-    """Step 4 has been returned to without success, step 2 is damaged: back to 4 once more, and the end is the diagnosis."""
+def test_n2_a_damaged_checkpoint_in_a_roll_back_does_not_hide_an_older_one(tmp_path) -> None:
+    """A roll-back to step 4 has failed and step 2 is damaged: the run rolls back to 4 again, then ends with the diagnosis."""
     run = Run(tmp_path, THREE)
     assert run("--train.steps=4") == 0
     flip_a_bit(run, 2)
@@ -142,13 +142,13 @@ def test_n2_a_damaged_checkpoint_found_on_the_way_back_does_not_hide_the_one_beh
 
 
 @pytest.mark.slow
-def test_n2_without_a_checkpoint_from_before_the_trouble_there_is_nowhere_to_return_to(tmp_path) -> None:
+def test_n2_without_a_checkpoint_before_the_fault_there_is_no_roll_back(tmp_path) -> None:
     run = Run(tmp_path, THREE, "--checkpoint.interval=0")
     assert run.start(patch="tests.support.spoil:everything_from_32").join() == [1]
     assert "no checkpoint before step 5" in run.status()["reason"]
 
 
-def test_n2_passed_over_samples_stay_so_on_another_number_of_ranks_and_another_batch(tmp_path) -> None:
+def test_n2_skipped_samples_stay_skipped_under_another_world_size_and_batch(tmp_path) -> None:
     run = Run(tmp_path, THREE)
     assert run.start("--train.steps=8", world=2, patch="tests.support.spoil:samples_32_to_55").join() == [
         0,
@@ -162,7 +162,7 @@ def test_n2_passed_over_samples_stay_so_on_another_number_of_ranks_and_another_b
     assert state["progress"]["next_sample"] == 8 * 8 + 24 + 2 * 4
 
 
-def test_a_spike_is_reported_skipped_or_rolled_back_as_asked(tmp_path) -> None:
+def test_a_spike_is_reported_skipped_or_rolled_back_as_configured(tmp_path) -> None:
     patch = "tests.support.spoil:spike_at_56"
     for policy in ("report", "skip", "rollback"):
         run = Run(tmp_path / policy, f"--resilience.spikes={policy}", *SPIKES)
@@ -183,7 +183,7 @@ def test_a_spike_is_reported_skipped_or_rolled_back_as_asked(tmp_path) -> None:
 
 
 def test_the_spike_window_survives_a_resume_bit_for_bit(tmp_path) -> None:
-    """Stopped between two saves and resumed, a run skips the spike that the undisturbed one skips."""
+    """Stopped between two saves and resumed, a run skips the same spike as the undisturbed run."""
     options = ["--resilience.spikes=skip", *SPIKES]
     whole, halves = Run(tmp_path / "whole", *options), Run(tmp_path / "halves", *options)
     patch = "tests.support.spoil:spike_at_56"
@@ -202,7 +202,7 @@ REPLICAS = ["--parallel.dp_replicate=2", "--parallel.dp_shard=1"]
 
 
 def test_n3_a_flipped_bit_on_one_replica_is_named_at_the_next_save_and_never_saved(tmp_path) -> None:
-    """The run returns to the checkpoint before and ends as if nothing had been."""
+    """The run returns to the previous checkpoint and ends like an undisturbed run."""
     whole, flipped = Run(tmp_path / "whole", *REPLICAS), Run(tmp_path / "flipped", *REPLICAS)
     assert whole(world=2) == 0
     assert flipped.start(world=2, patch="tests.support.spoil:one_bit_after_step_5").join() == [0, 0]
@@ -215,7 +215,7 @@ def test_n3_a_flipped_bit_on_one_replica_is_named_at_the_next_save_and_never_sav
     assert tensor_files(flipped, 10) == tensor_files(whole, 10)
 
 
-# A tensor that has copies on the last rank, and its ranks: of a pipeline those of the last stage.
+# A tensor with a replica on the last rank, and all ranks of its replicas: in a pipeline, those of the last stage.
 FLIPPED = {
     "pp 2, hsdp": ("layers.1.feed_forward.w1.weight", "2, 3"),
     "pp 2, ddp": ("layers.1.feed_forward.w1.weight", "2, 3"),
@@ -228,10 +228,10 @@ FLIPPED = {
     "layout",
     [one if one == "zero1, hybrid" else pytest.param(one, marks=pytest.mark.slow) for one in COPIES],
 )
-def test_n3_a_flipped_bit_is_named_by_all_ranks_wherever_its_copies_are(
+def test_n3_a_flipped_bit_is_named_by_all_ranks_under_every_layout(
     tmp_path, undisturbed, layout: str
 ) -> None:
-    """Also by those that hold nothing of it; all return together, and end as if nothing had been."""
+    """Ranks without a replica name it too. All ranks roll back together and end like an undisturbed run."""
     name, ranks = FLIPPED[layout]
     run, what = Run(tmp_path, *COPIES[layout]), "one_bit_of_an_expert" if "ep" in layout else "one_bit"
     assert run.start(world=4, patch=f"tests.support.spoil:{what}_after_step_5").join() == [0] * 4
@@ -247,7 +247,7 @@ def test_n3_a_flipped_bit_is_named_by_all_ranks_wherever_its_copies_are(
 
 TIED = {
     "pp 2": (*PIPELINE, "--model.tie_embeddings=true"),
-    # Both copies lie on rank 0.
+    # Both copies are on rank 0.
     "v": (
         *PIPELINE,
         "--model.tie_embeddings=true",
@@ -261,7 +261,7 @@ TIED = {
 def test_n3_a_flipped_bit_in_the_last_stages_copy_of_a_tied_weight_is_found(
     tmp_path, undisturbed, layout: str
 ) -> None:
-    """Although the next update makes that copy again."""
+    """The next update would overwrite that copy."""
     run, whole = Run(tmp_path, *TIED[layout]), undisturbed(*TIED[layout], world=2)
     assert run.start(world=2, patch="tests.support.spoil:one_bit_of_a_tied_copy_after_step_5").join() == [
         0,
@@ -274,8 +274,8 @@ def test_n3_a_flipped_bit_in_the_last_stages_copy_of_a_tied_weight_is_found(
     assert run.metrics() == whole.metrics() and tensor_files(run, 10) == tensor_files(whole, 10)
 
 
-def test_n3_copies_of_a_whole_model_and_what_it_computes_with_are_compared(tmp_path) -> None:
-    """Before the final save, which then has to wait until the steps are made again."""
+def test_n3_replicated_masters_and_compute_copies_are_compared(tmp_path) -> None:
+    """The comparison comes before the final save, which waits for the repeated steps."""
     run = Run(tmp_path, "--parallel.data_parallel=ddp", "--precision.compute=bfloat16", "--train.steps=6")
     assert run.start(world=2, patch="tests.support.spoil:one_bit_after_step_5").join() == [0, 0]
     [event] = run.events("copies_differ")
@@ -287,7 +287,7 @@ def test_n3_copies_of_a_whole_model_and_what_it_computes_with_are_compared(tmp_p
     assert [line["step"] for line in run.metrics()] == list(range(1, 7))
 
 
-def test_n3_a_machine_that_goes_on_flipping_bits_ends_the_run_and_is_named(tmp_path) -> None:
+def test_n3_a_node_that_keeps_flipping_bits_ends_the_run_and_is_named(tmp_path) -> None:
     run = Run(tmp_path, *REPLICAS)
     patch = "tests.support.spoil:one_bit_after_every_step_from_5"
     assert run.start(world=2, patch=patch).join() == [1, 1]
@@ -297,7 +297,7 @@ def test_n3_a_machine_that_goes_on_flipping_bits_ends_the_run_and_is_named(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.planted()
-def test_n3_only_what_has_copies_is_compared_and_only_if_asked(tmp_path) -> None:
+def test_n3_only_replicas_are_compared_and_only_if_configured(tmp_path) -> None:
     patch = "tests.support.spoil:one_bit_after_step_5"
     sharded = Run(tmp_path / "sharded")
     unasked = Run(tmp_path / "unasked", *REPLICAS, "--resilience.check_replicas=false")
@@ -324,7 +324,7 @@ def die_when_step_5_comes_again() -> None:
 
 
 def die_in_a_rollback() -> None:
-    """When later checkpoints have been set aside and the roll-back is not yet written down."""
+    """Die after later checkpoints are set aside and before the roll-back is recorded."""
     import os
 
     import forge.run.rollback as rollback

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: all ranks stop at one step, after one whole checkpoint, wherever the signal finds them."""
+"""Stop signals at any moment: all ranks stop at the same step, after one complete checkpoint."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_p3_a_signal_at_any_time_stops_cleanly(tmp_path, undisturbed, moment: st
     run = Run(tmp_path, *EVALUATED)
     assert run(world=2, fault=f"{moment}:signal") == 75
     assert_stopped_in_good_order(run)
-    # At the latest the next save, two steps on, waits for one in the background that the signal comes from.
+    # The signal comes from a background save. At the latest the next save, two steps later, waits for it.
     assert run.status()["step"] <= int(moment.split(":")[1]) + 4
     assert run(world=2) == 0
     assert_same_history(run, undisturbed(*EVALUATED, world=2))
 
 
-def test_p4_a_signal_after_the_save_does_not_keep_the_status_from_being_stopped(tmp_path) -> None:
+def test_p4_a_signal_after_the_save_leaves_the_status_stopped(tmp_path) -> None:
     run = Run(tmp_path)
     patch = "tests.faults.test_preemption:signal_before_the_last_status"
     assert run.start(world=2, patch=patch, fault="step:5:0:signal").join() == [75, 75]
@@ -77,8 +77,8 @@ def test_p4_a_signal_after_the_save_does_not_keep_the_status_from_being_stopped(
 
 
 @pytest.mark.planted("disk_full")
-def test_k1_a_signal_in_the_crash_report_does_not_cut_them_short(tmp_path) -> None:
-    """As from torchrun, which ends the other ranks when one has died."""
+def test_k1_a_signal_does_not_cut_the_crash_report_short(tmp_path) -> None:
+    """torchrun sends this signal to the other ranks when one has died."""
     run = Run(tmp_path)
     patch = "tests.faults.test_preemption:signal_before_the_last_status"
     assert run.start(world=2, patch=patch, fault="step:5:1:raise").join() == [1, 1]
@@ -107,7 +107,7 @@ def test_p3_a_signal_between_two_microbatches(tmp_path, undisturbed) -> None:
 
 
 def signal_in_the_second_microbatch() -> None:
-    """Of the third step, on rank 1; a step has two on each rank."""
+    """Send a signal on rank 1 in the second and last microbatch of step 3."""
     from forge.model import Transformer
 
     forward, calls = Transformer.forward, [0]
@@ -123,7 +123,7 @@ def signal_in_the_second_microbatch() -> None:
 
 @pytest.mark.slow
 def test_p3_a_signal_while_the_first_step_is_being_compiled(tmp_path) -> None:
-    """Inductor's first files show that it is at work."""
+    """Inductor's first files show a compilation in progress."""
     options = ["--compile.enabled=true", "--train.steps=4"]
     run, whole = Run(tmp_path / "run", *options), Run(tmp_path / "whole", *options)
     patch = "tests.faults.test_preemption:compile_from_nothing"
@@ -143,10 +143,10 @@ def compile_from_nothing() -> None:
 
 
 @pytest.mark.parametrize("signals", [2, pytest.param(3, marks=pytest.mark.planted("killed"))])
-def test_p4_a_second_request_during_the_save_leaves_it_alone_and_a_third_ends_at_once(
+def test_p4_a_second_request_does_not_disturb_the_save_and_a_third_exits_at_once(
     tmp_path, undisturbed, signals: int
 ) -> None:
-    """Each request is several signals at once, as Slurm and torchrun send them."""
+    """Each request is a burst of signals, as from Slurm and torchrun."""
     run = Run(tmp_path)
     ranks = run.start(world=2, patch="tests.faults.test_preemption:hold_the_save_of_step_6")
     partial = run.path / "checkpoints" / f".partial-{step_name(6)}" / "manifest.json"
@@ -166,7 +166,7 @@ def test_p4_a_second_request_during_the_save_leaves_it_alone_and_a_third_ends_at
         os.kill(ranks.pids[1], signal.SIGUSR1)
         ranks.processes[1].join(
             240
-        )  # first: rank 0 does without it as long as it is held, but not it without rank 0
+        )  # first: while held, rank 0 continues without this rank, but not the reverse
         os.kill(ranks.pids[0], signal.SIGUSR1)
         assert ranks.join() == [75, 75]
         assert "leaving at once" in run.output()
@@ -176,7 +176,7 @@ def test_p4_a_second_request_during_the_save_leaves_it_alone_and_a_third_ends_at
 
 
 def hold_the_save_of_step_6() -> None:
-    """On rank 0, until there is a file `go`. A rank that waits for it makes a file `waits`."""
+    """Hold rank 0's save until a file `go` exists. A rank waiting for rank 0 creates a file `waits`."""
     import forge.checkpoint.commit as commit
     import forge.resilience.stopping as stopping
     import forge.run.save as save

@@ -1,4 +1,4 @@
-"""A run whose checkpoints are gone: restored from the mirror, or refused. It never starts again from step 0 by itself."""
+"""A run without its checkpoints: restored from the mirror, or refused. It never silently restarts from step 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ namespaces = pytest.mark.skipif(
 
 
 def mirrored(folder: Path, *options: str) -> tuple[Run, Path]:
-    """Return a run of 6 steps with checkpoints 2, 4 and 6, and the folder of its copies."""
+    """Return a run of 6 steps with checkpoints 2, 4 and 6, and the folder of its mirror."""
     run = Run(
         folder,
         f"--checkpoint.mirror=file://{folder}/mirror",
@@ -36,7 +36,7 @@ def mirrored(folder: Path, *options: str) -> tuple[Run, Path]:
 
 
 def lose(run: Run) -> None:
-    """Remove the run directory, as the loss of a node's disk would."""
+    """Remove the run directory, as if a node's disk were lost."""
     shutil.rmtree(run.path)
 
 
@@ -56,7 +56,7 @@ def test_s7_an_interrupted_restore_is_restarted_and_the_mirror_stays_whole(
     for turn in (1, 2):
         ranks = run.start(fault=f"mirror.restore:6:0:{'kill' if way == 'SIGKILL' else 'sleep'}")
         if way == "SIGTERM":
-            # The log goes on over starts.
+            # All starts append to the same log.
             wait_for(lambda turn=turn: log.exists() and log.read_text().count("restoring step 6") == turn)
             ranks.processes[0].terminate()
         assert ranks.join() == [-signal.SIGKILL if way == "SIGKILL" else 75]
@@ -69,7 +69,7 @@ def test_s7_an_interrupted_restore_is_restarted_and_the_mirror_stays_whole(
 
 @namespaces
 @pytest.mark.planted("disk_full")
-def test_s7_a_restore_that_does_not_fit_the_disk_is_refused_before_a_byte_is_fetched(tmp_path) -> None:
+def test_s7_a_restore_larger_than_the_disk_is_refused_before_a_byte_is_fetched(tmp_path) -> None:
     run, mirror = mirrored(tmp_path)
     before = copies(mirror)
     lose(run)
@@ -111,7 +111,7 @@ def test_s8_vanished_checkpoints_are_exit_77_and_nothing_is_deleted(tmp_path, un
     output = refused(run, code=77)
     assert "holds no checkpoint, but the run has saved step 6" in output and "another run.name" in output
     assert (run.path / "metrics.jsonl").read_bytes() == metrics and not run.events("fresh")[1:]
-    # The folder is back, e.g. mounted.
+    # The folder returns, e.g. after a mount.
     (run.path / "checkpoints").rmdir()
     away.rename(run.path / "checkpoints")
     assert run() == 0
@@ -119,7 +119,7 @@ def test_s8_vanished_checkpoints_are_exit_77_and_nothing_is_deleted(tmp_path, un
 
 
 @pytest.mark.planted("killed")
-def test_s8_a_run_that_was_killed_before_its_first_save_starts_again(tmp_path, undisturbed) -> None:
+def test_s8_a_run_killed_before_its_first_save_starts_again(tmp_path, undisturbed) -> None:
     run = Run(tmp_path)
     assert run(fault="step:2:0") == -signal.SIGKILL
     assert run() == 0
@@ -127,8 +127,8 @@ def test_s8_a_run_that_was_killed_before_its_first_save_starts_again(tmp_path, u
 
 
 @pytest.mark.planted("killed")
-def test_s8_a_new_history_that_has_saved_nothing_starts_again(tmp_path) -> None:
-    """The saves in events.jsonl belong to the history before."""
+def test_s8_a_new_history_without_a_save_starts_again(tmp_path) -> None:
+    """The saves in events.jsonl belong to the previous history."""
     run = Run(tmp_path)
     assert run("--train.steps=4") == 0
     assert run("--checkpoint.resume=none", fault="step:2:0") == -signal.SIGKILL
@@ -153,9 +153,7 @@ def test_s9_a_missing_or_unreadable_index_is_rebuilt_from_the_manifests(tmp_path
 
 
 @pytest.mark.planted()
-def test_s9_a_store_that_refuses_the_newest_copy_stops_the_run_and_costs_no_copy(
-    tmp_path, monkeypatch
-) -> None:
+def test_s9_a_store_refusing_the_newest_copy_stops_the_run_and_deletes_no_copy(tmp_path, monkeypatch) -> None:
     _, mirror = mirrored(tmp_path)
     store = remote.filesystem_of("file://x")
     original = type(store).info
@@ -177,7 +175,7 @@ def test_s9_a_store_that_refuses_the_newest_copy_stops_the_run_and_costs_no_copy
 
 
 @pytest.mark.planted()
-def test_s9_copies_of_steps_that_a_history_went_back_from_are_not_in_a_rebuilt_index(tmp_path) -> None:
+def test_s9_copies_of_rolled_back_steps_are_not_in_a_rebuilt_index(tmp_path) -> None:
     from forge.checkpoint.mirror import Mirror
 
     run, mirror = mirrored(tmp_path)

@@ -1,4 +1,4 @@
-"""What a run does beside training fails: a warning, and training goes on."""
+"""A failure outside training, e.g. in evaluation or TensorBoard, costs a warning, and training continues."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from tests.support.runs import Run
 
 
-def test_x1_held_out_data_that_one_rank_cannot_read_cost_a_warning(tmp_path) -> None:
-    """Rank 1 alone meets the bad id; it stays with the others, and the next evaluation is tried again."""
+def test_x1_held_out_data_unreadable_on_one_rank_cost_a_warning(tmp_path) -> None:
+    """Only rank 1 reads the bad id. It stays in step with the others, and the next evaluation is tried again."""
     ids = np.arange(8 * 32 + 1, dtype="<u2") % 64
     ids[5 * 32 + 5] = 999
     ids.tofile(tmp_path / "held.bin")
@@ -26,7 +26,7 @@ def test_x1_held_out_data_that_one_rank_cannot_read_cost_a_warning(tmp_path) -> 
     assert "held.bin: token id 999 at byte 330" in run.log(0)
 
 
-def test_x1_a_board_that_cannot_be_written_costs_a_warning(tmp_path, undisturbed) -> None:
+def test_x1_an_unwritable_tensorboard_costs_a_warning(tmp_path, undisturbed) -> None:
     run = Run(tmp_path, "--metrics.tensorboard=true")
     ranks = run.start(world=2, patch="tests.faults.test_side_systems:no_board")
     assert ranks.join() == [0, 0]
@@ -34,7 +34,7 @@ def test_x1_a_board_that_cannot_be_written_costs_a_warning(tmp_path, undisturbed
     assert run.metrics() == undisturbed(world=2).metrics()
 
 
-def test_x1_a_sample_that_fails_on_all_ranks_costs_a_warning(tmp_path) -> None:
+def test_x1_a_failed_sample_on_all_ranks_costs_a_warning(tmp_path) -> None:
     plain, run = Run(tmp_path / "plain", *SAMPLES[:2]), Run(tmp_path / "run", *SAMPLES)
     assert plain(world=2) == 0
     patch = "tests.faults.test_side_systems:no_sample_on_any_rank"
@@ -47,8 +47,8 @@ def test_x1_a_sample_that_fails_on_all_ranks_costs_a_warning(tmp_path) -> None:
 
 
 @pytest.mark.planted("watchdog")
-def test_x1_a_rank_that_fails_alone_in_a_sample_never_goes_on_without_the_others(tmp_path) -> None:
-    """Its next collectives would meet those of the sample; so the watchdog ends the run, and the same command goes on."""
+def test_x1_a_rank_failing_alone_in_a_sample_never_continues_without_the_others(tmp_path) -> None:
+    """Its next collectives would mix with the sample's, so the watchdog ends the run, and the same command continues it."""
     run = Run(tmp_path, *SAMPLES, "--resilience.evaluate_timeout_s=5")
     patch = "tests.faults.test_side_systems:no_sample_on_rank_1"
     assert run.start(world=2, patch=patch).join() == [76, 76]

@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or slow, files that are damaged, two runs in one place."""
+"""Full, read-only and slow disks, damaged files, and two runs in one directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ namespaces = pytest.mark.skipif(
 )
 
 
-def test_s1_a_flipped_bit_sends_the_run_to_the_checkpoint_before(tmp_path, undisturbed) -> None:
+def test_s1_after_a_flipped_bit_the_run_resumes_from_the_previous_checkpoint(tmp_path, undisturbed) -> None:
     run = Run(tmp_path)
     assert run("--train.steps=6", world=2) == 0
     flip_a_bit(run, 6)
@@ -37,27 +37,27 @@ def test_s1_a_flipped_bit_sends_the_run_to_the_checkpoint_before(tmp_path, undis
 
 
 @pytest.mark.planted("no_checkpoint")
-def test_s1_only_damaged_checkpoints_is_exit_77_with_one_sentence(tmp_path) -> None:
+def test_s1_with_only_damaged_checkpoints_a_start_exits_77_with_one_sentence(tmp_path) -> None:
     run = Run(tmp_path)
     assert run("--train.steps=4") == 0
     for step in (2, 4):
         flip_a_bit(run, step)
     assert run() == 77
-    # The run is as finished as before; only the reason is that of the refused start.
+    # The run is still finished; only the reason comes from the refused start.
     status = run.status()
     assert (status["state"], status["step"]) == ("finished", 4) and "is damaged" in status["reason"]
     assert run.events("failed")[-1]["exit_code"] == 77
     assert "Traceback" not in run.output() and run.output().count("forge: ") == 1
 
 
-# What a checkpoint of the tests' model takes, and a little more.
+# A little more than a checkpoint of the tests' model.
 ONE = 450_000
 
 
 @namespaces
 @pytest.mark.parametrize("quota", [False, True], ids=["foreseen", "met while writing"])
 def test_s2_a_full_disk_costs_saves_and_not_the_run_until_too_many_fail(tmp_path, quota: bool) -> None:
-    """Room for one checkpoint: with the first one there, no other can be written."""
+    """Room for one checkpoint: after the first one, every save fails."""
     run = Run(tmp_path, "--train.steps=20", "--checkpoint.max_failed_saves=3", "--checkpoint.keep_last=1")
     patch = f"tests.faults.test_storage:{'room_for_one_by_quota' if quota else 'room_for_one'}"
     (run.path / "checkpoints").mkdir(parents=True)
@@ -68,14 +68,14 @@ def test_s2_a_full_disk_costs_saves_and_not_the_run_until_too_many_fail(tmp_path
     assert all(("No space left" if quota else "are free") in event["error"] for event in failures)
     status = run.status()
     assert status["state"] == "failed" and "checkpoint.max_failed_saves = 3" in status["reason"]
-    # Two saves after the last that succeeded, training still went on.
+    # Two saves after the last successful one, training still continued.
     assert run.metrics()[-1]["step"] >= 8 and "Traceback" not in run.output()
     assert (run.path / "left.txt").read_text() == step_name(2)
 
 
 @namespaces
 def test_s2_a_save_is_tried_again_at_the_next_interval(tmp_path, undisturbed) -> None:
-    """The file that fills the disk goes away before step 6, and the history is that of an undisturbed run."""
+    """The file that fills the disk disappears before step 6, and the history equals an undisturbed run's."""
     run = Run(tmp_path)
     (run.path / "checkpoints").mkdir(parents=True)
     assert run.start(patch="tests.faults.test_storage:full_until_step_6").join() == [0]
@@ -87,7 +87,7 @@ def test_s2_a_save_is_tried_again_at_the_next_interval(tmp_path, undisturbed) ->
 @namespaces
 @pytest.mark.parametrize("keep_last", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_s2_a_full_disk_is_cured_by_a_lower_keep_last(tmp_path, undisturbed, keep_last: int) -> None:
-    """Three checkpoints fill the disk; pruning them before the next save makes room, and the newest one always stays."""
+    """Three checkpoints fill the disk. Pruning before the next save makes room and always keeps the newest one."""
     run = Run(tmp_path, "--checkpoint.keep_last=0", "--checkpoint.max_failed_saves=2")
     (run.path / "checkpoints").mkdir(parents=True)
     patch = "tests.faults.test_storage:room_for_three_that_are_kept"
@@ -100,8 +100,8 @@ def test_s2_a_full_disk_is_cured_by_a_lower_keep_last(tmp_path, undisturbed, kee
     assert run.metrics() == undisturbed().metrics()
 
 
-def test_s10_leftovers_that_cannot_be_removed_cost_a_warning_and_no_save(tmp_path, undisturbed) -> None:
-    """As NFS's .nfs* files, which stay while any process has them open: here the folder below them is a mount point."""
+def test_s10_unremovable_leftovers_cost_a_warning_and_no_save(tmp_path, undisturbed) -> None:
+    """NFS's .nfs* files cannot be removed while a process has them open. Here the leftover's folder is a mount point."""
     run = Run(tmp_path)
     assert run("--train.steps=4") == 0
     patch = "tests.faults.test_storage:leftovers_that_stay"
@@ -109,14 +109,14 @@ def test_s10_leftovers_that_cannot_be_removed_cost_a_warning_and_no_save(tmp_pat
     assert [event["step"] for event in run.events("saved")] == [2, 4, 6, 8, 10] and not run.events(
         "save_failed"
     )
-    # Once for each leftover; the partial folder has another name once it is out of the way.
+    # Once for each leftover. The partial folder is renamed before its removal.
     assert run.log().count("which stays for now") == 3
     assert run.metrics() == undisturbed().metrics()
 
 
 @pytest.mark.planted("save_failed")
 def test_s2_a_limit_of_file_sizes_is_named_as_the_cause(tmp_path) -> None:
-    """PyTorch's archive writer hides the error of the system."""
+    """PyTorch's archive writer hides the system's error."""
     run = Run(tmp_path, "--checkpoint.max_failed_saves=1")
     assert run.start(patch="tests.faults.test_storage:small_files_only").join() == [1]
     assert "writing tensors failed on rank 0: OSError: [Errno 27] File too large" in run.status()["reason"]
@@ -138,7 +138,7 @@ def leftovers_that_stay() -> None:
 
 
 def room_for_three_that_are_kept() -> None:
-    """A small disk whose content outlives the process, as far as a test needs: it is copied in and out."""
+    """Mount a small disk, and copy its content in and out, so it outlives the process."""
     import forge.run.launch as launch
 
     folder, kept = _folder(), _folder().with_name("kept")
@@ -159,7 +159,7 @@ def room_for_three_that_are_kept() -> None:
 
 
 def room_for_one() -> None:
-    """And what is left of the checkpoints at the end of the process is written to left.txt."""
+    """Mount a disk for one checkpoint. At exit, list the remaining checkpoints in left.txt."""
     import forge.run.launch as launch
 
     folder = _folder()
@@ -176,7 +176,7 @@ def room_for_one() -> None:
 
 
 def room_for_one_by_quota() -> None:
-    """What statvfs says has nothing to do with a quota."""
+    """Limit the disk by a quota, which statvfs does not show."""
     room_for_one()
     shutil.disk_usage = lambda path: Usage(10**12, 0, 10**12)
 
@@ -200,8 +200,8 @@ def full_until_step_6() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["rollbacks.json", "metrics.jsonl"])
-def test_s2_a_disk_that_is_full_in_a_rollback_ends_all_ranks_with_one_sentence(tmp_path, what: str) -> None:
-    """The same command then has the history of a run that had room."""
+def test_s2_a_full_disk_in_a_rollback_ends_all_ranks_with_one_sentence(tmp_path, what: str) -> None:
+    """A rerun of the same command gives the history of a run with enough space."""
     options, patch = "--resilience.max_skipped_steps=3", "tests.support.spoil:samples_32_to_55"
     run, whole = Run(tmp_path / "run", options), Run(tmp_path / "whole", options)
     full = f"tests.faults.test_storage:no_room_for_{what.partition('.')[0]}_in_a_rollback"
@@ -256,10 +256,8 @@ def read_only_checkpoints() -> None:
 
 @namespaces
 @pytest.mark.parametrize("how", ["small", pytest.param("read_only", marks=pytest.mark.slow)])
-def test_s3_a_node_that_does_not_share_the_output_directory_is_reported_at_the_start(
-    tmp_path, how: str
-) -> None:
-    """Rank 1 takes itself for another node, and has a disk of its own where rank 0 has the run; or may not write there."""
+def test_s3_an_unshared_output_directory_is_reported_at_the_start(tmp_path, how: str) -> None:
+    """Rank 1 acts as another node, with its own disk, or a read-only one, in place of rank 0's run directory."""
     run = Run(tmp_path)
     (run.path / "checkpoints").mkdir(parents=True)
     codes = run.start(world=2, patch=f"tests.faults.test_storage:{how}_on_another_node").join()
@@ -303,7 +301,7 @@ def test_s4_failures_in_a_row_end_all_ranks(tmp_path, mode: str) -> None:
     assert run.output().count("saving step 4 failed") == 1 and "Traceback" not in run.output()
 
 
-def test_s4_without_a_limit_a_run_trains_on_and_fails_only_at_its_last_save(tmp_path, undisturbed) -> None:
+def test_s4_without_a_limit_a_run_continues_and_fails_only_at_its_last_save(tmp_path, undisturbed) -> None:
     run = Run(tmp_path, "--checkpoint.max_failed_saves=0")
     assert run(world=2, fault="save.between_shards:*:1:raise") == 1
     assert run.metrics() == undisturbed(world=2).metrics()
@@ -312,7 +310,7 @@ def test_s4_without_a_limit_a_run_trains_on_and_fails_only_at_its_last_save(tmp_
 
 @pytest.mark.planted("save_failed", "stopped")
 def test_s4_the_last_save_is_tried_again_when_it_failed_in_the_background(tmp_path, undisturbed) -> None:
-    """A signal in step 5 stops the run after step 6, whose save is under way by then and will fail."""
+    """A signal in step 5 stops the run after step 6, whose background save is running by then and will fail."""
     run = Run(tmp_path)
     patch = "tests.faults.test_storage:first_save_of_step_6_fails"
     assert run.start(world=2, patch=patch, fault="step:5:0:signal").join() == [75, 75]
@@ -340,7 +338,7 @@ def test_s6_a_second_run_on_the_same_directory_is_refused_and_names_the_first(tm
     run = Run(tmp_path, "--train.steps=100000")
     ranks = run.start()
     wait_for(lambda: run.stepping)
-    assert run(world=2) == 2  # every worker, so srun and with it a job script see it
+    assert run(world=2) == 2  # on every worker, so srun and the job script see it
     assert f"process {ranks.pids[0]} on" in run.output()
     os.kill(ranks.pids[0], signal.SIGTERM)
     assert ranks.join() == [75]

@@ -1,4 +1,4 @@
-"""The table of docs/reference/faults.md, the tests with its rows in their names, and its fault points."""
+"""Rows of docs/reference/faults.md match the tests named after them, and fault points are documented."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.faults.table import Results, files_of, show
 from tests.support.diagnosed import PAGE, REPOSITORY, row_of, rows
 
 
-def test_every_row_has_a_test_and_known_causes_and_every_test_of_a_row_is_in_the_table() -> None:
+def test_every_row_has_a_test_and_known_causes_and_every_such_test_a_row() -> None:
     tested = set()
     for file in (REPOSITORY / "tests").rglob("test_*.py"):
         names = re.findall(r"^def (test_\w+)\(", file.read_text("utf-8"), re.M)
@@ -30,7 +30,7 @@ def test_every_fault_point_is_documented_where_it_is_defined_and_for_operators()
     )
 
 
-def test_a_row_s_result_says_what_failed_what_was_left_out_and_what_is_missing() -> None:
+def test_a_row_s_result_counts_failed_skipped_and_missing_tests() -> None:
     results = Results({"K1", "K2", "S2", "S3", "S4"}, collected={"K1", "K2", "S2", "S4"})
     for test, outcome in (
         ("test_k1_a", "passed"),

@@ -1,4 +1,4 @@
-"""Time that is limited, lost or wasted."""
+"""Time limits, the time ledger and stragglers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.support.runs import Run
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_p5_a_run_with_a_time_limit_saves_and_stops_by_itself_before_it(tmp_path, world: int) -> None:
-    """A twentieth of the limit is kept for a save of which nothing is known, and three steps for the stop."""
+def test_p5_a_run_saves_and_stops_before_its_time_limit(tmp_path, world: int) -> None:
+    """Without a measured save, forge reserves a twentieth of the limit for it, and three steps for the stop."""
     run = Run(tmp_path, "--train.steps=100000", "--checkpoint.interval=0", "--resilience.time_limit_s=5")
     codes = run.start(world=world, patch="tests.support.spoil:half_a_second_for_each_step").join()
     assert codes == [75] * world
@@ -26,8 +26,8 @@ def test_p5_a_run_with_a_time_limit_saves_and_stops_by_itself_before_it(tmp_path
     assert run.metrics()[-1]["step"] == status["step"]
 
 
-def test_p5_the_run_goes_on_where_the_limit_has_stopped_it(tmp_path) -> None:
-    """A limit that has passed before the first step lets each start make a little progress."""
+def test_p5_the_run_continues_after_a_stop_by_the_limit(tmp_path) -> None:
+    """If the limit passes before the first step, each start still makes a little progress."""
     whole, limited = Run(tmp_path / "whole"), Run(tmp_path / "limited")
     assert whole() == 0
     starts = 0
@@ -48,11 +48,11 @@ def test_the_ledger_sums_to_wall_time_over_a_kill_and_knows_repeated_steps(tmp_p
     ledger = run.events("goodput")[-1]
     seconds = ledger["seconds"]
     first, second = map(_when, run.events("started"))
-    # The first process has begun before its first event, and not before it was started; the second was down until then.
+    # The first process began between its start and its first event; the run was down until the second process began.
     total, accuracy = sum(seconds.values()), 0.05
     assert _when(ledger) - first - accuracy <= total <= _when(ledger) - before + accuracy
     assert 1.5 <= seconds["down"] <= second - last_sign + accuracy
-    # Resumed from 5, the second process makes 6 as its first step, and then 7 and 8, of which the first has reported, again.
+    # Resumed from 5, the second process trains step 6 first, then repeats 7 and 8, which the first process had reported.
     assert seconds["repeated steps"] > 0 and seconds["steps"] > 0 and seconds["save"] > 0
     assert seconds["evaluation"] > 0 and seconds["set-up"] > 0 and seconds["first step"] > 0
     assert "went into steps that count" in run.log()
@@ -62,7 +62,7 @@ def _when(event: dict[str, Any]) -> float:
     return datetime.fromisoformat(event["time"]).timestamp()
 
 
-def test_h2_a_slow_rank_is_named_with_what_it_is_slow_at_and_no_other_is(tmp_path) -> None:
+def test_h2_only_the_slow_rank_is_named_with_its_slow_phase(tmp_path) -> None:
     options = ["--train.steps=12", "--resilience.straggler_interval=5", "--checkpoint.interval=0"]
     for phase in ("data", "forward", "optimizer"):
         run = Run(tmp_path / phase, *options)

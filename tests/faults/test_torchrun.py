@@ -1,4 +1,4 @@
-"""What only torchrun does: restart workers, and pass signals on to them. Fresh interpreters, a real launcher."""
+"""torchrun restarts workers and forwards signals to them. Fresh interpreters, a real launcher."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 @pytest.mark.parametrize("dead", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_k5_torchrun_restarts_after_a_killed_worker_and_finishes_by_itself(
-    tmp_path, undisturbed, dead: int
-) -> None:
+def test_k5_torchrun_restarts_after_a_killed_worker_and_finishes(tmp_path, undisturbed, dead: int) -> None:
     assert_same_history(restarted(tmp_path, f"step:7:{dead}"), undisturbed(world=2))
 
 
 @pytest.mark.slow
-def test_h1_torchrun_restarts_after_the_watchdog_and_finishes_by_itself(tmp_path, undisturbed) -> None:
+def test_h1_torchrun_restarts_after_the_watchdog_and_finishes(tmp_path, undisturbed) -> None:
     run = restarted(tmp_path, "step:7:1:sleep", "--resilience.step_timeout_s=10")
     assert [event["step"] for event in run.events("watchdog")] == [7]
     assert_same_history(run, undisturbed(world=2))
 
 
 @pytest.mark.slow
-def test_r6_torchrun_restarts_a_run_with_resume_none_where_it_saved(tmp_path) -> None:
+def test_r6_torchrun_resumes_a_run_with_resume_none_from_its_own_save(tmp_path) -> None:
     none, whole = "--checkpoint.resume=none", Run(tmp_path / "whole", "--checkpoint.resume=none")
     run = restarted(tmp_path, "step:7:1", none)
     assert len(run.events("fresh")) == 1 and len(run.events("resumed")) == 1
@@ -37,7 +35,7 @@ def test_r6_torchrun_restarts_a_run_with_resume_none_where_it_saved(tmp_path) ->
 
 
 def restarted(folder: Path, fault: str, *options: str) -> Run:
-    """A run of two ranks that met `fault` in its first start and finished in its second."""
+    """Return a run of two ranks: `fault` in its first start, finished in its second."""
     process = start(
         [
             *TORCHRUN,
@@ -55,7 +53,7 @@ def restarted(folder: Path, fault: str, *options: str) -> Run:
     return run
 
 
-@pytest.mark.slow  # tests/faults/test_preemption.py has signals to the ranks themselves
+@pytest.mark.slow  # tests/faults/test_preemption.py sends signals directly to the ranks
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_p1_a_signal_to_the_launcher_stops_all_ranks_after_one_checkpoint(tmp_path, name: str) -> None:
     run = Run(tmp_path)

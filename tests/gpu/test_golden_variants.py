@@ -1,6 +1,6 @@
-"""Every variant of the simulated GPU on a real one: no step waits for the device, and the losses are those of a CPU.
+"""The simulated GPU's variants on a real GPU: no step waits for the device, and the losses match a CPU's.
 
-The file's name lets pytest run it first.
+By its name, pytest runs this file first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.runs import Run
 
 pytestmark = pytest.mark.gpu
 BASE = [*variants.BASE, "--train.hooks=[]"]
-# float8's products and torchao's kernels run on a GPU only.
+# float8 products and torchao's kernels run only on a GPU.
 ON_BOTH = [name for name in variants.ONE if "float8" not in name]
 ON_THE_CPU = "tests.support.gpus:hide"
 
@@ -28,8 +28,8 @@ def test_no_step_waits_for_the_gpu(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ON_BOTH)
-def test_losses_are_those_of_a_cpu_but_for_rounding_to_bfloat16(name: str, tmp_path: Path) -> None:
-    """From the weights of one CPU step: initial values depend on the type of the device."""
+def test_losses_match_a_cpu_up_to_rounding_to_bfloat16(name: str, tmp_path: Path) -> None:
+    """Both start from the weights of one CPU step, because initial values depend on the device type."""
     start = Run(tmp_path / "start", *variants.ONE[name], base=BASE)
     assert start.start("--train.steps=1", patch=ON_THE_CPU).join() == [0], start.output()[-4000:]
     weights = f"--checkpoint.init={start.path / 'checkpoints' / step_name(1)}"

@@ -1,4 +1,4 @@
-"""Parts of a step on a CUDA card. Experts that no token visits are in tests/model/test_experts.py, float8 in test_runs.py."""
+"""Parts of a step on a CUDA GPU. tests/model/test_experts.py covers experts without tokens, test_runs.py covers float8."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Whole runs of train.py on one CUDA card: every feature trains, and computes what it computes on a CPU.
+"""Whole runs of train.py on one CUDA GPU: every feature trains, and computes the same as on a CPU.
 
-Several ranks are out of reach: NCCL refuses two on one GPU.
+Multiple ranks are impossible, because NCCL refuses two ranks on one GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forge.checkpoint.folders import step_name
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.gpu
-# Sizes that flex_attention (head_dim from 16 on), float8 and grouped products (multiples of 16) take.
+# Sizes valid for flex_attention (head_dim >= 16), float8 and grouped products (multiples of 16).
 BASE = [
     "--config=debug.toml",
     "--run.name=run",
@@ -51,7 +51,7 @@ COMPILED = ("--compile.enabled=true", "--compile.loss=true")
 EXPERTS = ('--model.moe={n_experts = 4, top_k = 2, expert_dim = 64, balance = "bias"}',)
 DOCUMENTS = ("--data.document_mask=true",)
 MUON = ("--optimizer.name=muon", "--optimizer.muon.second_moment=neuron", "--optimizer.muon.split_heads=true")
-# Variants of one model, which begin with the same loss but for rounding to bfloat16.
+# Variants of one model, with the same initial loss up to rounding to bfloat16.
 SAME_ON_BOTH: dict[str, tuple[str, ...]] = {
     "fsdp2": ("--parallel.reshard_after_forward=always",),
     "zero1": ("--parallel.data_parallel=zero1",),
@@ -92,7 +92,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
 
 
 class Run:
-    """A run directory, and the command that works on it."""
+    """A run directory and its command."""
 
     def __init__(self, folder: Path, *options: str):
         self.path = folder / "run"
@@ -105,7 +105,7 @@ class Run:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
     def lines(self) -> list[dict[str, Any]]:
-        """Of metrics.jsonl, without what depends on the clock and the device's memory."""
+        """Return the lines of metrics.jsonl without clock-dependent and memory fields."""
         kept = ("step", "loss", "grad_norm", "lr", "tokens")
         lines = map(json.loads, (self.path / "metrics.jsonl").read_text().splitlines())
         return [{key: line[key] for key in kept} for line in lines]
@@ -147,7 +147,7 @@ def test_another_model_learns(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [(), DOCUMENTS, EXPERTS, MUON], ids=["dense", "documents", "experts", "muon"]
 )
-def test_in_float64_a_card_and_a_cpu_compute_the_same(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_in_float64_a_gpu_and_a_cpu_compute_the_same(options: tuple[str, ...], tmp_path: Path) -> None:
     wide = [f"--precision.{use}=float64" for use in ("storage", "compute", "reduce")]
     start = Run(tmp_path / "start", *wide, *options)
     start("--train.steps=1", cpu=True)
@@ -161,7 +161,7 @@ def test_in_float64_a_card_and_a_cpu_compute_the_same(options: tuple[str, ...], 
         assert cuda == pytest.approx(cpu, rel=1e-8)
 
 
-def test_a_run_that_is_resumed_is_bit_identical_to_one_that_never_stopped(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_identical_to_an_undisturbed_one(tmp_path: Path) -> None:
     exact = ("--run.deterministic=true", "--checkpoint.interval=4", *DOCUMENTS)
     whole, resumed = Run(tmp_path / "whole", *exact), Run(tmp_path / "resumed", *exact)
     whole()
@@ -179,7 +179,7 @@ def test_a_profile_holds_kernels_and_a_snapshot_of_the_memory(tmp_path: Path) ->
     assert any(event.get("cat") == "kernel" for event in events)
 
 
-def test_a_trained_model_writes_on_the_card_what_it_writes_on_the_cpu(tmp_path: Path) -> None:
+def test_a_trained_model_generates_the_same_text_on_gpu_and_cpu(tmp_path: Path) -> None:
     run = Run(tmp_path, "--precision.compute=float32", "--train.steps=8")
     run()
     command = [sys.executable, str(ROOT / "scripts/generate.py"), "--checkpoint", str(run.path), "--json"]

@@ -1,4 +1,4 @@
-"""What goes on beside the computation on a CUDA card: collectives on a stream of their own, over NCCL, with one rank."""
+"""Concurrency on a CUDA GPU: NCCL collectives on their own stream, with one rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def test_tensors_on_the_card_travel_over_nccl_and_others_over_gloo(group: dist.ProcessGroup) -> None:
+def test_gpu_tensors_travel_over_nccl_and_others_over_gloo(group: dist.ProcessGroup) -> None:
     assert (
         group._get_backend(CUDA).name() == "nccl" and group._get_backend(torch.device("cpu")).name() == "gloo"
     )
@@ -53,14 +53,14 @@ def test_the_flight_recorder_has_seen_a_collective(group: dist.ProcessGroup) -> 
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_collectives_on_a_side_stream_read_what_was_computed_and_are_waited_for(
+def test_side_stream_collectives_read_finished_results_and_are_waited_for(
     group: dist.ProcessGroup, symmetric: bool
 ) -> None:
     stream = compat.side_stream(CUDA)
     with compat.communication_memory(CUDA, [group], symmetric=symmetric):
         whole = torch.zeros(1 << 20, device=CUDA)
     torch.cuda._sleep(LONG)
-    whole.fill_(3.0)  # comes after the wait, and the collective after it
+    whole.fill_(3.0)  # runs after the wait, and the collective runs after it
     summed = AsyncCollectives(sum_to_parts(whole, [group], [group]), stream)
     gathered = AsyncCollectives(gather_parts(whole, [group]), stream)
     assert not torch.cuda.current_stream().query(), "launching must not wait"
@@ -70,7 +70,7 @@ def test_collectives_on_a_side_stream_read_what_was_computed_and_are_waited_for(
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero1", "zero2"])
-def test_an_engine_that_sends_over_nccl_computes_what_it_does_alone(
+def test_an_engine_with_nccl_collectives_computes_the_same_as_without(
     group: dist.ProcessGroup, engine: str
 ) -> None:
     text = engine_config(engine, SMALL, micro=4)
@@ -80,7 +80,7 @@ def test_an_engine_that_sends_over_nccl_computes_what_it_does_alone(
     )
 
 
-def test_a_staged_copy_is_whole_when_training_may_go_on() -> None:
+def test_a_staged_copy_is_complete_when_training_continues() -> None:
     values = torch.zeros(1 << 22, device=CUDA)
     torch.cuda._sleep(LONG)
     values.fill_(5.0)

@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks computes what it computes token by token: values and gradients, in float64."""
+"""The gated delta rule in chunks equals the recurrence token by token: values and gradients, in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BY_HEAD_OR_CHANNEL = pytest.mark.parametrize("decays", [1, KEY_DIM])
 def inputs(
     seq: int, strength: float = 1.0, dtype: torch.dtype = torch.float64, decays: int = 1
 ) -> list[Tensor]:
-    """q, k, v, log_decay and beta of two sequences and three heads; keys of length 1."""
+    """Return q, k, v, log_decay and beta of two sequences and three heads; keys have length 1."""
     generator = torch.Generator().manual_seed(seq)
 
     def draw(*shape: int) -> Tensor:
@@ -43,7 +43,7 @@ def compare(arguments: list[Tensor], resets: Tensor | None, size: int) -> None:
     ]
     for chunked, recurrent in zip(*results, strict=True):
         assert (chunked - recurrent).abs().max() <= TOLERANCE
-    assert all(x.abs().max() > 0 for x in gradients[1][:3:2])  # of q and v; others may have no effect
+    assert all(x.abs().max() > 0 for x in gradients[1][:3:2])  # gradients of q and v; the others may be 0
     for chunked, recurrent in zip(*gradients, strict=True):
         assert (chunked - recurrent).abs().max() <= TOLERANCE
 
@@ -57,7 +57,7 @@ def test_chunks_compute_the_recurrence(seq: int, size: int, strength: float, dec
 
 @BY_HEAD_OR_CHANNEL
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
-def test_chunks_reset_where_the_recurrence_does(share: float, decays: int) -> None:
+def test_chunks_reset_like_the_recurrence(share: float, decays: int) -> None:
     resets = torch.rand(2, 37, generator=torch.Generator().manual_seed(3)) < share
     compare(inputs(37, decays=decays), resets, 8)
 
@@ -79,21 +79,21 @@ def test_a_reset_hides_everything_before_it() -> None:
 
 
 def test_a_key_written_with_full_strength_is_read_back() -> None:
-    """beta = 1 replaces what a key of length 1 reads, whatever was there."""
+    """With beta = 1, a write replaces the old value of a key of length 1."""
     q, k, v, log_decay, beta = (x.detach() for x in inputs(9))
     out, _ = chunked_delta_rule(k, k, v, log_decay, torch.ones_like(beta), None, 4)
     assert (out - v).abs().max() <= TOLERANCE
 
 
 @BY_HEAD_OR_CHANNEL
-def test_float32_stays_finite_where_decays_underflow(decays: int) -> None:
+def test_float32_stays_finite_if_decays_underflow(decays: int) -> None:
     arguments = inputs(40, 1e4, torch.float32, decays)
     out, state = chunked_delta_rule(*arguments, None, 16)
     found = torch.autograd.grad(out.sum() + state.sum(), arguments)
     assert all(x.isfinite().all() for x in (out, state, *found))
 
 
-def test_the_scan_and_its_gradients_are_those_of_the_loop() -> None:
+def test_the_scan_and_its_gradients_equal_the_loop() -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = ((5, 2, 3, 3), (5, 2, 3, 4), (2, 3, 4))
     arguments = [

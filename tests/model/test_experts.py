@@ -1,4 +1,4 @@
-"""Grouped products against one product per expert, and the way of tokens to experts and back."""
+"""Grouped products against one product per expert, and the dispatch and combination of tokens."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_on_cuda_groups_may_have_any_number_of_rows(
         (torch.float64, 16, False),
     ],
 )
-def test_shapes_that_the_kernel_takes_are_one_product_of_exactly_the_rows(
+def test_supported_shapes_are_one_grouped_product_without_padding(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, dim: int, grouped: bool
 ) -> None:
     kernel, seen = module._grouped_mm, []
@@ -135,7 +135,7 @@ def test_a_rank_without_rows_calls_no_kernel(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_plan_sorts_choices_by_expert_in_the_order_of_tokens() -> None:
     plan = sort_by_expert(torch.tensor([[2, 0], [0, 1], [3, 0], [2, 3]]), n_experts=3)
-    assert plan.order.tolist() == [1, 2, 5, 3, 0, 6, 4, 7]  # choices of expert 3, which is none, are last
+    assert plan.order.tolist() == [1, 2, 5, 3, 0, 6, 4, 7]  # choices of expert 3 (no expert) come last
     assert plan.counts.tolist() == [3, 1, 2]
     assert torch.equal(plan.order[plan.places.flatten()], torch.arange(8))
 
@@ -192,7 +192,7 @@ def test_spread_permute_and_combine_have_the_right_gradients() -> None:
 
 
 def test_sums_over_experts_are_in_float32() -> None:
-    """Many small addends to a large one, each of which bfloat16 would round away."""
+    """Many small addends to a large one: bfloat16 would round away each of them."""
     experts, _ = random_choices(2, EXPERTS)
     plan = sort_by_expert(experts, EXPERTS)
     rows = torch.full((10, 4), 2.0**-8).bfloat16()
@@ -219,7 +219,7 @@ INDUCTOR = [pytest.mark.slow, pytest.mark.processes]
 def test_compiled_kernels_equal_eager_ones(backend: str, dtype: torch.dtype) -> None:
     torch.compiler.reset()
     compiled = Kernels(*(torch.compile(function, backend=backend, fullgraph=True) for function in EAGER))
-    for tokens in (6, 9):  # the second time with a size that varies
+    for tokens in (6, 9):  # the second time with a dynamic size
         experts, weights = random_choices(tokens, 3)
         arriving = (
             torch.bincount(experts.flatten(), minlength=EXPERTS).view(EXPERTS, 1).expand(-1, 2).contiguous()
@@ -257,7 +257,7 @@ def test_each_compiled_sum_is_one_pass() -> None:
         metrics.reset()
         torch.compile(function, backend="inductor", fullgraph=True)(*inputs)
         passes.append(metrics.generated_kernel_count)
-    # Of backward the second one is that of the weights, which are as many as rows.
+    # The second kernel of backward computes the gradient of the weights.
     assert passes == [1, 1, 2]
 
 
@@ -277,7 +277,7 @@ def test_dispatch_equals_a_loop_over_tokens(top_k: int) -> None:
 
 
 class Garbage(torch.autograd.Function):
-    """NaN past `kept` rows, as memory that no kernel has written, in both directions."""
+    """Write NaN after `kept` rows in forward and backward, like uninitialised memory."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, kept: int) -> Tensor:
@@ -311,7 +311,7 @@ def test_dropped_choices_are_not_computed_and_have_no_effect() -> None:
         own.zero_grad()
         if drops:
             out = LocalDispatcher(EXPERTS, drops=True)(x, experts, w, compute)
-        else:  # the same by weights of zero, computed in full
+        else:  # the reference: weights of zero, computed in full
             full = w.masked_fill(experts == EXPERTS, 0.0)
             out = LocalDispatcher(EXPERTS, drops=False)(x, experts.clamp(max=EXPERTS - 1), full, own)
         out.square().sum().backward()

@@ -1,4 +1,4 @@
-"""Counts against numbers worked out by hand."""
+"""Parameter and FLOP counts against hand calculations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_biases_and_qk_norm_are_parameters_but_no_matrix_products() -> None:
     assert flops_of(changed, 64) == flops_of(plain, 64)
 
 
-def test_latent_attention_multiplies_its_projections_and_keys_and_values_of_their_own_sizes() -> None:
+def test_latent_attention_counts_projections_and_distinct_key_and_value_sizes() -> None:
     mla = {
         "q_lora_rank": 10,
         "kv_lora_rank": 8,
@@ -42,14 +42,14 @@ def test_latent_attention_multiplies_its_projections_and_keys_and_values_of_thei
     }
     config = small_config(attention="mla", mla=mla, attention_sinks=True, attention_gate="head")
     down, up = 24 * 10 + 24 * (8 + 4), 10 * 4 * 10 + 8 * 4 * (6 + 5)
-    attention = down + up + 4 * 5 * 24 + 24 * 4  # with the output and the gate
+    attention = down + up + 4 * 5 * 24 + 24 * 4  # with the output projection and the gate
     matrices = 2 * (attention + 3 * 24 * 20) + 23 * 24
     assert flops_of(config, 64) == 6 * matrices + 2 * 6 * 4 * (10 + 5) * 65 / 2
     norms = 5 * 24 + 2 * (10 + 8)
     assert counts_of(config).total == matrices + 23 * 24 + norms + 2 * 4
 
 
-def test_a_tied_head_is_computed_with_but_counted_once() -> None:
+def test_a_tied_head_has_flops_but_its_parameters_count_once() -> None:
     untied, tied = small_config(), small_config(tie_embeddings=True)
     assert counts_of(untied).total - counts_of(tied).total == 23 * 24
     assert flops_of(untied, 64) == flops_of(tied, 64)
@@ -87,13 +87,13 @@ QWEN3_30B_A3B = ModelConfig.model_validate(
 )
 
 
-def test_mixtral_8x7b_has_46_7_billion_parameters_of_which_12_9_are_active() -> None:
+def test_mixtral_8x7b_has_46_7_billion_parameters_with_12_9_active() -> None:
     counts = counts_of(MIXTRAL)
     assert counts.total == 46_702_792_704
     assert counts.active == counts.total - 6 * 32 * 3 * 4096 * 14336 == 12_879_925_248
 
 
-def test_qwen3_30b_a3b_has_30_5_billion_parameters_of_which_3_3_are_active() -> None:
+def test_qwen3_30b_a3b_has_30_5_billion_parameters_with_3_3_active() -> None:
     counts = counts_of(QWEN3_30B_A3B)
     assert counts.total == 30_532_122_624
     assert counts.active == counts.total - 120 * 48 * 3 * 2048 * 768
@@ -101,8 +101,8 @@ def test_qwen3_30b_a3b_has_30_5_billion_parameters_of_which_3_3_are_active() -> 
     assert flops_of(QWEN3_30B_A3B, 1) == 6 * (counts.active - embedding - norms) + 48 * 12 * 4096
 
 
-def test_experts_cost_what_a_token_uses_of_them() -> None:
-    """Router, chosen and shared experts; leading layers stay dense."""
+def test_experts_cost_only_a_tokens_active_parameters() -> None:
+    """A token uses the router, the chosen experts and the shared experts. Leading layers stay dense."""
     moe = {"n_experts": 6, "top_k": 2, "expert_dim": 7, "n_shared_experts": 3, "n_dense_layers": 1}
     config, dense = small_config(n_layers=3, moe=moe), small_config(n_layers=3)
     of_experts = 2 * (6 * 24 + (6 + 3) * 3 * 24 * 7 - 3 * 24 * 20)
@@ -112,17 +112,19 @@ def test_experts_cost_what_a_token_uses_of_them() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 3, 10, 99])
-def test_attention_counts_exactly_the_pairs_that_see_each_other(window: int) -> None:
+def test_attention_counts_exactly_the_visible_pairs(window: int) -> None:
     seq = 10
     pairs = sum(1 for i in range(seq) for j in range(i + 1) if i - j < window)
-    config = small_config(sliding_window=window, sliding_window_pattern=2)  # the second layer sees everything
+    config = small_config(
+        sliding_window=window, sliding_window_pattern=2
+    )  # the second layer has full attention
     matrices = flops_of(small_config(), 1) - 2 * 12 * 24
     attention = flops_of(config, seq) - matrices
     assert attention * seq == pytest.approx(12 * 24 * (pairs + seq * (seq + 1) / 2))
 
 
-def test_a_class_of_ones_own_is_counted_as_it_was_built() -> None:
-    """Its table of positions is looked up; its mixers say what they compute, and their matrices that nothing else is."""
+def test_a_custom_model_is_counted_as_built() -> None:
+    """The position table is a lookup and the idle matrix is unused: both have no FLOPs. `Scan` reports its own FLOPs."""
     config = small_config()
     own = Wider(config, 16)
     assert parameter_counts(own).total == counts_of(config).total + 16 * 24 + 5 * 24 * 24

@@ -1,4 +1,4 @@
-"""fla's kernels as an operator: registration, gradient, documents and compiler, with a stand-in for fla."""
+"""fla's kernels as an operator: registration, gradient, documents and compiler, with a stub of fla."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def inputs(decays: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k, v, log_decay, beta and the first state."""
+    """Return q, k, v, log_decay, beta and the initial state."""
     generator = torch.Generator().manual_seed(decays)
 
     def draw(*shape: int) -> Tensor:
@@ -57,7 +57,7 @@ def values_and_gradients(results: tuple[Tensor, Tensor], arguments: list[Tensor]
 
 @BY_HEAD_OR_CHANNEL
 @pytest.mark.parametrize("documents", [False, True])
-def test_values_and_gradients_are_those_of_the_recurrence(documents: bool, decays: int) -> None:
+def test_values_and_gradients_equal_the_recurrence(documents: bool, decays: int) -> None:
     arguments, starts = inputs(decays), resets() if documents else None
     *others, state = arguments
     found = values_and_gradients(fused_delta_rule(*others, starts, state), arguments)

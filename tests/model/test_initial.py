@@ -1,4 +1,4 @@
-"""Nothing in a model is ever left as memory came."""
+"""No part of a model is left uninitialised."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.small_models import Wider, batch, small_config
 
 EVERYTHING = {"qk_norm": True, "attention_bias": True}
 MOE = {"moe": {"n_experts": 4, "top_k": 2, "n_shared_experts": 1, "n_dense_layers": 1}}
-UNTOUCHED = -(2**40)  # for integers, which have no NaN
+UNTOUCHED = -(2**40)  # for integers, since they have no NaN
 PARTS = [{}, {"layers": range(1), "head": False}, {"layers": range(1, 2), "embed": False}]
 
 
@@ -47,7 +47,7 @@ def test_initialisation_overwrites_all_uninitialised_memory(
 def test_start_values_follow_the_kind_of_parameter() -> None:
     config = small_config(n_layers=8, init_std=0.02, **EVERYTHING)
     values = Transformer(config, 12, layers=range(6, 8)).initial_values()
-    into_stream = Normal(0.02 / sqrt(2 * 8))  # of all eight layers, whichever of them are here
+    into_stream = Normal(0.02 / sqrt(2 * 8))  # by the model's eight layers, also for a part with fewer
     assert values["embedding.weight"] == values["head.weight"] == Normal(0.02)
     assert values["layers.7.attention.wq.weight"] == values["layers.7.feed_forward.w3.weight"] == Normal(0.02)
     assert values["layers.6.attention.wo.weight"] == values["layers.7.feed_forward.w2.weight"] == into_stream
@@ -56,7 +56,7 @@ def test_start_values_follow_the_kind_of_parameter() -> None:
     assert norms == {name for name in values if name.endswith("norm.weight")}
 
 
-def test_experts_start_as_dense_projections_do_and_differ_from_each_other() -> None:
+def test_experts_start_like_dense_projections_and_differ_from_each_other() -> None:
     config = small_config(n_layers=8, init_std=0.02, **MOE)
     values = Transformer(config, 12, layers=range(6, 8)).initial_values()
     into_stream = Normal(0.02 / sqrt(2 * 8))
@@ -75,7 +75,7 @@ def test_a_parameter_of_an_unknown_module_is_an_error() -> None:
         model.initial_values()
 
 
-def test_a_module_of_ones_own_says_the_start_of_its_parameters() -> None:
+def test_a_custom_module_defines_its_initial_values() -> None:
     values = Wider(small_config(), 12).initial_values()
     assert values["layers.1.mixer.scan.weight"] == 0.5 and values["positions.weight"] == Normal(0.02)
 

@@ -1,4 +1,4 @@
-"""A linear layer with decays by channel computes what transformers' Kimi Linear computes."""
+"""A linear-attention layer with per-channel decays equals transformers' Kimi Linear."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from forge.model.attention import Shared
 from forge.model.linear_attention import LINEAR
 
 DIM, HEADS, SIZE, SEQ = 24, 2, 8, 70
-# Theirs computes norm, gates and decays in float32 for any dtype. Against float64 its error was 2.4e-5 on one CPU and below
-# 1e-5 on others; forge's was 1e-6.
+# transformers computes norm, gates and decays in float32 for any dtype. Against float64 its error was 2.4e-5 on one CPU
+# and below 1e-5 on others; forge's was 1e-6.
 TOLERANCE, OWN_TOLERANCE = 5e-5, 5e-6
 
 
@@ -80,7 +80,7 @@ def ours(layer: nn.Module) -> LinearAttention:
 
 
 @pytest.mark.long
-def test_outputs_and_gradients_are_those_of_transformers() -> None:
+def test_outputs_and_gradients_equal_transformers() -> None:
     plain = theirs()
     own, exact, mask = ours(plain), ours(plain).double(), AttentionMask(LINEAR, None)
     x = torch.randn(2, SEQ, DIM, generator=torch.Generator().manual_seed(1))

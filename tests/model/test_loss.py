@@ -18,7 +18,7 @@ SETTINGS = [(0.0, 0.0), (0.1, 0.0), (0.0, 1.5), (0.1, 1.5)]
 def _inputs(
     dtype: torch.dtype = torch.float64, rows: int = 7, vocab: int = 11
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden `[2, rows, 5]`, weight `[vocab, 5]`, labels `[2, rows]` of which some are ignored."""
+    """Return hidden `[2, rows, 5]`, weight `[vocab, 5]` and labels `[2, rows]`, some of them ignored."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(2, rows, 5, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(vocab, 5, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
@@ -67,7 +67,7 @@ def test_only_the_objective_carries_a_gradient() -> None:
 
 
 @pytest.mark.parametrize("poison", [torch.inf, torch.nan, 1e300])
-def test_an_ignored_position_counts_nothing_whatever_it_holds(poison: float) -> None:
+def test_an_ignored_position_counts_nothing_even_with_non_finite_values(poison: float) -> None:
     hidden, weight, labels = _inputs()
     loss = FusedLoss(0.1, 3)
     clean = loss(hidden, weight, labels)
@@ -113,7 +113,7 @@ def test_two_backwards_add_up() -> None:
 
 
 class _Shapes(TorchDispatchMode):
-    """Records every operator's name and the largest tensor it returned."""
+    """Record every operator's name and the size of the largest returned tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_without_gradients_only_the_sums_are_computed(mode) -> None:
 
 
 def test_bfloat16_sums_and_scales_in_float32() -> None:
-    """The scale 1/3000 is not a bfloat16: were it rounded, all gradients would be off by the same 0.1 %."""
+    """1/3000 is not representable in bfloat16. A rounded scale would change all gradients by the same 0.1 %."""
     hidden, weight, labels = _inputs(torch.bfloat16, rows=200)
     losses = FusedLoss(0.01, 7)(hidden, weight, labels)
     assert losses.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""One rule, two tables: the dense one, and flex_attention's, which on the CPU can at least run forward."""
+"""Two tables of one mask rule: the dense one, and flex_attention's, whose forward runs on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forge.model.mask import AttentionMask, block_table, dense_table, visible
 from forge.model.sdpa import sdpa_attention
 
 CPU = torch.device("cpu")
-# Three tiles and a bit, so that some are empty, some full and the last is cut off.
+# A little over three tiles: some empty, some full, the last cut off.
 SEQ = 400
 SORTED = torch.tensor([[0] * 100 + [1] * 200 + [2] * 100, [3] * 399 + [4]])
 JUMBLED = torch.tensor([([7] * 50 + [1] * 50) * 4, [2] * 130 + [0] * 130 + [2] * 140])
@@ -23,7 +23,7 @@ CASES = pytest.mark.parametrize("documents", [None, SORTED, JUMBLED], ids=["whol
 WINDOWS = pytest.mark.parametrize("window", [0, 1, 130, 300])
 
 
-def test_the_dense_table_is_the_rule_pair_by_pair() -> None:
+def test_the_dense_table_equals_the_rule_pair_by_pair() -> None:
     documents = torch.tensor([[0, 0, 1, 1, 1, 0], [2, 2, 2, 2, 2, 2]])
     table = dense_table(3, documents, 6, CPU)
     assert table.shape == (2, 1, 6, 6)
@@ -41,7 +41,7 @@ def test_the_block_table_skips_only_empty_tiles_and_calls_full_only_full_ones(
     ours = block_table(window, documents, SEQ, CPU)
     batch = None if documents is None else 2
     exact = create_block_mask(visible(window, documents), batch, None, SEQ, SEQ, device="cpu")
-    # `to_dense` marks every tile that is computed.
+    # `to_dense` marks every computed tile.
     assert (ours.to_dense() >= exact.to_dense()).all()
     if documents is not JUMBLED:
         assert_close(ours.to_dense(), exact.to_dense())

@@ -1,4 +1,4 @@
-"""The mixture of experts in a whole model: against its plain form in float64, and over steps of training."""
+"""The mixture of experts in a whole model, against its plain form in float64 and over training steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.small_models import batch, fill, gradients, small_config
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
 BALANCES = ("bias", "quantile", "aux_loss", "sequence_aux_loss", "none")
 GROUPS = {"n_expert_groups": 4, "n_limited_groups": 2}
-# Coefficients large enough that a wrong gradient shows.
+# Coefficients large enough to reveal a wrong gradient.
 COEFS = {"aux_loss_coef": 0.3, "z_loss_coef": 0.05, "bias_update_rate": 0.03}
 
 
@@ -31,7 +31,7 @@ def moe_config(**changes: Any) -> ModelConfig:
 
 
 def moe_model(config: ModelConfig) -> Transformer:
-    """Routers have a past: another bias and other counts in each layer."""
+    """Return a model whose routers have different biases and previous counts in each layer."""
     model = Transformer(config, 12).double()
     fill(model)
     model.reset_buffers(torch.float64)
@@ -111,7 +111,7 @@ def test_other_activations_with_biases_equal_the_plain_form(activation: str) -> 
 @pytest.mark.long
 @pytest.mark.parametrize("balance", BALANCES)
 def test_equal_scores_equal_the_plain_form(balance: str) -> None:
-    """All experts score the same, and one expert is never chosen."""
+    """All experts have equal scores, and one expert is never chosen."""
     model = moe_model(moe_config(balance=balance))
     for router in model.routers.values():
         router.weight.data.zero_()
@@ -173,7 +173,7 @@ def test_parts_in_a_chain_equal_the_whole_model() -> None:
 
 
 class Trace:
-    """What steps of plain SGD did: after each the gradients, biases and previous counts."""
+    """Gradients, biases and previous counts after each step of plain SGD."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, Tensor]] = []
@@ -188,7 +188,7 @@ def train(
     skipped: tuple[int, ...] = (),
     between: Callable[[], None] = lambda: None,
 ) -> Trace:
-    """`between` runs after every backward."""
+    """Train with plain SGD. between: called after every backward."""
     trace, routers = Trace(), list(model.routers.values())
     for step in range(steps):
         tokens, labels = batch(sequences=4, seed=step)
@@ -240,7 +240,7 @@ def assert_evaluation_does_not_matter(config: ModelConfig) -> None:
 
 
 def assert_bias_moves_by_the_sign(config: ModelConfig) -> None:
-    """Once per step by the rate, up where an expert has less than its share of all choices, down where more."""
+    """Assert one change by the rate per step: up for experts with less than an equal share of choices, down for others."""
     model = moe_model(config)
     bias = torch.stack([router.bias for router in model.routers.values()])
     trace = train(model, microbatches=2)
@@ -255,7 +255,7 @@ def assert_bias_moves_by_the_sign(config: ModelConfig) -> None:
 
 
 def assert_quantiles_are_solved(config: ModelConfig) -> None:
-    """From the required biases of the valid tokens of a step, token by token; nothing is left for the next step."""
+    """Assert biases solved from the required biases of a step's valid tokens, and no leftover for the next step."""
     model, (tokens, labels) = moe_model(config), batch(sequences=4)
     mixture, parameters = mixture_of(model), {name: p.detach() for name, p in model.named_parameters()}
     reference_loss(parameters, config, tokens, labels, mixture=mixture)
@@ -277,7 +277,7 @@ def test_quantile_balancing_solves_the_biases_of_the_plain_form(changes: dict[st
 
 
 def test_quantile_balancing_evens_the_load_of_the_same_tokens() -> None:
-    """Exactly even but for what a bin does not resolve and for tokens whose cutoff moved with the biases."""
+    """Even up to the bins' resolution and up to tokens whose cutoff moved with the biases."""
     config = moe_config(balance="quantile", score_function="sigmoid")
     model, (tokens, labels) = moe_model(config), batch(sequences=32)
     routers, spread = list(model.routers.values()), []
@@ -334,11 +334,11 @@ def test_a_skipped_step_moves_no_state_and_is_not_counted_later(balance: str) ->
     assert trace.counts[1].sum(1).tolist() == [2 * (4 * 12 - 2)] * 2
 
 
-# --- The checks above fail when the defect that they are there for is put in ---
+# --- Each check above fails with its planted defect ---
 
 
 def moved_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bias moves in every forward by the counts of that forward."""
+    """Plant: the bias moves in every forward by the counts of that forward."""
     balance = Router._balance
 
     def defect(self: Router, *arguments: Any) -> Any:
@@ -368,7 +368,7 @@ def moved_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the optimizer's view of a sharded copy is lost."""
+    """Plant: no bias update, e.g. after losing the optimizer's view of a sharded copy."""
     monkeypatch.setattr(torch, "_foreach_add_", lambda *_: None)
 
 

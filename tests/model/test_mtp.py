@@ -1,4 +1,4 @@
-"""Multi-token prediction against a plain second form, and what it leaves alone."""
+"""Multi-token prediction against a second, plain implementation, and its boundaries."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_labels_ahead_end_with_the_document_and_the_sequence() -> None:
     assert found[0, :, 1].tolist() == [[12, none], [13, none], [14, none], [15, 16], [0, none], [0, none]]
 
 
-def test_without_a_gradient_nothing_is_predicted_ahead() -> None:
+def test_without_a_gradient_only_the_next_token_is_predicted() -> None:
     plain, ahead = small_model(small_config()), small_model(small_config(mtp={"depth": 2}))
     tokens, labels = batch()
     with torch.no_grad():

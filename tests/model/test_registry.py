@@ -1,4 +1,4 @@
-"""Models by name and by import path."""
+"""Models by registered name and by import path."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         ("pathlib:Path", "is not a module class"),
     ],
 )
-def test_an_import_path_that_leads_to_no_model_is_a_user_error(kind: str, reason: str) -> None:
+def test_an_import_path_without_a_model_is_a_user_error(kind: str, reason: str) -> None:
     with pytest.raises(UserError, match=f'model.kind = "{kind}".*{reason}'):
         build_model(small_config(kind=kind), 8)

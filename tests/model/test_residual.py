@@ -1,4 +1,4 @@
-"""The mix over depth: its gradients by differences, its first values, and what it keeps for backward."""
+"""The mix over depth: gradients against finite differences, initial values, and tensors kept for backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mix_of(query: Tensor) -> DepthMix:
     return mix
 
 
-def test_gradients_of_query_and_streams_are_those_of_differences() -> None:
+def test_gradients_of_query_and_streams_equal_finite_differences() -> None:
     query = torch.randn(DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     mix = DepthMix(DIM, 1e-5).double()
     inputs = [stream.requires_grad_() for stream in streams(4)]
@@ -57,7 +57,7 @@ def test_at_first_a_mix_is_the_mean_and_its_query_has_a_gradient() -> None:
 
 
 def test_scores_do_not_depend_on_the_size_of_a_stream() -> None:
-    """Else a block that adds up more layers would win. The mix itself has the sizes of the streams."""
+    """Otherwise a block that sums more layers would dominate. The mix itself keeps the streams' magnitudes."""
     query = torch.ones(DIM, dtype=torch.float64)
     one, two = streams(2)
     small = mix_of(query)(two, (one,))
@@ -71,7 +71,7 @@ def test_scores_do_not_depend_on_the_size_of_a_stream() -> None:
     assert_close(grown, shares * torch.tensor([1000.0, 1.0], dtype=torch.float64), rtol=1e-4, atol=1e-6)
 
 
-def test_a_mix_keeps_its_streams_by_reference_and_two_numbers_per_token_and_stream() -> None:
+def test_backward_keeps_streams_by_reference_and_two_numbers_per_token_and_stream() -> None:
     given = [stream.requires_grad_() for stream in streams(5, torch.bfloat16, seq=50)]
     mix, kept = mix_of(torch.ones(DIM, dtype=torch.bfloat16)), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
@@ -92,7 +92,7 @@ def test_every_second_layer_begins_a_block_and_the_first_has_no_mix_before_atten
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
 
 
-def test_streams_into_a_layer_are_one_more_than_those_that_blocks_have_saved() -> None:
+def test_a_layer_gets_one_stream_more_than_the_saved_blocks() -> None:
     config = small_config(n_layers=7, residual="attention", residual_block_size=3)
     assert [config.streams_into(layer) for layer in range(8)] == [1, 2, 2, 2, 3, 3, 3, 4]
     assert [small_config().streams_into(layer) for layer in range(3)] == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""What the router chooses, by hand; what it adds up and keeps."""
+"""The router's choices against hand calculations, and its counts and state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forge.model.noise import token_noise
 
 
 def router(**changes: Any) -> Router:
-    """Its logits are its inputs."""
+    """Return a router whose logits equal its inputs."""
     config = MoEConfig.model_validate({"n_experts": 4, "top_k": 2, "n_limited_groups": 1} | changes)
     made = Router(config.n_experts, config, layer=0).double()
     made.weight.data.copy_(torch.eye(config.n_experts))
@@ -24,7 +24,7 @@ def router(**changes: Any) -> Router:
 
 
 def route(one: Router, *logits: list[float], labels: Tensor | None = None) -> tuple[list, Tensor]:
-    """Experts and weights of each token of one sequence."""
+    """Return the experts and weights of each token of one sequence."""
     x = torch.tensor([logits], dtype=torch.float64)
     experts, weights = one(x, labels)
     return experts.tolist(), weights.detach()
@@ -39,7 +39,7 @@ def test_of_equal_scores_the_lower_index_wins(scores: str) -> None:
 
 
 def test_ties_among_many_experts_follow_the_index_too() -> None:
-    """Where an unstable sort would show: PyTorch's own is stable for short rows by accident."""
+    """Rows are long enough to reveal an unstable sort. PyTorch's sort happens to be stable for short rows."""
     experts, _ = route(router(n_experts=256, top_k=8), [0.0] * 256)
     assert experts == [list(range(8))]
 
@@ -59,7 +59,7 @@ def test_one_expert_per_token_keeps_its_score_so_that_the_router_learns() -> Non
     assert_close(weights[0], torch.tensor([3.0], dtype=torch.float64).sigmoid())
 
 
-def test_scores_that_are_all_zero_give_weights_of_zero() -> None:
+def test_all_zero_scores_give_zero_weights() -> None:
     _, weights = route(router(score_function="sigmoid"), [-1e4] * 4)
     assert weights.tolist() == [[0.0, 0.0]]
 
@@ -91,7 +91,7 @@ def test_two_best_scores_choose_the_group_with_a_bias_and_the_best_one_without()
 
 
 def test_experts_outside_of_the_chosen_groups_never_win() -> None:
-    """Not even against negative scores inside."""
+    """Even if the scores inside are negative."""
     one = router(score_function="sigmoid", **GROUPS)
     one.bias.copy_(torch.tensor([-3.0, -3.0, -3.0, -3.0, -2.0, -4.5]))
     assert route(one, [0.0] * 6)[0] == [[0, 1]]
@@ -121,7 +121,7 @@ def test_a_float32_gate_in_a_bfloat16_stream_computes_in_float32() -> None:
     assert_close(weights, expected, rtol=0.0, atol=1e-7)
 
 
-# --- What is counted ---
+# --- Counts ---
 
 LABELS = torch.tensor([[3, IGNORE, 5, 1]])
 TOKENS = ([9.0, 8.0, 0.0, 0.0], [9.0, 8.0, 0.0, 0.0], [9.0, 0.0, 8.0, 0.0], [0.0, 0.0, 0.0, 9.0])
@@ -137,7 +137,7 @@ def test_only_valid_tokens_are_counted_and_forwards_add_up() -> None:
     assert_close(one.losses[1], logits.logsumexp(-1).square().sum())
 
 
-def test_what_is_ignored_counts_nothing_even_if_it_is_infinite() -> None:
+def test_ignored_tokens_count_nothing_even_if_infinite() -> None:
     one = router(balance="sequence_aux_loss", z_loss_coef=0.1)
     tokens = [list(token) for token in TOKENS]
     tokens[1] = [torch.inf, torch.nan, 0.0, 0.0]
@@ -158,7 +158,7 @@ def test_an_even_load_costs_one_per_token(balance: str) -> None:
     route(one, *TOKENS[:3], labels=LABELS[:, :3])
     one.reset_state()
     route(one, [1.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, 1.0, 0], [0, 0, 0, 1.0])
-    if balance == "aux_loss":  # no step before: uniform
+    if balance == "aux_loss":  # without a previous step: uniform
         assert_close(one.losses[0].item(), 4.0)
     one.reset_state()
     one.previous_counts.copy_(torch.tensor([5, 5, 5, 5]))
@@ -177,7 +177,7 @@ def test_a_sequence_loss_does_not_depend_on_other_sequences() -> None:
 
 
 def test_counts_of_a_sequence_go_through_the_extension_point() -> None:
-    """With the counts of another process's half of the sequence the loss is linear in this half."""
+    """Given the counts of another process's half of the sequence, the loss is linear in this half."""
     one, x = router(balance="sequence_aux_loss"), torch.randn(2, 6, 4, dtype=torch.float64)
     one(x)
     whole, counts = one.losses[0].clone(), []
@@ -257,7 +257,11 @@ def test_choices_beyond_capacity_are_dropped_by_their_weights() -> None:
     experts, weights = route(one, *tokens, labels=torch.tensor([[1, 1, 1, 1, 1, 1]]))
     assert experts == [[3], [0], [3], [1], [0], [2]]
     assert one.dropped.item() == 2
-    assert one.counts.tolist() == [4, 1, 1]  # what was chosen: that is what balancing has to even out
+    assert one.counts.tolist() == [
+        4,
+        1,
+        1,
+    ]  # choices before the capacity limit, the load for balancing to even out
 
 
 def test_of_equal_weights_the_earlier_token_keeps_its_place() -> None:

@@ -1,4 +1,4 @@
-"""The model under FSDP2: every parameter is read only where it is gathered, what must be float32 stays."""
+"""The model under FSDP2 reads parameters only while gathered, and float32 parts stay float32."""
 
 from __future__ import annotations
 

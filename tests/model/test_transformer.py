@@ -1,4 +1,4 @@
-"""The model against its plain second form in float64: loss, logits, every gradient, option by option."""
+"""The model against a second, plain implementation in float64: loss, logits and gradients, option by option."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_parameters_name_does_not_depend_on_the_part() -> None:
 
 
 def test_positions_shift_nothing_but_the_rotation() -> None:
-    """RoPE is relative: the same offset on all positions leaves the loss, another spacing does not."""
+    """RoPE is relative: an offset of all positions keeps the loss, another spacing changes it."""
     model = small_model(small_config(), seq_len=40)
     tokens, labels = batch()
     plain = model(tokens, labels)
@@ -205,7 +205,7 @@ def test_positions_shift_nothing_but_the_rotation() -> None:
     assert not torch.allclose(model(tokens, labels, positions * 3), plain)
 
 
-def test_a_document_is_read_as_if_it_stood_alone() -> None:
+def test_a_document_is_independent_of_its_neighbours() -> None:
     model = small_model(small_config(sliding_window=3))
     tokens, _ = batch(sequences=1)
     documents = torch.tensor([[0] * 5 + [1] * 7])
@@ -224,7 +224,7 @@ def test_bfloat16_keeps_norm_rotation_and_loss_in_float32() -> None:
     assert_close(model(tokens, labels).double(), exact, rtol=0.02, atol=0.0)
 
 
-def test_a_longer_sequence_than_built_for_is_refused() -> None:
+def test_a_sequence_longer_than_seq_len_is_refused() -> None:
     model = small_model(small_config(), seq_len=8)
     with pytest.raises(ValueError, match=r"12 tokens.*8"):
         model(*batch())
@@ -240,7 +240,7 @@ def test_a_batch_without_a_valid_label_has_loss_and_gradients_zero() -> None:
 
 
 class CountingAttention(SdpaAttention):
-    """An attention function of another's, as parallel code puts in place."""
+    """A custom attention function, set like the one of parallel code."""
 
     def __init__(self) -> None:
         self.prepared: list[AttentionMask] = []
@@ -255,7 +255,7 @@ class CountingAttention(SdpaAttention):
         return super().__call__(q, k, v, mask, *sinks)
 
 
-def test_masks_are_made_once_per_forward_and_window_by_the_attention_function_in_place() -> None:
+def test_the_set_attention_function_builds_masks_once_per_forward_and_window() -> None:
     model = small_model(small_config(n_layers=4, sliding_window=3, sliding_window_pattern=2))
     plain = model(*batch())
     attend = CountingAttention()

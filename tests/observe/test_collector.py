@@ -9,7 +9,7 @@ from forge.observe.collector import Collector
 
 
 class Node:
-    """One end of a reference cycle, which only the collector can free."""
+    """A node of a reference cycle. Only the garbage collector can free the cycle."""
 
     def __init__(self):
         self.me = self
@@ -41,13 +41,13 @@ def test_collects_at_multiples_of_the_interval_and_only_then():
 
 
 @pytest.mark.long
-def test_what_exists_before_the_run_is_frozen_and_python_s_way_returns_after_it():
+def test_objects_from_before_the_run_are_frozen_and_pythons_settings_return_afterwards():
     with running(10):
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0 and gc.isenabled()
 
 
-def test_a_collector_that_was_off_stays_off():
+def test_a_disabled_collector_stays_disabled():
     gc.disable()
     with running(10):
         pass
@@ -55,7 +55,7 @@ def test_a_collector_that_was_off_stays_off():
 
 
 def test_interval_zero_leaves_everything_to_python():
-    gc.collect()  # Python's own next collection is far away
+    gc.collect()  # postpones Python's own next collection
     with running(0) as collector:
         garbage = weakref.ref(Node())
         assert gc.isenabled() and gc.get_freeze_count() == 0
@@ -66,7 +66,7 @@ def test_interval_zero_leaves_everything_to_python():
 @pytest.mark.long
 @pytest.mark.parametrize("interval", [0, 1])
 def test_the_time_of_collections_is_counted_wherever_they_start(interval):
-    gc.disable()  # or Python makes one in between
+    gc.disable()  # otherwise Python may collect in between
     with running(interval) as collector:
         assert collector.take_seconds() == 0
         collector.after_step(1)

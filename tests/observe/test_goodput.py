@@ -1,4 +1,4 @@
-"""The ledger of wall time: every second in one kind, over kills and restarts."""
+"""The ledger of wall time puts every second into one kind, across kills and restarts."""
 
 import json
 import time
@@ -12,7 +12,7 @@ BEGIN = datetime(2025, 6, 1, 12, tzinfo=UTC)
 
 
 class Clock:
-    """Stands in for both clocks of the ledger."""
+    """A stub of the ledger's two clocks."""
 
     def __init__(self, monkeypatch) -> None:
         self.now = 1000.0
@@ -31,7 +31,7 @@ def walk(ledger: Ledger, clock: Clock, *phases: tuple[str, int, float]) -> None:
         clock.now += seconds
 
 
-def test_each_phase_goes_into_its_kind_and_all_add_up(clock) -> None:
+def test_each_phase_counts_in_its_kind_and_the_sum_is_wall_time(clock) -> None:
     events: list[dict] = []
     ledger = Ledger(Past(), began=clock.now - 3, report_event=lambda kind, **fields: events.append(fields))
     walk(ledger, clock, ("set-up", 0, 7), ("first step", 1, 5), ("data", 2, 1), ("step", 2, 4))
@@ -43,7 +43,7 @@ def test_each_phase_goes_into_its_kind_and_all_add_up(clock) -> None:
     assert "31.0% of 29s" in ledger.table() and "evaluation" not in ledger.table()
 
 
-def test_steps_made_again_are_repeated_after_a_restart_and_after_a_rollback(clock) -> None:
+def test_repeated_steps_after_a_restart_or_rollback_are_counted_as_repeated(clock) -> None:
     ledger = Ledger(Past(step=3), began=clock.now, report_event=lambda *_, **__: None)
     walk(ledger, clock, ("first step", 2, 1), ("step", 3, 1), ("step", 4, 1), ("step", 5, 1))
     walk(ledger, clock, ("set-up", 5, 1), ("step", 4, 1), ("evaluation", 4, 1), ("step", 4, 1))
@@ -87,7 +87,7 @@ def test_the_time_of_a_killed_process_is_counted_from_its_events_and_status(tmp_
     assert past.step == 14 and past.until == BEGIN + timedelta(seconds=60)
 
 
-def test_a_process_killed_in_its_set_up_counts_as_that_and_nothing_is_no_past(tmp_path) -> None:
+def test_a_process_killed_in_set_up_counts_as_set_up_and_a_missing_file_is_no_past(tmp_path) -> None:
     events, status = tmp_path / "events.jsonl", tmp_path / "status.json"
     assert read_past(events, status) == Past()
     events.write_text(

@@ -19,7 +19,7 @@ def card(monkeypatch):
     ("name", "tflops"),
     [("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA H100 PCIe", 756.5), ("NVIDIA A100-SXM4-80GB", 312)],
 )
-def test_a_known_card_has_its_data_sheet_s_dense_peak(card, name, tflops):
+def test_a_known_gpu_has_its_data_sheets_dense_peak(card, name, tflops):
     card(name)
     assert peak_flops(CUDA, torch.bfloat16) == peak_flops(CUDA, "bfloat16") == tflops * 1e12
 
@@ -35,12 +35,12 @@ def test_the_peak_depends_on_the_dtype(card, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "AMD Instinct MI300X", ""]
 )
-def test_a_card_of_any_other_name_has_no_known_peak(card, name):
+def test_a_gpu_with_any_other_name_has_no_known_peak(card, name):
     card(name)
     assert peak_flops(CUDA, "bfloat16") is None
 
 
-def test_what_a_data_sheet_does_not_say_is_not_known(card):
+def test_a_figure_missing_from_the_data_sheet_is_unknown(card):
     card("NVIDIA L40S")
     assert peak_flops(CUDA, "float64") is None
     assert peak_flops(CUDA, "int8") is None
@@ -50,7 +50,7 @@ def test_a_cpu_has_no_known_peak():
     assert peak_flops(torch.device("cpu"), "float32") is None
 
 
-def test_every_card_is_slower_in_wider_formats():
+def test_every_gpu_is_slower_in_wider_formats():
     for bfloat16, tf32, float32, float64, _ in hardware._PEAK_TFLOPS.values():
         assert bfloat16 > tf32 >= float32 >= (float64 or 0)
 

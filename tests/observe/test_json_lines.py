@@ -19,7 +19,7 @@ def path(tmp_path):
     return tmp_path / "metrics.jsonl"
 
 
-def test_every_line_is_on_its_way_to_the_disk_when_append_returns(path):
+def test_a_reader_sees_every_line_when_append_returns(path):
     metrics = JsonLines(path)
     for step in (1, 2):
         metrics.append(step=step, loss=0.5)
@@ -36,12 +36,12 @@ def test_floats_read_back_exactly(tmp_path_factory, value):
     assert read_back == value and math.copysign(1, read_back) == math.copysign(1, value)
 
 
-def test_numbers_that_are_not_finite_are_null_wherever_they_stand(path):
+def test_non_finite_numbers_are_null_at_any_depth(path):
     JsonLines(path).append(step=1, loss=math.nan, eval={"a": math.inf, "b": [1.0, -math.inf]})
     assert read(path) == [{"step": 1, "loss": None, "eval": {"a": None, "b": [1.0, None]}}]
 
 
-def test_cut_drops_what_follows_the_step_evaluations_too(path):
+def test_cut_drops_all_lines_after_the_step_evaluations_too(path):
     metrics = JsonLines(path)
     for step in range(1, 5):
         metrics.append(step=step, loss=1.0)
@@ -67,14 +67,14 @@ def test_cut_drops_a_torn_last_line(path, torn):
     assert path.read_bytes() == b'{"step": 1}\n'
 
 
-def test_cut_drops_unreadable_lines_and_says_so(path, caplog):
+def test_cut_drops_and_reports_unreadable_lines(path, caplog):
     path.write_bytes(b'\0\0\0\n[]\n{"step": 1}\n{"step": "x"}\n')
     JsonLines(path).cut(5)
     assert path.read_bytes() == b'{"step": 1}\n'
     assert "line 1 " in caplog.text and "line 2 " in caplog.text and "line 4 " in caplog.text
 
 
-def test_lines_that_wait_for_room_on_a_full_disk_are_cut_too(path, monkeypatch):
+def test_lines_waiting_for_a_full_disk_are_cut_too(path, monkeypatch):
     metrics, write = JsonLines(path), os.write
     metrics.append(step=1, loss=1.0)
     room = [5, 0]
@@ -102,7 +102,7 @@ def test_cut_with_nothing_to_drop_does_not_touch_the_file(path):
     JsonLines(path).append(step=1, loss=1.0)
     before = path.stat()
     JsonLines(path).cut(1)
-    after = path.stat()  # but for the time of the last reading, which may have changed
+    after = path.stat()  # except the access time, which may have changed
     assert (after.st_ino, after.st_mtime_ns, after.st_size) == (
         before.st_ino,
         before.st_mtime_ns,
@@ -124,14 +124,14 @@ def test_a_crash_in_the_middle_of_a_cut_loses_nothing(path, monkeypatch):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_line_after_a_torn_one_stands_by_itself(path):
+def test_a_line_after_a_torn_one_is_separate(path):
     path.write_bytes(b'{"event": "sta')
     JsonLines(path).append(event="resumed")
     torn, line = path.read_text().splitlines()
     assert torn == '{"event": "sta' and json.loads(line)["event"] == "resumed"
 
 
-def test_lines_that_a_full_disk_refuses_cost_one_warning_and_are_written_later(path, monkeypatch, caplog):
+def test_lines_refused_by_a_full_disk_cost_one_warning_and_are_written_later(path, monkeypatch, caplog):
     lines = JsonLines(path)
     lines.append(event="a")
     write, calls = os.write, []

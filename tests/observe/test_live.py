@@ -1,4 +1,4 @@
-"""The live view on a real pseudo-terminal: messages above, one view below; and plain lines where there is no terminal."""
+"""The live view on a pseudo-terminal: messages above, one view below. Without a terminal: plain lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLUMNS = 60
 
 
 class Terminal:
-    """A pseudo-terminal. `stream` is the program's end; a thread reads the other, as a full terminal makes writers wait."""
+    """A pseudo-terminal. stream: the program's end. A thread reads the other end, because a full terminal blocks writers."""
 
     def __init__(self) -> None:
         self._reader, writer = pty.openpty()
@@ -44,7 +44,7 @@ class Terminal:
             self._read += found
 
     def close(self) -> str:
-        """Close the program's end and return all that it wrote."""
+        """Close the program's end and return its output."""
         if not self.stream.closed:
             self.stream.close()
             self._thread.join()
@@ -60,7 +60,7 @@ def terminal() -> Iterator[Terminal]:
 
 
 def screen(text: str) -> list[str]:
-    """What a person sees: the lines after all movements of the cursor."""
+    """Return the visible lines after all cursor movements."""
     lines, at = [""], 0
     for piece in re.findall(r"\x1b\[\d*[AJ]|\r?\n|[^\x1b\r\n]+", text):
         if piece.endswith("A") and piece.startswith("\x1b"):
@@ -89,7 +89,7 @@ def report(step: int, loss: float | None) -> None:
     logging.getLogger("forge.test").info("%s", progress.text(), extra={"progress": progress})
 
 
-def test_messages_stand_above_and_the_view_is_drawn_over(terminal, tmp_path, monkeypatch) -> None:
+def test_messages_scroll_above_a_redrawn_view(terminal, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal.stream)
     setup_logging(0, tmp_path, live=True)
     try:
@@ -129,7 +129,7 @@ def test_without_the_key_and_on_other_ranks_a_terminal_gets_plain_lines(
     assert "\x1b" not in text and ("step   1/200" in text) is (rank == 0) and "seen" in text
 
 
-def test_where_there_is_no_terminal_lines_are_plain(tmp_path, capsys) -> None:
+def test_without_a_terminal_lines_are_plain(tmp_path, capsys) -> None:
     setup_logging(0, tmp_path, live=True)
     try:
         report(1, 8.0)
@@ -146,12 +146,12 @@ def test_a_curve_falls_from_the_top_left_to_the_bottom_right() -> None:
     assert len(draw_curve([1.0] * 500, 2, 40, BLOCKS)[0]) == 50
 
 
-def test_a_curve_of_any_length_is_kept_as_few_means() -> None:
+def test_a_curve_of_any_length_is_kept_as_a_few_means() -> None:
     curve = Means()
     for step in range(100_001):
         curve.add(float(step))
     assert MOST // 2 <= len(curve.values) <= MOST
-    # 128 steps each, and one of what is left over.
+    # Means over 128 steps each, and one over the remainder.
     assert curve.values[0] == 63.5 and curve.values[1] - curve.values[0] == 128.0
     assert curve.values[-1] == pytest.approx((100_000 + 100_000 // 128 * 128) / 2)
     few = Means()

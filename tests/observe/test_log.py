@@ -8,7 +8,7 @@ from forge.observe.log import _RankFile, reset_logging, setup_logging
 
 
 @pytest.fixture(autouse=True)
-def logging_as_it_was():
+def restored_logging():
     loggers = [logging.getLogger(), logging.getLogger("forge")]
     levels = [logger.level for logger in loggers]
     yield
@@ -17,14 +17,14 @@ def logging_as_it_was():
         logger.setLevel(level)
 
 
-def test_rank_0_speaks_on_the_terminal_and_in_its_file(tmp_path, capsys):
+def test_rank_0_logs_to_the_terminal_and_its_file(tmp_path, capsys):
     setup_logging(0, tmp_path / "logs")
     logging.getLogger("forge.train").info("hello %d", 7)
     assert capsys.readouterr().err[8:] == " hello 7\n"
     assert " rank 0 INFO forge.train: hello 7\n" in (tmp_path / "logs" / "rank-0.log").read_text()
 
 
-def test_other_ranks_say_all_in_their_file_and_only_errors_on_the_terminal(tmp_path, capsys):
+def test_other_ranks_log_everything_to_their_file_and_only_errors_to_the_terminal(tmp_path, capsys):
     setup_logging(3, tmp_path)
     logging.getLogger("forge").info("fine")
     logging.getLogger("forge").error("broken")
@@ -45,7 +45,7 @@ def test_a_repeated_set_up_replaces_the_former(tmp_path, capsys):
     assert (tmp_path / "a" / "rank-0.log").read_text() == ""
 
 
-def test_others_are_heard_from_warnings_up_python_s_warnings_included(tmp_path, capsys):
+def test_other_libraries_log_warnings_and_errors_including_pythons_warnings(tmp_path, capsys):
     setup_logging(0, tmp_path)
     logging.getLogger("somebody").info("chatter")
     logging.getLogger("torch.distributed").warning("heed")
@@ -59,13 +59,13 @@ def test_others_are_heard_from_warnings_up_python_s_warnings_included(tmp_path, 
     assert capsys.readouterr().err.count("heed") == 1
 
 
-def test_torch_s_known_noise_is_not_heard(tmp_path, capsys):
+def test_torchs_known_noise_is_filtered(tmp_path, capsys):
     setup_logging(0, tmp_path)
     logging.getLogger("torch.distributed.tensor._redistribute").warning("noise")
     assert "noise" not in capsys.readouterr().err + (tmp_path / "rank-0.log").read_text()
 
 
-def test_a_folder_that_cannot_be_written_to_costs_a_warning(tmp_path, capsys):
+def test_an_unwritable_folder_costs_a_warning(tmp_path, capsys):
     (tmp_path / "logs").write_text("")
     setup_logging(0, tmp_path / "logs")
     logging.getLogger("forge").info("still here")

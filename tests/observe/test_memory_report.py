@@ -31,7 +31,7 @@ def test_state_is_counted_in_bytes_of_this_rank() -> None:
 
 
 def _first_steps(rank: int, world: int) -> tuple[int, list, str]:
-    """Bytes of activations, what was reported, and the table, after steps of which the first takes 768 MiB."""
+    """Return activation bytes, the report and the table, after steps whose first one takes 768 MiB."""
     reported: list = []
     report = MemoryReport(CPU, lambda kind, **fields: reported.append((kind, fields)))
     report.count_state(*state(1000))
@@ -45,8 +45,8 @@ def _first_steps(rank: int, world: int) -> tuple[int, list, str]:
     return report.bytes["activations"], reported, report.table()
 
 
-def test_activations_are_what_the_first_step_adds_and_are_reported_once() -> None:
-    # In a process of its own: the peak of one never falls, and that of the tests' may be above what is taken here.
+def test_activations_are_the_first_steps_increase_and_are_reported_once() -> None:
+    # In its own process: a process's peak never falls, and the tests' peak may exceed this allocation.
     ((activations, reported, table),) = run_ranks(_first_steps, 1)
     assert activations == pytest.approx(768 * MIB, rel=0.2)
     [(kind, fields)] = reported

@@ -1,4 +1,4 @@
-"""Monitors measure what they say, leave a run as it is, and never make the host wait."""
+"""Monitors measure correctly, do not change a run, and never make the host wait."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def monitors_of(made: Transformer, *chosen: str) -> Monitors:
 
 
 def values(monitors: Monitors, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What is read of one process."""
+    """Return the monitors' values on one process."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
     return monitors.read(monitors.reduce().tolist())
 
 
-def test_numbers_are_those_of_a_plain_computation(monkeypatch) -> None:
+def test_numbers_equal_a_plain_computation(monkeypatch) -> None:
     made, tokens = model(), torch.randint(31, (3, SEQ))
     outputs: dict[int, torch.Tensor] = {}
     logits: list[torch.Tensor] = []
@@ -96,7 +96,7 @@ def test_numbers_are_those_of_a_plain_computation(monkeypatch) -> None:
         assert found["updates"][name] == pytest.approx(0.1 * norm / weight)
 
 
-def test_a_gate_that_is_never_open_is_a_dead_unit_and_one_always_open_is_saturated(monkeypatch) -> None:
+def test_a_never_open_gate_is_a_dead_unit_and_an_always_open_one_is_saturated(monkeypatch) -> None:
     made = model()
     block: Any = made.layers["1"]
     block.ffn_norm.weight.data.fill_(1.0)
@@ -121,7 +121,7 @@ def test_queries_are_spread_over_the_sequence_and_the_last_is_among_them() -> No
 
 
 class Names(TorchDispatchMode):
-    """The names of all operators."""
+    """Record the names of all operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_the_host_never_waits_for_the_device(monkeypatch) -> None:
     monitors = monitors_of(made, "activations", "attention", "gradients", "weights", "updates")
     shards = [Shard.whole(name, parameter) for name, parameter in made.named_parameters()]
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
-    chosen_queries(SEQ, None, torch.device("cpu"))  # made once, on the host
+    chosen_queries(SEQ, None, torch.device("cpu"))  # computed once, on the host
     with Names() as names:
         monitors.begin()
         made(torch.zeros(2, SEQ, dtype=torch.long), torch.zeros(2, SEQ, dtype=torch.long))[0].backward()
@@ -151,7 +151,7 @@ def test_the_host_never_waits_for_the_device(monkeypatch) -> None:
 
 
 def test_all_numbers_of_a_step_are_reduced_in_one_collective(monkeypatch) -> None:
-    """Two ranks by hand: the second one's vector is added to the first one's, as an all-reduce does."""
+    """Simulate two ranks: add the second rank's vector to the first one's, like an all-reduce."""
     made, reduced = model(), list[torch.Tensor]()
     names = [name for name, _ in made.named_parameters()]
     for rank in (0, 1):
@@ -183,7 +183,7 @@ def values_of(made: Transformer, token: int, monkeypatch: pytest.MonkeyPatch) ->
     return values(monitors, monkeypatch)
 
 
-def test_a_run_is_the_same_with_monitors_and_lines_stand_at_their_steps(tmp_path) -> None:
+def test_monitors_do_not_change_a_run_and_report_at_their_steps(tmp_path) -> None:
     plain, watched = Run(tmp_path / "plain", *EXPERTS), Run(tmp_path / "watched", *EXPERTS)
     assert plain("--train.steps=5") == 0
     assert watched("--train.steps=5", "--metrics.monitor_interval=2", "--metrics.tensorboard=true") == 0

@@ -30,16 +30,16 @@ def test_the_trace_holds_the_chosen_steps_and_their_operators(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("config", [Profile(), Profile(span=(2, 3), ranks=(1,)), Profile(span=(8, 9))])
-def test_nothing_is_written_where_nothing_is_asked_for(tmp_path, config) -> None:
+def test_nothing_is_written_without_a_request(tmp_path, config) -> None:
     assert train(tmp_path, config, range(1, 6)) == []
 
 
-def test_a_run_that_begins_or_ends_within_the_steps_leaves_what_it_has(tmp_path) -> None:
+def test_a_run_starting_or_ending_within_the_steps_writes_a_partial_profile(tmp_path) -> None:
     assert train(tmp_path / "resumed", Profile(span=(2, 5)), range(4, 8)) == ["rank-0-steps-4-5.json.gz"]
     assert train(tmp_path / "stopped", Profile(span=(2, 50)), range(1, 4)) == ["rank-0-steps-2-end.json.gz"]
 
 
-def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog) -> None:
+def test_an_unwritable_trace_is_a_warning(tmp_path, caplog) -> None:
     (tmp_path / "profile").write_text("a file where the folder should be")
     profiler = StepProfiler(Profile(span=(1, 1)), 0, tmp_path / "profile", CPU)
     profiler.before_step(1)

@@ -32,14 +32,14 @@ def test_the_line_shows_everything_in_order():
     )
 
 
-def test_what_is_absent_is_left_out():
+def test_absent_values_are_left_out():
     assert (
         format_line({"step": 1, "loss": 2.0, "mfu": None}, total_steps=9, eta_s=None)
         == "step 1/9  loss 2.000"
     )
 
 
-def test_a_skipped_step_says_so_and_shows_numbers_that_are_not_finite():
+def test_a_skipped_step_is_marked_and_shows_non_finite_numbers():
     line = format_line({"step": 3, "skipped": True, "loss": math.nan, "grad_norm": math.inf}, 9, None)
     assert line == "step 3/9  SKIPPED  loss nan  grad inf"
 
@@ -94,11 +94,11 @@ def test_the_eta_forgets_the_first_step_and_those_long_ago():
     assert times.eta(-1) == 0.0
 
 
-def test_the_eta_counts_what_comes_between_steps():
+def test_the_eta_includes_work_between_steps():
     times = StepTimes()
     for step in range(1, 41):
         times.add(1.0)
-        # Every tenth step an evaluation of 5 s, every twentieth a save of 10 s as well.
+        # Every tenth step an evaluation of 5 s, every twentieth also a save of 10 s.
         times.pause(15.0 if step % 20 == 0 else 5.0 if step % 10 == 0 else 0.0)
         if 20 <= step < 30:
             assert times.eta(100 - step) == (1.0 + 1.0) * (100 - step)
@@ -106,7 +106,7 @@ def test_the_eta_counts_what_comes_between_steps():
     assert times.eta(0) == 0.0
 
 
-def test_garbage_collection_is_shown_where_it_matters():
+def test_garbage_collection_is_shown_if_it_matters():
     assert "gc" not in format_line(FIELDS | {"gc_time_s": 0.004}, 4000, None)
     assert "gc 2.0%" in format_line(FIELDS | {"gc_time_s": 0.01}, 4000, None)
 

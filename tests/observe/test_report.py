@@ -16,7 +16,7 @@ def reporter(tmp_path: Path) -> Reporter:
     return Reporter(RunDirectory(tmp_path), World(rank=0, size=2, local_rank=0, launcher="python"))
 
 
-def test_the_status_says_how_the_run_stands_and_who_runs_it(tmp_path, reporter):
+def test_the_status_has_the_runs_state_and_process(tmp_path, reporter):
     reporter.running(3)
     reporter.ended("stopped", "SIGTERM", 75)
     status = json.loads((tmp_path / "status.json").read_text())
@@ -42,7 +42,7 @@ def test_an_event_has_its_time_in_utc_its_kind_and_its_fields(tmp_path, reporter
     assert saved == {"event": "saved", "step": 3, "seconds": 0.5} and resumed["event"] == "resumed"
 
 
-def test_only_the_first_rank_speaks(tmp_path):
+def test_only_the_first_rank_reports(tmp_path):
     other = Reporter(RunDirectory(tmp_path), World(rank=1, size=2, local_rank=1, launcher="python"))
     other.running(1)
     other.ended("failed", "no reason", 1)

@@ -1,4 +1,4 @@
-"""The load of experts as fields of a metrics line, by hand, and as an image."""
+"""Expert load as fields of a metrics line, against hand calculations, and as an image."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_extremes_are_over_layers_sums_and_shares_are_of_all_choices() -> None:
     assert layers["3"]["load_entropy"] == pytest.approx((0.5 * math.log(2) + 0.5 * math.log(4)) / math.log(4))
 
 
-def test_losses_that_are_off_are_left_out_and_a_layer_without_tokens_divides_by_nothing() -> None:
+def test_disabled_losses_are_left_out_and_a_layer_without_tokens_is_safe() -> None:
     fields = load_fields([0.0] * 9, layers=[0], moe=MoEConfig(n_experts=4, top_k=2, expert_dim=8))
     assert not {"aux_loss", "router_z_loss"} & set(fields)
     assert (

@@ -31,7 +31,7 @@ time.sleep(3600)
 
 @pytest.fixture
 def holder(tmp_path):
-    """A process that holds `tmp_path`, with a forked and a started helper, in their own process group."""
+    """Yield a process that holds `tmp_path`, with a forked and a spawned helper, in their own process group."""
     arguments = [sys.executable, "-c", HOLD, str(tmp_path)]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout.readline() == "held\n"
@@ -49,7 +49,7 @@ def test_makes_the_folders_and_leaves_nothing_else_behind(tmp_path):
 
 
 @pytest.mark.parametrize("parent", ["file", "/proc"])
-def test_a_place_where_no_folder_can_be_made_is_refused_in_one_sentence(tmp_path, parent):
+def test_an_impossible_output_folder_is_refused_in_one_sentence(tmp_path, parent):
     (tmp_path / "file").write_text("")
     root = tmp_path / parent / "run"
     with pytest.raises(UserError) as caught:
@@ -69,7 +69,7 @@ def test_s3_the_probe_write_finds_a_read_only_or_full_disk(tmp_path, monkeypatch
         RunDirectory(tmp_path).acquire()
 
 
-def test_a_lock_file_that_cannot_be_opened_is_a_user_error(tmp_path):
+def test_an_unopenable_lock_file_is_a_user_error(tmp_path):
     (tmp_path / ".lock").mkdir()
     with pytest.raises(UserError, match="cannot be opened"):
         RunDirectory(tmp_path).acquire()
@@ -128,7 +128,7 @@ def test_s6_a_file_system_without_locks_costs_a_warning(tmp_path, monkeypatch, c
     assert "no locks" in caplog.text
 
 
-def test_paths_are_those_of_the_documented_layout():
+def test_paths_follow_the_documented_layout():
     directory = RunDirectory(Path("runs/debug"))
     assert [
         str(path) for path in (directory.config, directory.status, directory.metrics, directory.events)

@@ -26,7 +26,7 @@ def test_scalars_and_texts_read_back(tmp_path):
     assert text.tensor_proto.string_val[0].decode() == "    def f():\n        pass"
 
 
-def test_a_resumed_run_hides_the_steps_that_it_trains_again(tmp_path):
+def test_a_resumed_run_hides_repeated_steps(tmp_path):
     with Board(tmp_path) as board:
         for step in (1, 2, 3, 4):
             board.scalars(step, {"loss": 1.0})
@@ -35,7 +35,7 @@ def test_a_resumed_run_hides_the_steps_that_it_trains_again(tmp_path):
     assert curve(tmp_path, "loss") == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
-def test_flush_puts_what_was_written_into_the_file(tmp_path):
+def test_flush_writes_everything_to_the_file(tmp_path):
     board = Board(tmp_path)
     board.scalars(1, {"loss": 1.0})
     board.flush()
@@ -44,7 +44,7 @@ def test_flush_puts_what_was_written_into_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["a file in its place", "no package"])
-def test_x1_a_failure_is_warned_of_once_and_turns_the_board_off(tmp_path, monkeypatch, caplog, fault):
+def test_x1_a_failure_is_one_warning_and_turns_tensorboard_off(tmp_path, monkeypatch, caplog, fault):
     if fault == "no package":
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     folder = tmp_path / "tensorboard"
@@ -58,7 +58,7 @@ def test_x1_a_failure_is_warned_of_once_and_turns_the_board_off(tmp_path, monkey
     assert "TensorBoard is off" in caplog.text
 
 
-def test_a_board_that_is_not_enabled_or_not_used_writes_nothing(tmp_path):
+def test_a_disabled_or_unused_tensorboard_writes_nothing(tmp_path):
     with Board(tmp_path / "off", enabled=False) as board:
         board.scalars(1, {"loss": 1.0})
         board.text(1, "sample", "text")

@@ -1,4 +1,4 @@
-"""Trackers have each step once, as it counts, whatever happens to the run; and their own trouble costs one warning."""
+"""Trackers receive each valid step once, across resumes and roll-backs. A tracker's failure costs one warning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge.runtime.errors import UserError
 
 
 class Kept:
-    """A service that keeps what it gets, by record; `fails` as soon as it is asked to log."""
+    """A service that stores points by record. fails: raise on the first log call."""
 
     def __init__(self, fails: bool = False):
         self.records: dict[str, list[tuple[int, dict[str, float]]]] = {}
@@ -52,7 +52,7 @@ def write(one: Tracker, *steps: int, loss: float = 1.0) -> None:
         one.scalars(step, {"train/loss": loss + step, "train/mfu": None})
 
 
-def test_a_resumed_run_goes_on_in_the_same_record_without_a_step_twice(tmp_path) -> None:
+def test_a_resumed_run_continues_the_same_record_without_repeated_steps(tmp_path) -> None:
     service = Kept()
     first = tracker(tmp_path, service)
     first.discard_after(-1, history_ends=True)
@@ -67,7 +67,7 @@ def test_a_resumed_run_goes_on_in_the_same_record_without_a_step_twice(tmp_path)
     assert service.records["record-0"][0] == (1, {"train/loss": 2.0})
 
 
-def test_a_resumed_run_adds_what_had_not_reached_the_tracker_when_it_was_killed(tmp_path) -> None:
+def test_a_resumed_run_adds_steps_lost_in_the_kill(tmp_path) -> None:
     service = Kept()
     first = tracker(tmp_path, service)
     first.discard_after(-1, history_ends=True)
@@ -109,7 +109,7 @@ def test_several_points_of_one_step_are_all_kept(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("behind", [True, False], ids=["of steps that it has", "of steps to come"])
-def test_after_a_roll_back_a_new_record_has_the_history_that_counts(tmp_path, behind: bool) -> None:
+def test_after_a_roll_back_a_new_record_has_the_valid_history(tmp_path, behind: bool) -> None:
     service, history = Kept(), [(1, {"train/loss": 2.0}), (2, {"train/loss": 3.0}), (9, {"train/loss": 0.0})]
     one = tracker(tmp_path, service, history)
     one.discard_after(-1, history_ends=True)
@@ -124,7 +124,7 @@ def test_after_a_roll_back_a_new_record_has_the_history_that_counts(tmp_path, be
     assert json.loads((tmp_path / "trackers.json").read_text())["kept"]["step"] == 4
 
 
-def test_a_tracker_that_is_added_later_gets_the_whole_history(tmp_path) -> None:
+def test_a_tracker_added_later_gets_the_whole_history(tmp_path) -> None:
     service = Kept()
     one = tracker(tmp_path, service, [(1, {"train/loss": 2.0}), (2, {"train/loss": 3.0})])
     one.discard_after(2, history_ends=False)
@@ -145,7 +145,7 @@ def test_a_failure_costs_one_warning_and_the_tracker(tmp_path, caplog) -> None:
     ]
 
 
-def test_a_package_that_is_missing_is_reported_before_the_run() -> None:
+def test_a_missing_package_is_reported_before_the_run() -> None:
     require_packages({"wandb": "", "mlflow": ""})
     with pytest.raises(
         UserError, match=r'metrics\.no_such_package = "here": the package no_such_package is not installed'
@@ -179,13 +179,13 @@ def test_wandb_has_the_points_of_two_starts_and_of_a_roll_back(tmp_path, monkeyp
     wandb = pytest.importorskip("wandb", reason="pip install 'forge[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     _two_starts(tmp_path, lambda: Wandb("project", tmp_path))
-    # The end of a run only begins to write what W&B's own process still has; the end of a program waits for it.
+    # At the end of a run W&B's own process starts to flush its data. Only the end of the program waits for it.
     wandb.teardown()
     files = sorted(
         (tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime
     )
     found = [_points(file) for file in files]
-    # Two starts of one record, and the record after the roll-back.
+    # One record with two starts, and one after the roll-back.
     assert [points for _, points in found] == [
         [(1, 2.0), (2, 3.0), (3, 4.0)],
         [(4, 5.0)],
@@ -195,7 +195,7 @@ def test_wandb_has_the_points_of_two_starts_and_of_a_roll_back(tmp_path, monkeyp
 
 
 def _two_starts(folder: Path, service: Any) -> None:
-    """Steps 1 to 3; a resume behind step 2 up to step 4; a roll-back to step 2, and step 3 again."""
+    """Log steps 1 to 3; resume after step 2 and log up to step 4; roll back to step 2 and repeat step 3."""
     first = tracker(folder, service())
     first.discard_after(-1, history_ends=True)
     write(first, 1, 2, 3)
@@ -210,7 +210,7 @@ def _two_starts(folder: Path, service: Any) -> None:
 
 
 def _points(file: Path) -> tuple[str, list[tuple[int, float]]]:
-    """The record's id and its points, from the file that a run of W&B writes offline."""
+    """Return the record's id and points from the offline file of a W&B run."""
     from wandb.proto import wandb_internal_pb2
 
     points, record_id = [], ""
@@ -230,8 +230,8 @@ def _points(file: Path) -> tuple[str, list[tuple[int, float]]]:
 
 
 def _log_records(content: bytes) -> Iterator[bytes]:
-    """The records of a file in LevelDB's log format, behind W&B's header of 7 bytes: blocks of 32 KiB, whose parts have a
-    checksum (4 bytes), a length (2) and a kind (1: whole, 2: first, 3: middle, 4: last)."""
+    """Yield the records of a file in LevelDB's log format, after W&B's header of 7 bytes. Blocks of 32 KiB contain parts with
+    a checksum (4 bytes), a length (2) and a kind (1: whole, 2: first, 3: middle, 4: last)."""
     at, whole = 7, b""
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:

@@ -49,7 +49,7 @@ def test_equals_torch_adamw_with_decay_on_matrices_only(dtype) -> None:
 
 @pytest.mark.parametrize("moment_dtype", ['"float32"', '"bfloat16"', '"int8"'])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_skipped_step_leaves_every_bit_though_gradients_are_nan(moment_dtype: str, dtype) -> None:
+def test_a_skipped_step_keeps_every_bit_despite_nan_gradients(moment_dtype: str, dtype) -> None:
     shards, optimizer, _ = make(dtype, moment_dtype=moment_dtype)
     optimizer.step(0.1, GO)
     before = [t.clone() for t in everything(shards, optimizer)]
@@ -75,8 +75,8 @@ def test_bfloat16_moments_stay_close_to_float32_ones() -> None:
 
 
 @pytest.mark.long
-def test_a_bfloat16_second_moment_follows_gradients_that_became_smaller() -> None:
-    # Per step it moves by 0.001 of its value, half of bfloat16's last bit or less: rounded to nearest it stays at 0.26.
+def test_a_bfloat16_second_moment_follows_shrinking_gradients() -> None:
+    # Per step it changes by 0.001 of its value, at most half of bfloat16's last bit. Rounded to nearest, it would stay 0.26.
     shape = (64, 32)
     parameter = torch.nn.Parameter(torch.zeros(shape))
     shard = Shard.whole("wq.weight", parameter)

@@ -1,4 +1,4 @@
-"""The compiled update computes what the operators one by one compute, in one pass over each tensor."""
+"""The compiled update equals the separate operators, in one pass over each tensor."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make(
 def compiled(
     shards: list[Shard], config: OptimizerConfig, backend: str, narrow: bool = False
 ) -> CompiledAdamW:
-    """backend: "plain" is without the compiler, which takes seconds. narrow: with copies in bfloat16."""
+    """Return shards and a compiled optimizer. backend: "plain" skips the slow compiler. narrow: with bfloat16 copies."""
     chosen = Compile(optimizer=True, backend="eager" if backend == "plain" else backend)
     copies = {s.parameter: torch.zeros_like(s.data, dtype=torch.bfloat16) for s in shards} if narrow else {}
     optimizer = CompiledAdamW(with_scales(shards, config), config, None, chosen, copies)
@@ -79,7 +79,7 @@ def everything(shards: list[Shard], optimizer: AdamW) -> list[torch.Tensor]:
 
 
 FORMATS = [("float64", "float32"), ("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
-# Of the size of a parameter; float32: two units in the last place, because operations are fused in another way.
+# Relative to a parameter's size. float32: two units in the last place, because operations are fused differently.
 TOLERANCES = {"float64": 1e-13, "float32": 2.5e-7, "bfloat16": 2.0**-8}
 
 
@@ -94,7 +94,7 @@ def agree(storage: str, moments: str, backend: str) -> None:
         other.step(0.01, SKIP if step == 2 else GO)
     assert one.state() == other.state() == {"updates": 3}
     for mine, theirs in zip(everything(ours, other), everything(plain, one), strict=True):
-        narrow = mine.dtype == torch.bfloat16  # a value at the edge may be rounded to the next
+        narrow = mine.dtype == torch.bfloat16  # a value at a rounding boundary may go to the neighbour
         tolerance = TOLERANCES["bfloat16" if narrow else storage]
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
@@ -120,7 +120,7 @@ def test_a_compiled_update_equals_the_fused_kernel(storage: str, moments: str) -
 @pytest.mark.slow
 @pytest.mark.compiles
 @pytest.mark.processes
-def test_the_compiler_makes_one_kernel_that_touches_each_tensor_once() -> None:
+def test_the_compiled_update_is_one_kernel_touching_each_tensor_once() -> None:
     from torch._inductor import metrics
 
     metrics.reset()
@@ -134,7 +134,7 @@ def test_the_compiler_makes_one_kernel_that_touches_each_tensor_once() -> None:
 
 
 @pytest.mark.parametrize(("storage", "moments"), FORMATS)
-def test_a_skipped_step_leaves_every_bit_though_gradients_are_nan(storage: str, moments: str) -> None:
+def test_a_skipped_step_keeps_every_bit_despite_nan_gradients(storage: str, moments: str) -> None:
     shards, optimizer = make(getattr(torch, storage), moments, "plain", narrow=True)
     give(shards, 0)
     optimizer.step(0.1, GO)
@@ -160,7 +160,7 @@ def test_gradients_are_scaled_as_they_are_read_once() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_the_copy_that_the_model_computes_with_is_written() -> None:
+def test_the_compute_copy_is_written() -> None:
     shards, optimizer = make(torch.float32, "bfloat16", "plain", narrow=True)
     give(shards, 0)
     optimizer.step(0.1, GO)
@@ -168,7 +168,7 @@ def test_the_copy_that_the_model_computes_with_is_written() -> None:
         assert torch.equal(optimizer.copies[shard.parameter], shard.data.bfloat16())
 
 
-def test_muon_compiles_the_update_of_all_that_is_no_matrix() -> None:
+def test_muon_compiles_the_update_of_all_non_matrices() -> None:
     found = []
     for chosen in (None, Compile(optimizer=True, backend="eager")):
         shards = [
@@ -227,6 +227,6 @@ def test_a_part_is_updated_as_in_the_whole() -> None:
         ),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(key: str, message: str) -> None:
+def test_an_uncompilable_optimizer_is_refused(key: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_config(["--config=debug.toml", "--compile.optimizer=true", key])

@@ -1,4 +1,4 @@
-"""The mean of weights over steps: its formula, exact skips, and the numbers of one process on any layout."""
+"""EMA of the weights: its formula, exact skips, and equality with one process on any layout."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_mean_follows_its_formula_and_skipped_steps_change_nothing() -> None
     assert optimizer.state() == {"updates": 4, "averaged": 4}
 
 
-def test_a_phase_changes_the_decay_and_what_the_optimizer_itself_follows() -> None:
+def test_a_phase_changes_the_decay_and_the_optimizers_own_keys() -> None:
     shard, config = make(decay=0.9)
     optimizer = build_optimizer([shard], config)
     optimizer.follow(config.model_copy(update={"ema": 0.0, "weight_decay": 5.0}))  # type: ignore[attr-defined]
@@ -52,7 +52,7 @@ def test_a_phase_changes_the_decay_and_what_the_optimizer_itself_follows() -> No
     optimizer.step(0.1, GO)
     means = {slot: values for slot, _, values in optimizer.tensors()}
     assert torch.equal(means["ema"], shard.data)
-    # By AdamW's first update and by lr * weight_decay.
+    # Changes by AdamW's first update and by lr * weight_decay.
     torch.testing.assert_close(shard.data, before * (1 - 0.1 * 5.0) - 0.1)
 
 
@@ -64,7 +64,7 @@ def test_state_is_restored() -> None:
 
 
 @pytest.mark.processes
-def test_a_run_moved_to_other_layouts_keeps_the_mean_of_one_process_and_weights_are_made_of_it(
+def test_a_run_moved_to_other_layouts_keeps_the_mean_and_average_uses_it(
     tmp_path: Path,
 ) -> None:
     whole, moved = Run(tmp_path / "whole", *FLOAT64, *KEPT), Run(tmp_path / "moved", *FLOAT64, *KEPT)
@@ -91,7 +91,7 @@ def test_a_run_moved_to_other_layouts_keeps_the_mean_of_one_process_and_weights_
 
 
 @pytest.mark.processes
-def test_a_run_that_begins_to_keep_a_mean_or_ends_it_keeps_its_moments(tmp_path: Path) -> None:
+def test_enabling_or_disabling_the_mean_keeps_the_moments(tmp_path: Path) -> None:
     whole, changed = Run(tmp_path / "whole"), Run(tmp_path / "changed")
     assert whole("--train.steps=6", "--checkpoint.interval=1", "--checkpoint.keep_last=0") == 0
     assert changed("--train.steps=2") == 0
@@ -106,7 +106,7 @@ def test_a_run_that_begins_to_keep_a_mean_or_ends_it_keeps_its_moments(tmp_path:
     ours, theirs = (TensorReader(run.path / "checkpoints" / step_name(6)) for run in (changed, whole))
     assert ours.tensors() == theirs.tensors()
     assert all(torch.equal(ours.read(name), theirs.read(name)) for name in ours.tensors())
-    # The mean began at the weights of step 2: after steps 3 and 4 it has 1/10 x 2/11 of them.
+    # The mean began at the weights of step 2, with a share of 1/10 x 2/11 after steps 3 and 4.
     before, third, fourth, same = (
         TensorReader(run.path / "checkpoints" / step_name(step)).read("model.norm.weight").double()
         for run, step in ((whole, 2), (whole, 3), (whole, 4), (changed, 4))
@@ -118,7 +118,7 @@ def test_a_run_that_begins_to_keep_a_mean_or_ends_it_keeps_its_moments(tmp_path:
 
 
 @pytest.mark.processes
-def test_experts_have_means_and_what_balances_them_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_experts_have_means_and_tensors_without_one_are_copied(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *EXPERTS, *KEPT, "--train.steps=2", "--model.moe.bias_update_rate=0.01")
     assert run() == 0
     path = run.path / "checkpoints" / step_name(2)
@@ -132,8 +132,8 @@ def test_experts_have_means_and_what_balances_them_is_taken_as_it_is(tmp_path: P
         assert torch.equal(made.read(name), saved.read(name))
 
 
-def test_the_mean_of_a_run_that_begins_at_other_weights_begins_at_them(tmp_path) -> None:
-    """After one step the mean is within a step of the loaded weights, and not a tenth of it at random ones."""
+def test_the_mean_of_a_run_from_initial_weights_begins_at_them(tmp_path) -> None:
+    """After one step the mean is within one update of the loaded weights, without a share of random initial weights."""
     first = Run(tmp_path / "first", "--run.seed=1")
     assert first("--train.steps=2") == 0
     origin = first.path / "checkpoints" / step_name(2)

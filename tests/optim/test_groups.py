@@ -1,4 +1,4 @@
-"""optimizer.groups: learning rates and weight decays by glob, in every optimizer, on every layout, and after a resume."""
+"""optimizer.groups sets learning rates and weight decays by glob: every optimizer, every layout, and after a resume."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def text(name: str, groups: str = "", decay: float = 0.1) -> str:
 
 
 def after_a_step(text: str, gradient: float = 1.0) -> tuple[dict, dict]:
-    """Parameters before and after one update with random gradients times `gradient`."""
+    """Return the parameters before and after one update. gradient: factor on random gradients."""
     torch.manual_seed(0)
     shards = []
     for name, shape in NAMES.items():
@@ -74,7 +74,7 @@ def test_a_rate_of_0_leaves_every_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
-def test_a_weight_decay_of_a_group_holds_instead_of_both_other_keys(name: str) -> None:
+def test_a_groups_weight_decay_overrides_both_other_keys(name: str) -> None:
     groups = '\ngroups = [{names = ["*.w2.weight", "*norm.weight"], weight_decay = 0.5}]'
     before, after = after_a_step(text(name, groups), gradient=0.0)
     decays = dict.fromkeys(NAMES, 0.1) | {"embedding.weight": 0.0}
@@ -84,13 +84,13 @@ def test_a_weight_decay_of_a_group_holds_instead_of_both_other_keys(name: str) -
         torch.testing.assert_close(after[parameter], expected, rtol=0, atol=1e-14)
 
 
-def test_shards_of_another_rate_or_decay_are_no_group_of_one_kernel() -> None:
+def test_shards_with_different_rates_or_decays_share_no_kernel() -> None:
     config = parse_toml_text(text("adamw", GROUPS.format(scale=2.0))).optimizer
     parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in NAMES.items()}
     groups = update_groups([Shard.whole(*pair) for pair in parameters.items()], config, 1 << 20)
     for group in groups:
         assert len({(weight_decay(shard.name, config), shard.rates) for shard in group}) == 1
-    assert weight_decay("layers.0.feed_forward.w2.weight", config) == 0.5  # of the group that gives one
+    assert weight_decay("layers.0.feed_forward.w2.weight", config) == 0.5  # from the group with a decay
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_shards_of_another_rate_or_decay_are_no_group_of_one_kernel() -> None:
         ("layers.7.*", "layers.*"),
     ],
 )
-def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(glob: str, nearest: str) -> None:
+def test_a_pattern_without_a_match_is_refused_with_the_nearest_names(glob: str, nearest: str) -> None:
     config = parse_toml_text(text("adamw", f'\ngroups = [{{names = ["*", "{glob}"], lr_scale = 2.0}}]'))
     with pytest.raises(UserError, match=r"optimizer\.groups\[0\]\.names") as caught:
         check_groups(build_meta_model(config), config)
@@ -109,7 +109,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(glob: 
     assert nearest in str(caught.value).partition("names are")[2]
 
 
-def test_a_run_and_each_stage_of_a_pipeline_refuse_it(tmp_path) -> None:
+def test_a_run_and_each_pipeline_stage_refuse_an_unmatched_pattern(tmp_path) -> None:
     wrong = '--optimizer.groups=[{names=["*.w9.weight"], lr_scale=0.1}]'
     for more, world in (((), 1), (("--parallel.pp=2", "--parallel.dp_shard=1"), 2)):
         output = refused(Run(tmp_path, wrong), *more, world=world)

@@ -1,4 +1,4 @@
-"""Moments in eight bits: blocks of the global tensor wherever it is cut, expectations exact, small errors."""
+"""Int8 moments: blocks of the global tensor under any cut, unbiased rounding, small errors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.support.harness import run_ranks
 GO = torch.tensor(0.0)
 INT8 = parse_toml_text(tiny_config() + '[optimizer]\nmoment_dtype = "int8"\n').optimizer
 FLOAT32 = parse_toml_text(tiny_config()).optimizer
-# Rows with whole blocks, with a short last block, and of less than a block; experts, a vector, a scalar.
+# Rows of whole blocks, with a short last block, and shorter than a block; experts, a vector, a scalar.
 SHAPES = [(6, 128), (5, 150), (4, 40), (4, 3, 70), (100,), ()]
 
 
 def columns(name: str, full: Tensor, rank: int, world: int) -> Shard:
-    """Columns of a matrix, as tensor parallelism cuts it; rows of any other tensor."""
+    """Cut a matrix into columns, like tensor parallelism, and any other tensor into rows."""
     if full.dim() != 2:
         return rows(name, full, rank, world)
     begin, end = (full.shape[1] * (rank + i) // world for i in (0, 1))
@@ -64,7 +64,7 @@ def trained(cuts: str | None, rank: int = 0, world: int = 1) -> tuple[list[Shard
 
 
 def _is_whole(rank: int, world: int, cuts: str) -> int:
-    """Compare with one process; return how many blocks are cut."""
+    """Compare with one process; return the number of cut blocks."""
     mine, optimizer = trained(cuts, rank, world)
     wholes, expected = trained(None)
     for shard, one in zip(mine, wholes, strict=True):
@@ -75,7 +75,7 @@ def _is_whole(rank: int, world: int, cuts: str) -> int:
         for box, piece in shard.pieces(values):
             same = codes[slot, shard.name].view(shard.global_shape)[index(box)]
             torch.testing.assert_close(piece, same, rtol=1e-12, atol=0)
-    # After a load only who saves the scale of a block knows it.
+    # After a load, only the saving rank has a block's scale.
     moments = optimizer.moments
     assert isinstance(moments, Int8Moments)
     regions = list(itertools.chain(*moments.regions.values()))
@@ -95,10 +95,10 @@ def _is_whole(rank: int, world: int, cuts: str) -> int:
 
 
 @pytest.mark.parametrize(("cuts", "some"), [("rows", False), ("columns", True), ("slices", True)])
-def test_blocks_are_of_the_whole_tensor_wherever_it_is_cut(cuts: str, some: bool) -> None:
+def test_blocks_belong_to_the_global_tensor_under_any_cut(cuts: str, some: bool) -> None:
     found = run_ranks(_is_whole, 3, cuts)
     assert len(set(found)) == 1
-    # A vector's rows are its elements, so even rows cut its blocks.
+    # A vector's rows are its elements, so cutting rows cuts its blocks too.
     assert (found[0] > 4) == some
 
 
@@ -117,14 +117,14 @@ def test_the_expectation_of_a_rounded_value_is_the_value(slot: str) -> None:
     values = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     values = values if slot == "exp_avg" else values.pow(4)
     found = torch.stack([moment(values, slot, updates) for updates in range(400)])
-    # Codes of blocks of 64 are at most 1.6 % of the largest magnitude apart; a mean of 400 draws has a twentieth of the
-    # deviation of one, which is half of that.
+    # Neighbouring codes differ by at most 1.6 % of a block's maximum. One draw deviates by half of that, a mean of 400 draws
+    # by a twentieth of one draw.
     longest = 0.016 * values.abs().amax(1, keepdim=True)
     assert ((found - values).abs() <= longest).all()
     assert ((found.mean(0) - values).abs() <= 4 * longest / 2 / 20).all()
 
 
-def test_what_a_code_has_is_kept_and_a_positive_second_moment_stays_positive() -> None:
+def test_representable_values_are_kept_and_a_positive_second_moment_stays_positive() -> None:
     values = torch.rand(4, 130, generator=torch.Generator().manual_seed(0)).pow(8)
     values[0, :3], values[1] = 1e-30, 0.0
     found = moment(values, "exp_avg_sq")

@@ -1,4 +1,4 @@
-"""Lion over shards: its formula, exact skips, and the numbers of one process on any layout."""
+"""Lion over shards: its formula, exact skips, and equality with one process on any layout."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_three_steps_by_the_formula() -> None:
         torch.testing.assert_close(values, mean, rtol=0, atol=1e-14)
 
 
-def test_gradients_that_are_zero_but_for_rounding_do_not_move_a_weight_by_their_sign() -> None:
-    """Layouts add the terms of such a gradient in other orders: its sign is any, its size is that of rounding."""
+def test_gradients_of_rounding_size_do_not_move_a_weight() -> None:
+    """Layouts sum such a gradient in different orders, so its sign is arbitrary and its size is that of rounding."""
     moved = []
     for seed in (0, 1):
         shards, lion = make(torch.float64)
@@ -64,7 +64,7 @@ def test_gradients_that_are_zero_but_for_rounding_do_not_move_a_weight_by_their_
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_skipped_step_leaves_every_bit_though_gradients_are_nan(dtype: torch.dtype, moments: str) -> None:
+def test_a_skipped_step_keeps_every_bit_despite_nan_gradients(dtype: torch.dtype, moments: str) -> None:
     shards, lion = make(dtype, moments)
     lion.step(0.1, GO)
     everything = [*(shard.data for shard in shards), *(values for *_, values in lion.tensors())]

@@ -1,4 +1,4 @@
-"""Matrices are put together from parts on many ranks and results sent back, with even work and bounded memory."""
+"""Matrices are gathered from parts on many ranks and results sent back, with balanced work and bounded memory."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.support.checkpoints import cut, numbers, rows, whole
 from tests.support.harness import RankFailed, run_ranks
 
 SHAPES = [(5, 7), (9, 4), (3, 4, 5), (1, 6), (6, 1), (20, 10), (12, 7), (7, 4, 5), (3, 7), (5, 7)]
-# How many matrices the rows of each are.
+# Number of matrices in each tensor's rows.
 HEADS = [1, 3, 1, 1, 1, 1, 4, 1, 1, 1]
 MATRICES = 1 + 3 + 3 + 1 + 1 + 1 + 4 + 7 + 1 + 1
 LAYOUTS = {
     "cut": cut,
     "rows": rows,
     "whole": lambda name, full, rank, world: whole(name, full),
-    # Two copies of a tensor in halves.
+    # Two replicas, each in halves.
     "copies": lambda name, full, rank, world: cut(name, full, rank % 2, 2),
 }
 
 
 def mixed(matrices: Tensor) -> Tensor:
-    """A function of `[n, rows, columns]` by which every element depends on the whole of its matrix."""
+    """Map `[n, rows, columns]` to the same shape. Every output element depends on its whole matrix."""
     squares = matrices.square().sum((1, 2), keepdim=True)
     return matrices @ matrices.mT @ matrices / squares + matrices[:, -1:, :1]
 
@@ -112,29 +112,29 @@ def test_copies_get_the_same_bits(layout: str) -> None:
 
 
 def _work(rank: int, world: int, cut: str, shapes: list[tuple[int, ...]]) -> int:
-    """Multiplications of this rank in a step of an orthogonalisation."""
+    """Return this rank's multiplications in one step of an orthogonalisation."""
     fulls = enumerate(torch.ones(shape) for shape in shapes)
     shards = [LAYOUTS[cut](f"{number}", full, rank, world) for number, full in fulls]
     return sum(run.work for batch in made(shards).batches for run in batch.runs)
 
 
-def test_owners_have_equal_work_where_they_have_a_choice() -> None:
-    # Ten experts lie with 4, 4 and 2 of the ranks: the last one gets the matrix that all hold parts of.
+def test_free_matrices_balance_the_owners_work() -> None:
+    # The ranks hold 4, 4 and 2 of ten experts, so the last rank gets the matrix shared by all.
     assert run_ranks(_work, 3, "rows", [(20, 10), (10, 10, 10)]) == [12000, 12000, 6000 + 5000]
 
 
-def test_work_counts_and_not_elements() -> None:
-    # One matrix has as many elements as the four others, but takes a quarter of the work.
+def test_owners_are_balanced_by_work_not_by_elements() -> None:
+    # One matrix has as many elements as the other four together, but a quarter of their work.
     wide, square = 4 * 4 * (2 * 64 + 4), 8 * 8 * (2 * 8 + 8)
     shapes = [(4, 64), *4 * [(8, 8)]]
     assert sorted(run_ranks(_work, 2, "whole", shapes)) == sorted([wide + square, 3 * square])
 
 
-def test_experts_that_many_ranks_hold_are_divided_among_them() -> None:
+def test_replicated_experts_are_divided_among_their_ranks() -> None:
     assert len(set(run_ranks(_work, 4, "whole", [(8, 4, 4)]))) == 1
 
 
-def test_a_matrix_that_one_rank_holds_alone_is_computed_there_and_not_sent() -> None:
+def test_a_matrix_on_one_rank_is_computed_there_and_not_sent() -> None:
     assert run_ranks(_experts, 2) == [[0.0, 1.0], [2.0, 3.0]]
 
 
@@ -148,7 +148,7 @@ def _experts(rank: int, world: int) -> list[float]:
 
 
 def _order(rank: int, world: int) -> list[str]:
-    """What this rank begins, in order: exchanges (between all ranks) and computations (its own)."""
+    """Return the order in which this rank starts exchanges (between all ranks) and computations (local)."""
     shards = [rows(f"{i}", torch.ones(8, 8), rank, world) for i in range(6)]
     matrices = made(shards, round_numel=64)
     events = []
@@ -163,8 +163,8 @@ def _order(rank: int, world: int) -> list[str]:
     return events
 
 
-def test_the_next_matrices_are_under_way_while_a_round_is_computed() -> None:
-    # Three rounds: to owners twice before the first computation, and results of each as soon as they are there.
+def test_the_next_matrices_travel_while_a_round_is_computed() -> None:
+    # Three rounds. Two sends to owners precede the first computation, and each result is sent as soon as it is ready.
     first, middle, last = (
         ["exchange"] * 2 + ["compute"],
         ["exchange"] * 2 + ["compute"],
@@ -174,7 +174,7 @@ def test_the_next_matrices_are_under_way_while_a_round_is_computed() -> None:
 
 
 def _memory(rank: int, world: int, round_numel: int) -> int:
-    """The most elements that this rank sends or receives at once."""
+    """Return the largest number of elements sent or received at once by this rank."""
     shards = [rows(f"{i}", torch.ones(8, 8), rank, world) for i in range(16)]
     matrices = made(shards, dtype=torch.float32, round_numel=round_numel)
     tensors = [shard.data for shard in shards]
@@ -184,8 +184,8 @@ def _memory(rank: int, world: int, round_numel: int) -> int:
 
 
 @pytest.mark.parametrize(("round_numel", "most"), [(64, 32), (130, 64), (256, 128), (1 << 20, 256)])
-def test_a_round_bounds_what_is_sent_at_once(round_numel: int, most: int) -> None:
-    # Of each of the matrices that another rank owns in a round a rank sends half.
+def test_a_round_bounds_the_elements_in_flight(round_numel: int, most: int) -> None:
+    # A rank sends its half of each matrix owned by the other rank in a round.
     assert run_ranks(_memory, 2, round_numel) == [most] * 2
 
 
@@ -210,7 +210,7 @@ class Waited(Exception):
 
 
 def _no_waiting(rank: int, world: int) -> None:
-    """Raise where a number is read back from the device: all ways go through one of these methods."""
+    """Raise on any read of a number from the device. All reads go through these methods."""
     shards = shards_of("cut", rank, world)
     matrices = made(shards, heads=HEADS, round_numel=60)
 
@@ -232,6 +232,6 @@ def _cut_differently(rank: int, world: int) -> None:
     WholeMatrices([shard], dist.group.WORLD, dtype=torch.float32)
 
 
-def test_copies_that_are_cut_in_different_places_are_refused() -> None:
+def test_replicas_cut_in_different_places_are_refused() -> None:
     with pytest.raises(RankFailed, match="weight: copies are cut in different places"):
         run_ranks(_cut_differently, 2)

@@ -1,4 +1,4 @@
-"""Muon over shards: PyTorch's numbers, heads and experts as matrices of their own, exact skips, options by their formulas."""
+"""Muon over shards: PyTorch's numbers, one matrix per head and per expert, exact skips, options against formulas."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def trained(shards: list[Shard], optimizer: Muon, steps: int = 3, lr: float = 0.
 
 
 def torchs(adjust: str, nesterov: bool, steps: int, ns_steps: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same three steps by torch.optim.Muon and torch.optim.AdamW."""
+    """Return the parameters after the same steps by torch.optim.Muon and torch.optim.AdamW."""
     shards, _ = make(MATRICES | OTHERS, dtype=dtype)
     of_muon = [shard.parameter for shard in shards if shard.name in MATRICES]
     plain = [s.parameter for s in shards if s.name in ("head.weight", "layers.0.feed_forward.router.weight")]
@@ -88,10 +88,10 @@ def torchs(adjust: str, nesterov: bool, steps: int, ns_steps: int, dtype: torch.
 @pytest.mark.parametrize(
     ("adjust", "nesterov", "ns_steps"), [("original", True, 5), ("match_rms_adamw", False, 3)]
 )
-def test_equals_torch_muon_and_adamw_where_both_iterate_in_float64(
+def test_equals_torch_muon_and_adamw_in_float64(
     adjust: str, nesterov: bool, ns_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # PyTorch's iteration casts to bfloat16; without the cast it computes in the gradient's dtype.
+    # PyTorch's iteration casts to bfloat16. Without the cast it uses the gradient's dtype.
     monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
     options = f'adjust_lr = "{adjust}"\nnesterov = {str(nesterov).lower()}\nns_steps = {ns_steps}'
     found = trained(*make(MATRICES | OTHERS, options))
@@ -102,10 +102,10 @@ def test_equals_torch_muon_and_adamw_where_both_iterate_in_float64(
 
 def test_iterated_in_bfloat16_it_equals_torch_muon_to_the_rounding_of_the_iteration() -> None:
     shards, optimizer = make(MATRICES, "adjust_lr = 'original'", torch.float32)
-    optimizer._dtype = optimizer._matrices._dtype = torch.bfloat16  # as on a card
+    optimizer._dtype = optimizer._matrices._dtype = torch.bfloat16  # as on a GPU
     found, expected = trained(shards, optimizer), torchs("original", True, 3, 5, torch.float32)
     for name, shape in MATRICES.items():
-        # An update's elements are below 1.2; those of bfloat16 have 8 bits, and five steps lose some of them.
+        # An update's elements are below 1.2. bfloat16 has 8 bits, and five iterations lose some of them.
         lrs = (0.1 + 0.05 + 0.1 / 3) * max(1, shape[0] / shape[1]) ** 0.5
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=lrs * 0.05)
 
@@ -149,7 +149,7 @@ def test_the_learning_rate_of_matrices_follows_the_schedule_of_the_other_one() -
     assert all(torch.equal(double[name], once[name]) for name in OTHERS)
 
 
-def test_cautious_decay_leaves_weights_that_the_update_makes_larger() -> None:
+def test_cautious_decay_skips_weights_growing_in_the_update() -> None:
     plain, cautious, none = (
         trained(*make(MATRICES, options, general=general), steps=1)
         for options, general in (("", ""), ("cautious_decay = true", ""), ("", "no_decay = ['*']"))
@@ -164,7 +164,7 @@ def test_cautious_decay_leaves_weights_that_the_update_makes_larger() -> None:
 
 
 def test_cautious_decay_is_not_decided_by_rounding() -> None:
-    """Two gradients that differ only in a row that is zero but for rounding give the same weights."""
+    """Gradients that differ only in a row of rounding noise give the same weights."""
     name = "layers.0.feed_forward.w1.weight"
     found = []
     for seed in (0, 1):
@@ -194,7 +194,7 @@ def test_phases_change_the_decay_of_second_moments_of_rows() -> None:
     torch.testing.assert_close(moments[1], 10 * moments[0], rtol=1e-6, atol=0)
 
 
-def test_heads_whose_logits_are_above_the_limit_are_scaled_and_no_others() -> None:
+def test_only_heads_with_logits_above_the_limit_are_scaled() -> None:
     name, limit = "layers.0.attention.wq.weight", 50.0
     size = MATRICES[name][0] // 4
     for powers in ([0.5] * size, [1.0] * size, [0.0] + [1.0] * (size - 1)):
@@ -228,12 +228,12 @@ def test_neurons_are_divided_by_the_root_of_their_second_moment() -> None:
         scaled *= update.norm() / scaled.norm()
         weight = weight - lr * 0.5 * weight - lr * 2**0.5 * scaled
         optimizer.step(lr, GO)
-    torch.testing.assert_close(shards[0].data, weight, rtol=0, atol=1e-8)  # 1e-10 is added to the root
+    torch.testing.assert_close(shards[0].data, weight, rtol=0, atol=1e-8)  # the square root has 1e-10 added
 
 
 @pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_skipped_step_leaves_every_bit_though_gradients_are_nan(moment_dtype: str, dtype) -> None:
+def test_a_skipped_step_keeps_every_bit_despite_nan_gradients(moment_dtype: str, dtype) -> None:
     options = "second_moment = 'neuron'\ncautious_decay = true\nsplit_heads = true"
     shards, optimizer = make(MATRICES | OTHERS | EXPERTS, options, dtype, f'moment_dtype = "{moment_dtype}"')
     shards[0].data[0, 0] = -0.0
@@ -287,7 +287,7 @@ def test_singular_values_become_one_and_singular_vectors_stay(
     assert not orthogonalize_(torch.zeros(2, 3, 4), 5, method).any()
 
 
-def test_a_parameter_of_a_block_that_is_no_matrix_is_refused_by_its_name() -> None:
+def test_a_blocks_non_matrix_parameter_is_refused_by_name() -> None:
     with pytest.raises(
         UserError, match=r"layers.0.mixer.kernel of 4 x 1 x 3 is not a matrix.*use adamw"
     ) as caught:
@@ -318,9 +318,7 @@ def test_a_parameter_of_a_block_that_is_no_matrix_is_refused_by_its_name() -> No
         ),
     ],
 )
-def test_options_that_are_wrong_or_of_another_optimizer_are_refused(
-    options: list[str], expected: str
-) -> None:
+def test_wrong_options_and_another_optimizers_options_are_refused(options: list[str], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(["--config=debug", *options])
     assert expected in str(caught.value) and caught.value.exit_code == BAD_CONFIG

@@ -1,4 +1,4 @@
-"""An optimizer named by its import path trains, resumes, changes its layout, and is refused where it is wrong."""
+"""An optimizer given by import path trains, resumes and changes its layout. A faulty one is refused."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ SGD = [f"--optimizer.name={HERE}:Momentum", "--optimizer.lr=0.1"]
 
 
 class Momentum:
-    """SGD with momentum, whose table of keys is not named like the class."""
+    """SGD with momentum. Its section is not named after the class."""
 
     class Keys(Section):
         """Keys of the momentum."""
@@ -59,7 +59,7 @@ class Momentum:
 
 
 class Required(Momentum):
-    """An optimizer with a key that has no default."""
+    """An optimizer with a required key."""
 
     class Keys(Section):
         """Keys."""
@@ -101,11 +101,11 @@ def test_it_trains_on_one_process_and_on_two_with_equal_losses_and_resumes_bit_f
     last = alone.path / "checkpoints" / step_name(10)
     assert read_state(last)["optimizer"] == {"updates": 10}
     assert "[optimizer.sgd]\nmomentum = 0.9\nnesterov = true" in read_config(last)
-    # Reading the checkpoint imports nothing: neither here nor in a process that cannot import this module.
+    # Reading the checkpoint imports no code, in this process and in one that cannot import this module.
     assert open_checkpoint(last, torch.device("cpu")).config.optimizer.name.endswith(":Momentum")
 
 
-def test_its_keys_load_again_from_what_was_printed_with_or_without_its_class(tmp_path) -> None:
+def test_its_printed_keys_load_again_with_or_without_its_class(tmp_path) -> None:
     config = load_config(["--config=debug", *SGD, "--optimizer.sgd.momentum=0.5"])
     text = to_toml(config)
     assert parse_toml_text(text) == config
@@ -138,19 +138,19 @@ def test_its_keys_load_again_from_what_was_printed_with_or_without_its_class(tmp
         ([*SGD, "--optimizer.other.x=1"], "no such section in [optimizer]"),
     ],
 )
-def test_what_is_wrong_with_it_is_reported_together_with_everything_else(options, expected: str) -> None:
+def test_its_errors_are_reported_together_with_all_others(options, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(["--config=debug", *options, "--train.steps=0", "--train.z_loss=1"])
     assert expected in str(caught.value) and caught.value.exit_code == BAD_CONFIG
     assert "train.steps" in str(caught.value) and "train.z_loss_coef" in str(caught.value)
 
 
-def test_the_help_and_the_keys_of_other_runs_stay_as_they_are() -> None:
+def test_the_help_and_the_keys_of_other_runs_are_unchanged() -> None:
     before = help_text()
     load_config(["--config=debug", *SGD])
     assert help_text() == before and not any("sgd" in key for key in keys())
     assert "--optimizer.name  adamw, lion, muon, or an import path package.module:Name; default" in before
 
 
-def test_every_name_that_the_schema_lists_is_registered() -> None:
+def test_every_name_in_the_schema_is_registered() -> None:
     assert tuple(literals(keys()["optimizer.name"].annotation)) == registered()

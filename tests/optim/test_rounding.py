@@ -1,4 +1,4 @@
-"""Stochastic rounding to bfloat16: exact on average, the same on any layout."""
+"""Stochastic rounding to bfloat16: unbiased, and equal on any layout."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def rounded(shard: Shard, values: torch.Tensor, updates: int = 0, slot: str = "e
     return narrow
 
 
-def test_a_value_is_rounded_up_as_often_as_it_is_near_the_upper_neighbour() -> None:
+def test_the_probability_of_rounding_up_is_the_distance_from_the_lower_neighbour() -> None:
     shard = shard_of(Box((0, 0), SHAPE))
     for sign in (1.0, -1.0):
         found = rounded(shard, torch.full(SHAPE, sign * BETWEEN, dtype=torch.float64))

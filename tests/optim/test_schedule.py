@@ -10,7 +10,7 @@ SHAPES = ["linear", "cosine", "sqrt"]
 
 
 def rates(steps=100, **fields):
-    """The learning rates of steps 1 to `steps`, as shares of the peak."""
+    """Return the learning rates of steps 1 to `steps`, relative to the peak."""
     schedule = ScheduleConfig(**({"warmup_steps": 0} | fields))
     return [learning_rate(schedule, lr=LR, step=step, steps=steps) / LR for step in range(1, steps + 1)]
 
@@ -40,7 +40,7 @@ def test_wsd_is_flat_until_the_last_share_of_the_steps(shape):
     "fields", [{"decay_shape": shape} for shape in SHAPES] + [{"name": "cosine"}, {"name": "linear"}]
 )
 @pytest.mark.parametrize("low", [0.0, 0.1, 1.0])
-def test_the_last_step_is_taken_at_the_least_rate(fields, low):
+def test_the_last_step_has_the_lowest_rate(fields, low):
     assert rates(min_lr_ratio=low, warmup_steps=10, **fields)[-1] == pytest.approx(low, abs=1e-15)
 
 
@@ -58,7 +58,7 @@ def test_the_decay_never_rises_and_has_no_jump(fields):
     values = rates(steps=1000, warmup_steps=100, decay_fraction=0.5, **fields)[99:]
     drops = [before - after for before, after in pairwise(values)]
     assert min(drops) >= 0.0
-    # 1 - sqrt(p) has an infinite slope at p = 0: its first drop of n is 1 / sqrt(n).
+    # 1 - sqrt(p) has an infinite slope at p = 0: the first of n steps drops by 1 / sqrt(n).
     assert max(drops) < (0.05 if fields.get("decay_shape") == "sqrt" else 0.004)
 
 
@@ -71,7 +71,7 @@ def test_decay_fraction_one_decays_from_the_end_of_the_warmup():
 
 
 @pytest.mark.parametrize("name", ["wsd", "cosine", "linear", "constant"])
-def test_a_run_that_is_all_warmup_ends_at_the_peak(name):
+def test_a_run_of_warmup_only_ends_at_the_peak(name):
     assert rates(steps=10, name=name, warmup_steps=10)[-1] == 1.0
     assert rates(steps=1, name=name, warmup_steps=1) == [1.0]
     assert rates(steps=5, name=name, warmup_steps=10)[-1] == 0.5
@@ -97,7 +97,7 @@ def test_extending_a_wsd_run_changes_no_rate_before_the_former_decay():
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(50, 0), (1000, 10), (200_000, 2000), (1_000_000, 2000)])
-def test_a_schedule_that_says_nothing_warms_up_for_one_step_in_a_hundred(steps: int, warmup: int) -> None:
+def test_the_default_warmup_is_one_step_in_a_hundred(steps: int, warmup: int) -> None:
     assert warmup_steps(ScheduleConfig(), steps) == warmup
     assert warmup_steps(ScheduleConfig(warmup_steps=0), steps) == 0
     rate = learning_rate(ScheduleConfig(), lr=LR, step=1, steps=steps)

@@ -1,4 +1,4 @@
-"""Recomputation happens where it is asked for, holds less memory, and keeps every name."""
+"""Recomputation covers the configured parts, saves memory, and keeps every name."""
 
 import random
 from collections import Counter
@@ -23,7 +23,7 @@ LAYERS = 3
 
 
 def build(section: str) -> Transformer:
-    """A small model on the CPU with recomputation as in `section`."""
+    """Return a small model on the CPU with the recomputation of `section`."""
     return built(parse_toml_text(tiny_config() + f"[activation_checkpoint]\n{section}\n"))
 
 
@@ -43,7 +43,7 @@ def run(model: Transformer) -> None:
 
 
 def calls(model: Transformer) -> Counter:
-    """How often each kind of part runs in one forward and backward."""
+    """Count the calls of each kind of part in one forward and backward."""
     counts: Counter = Counter()
     for name, module in model.named_modules():
         kind = name.rpartition(".")[2]
@@ -53,7 +53,7 @@ def calls(model: Transformer) -> Counter:
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators by name without overload."""
+    """Count operators by name, without overload."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def operators(model: Transformer) -> Counter:
 
 
 def saved_bytes(model: Transformer) -> int:
-    """Bytes that `model` keeps between forward and backward, parameters aside."""
+    """Return the bytes kept by `model` between forward and backward, without parameters."""
     own = {parameter.data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -96,17 +96,17 @@ def saved_bytes(model: Transformer) -> int:
         ('mode = "full"\nmodules = ["attention"]', LAYERS, LAYERS),
     ],
 )
-def test_parts_run_again_in_backward_only_where_asked(section, attention, feed_forward) -> None:
+def test_only_configured_parts_run_again_in_backward(section, attention, feed_forward) -> None:
     counts = calls(build(section))
     assert (counts["attention"], counts["feed_forward"]) == (attention, feed_forward)
 
 
-def test_a_named_part_alone_computes_its_inside_again() -> None:
+def test_only_a_named_part_is_recomputed() -> None:
     counts = calls(build('mode = "full"\nmodules = ["attention"]'))
     assert (counts["wo"], counts["w2"]) == (2 * LAYERS, LAYERS)
 
 
-def test_selective_computes_cheap_operators_again_and_no_expensive_one() -> None:
+def test_selective_recomputes_only_cheap_operators() -> None:
     none, full, selective = (operators(build(f'mode = "{mode}"')) for mode in ("none", "full", "selective"))
     expensive = ("aten.mm", "aten._scaled_dot_product_flash_attention_for_cpu")
     assert all(selective[name] == none[name] < full[name] for name in expensive)
@@ -116,7 +116,7 @@ def test_selective_computes_cheap_operators_again_and_no_expensive_one() -> None
 @pytest.mark.parametrize(
     "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 24))]
 )
-def test_selective_computes_no_product_again_whatever_a_model_is_made_of(seed) -> None:
+def test_selective_recomputes_no_matrix_product_of_any_model(seed) -> None:
     none, selective, full = (
         operators(built(draw_config(random.Random(seed), f'[activation_checkpoint]\nmode = "{mode}"\n')))
         for mode in ("none", "selective", "full")
@@ -126,17 +126,17 @@ def test_selective_computes_no_product_again_whatever_a_model_is_made_of(seed) -
     assert full["aten.mm"] > none["aten.mm"] > 0
 
 
-def test_a_policy_that_keeps_nothing_is_seen(monkeypatch) -> None:
+def test_a_policy_that_keeps_nothing_is_detected(monkeypatch) -> None:
     monkeypatch.setattr(blocks, "KEPT", ())
     with pytest.raises(AssertionError):
-        test_selective_computes_cheap_operators_again_and_no_expensive_one()
+        test_selective_recomputes_only_cheap_operators()
 
 
 def test_every_mode_keeps_fewer_bytes_than_none() -> None:
     none, full = saved_bytes(build('mode = "none"')), saved_bytes(build('mode = "full"'))
     second = saved_bytes(build('mode = "full"\nevery = 2'))
     attention = saved_bytes(build('mode = "full"\nmodules = ["attention"]'))
-    # Full keeps of every block its input alone; what is left is the loss's own.
+    # Full recomputation keeps only each block's input. The rest belongs to the loss.
     assert full < none / 5 and full < second < none and full < attention < none
 
 
@@ -145,18 +145,18 @@ def test_names_stay() -> None:
     assert [name for name, _ in build('mode = "selective"').named_parameters()] == names
 
 
-def test_a_module_that_is_no_part_of_a_block_is_refused_with_the_nearest() -> None:
+def test_a_module_outside_the_blocks_is_refused_with_the_nearest() -> None:
     with pytest.raises(
         UserError, match=r'"atention" is not a module of a block; .*; did you mean "attention"'
     ):
         build('mode = "full"\nmodules = ["atention"]')
 
 
-def test_modules_are_not_looked_at_where_nothing_is_recomputed() -> None:
+def test_modules_are_ignored_without_recomputation() -> None:
     build('mode = "none"\nmodules = ["atention"]')
 
 
-def test_a_budget_that_this_pytorch_cannot_keep_is_refused_before_the_first_step(monkeypatch) -> None:
+def test_a_budget_unsupported_by_this_pytorch_is_refused_before_the_first_step(monkeypatch) -> None:
     monkeypatch.setattr(compat, "weigh_meshes_as_nothing", lambda: False)
     text = (
         tiny_config(parallel="tp = 2")

@@ -1,4 +1,4 @@
-"""Compiled blocks: one graph for all of them, none again in later steps, names kept, mistakes named."""
+"""Compiled blocks: one graph for all of them, no recompilation in later steps, unchanged names, clear errors."""
 
 from types import SimpleNamespace
 
@@ -44,7 +44,7 @@ def build(extra: str, layers: int = 3, keys: str = "") -> Transformer:
 
 
 def step(model: Transformer, seed: int) -> torch.Tensor:
-    """Losses and the embedding's gradient of one step with documents."""
+    """Return the losses and the embedding's gradient of one step with documents."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(67, (2, 64), generator=generator)
     documents = torch.randint(2, (2, 64), generator=generator).cumsum(-1)
@@ -55,7 +55,7 @@ def step(model: Transformer, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_all_blocks_share_one_graph_that_later_steps_use_again(mode: str) -> None:
+def test_all_blocks_share_one_graph_reused_in_later_steps(mode: str) -> None:
     model = build(
         SECTION.format(backend="aot_eager") + f'[activation_checkpoint]\nmode = "{mode}"', layers=10
     )
@@ -72,7 +72,7 @@ def test_only_mixes_over_depth_have_a_graph_for_each_number_of_saved_streams(mod
     model = build(SECTION.format(backend="aot_eager") + recomputation, layers=12, keys=keys)
     for seed in range(2):
         step(model, seed)
-        # Attention, feed-forward, a chunk of the loss, and mixes of one to six saved streams.
+        # Attention, feed-forward, a chunk of the loss, and the mixes of one to six saved streams.
         assert counters["stats"]["unique_graphs"] == 3 + 6
     assert not counters["graph_break"]
 
@@ -83,7 +83,7 @@ def test_layers_of_two_kinds_train_are_evaluated_and_write_samples() -> None:
     plain, compiled = (build(extra, keys=windows) for extra in ("", SECTION.format(backend="aot_eager")))
     tokens = torch.randint(67, (3, 64), generator=torch.Generator().manual_seed(0))
     step(compiled, 0)
-    # Batches of evaluation, the last of them smaller, and a text that grows out of the window.
+    # Evaluation batches, the last one smaller, and a text that grows beyond the window.
     texts = [tokens, tokens[:2], *(tokens[:1, :length] for length in (1, 2, 3, 30, 31))]
     with torch.no_grad():
         for text in texts:
@@ -96,7 +96,7 @@ def test_layers_of_two_kinds_train_are_evaluated_and_write_samples() -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_gradients_that_add_up_in_another_dtype_stay_where_they_are(mode: str) -> None:
+def test_gradients_accumulated_in_another_dtype_stay_in_place(mode: str) -> None:
     model = build(SECTION.format(backend="aot_eager") + f'[activation_checkpoint]\nmode = "{mode}"')
     model.bfloat16().reset_buffers(torch.bfloat16)
     for parameter in model.parameters():
@@ -151,7 +151,7 @@ def test_the_loss_alone_can_be_compiled() -> None:
 
 
 def promised_gradient(rank: int, world: int, arrive: bool) -> torch.Tensor:
-    """Gradient of a compiled function of an AsyncCollectiveTensor, as tensor parallelism makes them."""
+    """Return the gradient of a compiled function of an AsyncCollectiveTensor, the type from tensor parallelism."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -169,5 +169,5 @@ def promised_gradient(rank: int, world: int, arrive: bool) -> torch.Tensor:
 def test_a_promised_tensor_arrives_before_the_first_block_and_keeps_its_gradient() -> None:
     x = torch.arange(4.0, dtype=torch.float64).view(2, 2)
     for gradient in run_ranks(promised_gradient, 2, True):
-        # Gradients of a replicated result are identical on all ranks; each keeps its own rows.
+        # Gradients of a replicated result are identical on all ranks. Each rank keeps its own rows.
         assert torch.allclose(gradient, 2 * x * (x * x).cos())

@@ -1,4 +1,4 @@
-"""Context parallelism around the step: which collectives a step issues, evaluation, and logits of any length."""
+"""Context parallelism around the step: collectives, evaluation, and logits of any length."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def step(context: str) -> dict[str, int]:
 
 
 def test_collectives_of_a_step() -> None:
-    """Those of attention are functional collectives; data parallelism and the sums use others, that end in _."""
+    """Attention uses functional collectives. Data parallelism and the sums use the others, with names ending in _."""
     attention = {
         kind: {op: n for op, n in step(kind).items() if not op.endswith("_")}
         for kind in ("allgather", "ulysses", "ring")
     }
     assert attention["allgather"] == {"all_gather_into_tensor": LAYERS, "reduce_scatter_tensor": LAYERS}
     assert attention["ulysses"] == {"all_to_all_single": 4 * LAYERS}
-    # cp - 1 in forward; in backward as many, and cp that carry gradients.
+    # cp - 1 in forward; in backward cp - 1 again, and cp with gradients.
     assert attention["ring"] == {"all_to_all_single": (1 + 1 + 2) * LAYERS}
 
 
@@ -52,7 +52,7 @@ def evaluated(rank: int, world: int, text: str) -> list[float]:
 
 
 @pytest.mark.parametrize("context", ["allgather", "ulysses", "ring"])
-def test_evaluation_is_that_of_one_process(context: str) -> None:
+def test_evaluation_equals_one_process(context: str) -> None:
     expected = run_ranks(evaluated, 1, tiny_config())[0]
     for found in run_ranks(evaluated, 2, tiny_config(parallel=f'context = "{context}"\ncp = 2')):
         assert found == pytest.approx(expected, abs=1e-9)
@@ -76,8 +76,8 @@ def bfloat16_step(rank: int, world: int, text: str) -> list[float]:
 
 
 @pytest.mark.parametrize("context", ["allgather", "ulysses", "ring"])
-def test_bfloat16_is_as_near_as_its_rounding(context: str) -> None:
-    """Sums of losses over 115 tokens of about 4.2 each; bfloat16 keeps 8 bits."""
+def test_bfloat16_agrees_up_to_its_rounding(context: str) -> None:
+    """Sums of losses over 115 tokens of about 4.2 each. bfloat16 keeps 8 bits."""
     mixed = 'storage = "float32"\ncompute = "bfloat16"\nreduce = "float32"'
     texts = [tiny_config(parallel=p) for p in ("", f'context = "{context}"\ncp = 2')]
     double = 'storage = "float64"\ncompute = "float64"\nreduce = "float64"'

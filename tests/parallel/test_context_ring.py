@@ -1,4 +1,4 @@
-"""The ring's inner parts: attention block by block, merged; rows that see no key; the flex kernel's formulas."""
+"""Parts of ring attention: merged blocks, rows without a visible key, and the flex kernel's formulas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNK = 8
 
 
 def tensors(rows: int = 4 * CHUNK, width: int = 6, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """q of four heads, k and v of two, and the gradient of the output."""
+    """Return q of four heads, k and v of two, and the gradient of the output."""
     generator = torch.Generator().manual_seed(0)
     heads = (4, 2, 2, 4)
     return tuple(torch.randn(2, h, rows, width, generator=generator, dtype=dtype) for h in heads)
@@ -30,7 +30,7 @@ def chunk(index: int) -> Tensor:
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, table: Tensor, soft_cap: float) -> Tensor:
-    """Attention by definition, differentiable."""
+    """Compute attention by definition, differentiably."""
     k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if soft_cap:
@@ -39,7 +39,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, table: Tensor, soft_cap: float) -> Te
 
 
 def differentiable(q: Tensor, k: Tensor, v: Tensor, table: Tensor, soft_cap: float) -> tuple[Tensor, Tensor]:
-    """What flex_attention returns, which has no backward on a CPU: autograd gets through this."""
+    """Return flex_attention's results in a form with a backward, because flex_attention has none on a CPU."""
     return PlainKernel().forward(AttentionBlock(q, k, v, table, soft_cap))
 
 
@@ -55,7 +55,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kernel", [PlainKernel(), FlexKernel()], ids=["plain", "flex"])
 def test_blocks_merged_are_the_whole(kernel, mask: str, soft_cap: float, monkeypatch) -> None:
-    """Forward and backward over all pairs of chunks; most of them have rows that see no key."""
+    """Forward and backward over all pairs of chunks. Most pairs have rows without a visible key."""
     monkeypatch.setattr(ring, "flex_with_lse", differentiable)
     q, k, v, grad = tensors()
     window, docs = MASKS[mask]
@@ -88,7 +88,7 @@ def test_blocks_merged_are_the_whole(kernel, mask: str, soft_cap: float, monkeyp
         assert_close(total, leaf.grad, rtol=0, atol=1e-12)
 
 
-def test_rows_that_see_no_key_have_no_weight() -> None:
+def test_rows_without_a_visible_key_have_no_weight() -> None:
     q, k, v, _ = tensors(CHUNK)
     table = torch.ones(1, 1, CHUNK, CHUNK, dtype=torch.bool)
     table[:, :, 2:5] = False
@@ -105,8 +105,8 @@ def test_rows_that_see_no_key_have_no_weight() -> None:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("soft_cap", [0.0, 2.0])
-def test_flex_attention_with_tiles_of_a_part_says_the_same(soft_cap: float) -> None:
-    """Queries of two chunks against the keys of one that lies between them, across borders of tiles."""
+def test_flex_attention_with_tiles_of_a_part_gives_the_same(soft_cap: float) -> None:
+    """Queries of two chunks against the keys of a chunk between them, across tile boundaries."""
     q, k, v, _ = tensors(400, width=16)
     owners = documents(400, 90)
     queries, keys = torch.cat([torch.arange(100), torch.arange(300, 400)]), torch.arange(170, 330)

@@ -1,4 +1,4 @@
-"""The split of a sequence over ranks: chunks by rank, back in order, and what a rank computes of a batch."""
+"""The split of a sequence over ranks: chunks by rank, restored order, and each rank's part of a batch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_parts_in_order_are_the_whole_and_back(ranks: int) -> None:
     assert torch.equal(split.by_rank(whole), parts)
 
 
-def test_one_rank_computes_the_batch_as_it_is() -> None:
+def test_one_rank_gets_the_unchanged_batch() -> None:
     given = batch(7)
     found = splits(1)[0].local_part(given)
     assert found.tokens is given.tokens and found.positions is None
@@ -67,7 +67,7 @@ def test_a_part_brings_its_positions_and_all_documents() -> None:
     assert found.documents is documents
 
 
-def test_positions_that_the_batch_gives_are_kept() -> None:
+def test_a_batchs_own_positions_are_kept() -> None:
     positions = torch.arange(8).flip(0).expand(2, 8)
     found = splits(2)[0].local_part(batch(8, positions=positions))
     assert found.positions is not None and found.positions.tolist() == [[7, 6, 1, 0]] * 2
@@ -80,7 +80,7 @@ def test_positions_that_the_batch_gives_are_kept() -> None:
 def test_causal_chunks_are_the_rows_of_causal_attention(
     compiled: bool, v_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What CUDA runs for a plain causal mask; written out on the CPU it is the same."""
+    """CUDA's path for a plain causal mask equals its CPU definition."""
     seen, kernel = set(), CausalBias._dispatch
 
     def dispatch(*args, **options):
@@ -98,5 +98,5 @@ def test_causal_chunks_are_the_rows_of_causal_attention(
     for split in splits(2):
         out = attend(split.part(q, dim=2), k, v, lower_right(split, 8))
         assert_close(out, split.part(expected, dim=2), rtol=0, atol=1e-12)
-    # FlashAttention takes heads of equal sizes.
+    # FlashAttention requires equal head sizes.
     assert compiled or seen == {(max(6, v_dim),) * 3}

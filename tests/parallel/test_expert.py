@@ -1,4 +1,4 @@
-"""Experts over ranks: who holds what, what is sent, in which dtype, and what routers count."""
+"""Experts over ranks: shards, messages and their dtypes, and router counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks
 
 N_EXPERTS, DIM, TOP_K, LAYERS = 8, 6, 3, 3
-WIDTH = 32  # of the model's stream; DIM is that of the dispatcher alone
+WIDTH = 32  # of the model's stream; DIM belongs to the dispatcher tests
 
 
 def moe(parallel: str = "", micro: int = 4, more: str = "", experts: int = N_EXPERTS) -> str:
@@ -36,7 +36,7 @@ def precise(keys: str, compute: str = "bfloat16", storage: str = "float32") -> s
 
 
 def build(text: str, world: int) -> tuple[Any, Any]:
-    """The model of `text` and this rank's first batch."""
+    """Return the model of `text` and this rank's first batch."""
     one = built(text, world)
     return one.model, next(one.batches())
 
@@ -45,7 +45,7 @@ def build(text: str, world: int) -> tuple[Any, Any]:
 
 
 def _dispatcher(world: int, nodes: int) -> AllToAllDispatcher | NodeDispatcher:
-    """Of experts over all ranks, which lie on so many nodes."""
+    """Return a dispatcher for experts over all ranks. nodes: number of nodes."""
     if nodes == 1:
         return AllToAllDispatcher(dist.group.WORLD, N_EXPERTS)
     ranks = torch.arange(world).view(nodes, -1)
@@ -68,9 +68,9 @@ def _dispatch(rank: int, world: int, chosen: str, drop: bool, nodes: int) -> Non
     scales = torch.arange(1.0, N_EXPERTS + 1)
 
     def compute(rows: torch.Tensor, counts: torch.Tensor, begin: int = 0) -> torch.Tensor:
-        """Expert e multiplies by e + 1 and squares."""
+        """Multiply by e + 1 and square, for expert e."""
         own = scales[begin : begin + len(counts)].repeat_interleave(counts)
-        # What is past the counted rows is undefined.
+        # Rows past the counted ones are undefined.
         padded = torch.cat([own, own.new_full((len(rows) - len(own),), float("nan"))])
         return (padded.unsqueeze(-1) * rows) ** 2
 
@@ -93,7 +93,7 @@ def test_rows_go_to_their_experts_and_back(world: int, nodes: int, chosen: str, 
     run_ranks(_dispatch, world, chosen, drop, nodes)
 
 
-# What each rank holds.
+# Shards.
 
 
 def _holdings(rank: int, world: int, text: str) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def holdings(world: int, parallel: str, experts: int = N_EXPERTS, name: str = "w
     return [rank[f"layers.1.feed_forward.experts.{name}"] for rank in ranks]
 
 
-def test_experts_and_routers_say_what_they_are() -> None:
+def test_shards_of_experts_and_routers_have_their_kind() -> None:
     (rank,) = run_ranks(_holdings, 1, moe(more="n_shared_experts = 1\nn_dense_layers = 1"))
     kinds = Counter(kind for kind, *_ in rank.values())
     assert kinds["expert"] == 2 * (LAYERS - 1) and kinds["router"] == LAYERS - 1
@@ -144,7 +144,7 @@ def test_replicas_hold_copies_of_experts() -> None:
 
 
 @pytest.mark.parametrize("parallel", ["ep = 4", "ep = 2", "tp = 2\nep = 4"])
-def test_experts_are_born_different_and_the_same_on_every_layout(parallel: str) -> None:
+def test_initial_experts_differ_and_are_equal_on_every_layout(parallel: str) -> None:
     ((_, _, _, (alone,)),) = holdings(1, "")
     together = torch.zeros_like(alone)
     for _, (box,), _, (values,) in holdings(4, parallel):
@@ -158,7 +158,7 @@ def _state_of_routers(rank: int, world: int, text: str) -> list[Any]:
     return [(s.name, s.kind, s.data.dtype, s.replicas.size()) for s in model.buffers]
 
 
-def test_state_of_routers_is_whole_everywhere_and_goes_into_checkpoints() -> None:
+def test_router_state_is_replicated_and_saved_in_checkpoints() -> None:
     for rank in run_ranks(_state_of_routers, 2, precise(moe("ep = 2"), storage="bfloat16")):
         assert [name for name, *_ in rank[:2]] == [
             "layers.0.feed_forward.router.bias",
@@ -170,14 +170,14 @@ def test_state_of_routers_is_whole_everywhere_and_goes_into_checkpoints() -> Non
         ]
 
 
-# What is sent.
+# Messages.
 
 
 def _sent(rank: int, world: int, text: str) -> dict[str, int]:
     model, batch = build(text, world)
     tokens = torch.tensor(100.0, dtype=torch.float64)
     counted = []
-    for _ in range(2):  # so that what one step leaves behind for the next is seen
+    for _ in range(2):  # the second step includes leftovers of the first
         sent = collectives_of(functools.partial(model.forward_backward, batch, tokens)).number()
         model.finalize_gradients()
         moved = collectives_of(functools.partial(model.update_router, torch.zeros(()))).number()
@@ -203,15 +203,13 @@ def test_three_exchanges_per_layer_and_forward_two_per_backward(microbatches: in
 
 
 @pytest.mark.parametrize(("mode", "number"), [("full", 5 + 3), ("selective", 5)])
-def test_what_was_exchanged_is_not_exchanged_again_under_selective_recomputation(
-    mode: str, number: int
-) -> None:
+def test_selective_recomputation_exchanges_no_tokens_again(mode: str, number: int) -> None:
     step, _ = sent(2, "ep = 2", 4, extra=f'[activation_checkpoint]\nmode = "{mode}"\n')
     assert step["all_to_all"] == number * LAYERS
 
 
 def _waits(rank: int, world: int, text: str) -> list[int]:
-    """How often the host reads numbers of rows from the device, in each of two steps."""
+    """Return the number of host reads of row counts in each of two steps."""
     model, batch = build(text, world)
     tolist, found = torch.Tensor.tolist, []
 
@@ -238,19 +236,19 @@ def test_experts_at_every_degree_one_send_nothing() -> None:
     assert not step and not routers
 
 
-def test_experts_are_gathered_and_reduced_as_units_of_their_own() -> None:
+def test_experts_are_gathered_and_reduced_as_separate_units() -> None:
     dense = Counter(run_ranks(_sent, 4, tiny_config(micro=2))[0][0])
     step, _ = sent(4, "ep = 2", 2)
-    # Once more in backward, but for the last block's.
+    # Once more in backward, except the last block's.
     assert step["all_gather"] - dense["all_gather"] == LAYERS + LAYERS - 1
     assert step["reduce_scatter"] - dense["reduce_scatter"] == LAYERS
-    # With all experts of a rank in its own hands there is nothing to gather.
+    # A rank with all of its experts unsharded has nothing to gather.
     step, _ = sent(4, "ep = 4", 2)
     assert step["all_gather"] == dense["all_gather"] and step["reduce_scatter"] == dense["reduce_scatter"]
 
 
 def _of_routers(rank: int, world: int, text: str) -> tuple[list[int], int, set[tuple[Any, int]]]:
-    """Bytes of all all-reduces of a step, how many routers are units of FSDP, and (sizes, copies) of their weights."""
+    """Return the bytes of a step's all-reduces, the number of routers as FSDP units, and (sizes, copies) of their weights."""
     model, batch = build(text, world)
 
     def step() -> None:
@@ -268,14 +266,14 @@ def _of_routers(rank: int, world: int, text: str) -> tuple[list[int], int, set[t
 
 @pytest.mark.parametrize("parallel", ["ep = 2", "dp_replicate = 2\ndp_shard = 2", "tp = 2"])
 def test_routers_are_whole_on_every_rank_and_summed_once_per_step(parallel: str) -> None:
-    """Though they compute in float32 beside bfloat16, and there are two microbatches."""
+    """Even in float32 beside bfloat16, and with two microbatches."""
     text, weight = precise(moe(parallel, 2)), 4 * N_EXPERTS * WIDTH
     for reduced, units, held in run_ranks(_of_routers, 4, text):
         assert reduced.count(LAYERS * weight) == 1
         assert held == {((N_EXPERTS, WIDTH), 4)} and units == 0
 
 
-def test_routers_that_have_to_be_cast_are_units() -> None:
+def test_routers_in_need_of_a_cast_are_units() -> None:
     text = precise(moe("ep = 2", 2), storage="bfloat16")
     for reduced, units, held in run_ranks(_of_routers, 2, text):
         assert 4 * LAYERS * N_EXPERTS * WIDTH not in reduced and units == LAYERS
@@ -309,7 +307,7 @@ def test_a_block_gathers_the_next_one_with_its_experts_ahead() -> None:
     assert backward == [experts.format(1), "layers.0", experts.format(0)]
 
 
-# In which dtype.
+# Dtypes.
 
 
 def _dtypes(rank: int, world: int, text: str) -> dict[str, Any]:
@@ -341,7 +339,7 @@ def test_routers_compute_in_float32_beside_bfloat16(parallel: str) -> None:
                 assert (computes, returns) == (torch.bfloat16, [torch.bfloat16])
 
 
-# What routers count.
+# Router counts.
 
 
 def _counts(rank: int, world: int, text: str) -> dict[str, Any]:
@@ -370,7 +368,7 @@ def _counts(rank: int, world: int, text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("parallel", ["ep = 2", "tp = 2\nep = 1\nsequence_parallel = false"])
-def test_what_is_trained_on_is_counted_once_and_a_skipped_step_moves_nothing(parallel: str) -> None:
+def test_trained_tokens_are_counted_once_and_a_skipped_step_moves_nothing(parallel: str) -> None:
     ranks = run_ranks(_counts, 2, moe(parallel, more="bias_update_rate = 0.5\nn_dense_layers = 1"))
     assert sum(rank["own"] for rank in ranks) == ranks[0]["reported"] == 2 * ranks[0]["valid"]
     for rank in ranks:
@@ -408,7 +406,7 @@ def _float8(rank: int, world: int, text: str) -> tuple[list[str], list[str], boo
     return converted, messages, bool(finite and sums.objective.isfinite())
 
 
-def test_float8_leaves_routers_and_routed_experts_out_and_says_so() -> None:
+def test_float8_excludes_routers_and_routed_experts_and_reports_it() -> None:
     keys = precise(moe("ep = 2", more="n_shared_experts = 1"))
     keys = keys.replace("[precision]", '[precision]\nfloat8 = "tensorwise"')
     for converted, messages, finite in run_ranks(_float8, 2, keys):
@@ -427,9 +425,9 @@ def _graphs(rank: int, world: int, text: str) -> tuple[int, int]:
 
 
 def test_all_blocks_share_their_graphs() -> None:
-    """Attention, shared experts, router, activation and five kernels of dispatch.
+    """Graphs: attention, shared experts, router, activation and five dispatch kernels.
 
-    Two of them see another number of rows in the second block, and are compiled once more for any number.
+    Two of them get another number of rows in the second block, and are compiled once more with dynamic shapes.
     """
     compiled = '[compile]\nenabled = true\nbackend = "aot_eager"\n'
     for graphs, breaks in run_ranks(_graphs, 2, moe("ep = 2", more="n_shared_experts = 1") + compiled):

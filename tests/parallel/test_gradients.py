@@ -1,4 +1,4 @@
-"""The norm counts each element once in float32 at least; clipping scales what is there, in every dtype."""
+"""The norm counts each element once, in float32 or wider. Clipping scales gradients of every dtype."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_bfloat16_gradients_are_measured_and_scaled_without_rounding_on_the_way(
     grads = torch.linspace(1.0, 2.0, 1000).bfloat16()
     assert norm == pytest.approx(grads.double().norm().item(), rel=1e-6)
     assert clipped == (grads.float() * (1.0 / (norm + 1e-6))).bfloat16().tolist()
-    # The coefficient itself rounded first, as a bfloat16 one would be, is off by more.
+    # A coefficient first rounded to bfloat16 would differ by more.
     rounded = torch.tensor(1.0 / norm).bfloat16().item()
     assert abs(rounded * norm - 1) > 1e-4
 
@@ -78,7 +78,7 @@ class Waited(Exception):
 
 
 def _no_waiting(rank: int, world: int) -> None:
-    """Whatever reads a number back from a device goes through one of these."""
+    """Raise on any read of a number from the device. All reads go through these methods."""
 
     def wait(*_: object) -> None:
         raise Waited
@@ -99,7 +99,7 @@ def _loss_of_rank_1_is_not_finite(rank: int, world: int) -> float:
     return report_gradients(shards, torch.tensor(float("nan") if rank else 1.0), stop=False).skip.item()
 
 
-def test_n1_a_loss_that_is_not_finite_on_one_rank_makes_all_skip() -> None:
+def test_n1_a_non_finite_loss_on_one_rank_makes_all_skip() -> None:
     assert run_ranks(_loss_of_rank_1_is_not_finite, 2) == [1.0, 1.0]
 
 
@@ -109,7 +109,7 @@ def _one_copy_is_not_finite(rank: int, world: int, bad: int) -> tuple[float, flo
     return report.skip.item(), report.norm.item()
 
 
-def test_n1_a_gradient_that_is_not_finite_in_one_copy_alone_makes_all_skip() -> None:
-    """Whichever copy the norm counts."""
+def test_n1_a_non_finite_gradient_in_one_replica_makes_all_skip() -> None:
+    """Regardless of the replica in the norm."""
     assert run_ranks(_one_copy_is_not_finite, 2, 0) == [(1.0, torch.inf)] * 2
     assert run_ranks(_one_copy_is_not_finite, 2, 1) == [(1.0, 5.0)] * 2

@@ -1,4 +1,4 @@
-"""Initial values are a pure function of (seed, name, global index), and nothing is left as memory came."""
+"""Initial values are a pure function of (seed, name, global index), and no memory is left uninitialised."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def drawn(box: Box, seed: int = 0, name: str = "w", std: float = 1.0) -> torch.T
     ],
 )
 @pytest.mark.parametrize("longest_span", [64, 1 << 22])
-def test_a_box_holds_the_same_bits_as_that_part_of_the_whole(
+def test_a_box_has_the_bits_of_its_part_of_the_global_tensor(
     box: Box, longest_span: int, monkeypatch
 ) -> None:
     everything = drawn(Box((0, 0, 0), tuple(SHAPE)))
@@ -90,7 +90,7 @@ def test_memory_full_of_nan_is_written_over_completely_and_identically_on_every_
 
 
 @pytest.mark.parametrize("world", [1, 2])  # contiguous buffers, FSDP
-def test_the_nan_test_sees_an_initialisation_that_skips_norms(world: int) -> None:
+def test_the_nan_test_detects_uninitialised_norms(world: int) -> None:
     with pytest.raises(RankFailed, match=r"norm\.weight"):
         run_ranks(_built_skipping_vectors, world, tiny_config())
 

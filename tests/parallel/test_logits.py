@@ -1,4 +1,4 @@
-"""The largest logits: those of pairs that see each other, in training forwards only, some queries at a time."""
+"""Maximum logits: over visible pairs, in training forwards only, a chunk of queries at a time."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def tensors() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 10, 256])
-def test_logits_of_pairs_that_see_each_other_count_whatever_is_computed_at_once(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_of_visible_pairs_count_for_any_chunk_size(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logits, "ROWS", rows)
     largest = torch.full((4,), -torch.inf, dtype=torch.float64)
     attend = logits.ObservedAttention(sdpa_attention, largest, LAYOUT, logits.SequenceSplit(ONE))
@@ -48,7 +46,7 @@ def test_logits_of_pairs_that_see_each_other_count_whatever_is_computed_at_once(
     scores = q @ k.repeat_interleave(2, dim=1).mT / 6**0.5
     expected = scores.masked_fill(~dense_table(3, documents, 10, q.device), -torch.inf).amax((0, 2, 3))
     torch.testing.assert_close(largest, expected, rtol=0, atol=1e-14)
-    # The maximum over forwards, of which those without a gradient do not count.
+    # The maximum over forwards. Forwards without a gradient do not count.
     with torch.no_grad():
         attend(3 * q, k, v, mask)
     torch.testing.assert_close(largest, expected, rtol=0, atol=1e-14)

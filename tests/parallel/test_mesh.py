@@ -1,4 +1,4 @@
-"""Who is whose neighbour on every mesh, and which groups exist."""
+"""Neighbours on every mesh, and the existing groups."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def test_replicas_are_the_slow_axis_of_the_sharding_mesh() -> None:
     assert ranks[3]["loss"] == [0, 1, 2, 3]
 
 
-def test_experts_spread_over_all_ranks_that_share_one_copy_of_the_model() -> None:
+def test_experts_spread_over_all_ranks_of_one_replica() -> None:
     ranks = run_ranks(neighbours, 4, degrees(dp_shard=2, tp=2, ep=4))
     assert ranks[2]["ep"] == [0, 1, 2, 3] and ranks[2]["fsdp_experts"] == [2]
     ranks = run_ranks(neighbours, 4, degrees(dp_shard=2, tp=2, ep=2))
@@ -67,17 +67,17 @@ def test_without_a_data_axis_every_group_is_one_rank() -> None:
 
 
 def groups(rank: int, world: int, layout: Degrees) -> tuple[int, bool, bool]:
-    """Number of groups beside the default one; whether loss, stage and fsdp share one; whether ep and fsdp do."""
+    """Return the number of non-default groups; whether loss, stage and fsdp share one; whether ep and fsdp share one."""
     meshes = make_meshes(layout, "cpu")
     fsdp = meshes.fsdp.get_group()
     number = len(dist.distributed_c10d._world.pg_map) - 1
     return number, meshes.loss is meshes.stage is fsdp, meshes.ep.get_group() is fsdp
 
 
-def test_equal_sets_of_ranks_share_a_group_but_for_what_layers_wait_for() -> None:
+def test_equal_sets_of_ranks_share_a_group_except_for_blocking_exchanges() -> None:
     # One for all axes of size 1.
     assert run_ranks(groups, 2, degrees(dp_shard=2)) == [(1, True, False)] * 2
-    # And the one of experts, whose exchanges do not wait for FSDP's.
+    # And one for experts, so their exchanges do not wait for FSDP's.
     assert run_ranks(groups, 2, degrees(dp_shard=2, ep=2)) == [(2, True, False)] * 2
-    # Size 1, tp and ep (the same ranks), fsdp, and the experts' own data axis; not one for each of 13 axes.
+    # Size 1, tp and ep (the same ranks), fsdp, and the experts' own data axis, instead of one for each of 13 axes.
     assert run_ranks(groups, 4, degrees(dp_shard=2, tp=2, ep=2))[0][0] == 4

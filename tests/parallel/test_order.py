@@ -1,4 +1,4 @@
-"""A layout is applied step by step, each once and in the order."""
+"""The steps of a layout are applied once each, in order."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from forge.parallel.build import STEPS, Builder
 
 @pytest.fixture
 def applied(monkeypatch) -> list[str]:
-    """The names of the steps that are applied; nothing else happens."""
+    """Replace all steps by stubs; return the list of applied names."""
     names: list[str] = []
 
     def note(step: str) -> Callable[..., Any]:
@@ -36,7 +36,7 @@ def test_all_steps_are_applied_in_the_order(applied: list[str]) -> None:
     assert [*applied, "allocate", "initialise"] == list(STEPS)
 
 
-def test_a_step_twice_is_an_error_that_says_so(applied: list[str]) -> None:
+def test_a_repeated_step_is_an_error(applied: list[str]) -> None:
     one = builder()
     one.apply("tensor")
     with pytest.raises(RuntimeError, match="tensor has been applied to this model already"):
@@ -44,7 +44,7 @@ def test_a_step_twice_is_an_error_that_says_so(applied: list[str]) -> None:
     assert applied == ["tensor"]
 
 
-def test_a_step_after_one_that_must_follow_it_is_an_error_that_names_both(applied: list[str]) -> None:
+def test_steps_in_the_wrong_order_are_an_error_naming_both(applied: list[str]) -> None:
     one = builder()
     one.apply("data")
     with pytest.raises(RuntimeError, match="float8 must be applied before data"):

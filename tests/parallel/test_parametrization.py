@@ -1,4 +1,4 @@
-"""Factors of initial values and learning rates by the tables of mup and completep, on any layout."""
+"""Factors of initial values and learning rates match the tables of mup and completep, on any layout."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.harness import run_ranks
 from tests.support.resharding import train_part
 
 GO = torch.tensor(0.0)
-# As the table says it for m = 4, d = 2 and completep: scale of the initial values, learning rate, eps. A multiplier is in
-# the first two, and its inverse in eps.
+# The table's row for m = 4, d = 2 and completep: scale of the initial values, learning rate, eps. A multiplier is in the
+# first two, and its inverse in eps.
 DENSE = {
     "embedding.weight": (1, 1, 1 / 4),
     "layers.1.attention_norm.weight": (1, 1, 1 / 8),
@@ -51,7 +51,7 @@ def shards_of(config: Config) -> list[Shard]:
 
 
 @pytest.mark.parametrize(("name", "table"), [("debug", DENSE), ("moe_debug", DENSE | EXPERTS)])
-def test_factors_are_those_of_the_table(name: str, table: dict[str, tuple[float, float, float]]) -> None:
+def test_factors_match_the_table(name: str, table: dict[str, tuple[float, float, float]]) -> None:
     config = recipe(name)
     by_name = {shard.name: shard for shard in shards_of(config)}
     for parameter, (start, lr, eps) in table.items():
@@ -80,13 +80,13 @@ def test_width_alone_counts_under_mup_and_depth_has_the_standard_rule() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ([], 1 / 2),  # its own factor grows with the root of the width
+        ([], 1 / 2),  # its own factor grows with the square root of the width
         (["--optimizer.muon.adjust_lr=original"], 1),
         (["--optimizer.muon.adjust_lr=original", "--optimizer.muon.split_heads=true"], 1 / 2),
         (["--optimizer.muon.split_heads=true"], 1 / 4),
     ],
 )
-def test_orthogonal_updates_grow_as_the_root_of_rows_over_columns(
+def test_orthogonal_updates_grow_as_the_square_root_of_rows_over_columns(
     options: list[str], expected: float
 ) -> None:
     config = recipe("debug", "--optimizer.name=muon", *options, rule="mup")
@@ -126,7 +126,9 @@ def test_a_multiplier_in_the_weights_trains_as_one_in_the_forward(name: str) -> 
         weight = torch.nn.Parameter(start * inside)
         rates = Rates(lr=inside, orthogonal=inside, eps=1 / inside)
         shard = Shard.whole("layers.0.attention.wq.weight", weight, rates=rates)
-        norm = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))  # Muon leaves some to AdamW
+        norm = torch.nn.Parameter(
+            torch.ones(3, dtype=torch.float64)
+        )  # AdamW updates a few parameters under Muon
         optimizer = build_optimizer([shard, Shard.whole("norm.weight", norm)], config.optimizer)
         generator = torch.Generator().manual_seed(1)
         for _ in range(4):

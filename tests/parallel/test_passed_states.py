@@ -1,4 +1,4 @@
-"""Linear layers whose sequences lie on several ranks compute what they compute on one."""
+"""Linear attention with a sequence split over ranks equals one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH, HEADS, CHUNK = 2, 3, 3
 
 
 def inputs(seq: int, decays: int) -> list[Tensor]:
-    """What is convolved and the weights; q, k, v, log_decay and beta."""
+    """Return the convolution's input and weights, and q, k, v, log_decay and beta."""
     generator = torch.Generator().manual_seed(seq)
 
     def draw(*shape: int) -> Tensor:
@@ -49,7 +49,7 @@ def on_rank(rank: int, world: int, seq: int, kind: str, decays: int) -> None:
     generator = torch.Generator().manual_seed(2)
     weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in expected]
     gradients = torch.autograd.grad(sum((x * w).sum() for x, w in zip(expected, weights, strict=True)), whole)
-    # The weights of the convolution are whole on every rank, and their gradients sums over ranks.
+    # Convolution weights are replicated, and their gradients are summed over ranks.
     own = [x.detach() if n == 1 else split.part(x.detach(), 1) for n, x in enumerate(whole)]
     own = [x.clone().requires_grad_() for x in own]
     found = compute(PassedStates(split), own, numbers)
@@ -63,7 +63,7 @@ def on_rank(rank: int, world: int, seq: int, kind: str, decays: int) -> None:
 
 
 def on_rank_by_kernels(rank: int, world: int, seq: int, kind: str, decays: int) -> None:
-    # One process computes without them.
+    # One process does not use the kernels.
     local_recurrence.recur = _without_kernels  # type: ignore[method-assign]
     fla.install()
     on_rank(rank, world, seq, kind, decays)
@@ -79,7 +79,7 @@ def _without_kernels(
 
 @pytest.mark.parametrize("decays", [1, 4])
 @pytest.mark.parametrize("kind", ["one document", "documents"])
-def test_states_that_kernels_compute_pass_between_ranks(kind: str, decays: int) -> None:
+def test_states_of_kernels_pass_between_ranks(kind: str, decays: int) -> None:
     run_ranks(on_rank_by_kernels, 2, 40, kind, decays)
 
 
@@ -90,6 +90,6 @@ def slow(*values: int) -> object:
 @pytest.mark.parametrize("decays", [1, 4])
 @pytest.mark.parametrize("kind", ["one document", "documents"])
 @pytest.mark.parametrize(("world", "seq"), [(2, 40), (4, 16), slow(4, 40), slow(2, 4)])
-def test_values_and_gradients_are_those_of_one_process(world: int, seq: int, kind: str, decays: int) -> None:
-    """Also where the part of a rank is shorter than the convolution; with decays by head and by channel."""
+def test_values_and_gradients_equal_one_process(world: int, seq: int, kind: str, decays: int) -> None:
+    """Also for a rank's part shorter than the convolution, and with decays by head and by channel."""
     run_ranks(on_rank, world, seq, kind, decays)

@@ -1,4 +1,4 @@
-"""Which dtype a parameter computes in, and which modules become one FSDP unit because of it."""
+"""Compute dtypes of parameters, and the resulting FSDP units."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 
 class Net(nn.Module):
-    """Children by keyword, none of which is ever called here."""
+    """A module with children by keyword. The tests never call them."""
 
     def __init__(self, **children: nn.Module):
         super().__init__()
@@ -71,7 +71,7 @@ def test_patterns_are_whole_names_with_a_glob_for_each_component(pattern, name, 
     assert matches_any_depth(pattern, name) is expected
 
 
-def test_what_is_no_floating_point_number_keeps_its_dtype() -> None:
+def test_non_floating_point_tensors_keep_their_dtype() -> None:
     net = Net(a=linear())
     net.register_parameter("table", nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False))
     assert resolved(net, BF16) == {"table": torch.int64, "a.weight": BF16}
@@ -100,7 +100,7 @@ def test_the_default_pin_may_match_nothing_a_users_may_not() -> None:
         pinned_parameters(net, ["atention"])
 
 
-def test_the_nearest_name_stands_for_all_layers() -> None:
+def test_the_nearest_name_covers_all_layers() -> None:
     config = parse_toml_text(
         tiny_config().replace("[precision]", '[precision]\nfp32_modules = ["attention_norm"]')
     )
@@ -113,7 +113,7 @@ def test_the_nearest_name_stands_for_all_layers() -> None:
 
 
 def subtrees(net: nn.Module, **keys: Any) -> list[tuple[str, Any]]:
-    """By name; `keys` are prefixes of parameter names (dots as underscores)."""
+    """Return subtrees by name. keys: prefixes of parameter names, with underscores for dots."""
     of = {
         p: next(key for prefix, key in keys.items() if name.replace(".", "_").startswith(prefix))
         for name, p in net.named_parameters()
@@ -145,7 +145,7 @@ def test_buffers_do_not_count() -> None:
     assert subtrees(net, a=1, b=1) == [("", 1)]
 
 
-def test_a_module_that_is_never_called_stands_for_its_children() -> None:
+def test_a_never_called_module_is_replaced_by_its_children() -> None:
     net = Net(a=nn.ModuleList([linear(), linear()]), b=linear())
     assert subtrees(net, a=1, b=2) == [("a.0", 1), ("a.1", 1), ("b", 2)]
 
@@ -160,7 +160,7 @@ def units(
     changed: dict[nn.Parameter, torch.dtype] | None = None,
     **options: Any,
 ) -> list[tuple[list[str], torch.dtype]]:
-    """The units of `net`, by the names of their modules. `changed`: compute dtypes that no rule would give."""
+    """Return the units of `net` as names of their modules. changed: compute dtypes that override the rules."""
     names = {module: name for name, module in net.named_modules()}
     dtypes = compute_dtypes([p for p in net.parameters() if p not in set(ignored)], BF16, **options)
     made = uniform_units([net], dtypes | (changed or {}))
@@ -307,7 +307,7 @@ def test_tied_weights_of_two_modules_are_one_unit() -> None:
 
 
 def test_decays_of_linear_attention_compute_in_float32_by_default() -> None:
-    """They are exponentiated: bfloat16 rounds a logarithm of a decay by up to 2 %."""
+    """Decays are exponentials. Rounding their logarithms to bfloat16 would change decays by up to 2 %."""
     model = """layer_pattern = ["linear"]
     [model.linear_attention]
     n_key_heads = 2

@@ -1,4 +1,4 @@
-"""Every shipped config builds on the world that its first line names: on meta tensors, under a fake process group."""
+"""Every shipped config builds on the world of its first line, with meta tensors and a fake process group."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.support.layouts import slow_unless
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
 
-# kimi-k3 takes over a minute: 93 layers, and Muon over 4,096 ranks. The others have a smaller sister.
+# kimi-k3 takes over a minute: 93 layers, and Muon over 4,096 ranks. The others have a smaller config of the same family.
 SLOW = ("kimi-k3", "13b", "70b", "llama3-70b", "gpt-oss-120b")
 
 
@@ -53,7 +53,7 @@ def _build_on_fake_ranks(path: Path, world: int) -> None:
     whole = sum(shard.global_shape.numel() for shard in engine.shards)
     assert whole == parameter_counts(build_meta_model(config)).total
     degrees = meshes.degrees
-    # The first rank holds its share, rounded up to whole rows, of all but routers, which are whole.
+    # Rank 0 holds its share, rounded up to whole rows, of all parameters but routers, and whole routers.
     shared = [
         shard for shard in engine.shards if not shard.name.endswith(("router.weight", "shared_gate.weight"))
     ]

@@ -1,4 +1,4 @@
-"""Tensor parallelism besides its numbers: what it sends, what it refuses, what it leaves in a checkpoint."""
+"""Tensor parallelism: collectives, refusals and checkpoint content."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ LAYERS, CHUNKS = 3, 3  # of tiny_config: 80 tokens in chunks of 32
 
 
 def sent(rank: int, world: int, text: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Collectives of forward and backward of one microbatch, in the second step, and of finalize_gradients."""
+    """Return the collectives of one microbatch's forward and backward in the second step, and of finalize_gradients."""
     one = built(text, world)
     model = one.model
     for batch in one.batches():
@@ -35,7 +35,7 @@ def sent(rank: int, world: int, text: str) -> tuple[dict[str, int], dict[str, in
 @pytest.mark.parametrize(
     ("keys", "step", "end"),
     [
-        # Per block and direction one gather before and one scatter after each half; so too around embedding and head.
+        # Per block and direction, one gather before and one scatter after each half. The same around embedding and head.
         (
             "tp = 2",
             {"all_gather": 4 * LAYERS + 2 + CHUNKS, "reduce_scatter": 4 * LAYERS + 2},
@@ -46,7 +46,7 @@ def sent(rank: int, world: int, text: str) -> tuple[dict[str, int], dict[str, in
             {"all_reduce": 4 * LAYERS + 2, "all_gather": CHUNKS},
             {},
         ),
-        # Hidden states and the head's weight are gathered; their gradients are on every rank.
+        # Hidden states and the head's weight are gathered. Their gradients are replicated.
         (
             "tp = 2\nloss_parallel = false",
             {"all_gather": 4 * LAYERS + 3, "reduce_scatter": 4 * LAYERS + 1},
@@ -93,7 +93,7 @@ def boxes(rank: int, world: int, text: str) -> dict:
     model = built(text, world).model
     for shard in model.shards:
         assert sum(box.numel for box in shard.boxes) == shard.data.numel()
-        if isinstance(shard.parameter, DTensor):  # not where nobody shares the rank's part
+        if isinstance(shard.parameter, DTensor):  # not if the rank's part is unsharded
             everything = shard.parameter.full_tensor().detach()
             for box, piece in shard.pieces(shard.data):
                 part = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
@@ -119,7 +119,7 @@ def test_counted_boxes_cover_every_parameter_once(keys: str) -> None:
         assert (count == 1).all(), name
 
 
-def test_summing_nothing_is_no_collective() -> None:
+def test_an_empty_sum_starts_no_collective() -> None:
     sum_gradients([], None)
 
 
@@ -150,7 +150,7 @@ def test_summing_nothing_is_no_collective() -> None:
         (["--parallel.tp=2", '--parallel.tp_plan_styles={head="rows"}'], "colwise, rowwise, colwise_rep"),
     ],
 )
-def test_what_does_not_divide_is_refused_with_numbers(tmp_path, overrides, part: str) -> None:
+def test_indivisible_sizes_are_refused_with_numbers(tmp_path, overrides, part: str) -> None:
     lines = (
         complaint(tmp_path, *overrides) if "--parallel.tp=3" not in overrides else _first(tmp_path, overrides)
     )
@@ -196,13 +196,13 @@ def test_the_former_key_of_a_plan_by_hand_is_read_as_tp_plan() -> None:
         ({"layers.0": "colwise"}, "it is not a module that can be split"),
     ],
 )
-def test_a_plan_that_does_not_fit_is_refused(styles: dict[str, str], part: str) -> None:
+def test_an_invalid_plan_is_refused(styles: dict[str, str], part: str) -> None:
     with pytest.raises(UserError) as caught:
         planned(styles)
     assert part in str(caught.value) and caught.value.exit_code == BAD_CONFIG
 
 
-def test_a_norm_cannot_be_split_by_sequence_where_the_stream_is_whole() -> None:
+def test_a_norm_cannot_be_split_by_sequence_without_sequence_parallelism() -> None:
     with pytest.raises(UserError, match=r"needs parallel\.sequence_parallel = true"):
         planned({"norm": "sequence_parallel"}, "sequence_parallel = false")
 
@@ -214,13 +214,13 @@ def test_a_norm_cannot_be_split_by_sequence_where_the_stream_is_whole() -> None:
         ("math:no_such_plan", "math has no function no_such_plan"),
     ],
 )
-def test_a_plan_that_cannot_be_imported_is_refused(path: str, reason: str) -> None:
+def test_an_unimportable_plan_is_refused(path: str, reason: str) -> None:
     config = parse_toml_text(tiny_config(parallel=f'tp = 2\ntp_plan = "{path}"'))
     with pytest.raises(UserError, match=f'parallel.tp_plan = "{path}": {reason}'):
         plan_for(build_meta_model(config), layout_without_ranks(config))
 
 
-def test_asynchronous_collectives_need_cards() -> None:
+def test_asynchronous_collectives_need_gpus() -> None:
     text = tiny_config(parallel="tp = 2\nasync_tp = true") + "[compile]\nenabled = true\n"
     with pytest.raises(RankFailed, match=r"UserError: parallel\.async_tp = true needs CUDA GPUs"):
         run_ranks(boxes, 2, text)

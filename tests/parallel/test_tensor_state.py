@@ -1,4 +1,4 @@
-"""Under tensor parallelism a model starts with the same bits as in one process, and its checkpoints load anywhere."""
+"""Under tensor parallelism initial values equal one process bit for bit, and checkpoints load on any layout."""
 
 from pathlib import Path
 

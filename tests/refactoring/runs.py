@@ -1,10 +1,10 @@
-"""The runs of the refactoring table: between them they use every part of forge that computes a number."""
+"""The runs of the refactoring table. Together they use all numerical code of forge."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A model that steps in a few milliseconds, on data without a file.
+# A model with steps of a few milliseconds, on synthetic data.
 CONFIG = """
 [model]
 dim = 32
@@ -40,7 +40,7 @@ tensorboard = false
 
 @dataclass(frozen=True)
 class Phase:
-    """One start of the command: on `world` ranks, with more options, with a fault, with the exit code that it must have."""
+    """One start of the command on `world` ranks, with further options and a fault. code: expected exit code."""
 
     world: int = 1
     options: tuple[str, ...] = ()
@@ -52,8 +52,8 @@ class Phase:
 class Run:
     """Phases in the same run directory.
 
-    `old`: the run directory after the first phase is recorded, and the compared checkout also continues from there.
-    `events`: kinds of events that must happen, or the run does not test what it is meant to.
+    old: record the run directory after the first phase; the compared checkout also continues from it.
+    events: required kinds of events. Without them, the run misses its purpose.
     """
 
     phases: tuple[Phase, ...]
@@ -69,7 +69,7 @@ RUNS: dict[str, Run] = {}
 def run(name: str, world: int, options: str = "", *, quick: bool = False, old: bool = False) -> None:
     """Add a run; `options` are the arguments of train.py without their `--`, separated by spaces.
 
-    `old`: a signal stops the run halfway, and a second phase continues it.
+    old: a signal stops the run halfway, and a second phase continues it.
     """
     phases = (Phase(world, fault="step:3:*:signal", code=75), Phase(world)) if old else (Phase(world),)
     RUNS[name] = Run(phases, split(options), quick, old)
@@ -88,7 +88,7 @@ HELD_OUT = 'data.validation=[{name="held",path="synthetic"}] evaluate.interval=2
 BUCKETS = f"parallel.bucket_size=3000 {BF16}"
 HYBRID = "parallel.dp_replicate=2 parallel.dp_shard=2"
 
-# One process: the model, the data, the optimizer and what one process can do about memory and speed.
+# One process: the model, data, optimizer, and one-process options of memory and speed.
 run("dense", 1, "train.z_loss_coef=1e-3 schedule.name=cosine schedule.warmup_steps=2", quick=True)
 run("bfloat16", 1, f"{BF16} optimizer.moment_dtype=bfloat16 schedule.name=linear optimizer.betas=[0.8,0.9]")
 run("bfloat16 storage", 1, f"{BF16} precision.storage=bfloat16 train.grad_clip_norm=0")
@@ -178,7 +178,7 @@ run("pp 2, interleaved", 2, f"{V} pipeline.schedule=Interleaved1F1B {HELD_OUT}")
 run("pp 2, zero bubble", 2, f"{V} pipeline.schedule=InterleavedZeroBubble {BF16}")
 run("pp 2, V", 2, f"{V} {MOE} pipeline.schedule=ZBVZeroBubble model.tie_embeddings=true")
 
-# Several of them at once.
+# Combinations of them.
 run("tp 2, pp 2", 4, f"{PP} parallel.tp=2 {BF16}")
 run("tp 2, cp 2", 4, "parallel.tp=2 parallel.cp=2 parallel.context=ring model.qk_norm=true")
 run("tp 2, ep 2, dp 2", 4, f"{MOE} parallel.tp=2 parallel.ep=2")
@@ -216,7 +216,7 @@ RUNS["weights of another run"] = Run(
     )
 )
 
-# Failures. Saves are synchronous, so that the last checkpoint before the failure is always the same.
+# Failures. Saves are synchronous, so the last checkpoint before the failure is always the same.
 SAVES = "checkpoint.interval=2 checkpoint.mode=sync"
 RUNS["killed"] = Run((Phase(2, fault="step:4:0", code=-9), Phase(2)), split(f"{SAVES} {MOE}"))
 SPIKES = f"{SAVES} train.steps=9 resilience.spike_window=4 resilience.spike_threshold=0.3"

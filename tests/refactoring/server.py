@@ -1,15 +1,15 @@
 """The child interpreter of the refactoring table: execute runs of one checkout of forge and report their results.
 
 Started as a script, with the checkout as PYTHONPATH and working directory: `python -P server.py JOBS.json`. It imports
-torch and the checkout's forge once, and forks every rank from there. The server itself never computes and never joins a
-process group, so a rank starts from the same state as a fresh interpreter. It depends on forge's command line, run directory
-and the `main` that `train.py` imports, and on nothing else inside.
+torch and the checkout's forge once, and then forks every rank. The server itself never computes and never joins a process
+group, so a rank starts from the same state as a fresh interpreter. It depends only on forge's command line, its run
+directory and the `main` imported by `train.py`.
 
 JOBS.json: {"checkout": folder, "cores": ranks at once, "jobs": [{"name": text, "folder": working folder, "options": [...],
 "phases": [{"options": [...], "world": ranks, "fault": text}], "keep": folder or null, "start": folder or null}]}.
 
-A job begins with a copy of the run directory `start`, if there is one. It copies its run directory to `keep` after its first
-phase, and leaves result.json and terminal.txt in its folder.
+If `start` is given, a job begins with a copy of that run directory. After its first phase it copies its run directory to
+`keep`. It writes result.json and terminal.txt to its folder.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ PHASE_TIMEOUT_S = 180.0
 
 
 def main(jobs_file: str) -> int:
-    """Execute all jobs of `jobs_file`, as many side by side as there are cores for their ranks."""
+    """Execute all jobs of `jobs_file`, concurrently while their ranks fit the cores."""
     spec = json.loads(Path(jobs_file).read_text())
     import_checkout(Path(spec["checkout"]))
-    # Forked processes share these objects; without this the collector would copy their pages.
+    # Forked processes share these objects. Without this call, garbage collection would copy their pages.
     gc.collect()
     gc.freeze()
     running: dict[int, int] = {}  # process id -> cores in use
@@ -62,21 +62,21 @@ def main(jobs_file: str) -> int:
 
 
 def import_checkout(checkout: Path) -> None:
-    """Import torch and every module of forge, so that no rank has to."""
+    """Import torch and every module of forge once, for all ranks."""
     for name in ("_inductor.compile_fx", "distributed.checkpoint", "distributed.fsdp", "distributed.tensor"):
         importlib.import_module(f"torch.{name}")
     forge = importlib.import_module("forge")
 
     assert Path(forge.__path__[0]).parent.samefile(checkout), f"forge was imported from {forge.__path__[0]}"
     for module in pkgutil.walk_packages(forge.__path__, "forge."):
-        if module.name.endswith("__main__"):  # is a command, not to be executed
+        if module.name.endswith("__main__"):  # a command: importing it would run it
             continue
         with contextlib.suppress(ImportError):  # of optional packages
             importlib.import_module(module.name)
 
 
 def execute(job: dict[str, Any]) -> int:
-    """Execute one job, in a process of its own, and write its result.json."""
+    """Execute one job in its own process, and write its result.json."""
     folder = Path(job["folder"])
     began = time.monotonic()
     try:
@@ -102,20 +102,19 @@ def execute(job: dict[str, Any]) -> int:
 
 
 def write_tokens(path: Path) -> None:
-    """64 kB of token ids below 64 as uint16; 0 ends a document."""
+    """Write 64 kB of token ids below 64 as uint16. Token 0 ends a document."""
     import numpy as np
 
     np.random.default_rng(0).integers(0, 64, 1 << 15).astype("<u2").tofile(path)
 
 
 def execute_phase(folder: Path, options: list[str], phase: dict[str, Any]) -> list[int]:
-    """Exit codes of all ranks in rank order; minus the signal's number for one that a signal ended.
+    """Run one phase. Return the exit codes in rank order, -N after signal N.
 
-    When one rank is killed, so are the others, as a launcher would do: whether they notice by themselves before that
-    is a matter of time.
+    When one rank is killed, kill the others too, like a launcher. Otherwise the exit codes would depend on timing.
     """
     world = phase["world"]
-    # A port that is bound is given to nobody else; the socket does not listen, so rank 0 may.
+    # The kernel gives a bound port to nobody else. The socket does not listen, so rank 0 may.
     with socket.socket() as port:
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         port.bind(("127.0.0.1", 0))
@@ -162,7 +161,7 @@ def start_rank(rank: int, world: int, argv: list[str], environment: dict[str, st
         import torch
 
         torch.set_num_threads(1)
-        # Older checkouts have the command in another module: the one that their train.py imports.
+        # Older checkouts have the command in another module, named in their train.py.
         (module,) = re.findall(r"from (forge[.\w]+launch) import main", Path("train.py").read_text())
         code = importlib.import_module(module).main(argv)
     except BaseException:
@@ -171,7 +170,7 @@ def start_rank(rank: int, world: int, argv: list[str], environment: dict[str, st
 
 
 def read_run(run: Path) -> dict[str, Any]:
-    """Everything in a run directory that must not change: metrics, decisions, last checkpoint, names of fields."""
+    """Return a run directory's invariants: metrics, decisions, last checkpoint and names of fields."""
     metrics = [
         {key: value for key, value in line.items() if key not in CLOCK}
         for line in json_lines(run / "metrics.jsonl")
@@ -202,7 +201,7 @@ def read_run(run: Path) -> dict[str, Any]:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of `path`, but for one that a kill has left unfinished; none if it does not exist."""
+    """Return the complete lines of `path`; a kill may leave an incomplete one. A missing file has none."""
     lines = []
     for line in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
@@ -211,9 +210,9 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def tensor_digests(checkpoint: Path) -> dict[str, str]:
-    """Dtype, shape and SHA-256 of every tensor of a checkpoint, whole, by its name.
+    """Return name -> dtype, shape and SHA-256 of every whole tensor of a checkpoint.
 
-    Which file holds which part of it makes no difference.
+    The result does not depend on the tensors' distribution over files.
     """
     import torch
     from torch.distributed.checkpoint import FileSystemReader

@@ -1,21 +1,26 @@
-"""Prove that a refactoring changes no number: train with two checkouts of forge and compare the results bit for bit.
+"""Prove a refactoring numerically neutral: train with two checkouts of forge and compare the results bit for bit.
 
     python -m tests.refactoring.table against REVISION          the working tree against a commit
     python -m tests.refactoring.table record --output FILE      record the results of a checkout ...
-    python -m tests.refactoring.table compare FILE              ... and compare another one with them, as often as needed
+    python -m tests.refactoring.table compare FILE              ... and compare other checkouts with the record
 
-`--quick` takes a few of the runs (under a minute); `--only NAME ...` takes those whose name contains one of these texts;
-`--checkout DIR` is another checkout than the one that holds this file. The exit code is 0 if all is equal, 1 if not.
+`--quick`: a few of the runs (under a minute). `--only NAME ...`: runs whose name contains one of these texts.
+`--checkout DIR`: another checkout instead of this file's. The exit code is 0 if everything is equal, else 1.
 
-For every run of `runs.py` the table compares: exit codes; each line of metrics.jsonl, without the fields that depend on the
-clock; which steps were skipped or rolled back, and the limits that led to it; every tensor of the last checkpoint by name,
-dtype, shape and content; the training state saved with it; the names of the fields in status.json and events.jsonl. Some
-runs are stopped halfway and continued. The compared checkout also continues the run directories that the recorded checkout
-left at that point, and must reach the same end: older checkpoints resume.
+For every run of `runs.py` the table compares:
 
-Checkouts are used through their command line and run directory only, so any two can be compared, however much they differ
-inside. Numbers are equal bit for bit only on the same machine with the same PyTorch, so no record is committed: record the
-commit that you start from. FILE.d, beside FILE, holds the run directories of a record.
+- exit codes;
+- each line of metrics.jsonl, without clock-dependent fields;
+- skipped and rolled-back steps, and the limits behind these decisions;
+- every tensor of the last checkpoint by name, dtype, shape and content, and the training state saved with it;
+- the field names of status.json and events.jsonl.
+
+Some runs are stopped halfway and continued. The compared checkout also continues the recorded checkout's run directories
+from that point and must reach the same end: older checkpoints resume.
+
+The table uses only a checkout's command line and run directory, so it can compare any two checkouts. Bitwise equality
+needs the same machine and the same PyTorch, so no record is committed: record your base commit. FILE.d, beside FILE, holds
+the run directories of a record.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from typing import Any
 from tests.refactoring.runs import CONFIG, RUNS
 
 HERE = Path(__file__).resolve()
-# Set by launchers, or for tests; the runs set their own.
+# Variables of launchers and of tests; the runs set their own.
 FOREIGN = ("FORGE_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "PYTEST_")
 
 
@@ -53,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         command.add_argument("--only", nargs="+", default=(), metavar="NAME")
         command.add_argument("--quick", action="store_true")
         command.add_argument(
-            "--cores", type=int, default=2, help="ranks that compute at once; no result changes"
+            "--cores", type=int, default=2, help="concurrent ranks; results do not depend on it"
         )
     chosen = parser.parse_args(argv)
     checkout, cores = chosen.checkout.resolve(), chosen.cores
@@ -73,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def select(runs: dict[str, Any], chosen: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The runs that the command line asks for, as plain dictionaries."""
+    """Return the runs selected on the command line, as plain dictionaries."""
     plain = {name: run if isinstance(run, dict) else asdict(run) for name, run in runs.items()}
     selected = {
         name: run
@@ -102,7 +107,7 @@ def record(checkout: Path, output: Path, runs: dict[str, dict[str, Any]], cores:
 
 
 def compare(checkout: Path, file: Path, chosen: argparse.Namespace, cores: int) -> int:
-    """Execute the runs that `file` describes with `checkout`, and compare their results with those in `file`."""
+    """Execute the runs of `file` with `checkout`, and compare their results with the recorded ones."""
     recorded = json.loads(file.read_text())
     if recorded["versions"] != versions():
         raise SystemExit(f"recorded with {recorded['versions']}, but this is {versions()}: record again here")
@@ -122,7 +127,7 @@ def compare(checkout: Path, file: Path, chosen: argparse.Namespace, cores: int) 
 
 
 def first_difference(recorded: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The first field in which the results of a run differ, with both values; None if they are equal.
+    """Return the first differing field of a run's results, with both values; None if the results are equal.
 
     Values are equal if their JSON is: a NaN equals a NaN, 0.0 is not -0.0, and 1 is not 1.0.
     """
@@ -152,7 +157,7 @@ def first_difference(recorded: dict[str, Any], now: dict[str, Any]) -> str | Non
 
 
 def in_mapping(old: dict[str, Any], new: dict[str, Any]) -> str | None:
-    """The first key that only one of both has, or that has different values, in the order of `old`."""
+    """Return the first missing, new or changed key, in the order of `old`; None if the mappings are equal."""
     for key in dict.fromkeys([*old, *new]):
         if key not in new or key not in old:
             return f"{key} is {'missing' if key not in new else 'new'}"
@@ -168,7 +173,7 @@ def spelled(value: Any) -> str:
 
 
 def unexpected(run: dict[str, Any], result: dict[str, Any]) -> str | None:
-    """Why a result is not worth recording: the run did not end as it is meant to."""
+    """Return how a run's end differs from the expected one, in which case the result is useless; else None."""
     codes = [[phase["code"]] * phase["world"] for phase in run["phases"]]
     if "failure" in result or result["codes"] != codes:
         return f"exit codes {result.get('codes')}, expected {codes}\n{result.get('failure') or result['terminal']}"
@@ -181,7 +186,7 @@ def unexpected(run: dict[str, Any], result: dict[str, Any]) -> str | None:
 def job(
     name: str, run: dict[str, Any], *, keep: Path | None = None, start: Path | None = None
 ) -> dict[str, Any]:
-    """A job for server.py; see there."""
+    """Return a job in the format of server.py."""
     return {
         "name": name,
         "options": list(run["options"]),
@@ -192,10 +197,10 @@ def job(
 
 
 def execute(checkout: Path, jobs: list[dict[str, Any]], cores: int) -> dict[str, dict[str, Any]]:
-    """Results of `jobs` by name, each executed with `checkout` in a warmed interpreter of its own."""
+    """Execute `jobs` with `checkout`, each in its own fork of a warm interpreter. Return the results by name."""
     if not (checkout / "train.py").exists():
         raise SystemExit(f"{checkout} is no checkout of forge: it has no train.py")
-    # A run's directory is deleted with this folder; what a failed run printed is in its result.
+    # This folder and its run directories are deleted afterwards. A failed run's result includes its output.
     with tempfile.TemporaryDirectory(prefix="forge-refactoring-") as work:
         config = Path(work, "table.toml")
         config.write_text(CONFIG)
@@ -235,14 +240,14 @@ def report(problems: dict[str, str | None], results: dict[str, dict[str, Any]], 
 
 
 def versions() -> dict[str, str]:
-    """What numbers depend on besides the code."""
+    """Return the versions that affect numbers."""
     from importlib.metadata import version
 
     return {"python": sys.version.split()[0], "torch": version("torch"), "numpy": version("numpy")}
 
 
 def kept_folder(file: Path) -> Path:
-    """Where the run directories are that belong to a record."""
+    """Return the folder of a record's run directories."""
     return file.with_name(file.name + ".d")
 
 

@@ -1,4 +1,4 @@
-"""The refactoring table finds a changed bit, and repeats itself."""
+"""The refactoring table is reproducible, and finds a changed bit."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ def changed(*path: Any, value: Any) -> dict[str, Any]:
     return result
 
 
-def test_equal_results_are_equal_whatever_the_clock_and_the_terminal_show() -> None:
+def test_clock_and_terminal_output_do_not_affect_equality() -> None:
     assert first_difference(RESULT, changed("seconds", value=9.0) | {"terminal": "warning"}) is None
 
 

@@ -1,4 +1,4 @@
-"""A digest sees every bit and no order; copies that differ are named by tensor and rank."""
+"""A digest depends on every bit, not on the order of computation. Differing replicas are named by tensor and rank."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_places_count_also_between_chunks(monkeypatch) -> None:
     assert digest(tensor.flip(0)) != digest(tensor)
 
 
-def test_empty_tensors_views_and_not_finite_numbers_have_digests() -> None:
+def test_empty_tensors_views_and_non_finite_numbers_have_digests() -> None:
     matrix = torch.arange(12.0).view(3, 4)
     assert digest(matrix.T) == digest(matrix.T.contiguous()) != digest(matrix)
     assert digest(torch.empty(0)) == 0
@@ -50,12 +50,12 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> torch.Tensor:
     return tensor
 
 
-def test_n3_the_rank_that_differs_from_most_is_named_on_all_ranks() -> None:
+def test_n3_the_rank_differing_from_the_majority_is_named_on_all_ranks() -> None:
     reports = run_ranks(_compare, 4, 2)
     assert reports == [["b on rank 2 differs from the other ranks"]] * 4
 
 
-def test_n3_of_two_copies_both_are_named_and_ranks_without_copies_know_it_too() -> None:
+def test_n3_both_of_two_copies_are_named_also_on_ranks_without_one() -> None:
     reports = run_ranks(_compare_pair, 4)
     assert reports == [["pair differs between the ranks 1, 2"]] * 4
 

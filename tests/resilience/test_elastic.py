@@ -1,4 +1,4 @@
-"""What the ranks and agents of an elastic run decide by themselves."""
+"""Local decisions of an elastic run's ranks and agents."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def code(rank: int, world: int, reasons: list[str | None], nodes: str, restarts_
             "1:2",
             5,
             [FINISHED, STOPPED],
-        ),  # another node leaves: this one meets the rest again
+        ),  # another node leaves: this node rejoins the rendezvous
         (["SIGTERM", "SIGUSR1"], "1:2", 5, [FINISHED, FINISHED]),
         (["resilience.time_limit_s = 9 is near", None], "1:2", 5, [FINISHED, FINISHED]),
         (["SIGTERM", None], "", 5, [FINISHED, FINISHED]),
@@ -51,7 +51,7 @@ def test_only_a_signal_to_some_nodes_of_an_elastic_run_is_not_the_end_of_the_run
     assert run_ranks(code, 2, reasons, nodes, restarts_left) == codes
 
 
-def test_a_node_may_leave_while_more_than_the_least_number_are_there(monkeypatch) -> None:
+def test_a_node_may_leave_while_more_than_the_minimum_remain(monkeypatch) -> None:
     monkeypatch.delenv("FORGE_NODES", raising=False)
     monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
     assert not may_leave()
@@ -61,7 +61,7 @@ def test_a_node_may_leave_while_more_than_the_least_number_are_there(monkeypatch
     assert not may_leave()
 
 
-def test_a_rank_that_is_slow_so_often_in_a_row_lets_its_node_leave(monkeypatch) -> None:
+def test_a_repeatedly_slow_rank_makes_its_node_leave(monkeypatch) -> None:
     left: list[int] = []
     monkeypatch.setattr(stragglers.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(stragglers, "may_leave", lambda: True)
@@ -75,8 +75,8 @@ def test_a_rank_that_is_slow_so_often_in_a_row_lets_its_node_leave(monkeypatch) 
     assert left == [1]
 
 
-def test_the_rendezvous_reads_the_clock_of_the_meeting(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(dynamic_rendezvous, "datetime", None)  # put back after the test
+def test_the_rendezvous_uses_the_clock_of_its_server(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(dynamic_rendezvous, "datetime", None)  # restored after the test
     monkeypatch.setattr(agent, "time", Ahead)
     agent._share_clock(-3 * 3600.0)
     now = dynamic_rendezvous.datetime.now(UTC)
@@ -85,7 +85,7 @@ def test_the_rendezvous_reads_the_clock_of_the_meeting(monkeypatch, capsys) -> N
 
 
 class Ahead:
-    """A clock that is three hours ahead."""
+    """A clock three hours ahead."""
 
     @staticmethod
     def time() -> float:
@@ -93,7 +93,7 @@ class Ahead:
 
 
 @pytest.mark.long
-def test_an_agent_learns_how_far_its_clock_is_from_the_meetings_and_the_meeting_ends_with_the_run() -> None:
+def test_an_agent_learns_its_clock_offset_and_the_rendezvous_ends_with_the_run() -> None:
     held = Meeting(0)
     serving = threading.Thread(target=held.serve, args=(threading.Event(), 0.0))
     serving.start()
@@ -107,9 +107,7 @@ def test_an_agent_learns_how_far_its_clock_is_from_the_meetings_and_the_meeting_
 
 
 @pytest.mark.parametrize("state, code", [("stopped", STOPPED), ("finished", FINISHED), ("", FINISHED)])
-def test_a_run_that_stopped_by_itself_ends_with_75_also_where_its_ranks_ended_with_0(
-    tmp_path, state, code
-) -> None:
+def test_a_stopped_run_exits_75_even_if_its_ranks_exit_0(tmp_path, state, code) -> None:
     if state:
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "status.json").write_text(json.dumps({"state": state}))

@@ -1,4 +1,4 @@
-"""Spikes by a window: outliers neither poison it nor hide in it, and it goes on exactly after a resume."""
+"""Spike detection by a window: outliers neither distort it nor hide in it, and a resume restores it exactly."""
 
 import math
 import random
@@ -20,13 +20,13 @@ def noisy(count: int) -> list[float]:
     return [3.0 + draw.gauss(0, 0.05) for _ in range(count)]
 
 
-def test_there_are_no_limits_before_half_of_the_window_is_there() -> None:
+def test_there_are_no_limits_before_the_window_is_half_full() -> None:
     assert filled(noisy(15)).limits(17) == Limits()
     limits = filled(noisy(16)).limits(18)
     assert 3.0 < limits.loss < 4.0 and limits.grad_norm == pytest.approx(10 * limits.loss)
 
 
-def test_a_robust_deviation_is_that_of_the_noise_whatever_a_few_spikes_do() -> None:
+def test_a_few_spikes_do_not_change_the_robust_deviation() -> None:
     quiet = filled(noisy(32)).limits(34)
     assert quiet.loss == pytest.approx(3.0 + 10 * 0.05, rel=0.1)
     values = noisy(32)
@@ -36,7 +36,7 @@ def test_a_robust_deviation_is_that_of_the_noise_whatever_a_few_spikes_do() -> N
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_numbers_that_are_not_finite_never_enter(bad: float) -> None:
+def test_non_finite_numbers_never_enter(bad: float) -> None:
     window = filled(noisy(32))
     before = window.limits(40)
     for step in range(33, 38):
@@ -45,21 +45,21 @@ def test_numbers_that_are_not_finite_never_enter(bad: float) -> None:
     assert window.limits(40) == before and not before.exceeded(math.nan, math.nan)
 
 
-def test_a_level_that_stays_becomes_the_usual_one() -> None:
+def test_a_persistent_level_becomes_normal() -> None:
     window = filled([*noisy(32), *[value + 5 for value in noisy(17)]])
     assert window.limits(51).loss > 8.0
 
 
-def test_values_that_hardly_differ_are_no_spikes() -> None:
+def test_tiny_deviations_are_no_spikes() -> None:
     assert filled([3.0] * 32).limits(34).loss == pytest.approx(3.0 * 1.01)
 
 
-def test_limits_of_a_step_do_not_depend_on_how_soon_the_step_before_was_read() -> None:
+def test_a_steps_limits_do_not_depend_on_when_the_previous_step_was_read() -> None:
     late, soon = filled(noisy(40)), filled(noisy(41))
     assert late.limits(42) == soon.limits(42) != soon.limits(43)
 
 
-def test_a_loaded_window_goes_on_exactly() -> None:
+def test_a_loaded_window_continues_exactly() -> None:
     values = noisy(100)
     whole, resumed = filled(values[:60]), SpikeWindow(32, 10.0)
     resumed.load(whole.state())

@@ -1,4 +1,4 @@
-"""Signals as requests to stop, and the time limit of a job."""
+"""Stop requests by signals, and a job's time limit."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 from forge.resilience.stopping import StopSignals, TimeLimit
 from forge.runtime.errors import STOPPED
 
-# The main thread waits in C, where Python can run no handler: for a lock that it holds itself.
+# The main thread deadlocks in C, on a lock it holds itself, so Python can run no handler.
 DEADLOCK = """
 import ctypes
 from forge.resilience import stopping
@@ -35,7 +35,7 @@ def test_the_first_signal_is_a_request_with_a_name(name):
         assert signals.reason == name
 
 
-def test_a_hangup_that_nohup_ignores_is_no_request():
+def test_a_hangup_under_nohup_is_no_request():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals() as signals:
@@ -65,7 +65,7 @@ def test_p4_signals_at_once_are_one_request(capfd):
         for _ in range(3):
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 os.kill(os.getpid(), number)
-        time.sleep(0.2)  # the thread that would end this process at a third request
+        time.sleep(0.2)  # time for the thread that ends this process at a third request
         assert signals.reason == "SIGTERM"
     assert len(capfd.readouterr().err.splitlines()) == 1
 
@@ -92,7 +92,7 @@ def test_handlers_are_restored_and_counting_restarts():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_p4_the_third_request_ends_a_process_that_hangs_in_c():
+def test_p4_the_third_request_ends_a_process_hanging_in_c():
     process = subprocess.Popen(
         [sys.executable, "-c", DEADLOCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -101,7 +101,7 @@ def test_p4_the_third_request_ends_a_process_that_hangs_in_c():
         process.send_signal(number)
         time.sleep(0.3)
     assert process.poll() is None
-    process.send_signal(signal.SIGINT)  # one of a kind that is still on its way would not count
+    process.send_signal(signal.SIGINT)  # another signal, because a second pending SIGTERM would not count
     _, errors = process.communicate(timeout=240)
     assert process.returncode == STOPPED
     assert "leaving at once" in errors
@@ -139,7 +139,7 @@ def test_p3_before_the_first_step_a_request_ends_the_process_at_once(rank: str) 
 
 
 def test_p3_train_py_takes_signals_before_it_imports_torch() -> None:
-    """The process is signalled from inside, when it begins to import torch."""
+    """The process signals itself at the start of its torch import."""
     early = (
         "import builtins, os, runpy, signal, sys\n"
         "real = builtins.__import__\n"
@@ -170,7 +170,7 @@ def test_other_signals_do_not_count():
     signal.signal(signal.SIGUSR2, previous)
 
 
-def test_a_forked_helper_ends_on_sigterm_and_does_not_count_for_us():
+def test_a_forked_helper_ends_on_sigterm_without_a_request_to_the_run():
     with StopSignals() as signals:
         signals.defer()
         for _ in range(3):
@@ -191,7 +191,7 @@ def clock(monkeypatch) -> list[float]:
 
 
 def stops_at(limit: TimeLimit, clock: list[float], save_s: float) -> float:
-    """The first second at which the run is to stop."""
+    """Return the first second at which the run should stop."""
     clock[0] = 100.0
     while not limit.near(save_s):
         clock[0] += 1.0
@@ -208,18 +208,18 @@ def after(clock: list[float], *phases: tuple[str, float]) -> TimeLimit:
     return limit
 
 
-def test_without_a_limit_it_is_never_time(clock) -> None:
+def test_without_a_limit_the_run_never_stops(clock) -> None:
     clock[0] = 1e9
     assert not TimeLimit(0.0, began=0.0).near(1e6)
 
 
-def test_two_saves_some_steps_and_an_evaluation_are_left_for(clock) -> None:
+def test_time_is_reserved_for_two_saves_some_steps_and_an_evaluation(clock) -> None:
     assert stops_at(after(clock, ("step", 0.0)), clock, save_s=100.0) == 100 + 1000 - 2 * 100
     assert stops_at(after(clock, ("data", 1.0), ("step", 9.0)), clock, save_s=100.0) == 100 + 800 - 3 * 10
     assert stops_at(after(clock, ("step", 0.0), ("evaluation", 50.0)), clock, save_s=100.0) == 100 + 750
 
 
-def test_before_the_first_save_a_share_of_the_limit_is_left_for_it_ten_minutes_at_most(clock) -> None:
+def test_before_the_first_save_a_share_of_the_limit_is_reserved_ten_minutes_at_most(clock) -> None:
     assert stops_at(after(clock, ("step", 0.0)), clock, save_s=0.0) == 100 + 950
     assert not TimeLimit(100_000.0, began=clock[0] - 99_399).near(0.0)
     assert TimeLimit(100_000.0, began=clock[0] - 99_401).near(0.0)

@@ -1,4 +1,4 @@
-"""Which ranks are slow, from what each has timed by itself."""
+"""Stragglers from the ranks' own timings."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def but(**values: float) -> list[float]:
     return row
 
 
-def test_h2_a_rank_is_named_with_each_phase_that_holds_the_others_up() -> None:
+def test_h2_a_rank_is_named_with_each_phase_delaying_the_others() -> None:
     table = [USUAL, but(forward=0.2), USUAL, but(data=0.5, optimizer=0.4)]
     assert slow_ranks(table, 1.3) == [
         (3, "data", 0.5, 0.01),
@@ -26,23 +26,23 @@ def test_h2_a_rank_is_named_with_each_phase_that_holds_the_others_up() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
-def test_one_slow_rank_of_any_number_is_named_and_never_the_quick_ones(world: int) -> None:
+def test_only_the_slow_rank_is_named_at_any_world_size(world: int) -> None:
     table = [USUAL] * (world - 1) + [but(forward=0.2)]
     assert [rank for rank, *_ in slow_ranks(table, 1.3)] == [world - 1]
 
 
-def test_a_delay_that_does_not_make_the_step_longer_is_not_reported() -> None:
+def test_a_hidden_delay_is_not_reported() -> None:
     assert slow_ranks([USUAL, but(optimizer=0.25, data=0.2, forward=0.125)], 1.3) == []
 
 
-def test_equally_slow_ranks_are_no_stragglers_and_zeros_are_not_divided_by() -> None:
+def test_equally_slow_ranks_are_no_stragglers_and_zero_times_are_safe() -> None:
     assert slow_ranks([but(forward=9.0)] * 4, 1.3) == []
     assert slow_ranks([[0.0] * 4] * 2, 1.3) == []
 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "optimizer"])
-def test_milliseconds_name_nobody_however_much_slower_they_make_a_short_step(phase: str) -> None:
-    """A step of 9 ms in which one rank takes five times as long for what the others do in one."""
+def test_a_delay_of_milliseconds_is_never_reported(phase: str) -> None:
+    """In a step of 9 ms, one rank takes 5 ms for a phase, the other 1 ms. With all times tenfold, the rank is reported."""
     quick = [0.001, 0.001, 0.001, 0.009]
     slow = list(quick)
     slow[["data", "forward", "optimizer"].index(phase)] = 0.005
@@ -51,8 +51,8 @@ def test_milliseconds_name_nobody_however_much_slower_they_make_a_short_step(pha
     assert LEAST_S < 0.04 and [found[:2] for found in slow_ranks(longer, 1.3)] == [(1, phase)]
 
 
-def test_ranks_that_have_timed_no_forward_make_none_of_the_others_slow() -> None:
-    """As stages of a pipeline that own no block."""
+def test_ranks_without_a_timed_forward_make_no_other_rank_slow() -> None:
+    """E.g. pipeline stages without a block."""
     assert slow_ranks([but(forward=0.0), but(forward=0.0), USUAL], 1.3) == []
     assert slow_ranks([but(forward=0.0)] * 2, 1.3) == []
     assert slow_ranks([but(forward=0.0), USUAL, but(forward=0.2)], 1.3) == [(2, "forward", 0.2, 0.1)]

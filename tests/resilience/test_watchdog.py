@@ -1,4 +1,4 @@
-"""A phase that outlasts its bound ends the process with 76, after its stacks are written; nothing else does."""
+"""Only a phase beyond its timeout makes the process write its stacks and exit with 76."""
 
 import time
 from pathlib import Path
@@ -26,7 +26,7 @@ def buried_in_python():
 
 folder, how, net = sys.argv[1:]
 watchdog.NET_S = float(net)
-# The watchdog's clock goes on only where it is set to: a process that the machine leaves waiting is not late.
+# The watchdog's clock advances only by assignment, so a busy machine makes no phase late.
 clock = SimpleNamespace(now=0.0)
 watchdog.time = SimpleNamespace(monotonic=lambda: clock.now, sleep=time.sleep)
 report = lambda alarm, step: print(f"reported at {step}: {alarm.reason}", flush=True)
@@ -59,7 +59,7 @@ print("out", flush=True)
 
 
 def run(folder: Path, how: str, net: float = 240.0) -> Result:
-    """The program in a process of its own; what the watchdog leaves is in FOLDER/run."""
+    """Run the program in its own process. The watchdog writes to FOLDER/run."""
     (folder / "run").mkdir()
     program, out, err = folder / "program.py", folder / "out.txt", folder / "err.txt"
     program.write_text(PROGRAM)
@@ -68,7 +68,7 @@ def run(folder: Path, how: str, net: float = 240.0) -> Result:
     return Result(code, out.read_text(), err.read_text())
 
 
-def test_h1_a_step_beyond_its_bound_leaves_stacks_and_a_report_and_exits_76(tmp_path) -> None:
+def test_h1_a_step_beyond_its_timeout_leaves_stacks_and_a_report_and_exits_76(tmp_path) -> None:
     ended = run(tmp_path, "in python")
     assert ended.code == WATCHDOG
     assert "reported at 3: short of step 3 has taken 60.2 s; the limit is k.short = 0.3" in ended.out
@@ -76,14 +76,14 @@ def test_h1_a_step_beyond_its_bound_leaves_stacks_and_a_report_and_exits_76(tmp_
     assert (tmp_path / "run" / "collectives-rank-3").exists()
 
 
-def test_a_step_may_take_some_times_what_steps_took_before(tmp_path) -> None:
+def test_a_step_may_take_a_multiple_of_earlier_steps(tmp_path) -> None:
     ended = run(tmp_path, "in a step")
     assert ended.code == WATCHDOG
     reason = "step of step 99 has taken 60.5 s; the limit is 10 s, from the median of the last steps (at most k.step = 1000)"
     assert reason in ended.out
 
 
-def test_the_bound_of_a_step_follows_the_median_within_limits() -> None:
+def test_the_timeout_of_a_step_follows_the_median_within_limits() -> None:
     enough = STEPS // 4
     assert step_bound(1800.0, [30.0] * (enough - 1)) == 1800.0
     assert step_bound(1800.0, [30.0] * enough + [3000.0]) == 600.0
@@ -93,23 +93,23 @@ def test_the_bound_of_a_step_follows_the_median_within_limits() -> None:
     assert step_bound(0.0, [1.0] * enough) == 0.0
 
 
-def test_phases_within_their_bounds_pass_and_leave_nothing(tmp_path) -> None:
+def test_phases_within_their_timeouts_pass_and_leave_nothing(tmp_path) -> None:
     ended = run(tmp_path, "not at all")
     assert ended.code == 0 and "out" in ended.out
     assert not list((tmp_path / "run").iterdir())
 
 
-def test_a_report_that_hangs_does_not_keep_the_process(tmp_path) -> None:
+def test_a_hanging_report_does_not_keep_the_process_alive(tmp_path) -> None:
     assert run(tmp_path, "words hang").code == WATCHDOG
 
 
-def test_a_process_that_never_releases_the_interpreter_lock_ends_with_its_stacks(tmp_path) -> None:
+def test_a_process_holding_the_gil_forever_ends_with_its_stacks(tmp_path) -> None:
     ended = run(tmp_path, "holding the lock", net=0.5)
     assert ended.code != 0 and "out" not in ended.out
     assert "Timeout" in ended.err and "program.py" in ended.err
 
 
-def test_zero_is_no_bound_and_collectives_wait_longer_than_any_phase(tmp_path) -> None:
+def test_zero_is_no_timeout_and_collectives_wait_longer_than_any_phase(tmp_path) -> None:
     keys = {f"{phase}_timeout_s": 0.0 for phase in ("setup", "first_step", "evaluate", "save")}
     config = Resilience(step_timeout_s=0.2, **keys)
     with Watchdog(bounds(config), tmp_path, 0, pytest.fail) as watchdog:
@@ -122,8 +122,8 @@ def test_zero_is_no_bound_and_collectives_wait_longer_than_any_phase(tmp_path) -
     assert collective_timeout_s(Resilience(save_timeout_s=9000)) > 9000
 
 
-def test_where_there_is_a_card_the_record_is_of_nccls_collectives(monkeypatch) -> None:
-    # A build for CUDA has both recorders, and gloo's knows nothing of what travels between cards.
+def test_with_a_gpu_the_record_is_of_nccls_collectives(monkeypatch) -> None:
+    # A CUDA build has both recorders. gloo's has no record of traffic between GPUs.
     recorder = "torch._C._distributed_c10d"
     monkeypatch.setattr(f"{recorder}._dump_nccl_trace", lambda: b"nccl", raising=False)
     monkeypatch.setattr(f"{recorder}._dump_fr_trace", lambda: b"gloo")

@@ -1,4 +1,4 @@
-"""What differs between a checkpoint's configuration and the run's: logged, refused, or warned of."""
+"""Differences between a checkpoint's configuration and the run's are logged, refused or warned about."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def config(*options: str) -> Config:
 
 
 def checkpoint(folder: Path, step: int, *options: str) -> Path:
-    """What these checks read of a checkpoint."""
+    """Write the part of a checkpoint read by these checks."""
     path = folder / step_name(step)
     path.mkdir()
     (path / "config.toml").write_text(to_toml(config(*options)))
@@ -42,7 +42,7 @@ def checkpoint(folder: Path, step: int, *options: str) -> Path:
         "model.moe.normalize_top_k=false",
     ],
 )
-def test_init_refuses_another_function_of_the_same_weights_unless_it_is_named(
+def test_init_refuses_a_different_model_with_the_same_weights_unless_named(
     tmp_path, caplog, option: str
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -67,7 +67,7 @@ def test_init_refuses_another_function_of_the_same_weights_unless_it_is_named(
         ["--model.init_std=0.01"],
     ],
 )
-def test_init_takes_a_longer_context_and_another_training_and_logs_both(
+def test_init_accepts_and_logs_a_longer_context_and_another_training_setup(
     tmp_path, caplog, options: list[str]
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -75,7 +75,7 @@ def test_init_takes_a_longer_context_and_another_training_and_logs_both(
     assert options[0].removeprefix("--").partition("=")[0] in caplog.text
 
 
-def test_init_says_nothing_of_an_equal_model_in_another_run(tmp_path, caplog) -> None:
+def test_init_is_silent_about_an_equal_model_in_another_run(tmp_path, caplog) -> None:
     caplog.set_level(logging.INFO)
     compare_for_init(
         checkpoint(tmp_path, 10), config("--train.steps=7", "--optimizer.lr=0.1", "--run.seed=9")
@@ -83,9 +83,7 @@ def test_init_says_nothing_of_an_equal_model_in_another_run(tmp_path, caplog) ->
     assert not caplog.messages
 
 
-def test_more_steps_for_a_decayed_run_are_warned_of_with_the_checkpoint_before_the_decay(
-    tmp_path, caplog
-) -> None:
+def test_more_steps_after_a_decay_are_a_warning_that_names_the_checkpoint_before_it(tmp_path, caplog) -> None:
     options = [*DECAYING, "--train.steps=100"]
     for step in (60, 80, 90):
         checkpoint(tmp_path, step, *options)
@@ -164,7 +162,7 @@ FINGERPRINTS = {
         ),
     ],
 )
-def test_a_changed_mixture_is_refused_with_the_keys_and_values_that_the_user_wrote(
+def test_a_changed_mixture_is_refused_with_the_users_keys_and_values(
     tmp_path, caplog, options: list[str], changed: dict[str, object], expected: str
 ) -> None:
     path = checkpoint(tmp_path, 10, SOURCES, "--data.temperature=2")

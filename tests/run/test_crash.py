@@ -8,7 +8,7 @@ from torch.distributed import DistStoreError, HashStore
 from forge.run.crash import RollCall
 
 
-def test_what_ranks_do_once_is_done_by_the_first_and_the_others_wait_for_its_end() -> None:
+def test_shared_work_runs_once_on_the_first_rank_and_the_others_wait() -> None:
     store = HashStore()
     first, second = (RollCall(store, rank, 2, "start") for rank in range(2))
     begun, may_end, done = threading.Event(), threading.Event(), []
@@ -29,7 +29,7 @@ def test_what_ranks_do_once_is_done_by_the_first_and_the_others_wait_for_its_end
     at_work.join()
 
 
-def test_what_fails_on_the_first_rank_does_not_keep_the_others() -> None:
+def test_a_failure_on_the_first_rank_does_not_block_the_others() -> None:
     store = HashStore()
     first, second = (RollCall(store, rank, 2, "start") for rank in range(2))
     with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""Hooks that a user registers: when they are called, what they may do, and what happens when they are wrong."""
+"""User hooks: the order of calls, allowed requests, saved state and errors."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def hooks(*names: str) -> str:
 
 
 class Recording(Hook):
-    """Writes down on rank 1 every call, so a hook that is called on rank 0 only is noticed."""
+    """Record every call on rank 1. A hook called only on rank 0 would leave no record."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._write = trainer.reporter.world.rank == 1
@@ -65,13 +65,13 @@ class Saving(Hook):
         self._trainer = trainer
 
     def after_result(self, result: StepResult) -> None:
-        """Rank 1 asks when the gradients of step 4 have been reported already."""
+        """On rank 1, request a save after the gradients of step 4 are reported."""
         if result.step == 3 and self._trainer.reporter.world.rank == 1:
             self._trainer.request_save()
 
 
 class Remembering(Hook):
-    """Keeps losses and a count of its own, and writes both when the run ends."""
+    """Keep losses and a counter as state, and write both at the end of the run."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.losses, self.began = trainer, [], []
@@ -113,7 +113,7 @@ def calls(run: Run) -> list[str]:
 
 
 def test_the_calls_of_a_run_come_in_the_order_of_the_page(tmp_path) -> None:
-    """The result of a step comes before the update of the next one, or where an evaluation waits for it."""
+    """A step's result arrives before the next step's update, or earlier if an evaluation waits for it."""
     validation = '--data.validation=[{path="synthetic",name="held"}]'
     run = Run(tmp_path, hooks("Recording"), "--train.steps=2", "--checkpoint.interval=0", validation)
     assert run("--evaluate.interval=2", "--evaluate.sequences=2", world=2) == 0
@@ -133,7 +133,7 @@ def test_the_calls_of_a_run_come_in_the_order_of_the_page(tmp_path) -> None:
     assert set(documented) == set(EVENTS)
 
 
-def test_a_hook_learns_of_a_rollback(tmp_path) -> None:
+def test_a_hook_is_told_of_a_rollback(tmp_path) -> None:
     run = Run(tmp_path, hooks("Recording"), "--resilience.max_skipped_steps=3")
     patch = "tests.support.spoil:samples_32_to_55"
     assert run.start(world=2, patch=patch).join() == [0, 0]
@@ -150,7 +150,7 @@ def test_the_state_of_a_hook_is_saved_and_restored_after_a_kill_and_under_other_
     assert run() == 0, run.output()
     found = json.loads((run.path / "remembered.json").read_text())
     assert found["losses"] == pytest.approx(run.losses(), rel=0, abs=0) and len(found["losses"]) == 10
-    # Each start found the state of its checkpoint: as many losses as steps.
+    # Each start restored the state of its checkpoint, with one loss per step.
     starts = [step for step, _ in found["began"]]
     assert [count for _, count in found["began"]] == starts and 0 == starts[0] < starts[1] < starts[2]
     saved = read_state(run.path / "checkpoints" / "step-00000010")["hooks"]
@@ -165,7 +165,7 @@ def test_the_state_of_a_hook_goes_back_with_a_rollback(tmp_path) -> None:
     assert found["began"] == [[0, 0], [4, 4]] and len(found["losses"]) == 10
 
 
-def test_a_hook_without_a_saved_state_starts_afresh_and_one_that_is_gone_is_named(tmp_path) -> None:
+def test_a_hook_without_a_saved_state_starts_afresh_and_a_removed_hook_is_named(tmp_path) -> None:
     run = Run(tmp_path)
     assert run("--train.steps=4") == 0
     assert run(hooks("Remembering"), "--train.steps=6") == 0
@@ -175,14 +175,14 @@ def test_a_hook_without_a_saved_state_starts_afresh_and_one_that_is_gone_is_name
     assert f"state of hook {HERE}:Remembering is ignored" in run.output()
 
 
-def test_a_state_that_is_not_json_ends_the_run_with_the_name_of_the_hook(tmp_path) -> None:
+def test_a_non_json_state_ends_the_run_with_the_hooks_name(tmp_path) -> None:
     run = Run(tmp_path, hooks("NotJson"))
     assert run() == 1
     assert f"hook {HERE}:NotJson: state_dict returned a value that is not JSON" in run.status()["reason"]
 
 
 @pytest.mark.parametrize("interval", ["0", pytest.param("100", marks=pytest.mark.slow)])
-def test_a_hook_s_request_for_a_checkpoint_on_one_rank_is_met_once(tmp_path, interval: str) -> None:
+def test_a_hooks_request_for_a_checkpoint_on_one_rank_causes_one_save(tmp_path, interval: str) -> None:
     run = Run(tmp_path, hooks("Saving"), "--train.steps=10", f"--checkpoint.interval={interval}")
     assert run(world=2) == 0, run.output()
     assert run.checkpoints() == ["step-00000006", "step-00000010"]
@@ -201,14 +201,14 @@ def test_an_empty_hook_is_never_called() -> None:
         ("no colon", "an import path package.module:Name"),
     ],
 )
-def test_a_wrong_path_is_one_sentence_before_anything_is_made(tmp_path, path: str, message: str) -> None:
+def test_a_wrong_path_is_one_sentence_before_anything_is_written(tmp_path, path: str, message: str) -> None:
     run = Run(tmp_path, hooks(path) if ":" in path else f'--train.hooks=["{path}"]')
     assert run() == 2
     assert message in run.output() and "train.hooks" in run.output() and "Traceback" not in run.output()
     assert not run.path.exists()
 
 
-def test_a_hook_that_raises_ends_the_run_with_its_name(tmp_path) -> None:
+def test_a_raising_hook_ends_the_run_with_its_name(tmp_path) -> None:
     run = Run(tmp_path, hooks("Recording", "Failing"))
     assert run.start(world=2).join() == [1, 1]
     assert (

@@ -1,4 +1,4 @@
-"""What train.py says before any run."""
+"""Output of train.py before any run."""
 
 import json
 import shlex
@@ -11,7 +11,7 @@ from tests.support.runs import BASE
 TRAIN = Path(__file__).parents[2] / "train.py"
 
 
-def test_a_reader_who_has_seen_enough_is_no_error() -> None:
+def test_a_reader_closing_the_pipe_is_no_error() -> None:
     command = [sys.executable, str(TRAIN), "--help"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
@@ -21,7 +21,7 @@ def test_a_reader_who_has_seen_enough_is_no_error() -> None:
     process.stderr.close()
 
 
-def test_standard_streams_that_are_closed_are_no_error_and_no_file_takes_their_place(tmp_path) -> None:
+def test_closed_standard_streams_are_no_error_and_no_file_takes_their_descriptor(tmp_path) -> None:
     options = [*BASE, "--train.steps=3", f"--run.output_dir={tmp_path}"]
     command = f"exec {shlex.join([sys.executable, str(TRAIN), *options])} <&- >&- 2>&-"
     assert subprocess.run(["bash", "-c", command], timeout=240).returncode == 0

@@ -1,4 +1,4 @@
-"""Whether a command names the origin of the history that a run directory holds."""
+"""Decide whether a command names the origin of a run directory's history."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def config(resume: object, *options: str) -> Config:
 
 
 def begun_with(folder: Path, before: Config) -> RunDirectory:
-    """A run directory whose history began with this configuration."""
+    """Return a run directory whose history began with this configuration."""
     directory = RunDirectory(folder / "run")
     directory.root.mkdir()
     directory.origin.write_text(json.dumps(asdict(origin_of(before))))
@@ -34,7 +34,7 @@ def checkpoint(path: Path, step: int) -> Path:
     return path
 
 
-def test_a_checkpoint_is_recognised_in_another_place_by_its_path_and_after_it_is_gone(tmp_path) -> None:
+def test_a_checkpoint_is_recognised_after_a_move_by_its_path_and_after_its_removal(tmp_path) -> None:
     first = checkpoint(tmp_path / "first", 100)
     directory = begun_with(tmp_path, config(first))
     moved = first.rename(tmp_path / "moved")
@@ -44,7 +44,7 @@ def test_a_checkpoint_is_recognised_in_another_place_by_its_path_and_after_it_is
     assert "another origin" in str(new_history_because(config(other), directory, finished=False))
 
 
-def test_a_link_that_leads_elsewhere_by_now_is_the_same_command(tmp_path) -> None:
+def test_a_redirected_link_is_still_the_same_command(tmp_path) -> None:
     latest = tmp_path / "latest"
     latest.symlink_to(checkpoint(tmp_path / "a", 100))
     directory = begun_with(tmp_path, config(latest))
@@ -65,7 +65,7 @@ def test_a_link_that_leads_elsewhere_by_now_is_the_same_command(tmp_path) -> Non
         ("--checkpoint.init=elsewhere", "checkpoint.init"),
     ],
 )
-def test_none_goes_by_what_the_run_computes(tmp_path, option: str, why: str | None) -> None:
+def test_resume_none_compares_the_keys_that_affect_results(tmp_path, option: str, why: str | None) -> None:
     directory = begun_with(tmp_path, config("none"))
     because = new_history_because(config("none", option), directory, finished=False)
     assert because is None if why is None else str(because).endswith(f"other settings in {why}")
@@ -75,7 +75,7 @@ def test_none_goes_by_what_the_run_computes(tmp_path, option: str, why: str | No
     )
 
 
-def test_none_counts_where_auto_began_and_a_file_that_cannot_be_read_is_reported(tmp_path) -> None:
+def test_resume_none_accepts_a_history_begun_by_auto_and_reports_an_unreadable_record(tmp_path) -> None:
     directory = begun_with(tmp_path, config("auto"))
     assert "checkpoint.resume = auto" in str(new_history_because(config("none"), directory, finished=False))
     directory.origin.write_text("{")

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def _no_plan(work: Callable[[], None], patience_s: float) -> None:
-    """In place of `CrashReporter.once`."""
+    """Replace `CrashReporter.once`."""
 
 
 OUT_OF_MEMORY = [
@@ -66,7 +66,7 @@ WORLDS = [
 
 @pytest.mark.parametrize("state_dominates", [False, True])
 @pytest.mark.parametrize(("world", "options"), WORLDS)
-def test_x2_the_three_keys_are_accepted_as_they_stand(tmp_path, world, options, state_dominates) -> None:
+def test_x2_the_three_keys_are_valid_as_printed(tmp_path, world, options, state_dominates) -> None:
     options = ["--train.global_batch_size=32", *options]
     config = load(tmp_path, *options)
     changes = list(islice(usable_changes(config, check_world(config, world), state_dominates, False), 3))
@@ -77,7 +77,7 @@ def test_x2_the_three_keys_are_accepted_as_they_stand(tmp_path, world, options, 
         check_world(changed, world * 2 if "processes" in effect else world)
 
 
-def test_what_to_change_first_depends_on_what_takes_the_memory(tmp_path) -> None:
+def test_the_first_suggestion_depends_on_the_largest_consumer(tmp_path) -> None:
     config = load(tmp_path, "--train.global_batch_size=32", "--train.micro_batch_size=4")
     degrees = check_world(config, 2)
 
@@ -90,7 +90,7 @@ def test_what_to_change_first_depends_on_what_takes_the_memory(tmp_path) -> None
 
 
 @pytest.mark.parametrize("state_dominates", [False, True])
-def test_narrow_moments_and_recomputation_come_before_the_host(tmp_path, state_dominates: bool) -> None:
+def test_narrow_moments_and_recomputation_come_before_offloading(tmp_path, state_dominates: bool) -> None:
     config = load(tmp_path)
     changes = usable_changes(config, check_world(config, 1), state_dominates, on_gpu=True)
     keys = [key for (key, _, _), _ in changes]
@@ -99,7 +99,7 @@ def test_narrow_moments_and_recomputation_come_before_the_host(tmp_path, state_d
 
 
 @pytest.mark.processes
-def test_planned_peaks_are_the_planners_and_nothing_for_what_cannot_be_planned(tmp_path) -> None:
+def test_suggestions_have_the_planners_peaks_or_none_if_unplannable(tmp_path) -> None:
     config = load(tmp_path, "--train.global_batch_size=8", "--train.micro_batch_size=4")
     uneven = load(tmp_path, "--parallel.dp_shard=3", "--train.global_batch_size=3")
     found = planned_peaks([(config, 1), (uneven, 4)], CPU, 60)
@@ -107,7 +107,7 @@ def test_planned_peaks_are_the_planners_and_nothing_for_what_cannot_be_planned(t
 
 
 @pytest.mark.processes
-def test_planning_ends_with_the_patience_for_it() -> None:
+def test_planning_ends_after_its_timeout() -> None:
     start = time.monotonic()
     assert planned_peaks([(tiny(), 1)], CPU, 0.1) == [None]
     assert time.monotonic() - start < 5

@@ -1,4 +1,4 @@
-"""States on the nodes as a run keeps them: where they are, when they are removed, and which failures are reported."""
+"""A run's local states: their folder, their removal, and reported failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forge.runtime.private import MARKER, PrivateFolder
 from tests.support import mounts
 from tests.support.runs import Run
 
-# The run ends up with states on its node that are newer than its checkpoint.
+# At the end, the node's local states are newer than the run's checkpoint.
 LOCAL = ["--checkpoint.local_interval=2", "--checkpoint.interval=6"]
 
 
@@ -32,7 +32,7 @@ def entries(place: Path) -> list[str]:
     return sorted(os.listdir(place))
 
 
-def test_states_of_a_node_are_in_a_private_folder_until_the_run_has_finished(tmp_path) -> None:
+def test_local_states_are_in_a_private_folder_until_the_run_has_finished(tmp_path) -> None:
     run, place, option = kept(tmp_path)
     killed(run, option)
     assert place.stat().st_mode & 0o777 == 0o700
@@ -45,7 +45,7 @@ def test_states_of_a_node_are_in_a_private_folder_until_the_run_has_finished(tmp
 
 
 @pytest.mark.parametrize("names_the_folder", [True, False])
-def test_a_start_without_local_states_removes_those_of_the_starts_before(tmp_path, names_the_folder) -> None:
+def test_a_start_without_local_states_removes_those_of_earlier_starts(tmp_path, names_the_folder) -> None:
     run, place, option = kept(tmp_path)
     killed(run, option)
     assert len(entries(place)) == 2
@@ -53,7 +53,7 @@ def test_a_start_without_local_states_removes_those_of_the_starts_before(tmp_pat
     assert entries(place) == [MARKER]
 
 
-def test_a_finished_run_that_was_killed_before_it_removed_its_states_removes_them_at_the_next_start(
+def test_a_finished_run_killed_before_the_removal_of_its_states_removes_them_at_the_next_start(
     tmp_path,
 ) -> None:
     run, place, option = kept(tmp_path, "--train.steps=6", "--checkpoint.interval=6")
@@ -80,7 +80,7 @@ def test_x3_a_link_in_place_of_the_run_s_states_is_refused_and_not_followed(tmp_
     assert entries(home) == ["deadbeef", "thesis"]
 
 
-def test_x3_a_folder_that_anybody_could_have_made_is_refused_and_nothing_in_it_is_removed(tmp_path) -> None:
+def test_x3_an_untrusted_folder_is_refused_and_nothing_in_it_is_removed(tmp_path) -> None:
     run, place, option = kept(tmp_path)
     place.mkdir()
     place.chmod(0o777)
@@ -91,11 +91,11 @@ def test_x3_a_folder_that_anybody_could_have_made_is_refused_and_nothing_in_it_i
 
 
 def tiny_memory() -> None:
-    """A patch for `Run.start`: the folder of local states is on a file system of 64 kB."""
+    """A patch for `Run.start`: put the folder of local states on a file system of 64 kB."""
     mounts.small(Path(os.environ["RUN_UNDER_TEST"]).parent / "memory", 1 << 16)
 
 
-def test_e12_every_state_that_does_not_fit_is_reported_also_when_they_follow_each_other_closely(
+def test_e12_every_state_too_large_for_the_folder_is_reported_even_in_quick_succession(
     tmp_path,
 ) -> None:
     if not mounts.allowed():

@@ -1,4 +1,4 @@
-"""Every warning and error of forge has a cause, every cause is used, and docs/reference/faults.md has the tables of all."""
+"""Every warning and error of forge has a cause, every cause is used, and docs/reference/faults.md lists them all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_page_has_the_tables_of_all_causes() -> None:
 
 
 def unmarked(source: str) -> Iterator[int]:
-    """Lines of the warnings and errors that are logged without a cause."""
+    """Yield the line numbers of warnings and errors logged without a cause."""
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
         if isinstance(call.func, ast.Attribute) and call.func.attr in (
             "warning",
@@ -77,7 +77,7 @@ GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed b
         (ValueError(GLOO), Cause.ERROR),
     ],
 )
-def test_an_exception_has_the_cause_of_its_type_and_only_torch_s_own_text_is_read(error, cause) -> None:
+def test_an_exceptions_cause_depends_on_its_type_and_only_torchs_text_is_parsed(error, cause) -> None:
     assert cause_of(error) is cause
 
 
@@ -90,7 +90,7 @@ def test_an_exception_has_the_cause_of_its_type_and_only_torch_s_own_text_is_rea
         (UserError("full", FAILED, Cause.DISK_FULL), Cause.DISK_FULL),
     ],
 )
-def test_an_error_has_the_usual_cause_of_its_exit_code_unless_it_is_given_another(error, cause) -> None:
+def test_an_errors_default_cause_comes_from_its_exit_code(error, cause) -> None:
     assert error.cause is cause
     usual = cause in (Cause.CONFIGURATION, Cause.ERROR)
     with pytest.raises(UserError) as raised, caused_by(Cause.DATA):

@@ -1,4 +1,4 @@
-"""This process as launchers describe it in the environment, and work that all ranks do together."""
+"""A process's rank and world from launcher variables, and errors shared by all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}
     "environment, world",
     [
         ({}, World(0, 1, 0, "python")),
-        # A shell inside a job of several tasks, not a step of them.
+        # A shell inside a multi-task job, not one of its steps.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, World(0, 1, 0, "python")),
         (SRUN, World(2, 4, 0, "srun")),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, World(3, 8, 1, "torchrun", restarts_left=3, local_size=4)),
@@ -46,7 +46,7 @@ def test_the_launcher_sets_rank_and_world_size(environment: dict[str, str], worl
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_MAX_RESTARTS"])
-def test_a_variable_that_is_not_a_number_is_named(name: str) -> None:
+def test_a_non_numeric_variable_is_named(name: str) -> None:
     with pytest.raises(UserError, match=f"{name} = first is not a whole number"):
         read_world(TORCHRUN | {name: "first"})
 
@@ -59,7 +59,7 @@ def test_half_of_rank_and_world_size_is_refused(name: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("rank, size", [("2", "2"), ("-1", "2"), ("0", "0")])
-def test_a_rank_that_is_not_below_the_number_of_ranks_is_refused(rank: str, size: str) -> None:
+def test_a_rank_not_below_the_world_size_is_refused(rank: str, size: str) -> None:
     with pytest.raises(UserError, match=f"RANK = {rank} and WORLD_SIZE = {size} .* must be") as error:
         read_world(TORCHRUN | {"RANK": rank, "WORLD_SIZE": size})
     assert error.value.exit_code == 2
@@ -88,7 +88,7 @@ def test_a_missing_address_is_an_error_before_ranks_connect(name: str) -> None:
         read_world({key: value for key, value in TORCHRUN.items() if key != name})
 
 
-def test_a_step_that_does_not_say_which_task_this_is() -> None:
+def test_a_step_without_a_task_id_is_refused() -> None:
     with pytest.raises(UserError, match="SLURM_PROCID is missing"):
         read_world({"SLURM_STEP_NUM_TASKS": "4"})
 
@@ -97,7 +97,7 @@ def test_a_step_that_does_not_say_which_task_this_is() -> None:
     "tasks, bind, local_size, bound",
     [("8(x2),4", "", 8, False), ("2", "gres/gpu:per_task:1", 2, True), ("2", "gpu:none", 2, False)],
 )
-def test_srun_says_how_many_tasks_a_node_has_and_whether_each_has_its_own_card(
+def test_sruns_variables_give_tasks_per_node_and_gpu_binding(
     tasks: str, bind: str, local_size: int, bound: bool
 ) -> None:
     step = SRUN | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURMD_TRES_BIND": bind}
@@ -105,17 +105,15 @@ def test_srun_says_how_many_tasks_a_node_has_and_whether_each_has_its_own_card(
 
 
 @pytest.mark.parametrize(("cards", "bound", "card"), [(1, True, 0), (4, True, 3), (4, False, 3)])
-def test_a_task_that_sees_its_own_card_alone_uses_that(
-    monkeypatch, cards: int, bound: bool, card: int
-) -> None:
+def test_a_task_with_one_visible_gpu_uses_it(monkeypatch, cards: int, bound: bool, card: int) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: cards)
     assert World(3, 4, 3, "srun", local_size=4, bound=bound).device == torch.device("cuda", card)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_more_processes_than_cards_are_refused_on_every_rank(monkeypatch, rank: int) -> None:
-    """On rank 0, too, which prints the error."""
+def test_more_processes_than_gpus_are_refused_on_every_rank(monkeypatch, rank: int) -> None:
+    """Also on rank 0, which prints the error."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(UserError, match="4 processes on one node need 4 GPUs, but each sees 2: "):
@@ -139,7 +137,7 @@ def test_results_reach_every_rank_of_the_group() -> None:
 
 
 def _results(rank: int, world: int) -> tuple[str, list[str], str]:
-    """By ranks 1 and 2 in a group of their own, and by rank 0 in another."""
+    """Ranks 1 and 2 form one group, rank 0 another."""
     groups = [dist.new_group([0]), dist.new_group([1, 2])]
     group = groups[rank > 0]
     first = on_first_rank("naming", lambda: str(rank), group)
@@ -151,7 +149,7 @@ def _results(rank: int, world: int) -> tuple[str, list[str], str]:
 
 
 @pytest.mark.parametrize("together", [on_first_rank, gather_from_ranks, on_every_rank])
-def test_what_one_rank_raises_every_rank_raises(together: Callable[..., Any]) -> None:
+def test_an_exception_on_one_rank_is_raised_on_every_rank(together: Callable[..., Any]) -> None:
     failing = 0 if together is on_first_rank else 1
     division = f"reading failed on rank {failing}: ZeroDivisionError: division by zero"
     expected = [("UserError", "no such file", NO_CHECKPOINT), ("RanksFailed", division, FAILED)]

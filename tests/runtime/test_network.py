@@ -1,4 +1,4 @@
-"""Where the ranks of a Slurm step meet, and the interface that Gloo uses."""
+"""The rendezvous address of a Slurm step, and Gloo's network interface."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_step_without_nodes_is_refused() -> None:
         slurm_meeting_point({})
 
 
-def test_steps_and_jobs_nearby_have_ports_of_their_own_below_those_of_outgoing_connections() -> None:
+def test_neighbouring_steps_and_jobs_have_distinct_ports_below_the_ephemeral_range() -> None:
     def port(job: int, step: int) -> int:
         environment = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_STEP_NODELIST": "n1"}
         return slurm_meeting_point(environment)[1]
@@ -46,17 +46,17 @@ def test_steps_and_jobs_nearby_have_ports_of_their_own_below_those_of_outgoing_c
     ports = [port(job, step) for job in range(987_654, 987_654 + 700) for step in range(17)]
     assert len(set(ports)) == len(ports)
     assert min(ports) >= 20000 and max(ports) < 32768
-    # What a job's only step uses comes back after as many jobs as there are ports.
+    # The port of a job's only step repeats after as many jobs as there are ports.
     assert len({port(job, 0) for job in range(12768)}) == 12768
 
 
-def test_what_the_user_sets_counts() -> None:
+def test_user_settings_win() -> None:
     environment = {"MASTER_ADDR": "head-ib", "MASTER_PORT": "29500", "SLURM_STEP_NODELIST": "n[1-2]"}
     assert slurm_meeting_point(environment) == ("head-ib", 29500)
 
 
 class Machines:
-    """Addresses as one machine sees them: of names, of its own towards a peer, and its interfaces."""
+    """Patch one node's view of the network: addresses of names, its own address per route, and its interfaces."""
 
     def __init__(self, monkeypatch, own_name: str, routes: dict[str, str]):
         interfaces = {"127.0.0.1": "lo", "10.0.0.1": "eth0", "10.0.0.2": "eth0", "10.1.0.1": "ib0"}
@@ -65,7 +65,7 @@ class Machines:
         monkeypatch.setattr(network, "_interface", interfaces.get)
 
 
-def test_a_machine_whose_name_is_an_address_of_its_own_takes_the_route_to_the_first_host(monkeypatch) -> None:
+def test_a_node_whose_name_is_its_own_address_takes_the_route_to_the_first_host(monkeypatch) -> None:
     Machines(monkeypatch, "127.0.1.1", {"n1": "10.0.0.2"})
     store, environment = dist.HashStore(), {}
     choose_gloo_interface(store, 1, 2, "n1", environment)
@@ -74,7 +74,7 @@ def test_a_machine_whose_name_is_an_address_of_its_own_takes_the_route_to_the_fi
 
 
 def test_the_first_host_itself_takes_the_route_to_the_last_rank(monkeypatch) -> None:
-    """Its own name, at which ranks meet, is a loopback address to it."""
+    """Its own name, the rendezvous address, resolves to a loopback address on this node."""
     Machines(monkeypatch, "127.0.1.1", {"n1": "127.0.0.1", "10.1.0.9": "10.1.0.1"})
     store, environment = dist.HashStore(), {}
     store.set("address-of-the-last-rank", "10.1.0.9")
@@ -85,7 +85,7 @@ def test_the_first_host_itself_takes_the_route_to_the_last_rank(monkeypatch) -> 
 @pytest.mark.parametrize(
     ("own_name", "environment"), [("10.0.0.1", {}), ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "ib7"})]
 )
-def test_a_name_that_others_reach_or_an_interface_that_is_set_is_left_alone(
+def test_a_reachable_name_or_a_set_interface_is_kept(
     monkeypatch, own_name: str, environment: dict[str, str]
 ) -> None:
     Machines(monkeypatch, own_name, {"n1": "10.0.0.1"})
@@ -94,14 +94,14 @@ def test_a_name_that_others_reach_or_an_interface_that_is_set_is_left_alone(
     assert environment == before
 
 
-def test_the_interface_of_this_machine_s_own_address() -> None:
+def test_the_interface_of_this_nodes_own_address() -> None:
     assert network._own_address("127.0.0.2") == "127.0.0.1"
     assert network._interface("127.0.0.1") == "lo"
     assert network._interface("192.0.2.1") is None
     assert network._address("no-such-host.invalid") == "127.0.0.1"
 
 
-# Two machines: network, name and /etc/hosts are their own. Each one's name is 127.0.1.1 to itself.
+# Two nodes, each with its own network, name and /etc/hosts. Each resolves its own name to 127.0.1.1.
 MACHINES = """
 set -e
 ip link set lo up
@@ -158,25 +158,25 @@ def test_machines_with_loopback_names_connect(tmp_path) -> None:
     assert done.stdout == "va vb\nva vb\n", done.stderr
 
 
-def test_ranks_of_a_start_share_a_name_whatever_earlier_ones_left_in_the_store() -> None:
+def test_ranks_of_a_start_share_a_name_despite_leftovers_in_the_store() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def start(rank: int, size: int) -> str:
-        # As a torchrun's worker: a connection of its own, to a store that outlives it.
+        # Like a torchrun worker: an own connection to a store that outlives the worker.
         store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
         return name_start(store, rank, size, timedelta(seconds=60))
 
     names = []
     for size in (4, 3, 3, 4):
         with ThreadPoolExecutor(size) as threads:
-            # The last ranks come first, and find only what the start before has left.
+            # The last ranks come first, and find only leftovers of the previous start.
             found = [threads.submit(start, rank, size) for rank in reversed(range(size))]
         (name,) = {one.result() for one in found}
         names.append(name)
     assert len(set(names)) == 4
 
 
-def test_a_start_that_lacks_a_rank_ends_with_one_sentence() -> None:
+def test_a_start_with_a_missing_rank_ends_with_one_sentence() -> None:
     store = dist.HashStore()
     store.set("nonce-of-rank-1", "of an earlier start")
     with pytest.raises(UserError, match="not all of 2 ranks started"):

@@ -1,4 +1,4 @@
-"""Text from outside cannot drive the terminal."""
+"""Untrusted text cannot control the terminal."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Private folders: made, checked, and never a way to remove what forge did not make."""
+"""Private folders: creation, checks, and removal of forge's own files only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_new_folder_and_an_empty_one_become_private_and_are_taken_again(tmp_path) -> None:
+def test_new_and_empty_folders_become_private_and_are_reused(tmp_path) -> None:
     (tmp_path / "empty").mkdir(mode=0o755)
     for path in (tmp_path / "empty", tmp_path / "a" / "new"):
         for _ in range(2):
@@ -36,7 +36,7 @@ def test_a_new_folder_and_an_empty_one_become_private_and_are_taken_again(tmp_pa
     assert PrivateFolder.existing(tmp_path / "empty") and not PrivateFolder.existing(tmp_path / "a")
 
 
-def test_processes_that_race_to_make_a_folder_all_get_it(tmp_path) -> None:
+def test_processes_racing_to_create_a_folder_all_get_it(tmp_path) -> None:
     for number in range(50):
         path, together, failed = tmp_path / str(number), threading.Barrier(8), []
 
@@ -55,7 +55,7 @@ def test_processes_that_race_to_make_a_folder_all_get_it(tmp_path) -> None:
         assert not failed
 
 
-def test_a_folder_of_other_files_is_refused_and_stays_as_it_was(tmp_path) -> None:
+def test_a_folder_of_other_files_is_refused_and_unchanged(tmp_path) -> None:
     (tmp_path / "0042").mkdir()
     tmp_path.chmod(0o755)
     assert "holds files that forge did not make, e.g. 0042; set data.cache_dir to an empty" in refusal(
@@ -73,7 +73,7 @@ def test_a_link_and_a_file_are_refused(tmp_path) -> None:
     assert not os.listdir(tmp_path / "home")
 
 
-def test_a_folder_that_other_users_can_change_is_refused_even_with_a_marker(tmp_path) -> None:
+def test_a_folder_writable_by_other_users_is_refused_even_with_a_marker(tmp_path) -> None:
     path = tmp_path / "cache"
     PrivateFolder(path, KEY)
     for open_to_others in (0o777, 0o770, 0o750):

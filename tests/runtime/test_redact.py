@@ -29,7 +29,7 @@ SIGNED = "https://host/a.bin?X-Amz-Date=2026&X-Amz-Credential=AK%2F1&X-Amz-Signa
         ("two: http://a:b@h/1 http://c:d@h/2", "two: http://REDACTED@h/1 http://REDACTED@h/2"),
     ],
 )
-def test_secrets_of_urls_are_replaced_and_nothing_else(text: str, expected: str) -> None:
+def test_only_secrets_of_urls_are_replaced(text: str, expected: str) -> None:
     assert redact(text) == expected == redact(expected)
     assert is_redacted(expected) == (text != expected)
     quoted = json.dumps({"a": f'x "{text}" \\'})
@@ -43,7 +43,7 @@ def test_errors_and_written_configurations_have_no_secret(tmp_path) -> None:
     config = load_config(["--config=debug.toml", sources, "--checkpoint.mirror=s3://id:hunter2@bucket/runs"])
     text = to_toml(config)
     assert "dead" not in text and "hunter2" not in text and "X-Amz-Signature=REDACTED" in text
-    # A run that resumes has the same configuration, with or without its secrets.
+    # A resumed run has the same configuration, with or without its secrets.
     assert not difference(parse_toml_text(text), config)
     with pytest.raises(UserError, match=r"removed the password or signature .* on the command line"):
         filesystem_of(parse_toml_text(text).checkpoint.mirror)

@@ -1,4 +1,4 @@
-"""Messages to a reader that does not read."""
+"""Messages to a hanging reader."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_text_is_written_when_write_returns(pipe) -> None:
     assert os.read(reader, 100) == b"one\n"
 
 
-def test_nobody_waits_for_a_reader_that_hangs_and_dropped_lines_are_counted(pipe, monkeypatch) -> None:
+def test_a_hanging_reader_delays_nobody_and_dropped_lines_are_counted(pipe, monkeypatch) -> None:
     monkeypatch.setattr(terminal, "MOST", 3)
     reader, writer = pipe
     fill(writer)
@@ -80,14 +80,14 @@ def test_a_forked_child_writes_though_its_parent_waits(pipe) -> None:
     os.close(other_writer)
 
 
-def test_a_reader_that_is_gone_raises_nothing() -> None:
+def test_a_closed_reader_raises_nothing() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     PatientStream(writer).write("text\n")
     os.close(writer)
 
 
-def test_a_descriptor_that_another_process_has_made_non_blocking_loses_nothing(pipe) -> None:
+def test_a_descriptor_made_non_blocking_elsewhere_loses_nothing(pipe) -> None:
     reader, writer = pipe
     fill(writer)
     os.set_blocking(writer, False)

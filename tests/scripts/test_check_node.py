@@ -1,4 +1,4 @@
-"""A node passes only if every result is right and every rate with a planned figure reaches its fraction."""
+"""A node passes only if every result is correct and every rate reaches the required fraction of its planned figure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ cluster = {{ gb_per_s = {rate}, latency_us = 0 }}
 
 
 def check_two_ranks(folder: Path, *options: str) -> tuple[list[int], dict]:
-    """The exit codes and the JSON object of check_node.py on two ranks on the CPU."""
+    """Run check_node.py on two CPU ranks; return the exit codes and the JSON object."""
     out, err = folder / "out.txt", folder / "err.txt"
     out.unlink(missing_ok=True)
     port, meeting = reserve_port()
@@ -47,7 +47,7 @@ def check_two_ranks(folder: Path, *options: str) -> tuple[list[int], dict]:
     return ranks.join(), json.loads(out.read_text())
 
 
-def test_two_ranks_on_a_cpu_pass_and_say_what_was_not_compared(tmp_path) -> None:
+def test_two_ranks_on_a_cpu_pass_and_list_missing_comparisons(tmp_path) -> None:
     codes, report = check_two_ranks(tmp_path)
     assert codes == [FINISHED, FINISHED] and report["ok"] and report["problems"] == []
     assert [check["name"] for check in report["checks"]] == [*KERNELS, *LINK]
@@ -56,7 +56,7 @@ def test_two_ranks_on_a_cpu_pass_and_say_what_was_not_compared(tmp_path) -> None
 
 
 def test_rates_are_compared_with_a_file_of_measured_hardware(tmp_path) -> None:
-    """Every CPU has more than a thousandth of a TFLOP/s and of a GB/s, and none a billion."""
+    """Every CPU exceeds a thousandth of a TFLOP/s and of a GB/s, and none reaches a billion."""
     for rate, codes, status in ((1e-3, [FINISHED, FINISHED], "ok"), (1e9, [FAILED, FAILED], "slow")):
         (tmp_path / "here.toml").write_text(FILE.format(rate=rate))
         found, report = check_two_ranks(tmp_path, "--hardware", str(tmp_path / "here.toml"))
@@ -72,7 +72,7 @@ def test_without_a_gpu_the_command_ends_with_one_sentence(tmp_path) -> None:
 
 
 def spoiled(function, element: int):
-    """`function`, with one element of its result, or of the tensor that it fills, changed."""
+    """Wrap `function` to change one element of its result, or of its output tensor."""
 
     def call(*arguments, **options):
         result = function(*arguments, **options)
@@ -103,10 +103,10 @@ def test_one_wrong_element_of_a_kernel_is_found(monkeypatch, module, function: s
     assert "wrong result" in getattr(node, check)(*arguments).problem
 
 
-def test_a_result_that_is_not_a_number_is_wrong() -> None:
+def test_a_nan_result_is_wrong() -> None:
     exact = torch.ones(4)
     assert node._error(torch.tensor([1.0, float("nan"), 1.0, 1.0]), exact)
-    assert node._error(torch.zeros(4), torch.zeros(4))  # a device that computes nothing
+    assert node._error(torch.zeros(4), torch.zeros(4))  # a device without computation
     assert not node._error(torch.tensor([1.0, 1.005, 1.0, 1.0]), exact)
 
 
@@ -119,7 +119,7 @@ def problems_with_one_bad_rank(rank: int, world: int, function: str) -> list[str
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_to_all"])
-def test_a_collective_that_brings_one_wrong_element_is_named_on_its_rank(kind: str) -> None:
+def test_a_collective_with_one_wrong_element_is_named_on_its_rank(kind: str) -> None:
     function = {"all_reduce": "all_reduce", "all_to_all": "all_to_all_single"}[kind]
     good, bad = run_ranks(problems_with_one_bad_rank, 2, function)
     assert good == [] and bad == [f"{kind} in a node"]
@@ -144,7 +144,7 @@ def test_one_process_has_no_links() -> None:
 
 
 def records(count: int = 8, slow: float = 1.0) -> list[RankChecks]:
-    """A healthy node of H100 at the planned rates, whose rank 5 takes `slow` times as long for a product."""
+    """Return records of a healthy H100 node at the planned rates. slow: factor on rank 5's time for a matrix product."""
     found = []
     for rank in range(count):
         one = RankChecks(rank, "node1", count, H100.card, 79.1, "580.1", "Enabled", "0")
@@ -172,7 +172,7 @@ def problems(found: list[RankChecks], gpus: int = 8) -> list[str]:
     return problems_of(found, checks, H100, gpus)
 
 
-def test_the_planned_figures_are_those_of_the_hardware_file() -> None:
+def test_the_planned_figures_come_from_the_hardware_file() -> None:
     checks = {check.name: check for check in compare(records(), H100, ON_GPU, compute=COMPUTE, links=LINKS)}
     assert checks["matrix product"].planned == pytest.approx(0.69 * 989.5)
     assert checks["attention"].planned == pytest.approx(0.44 * 989.5)

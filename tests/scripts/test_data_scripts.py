@@ -1,4 +1,4 @@
-"""The two data scripts as a user runs them."""
+"""The two data scripts, run like a user's commands."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def run(name, *arguments):
 
 @pytest.mark.parametrize("name", ["prepare_data", "train_tokenizer", "make_corpus"])
 def test_a_script_and_its_workers_start_without_torch(name):
-    # Its import takes seconds, and each worker imports the script.
+    # torch's import takes seconds, and each worker imports the script.
     code = f"import sys, scripts.{name}; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
@@ -77,7 +77,7 @@ def test_an_error_is_one_sentence_and_exit_code_2(tmp_path, name, arguments):
     assert not (tmp_path / "out").exists()
 
 
-# prepare_data.py, whose main process stops at the first progress that it makes, and reports it by a file.
+# prepare_data.py, with a main process that stops at its first progress and reports it through a file.
 HELD = """
 import pathlib, runpy, sys, time
 from forge.observe.progress import ProgressLine
@@ -104,11 +104,11 @@ def test_ctrl_c_stops_all_processes_and_the_same_command_continues(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A shell starts what runs in its background with the signal ignored.
+        # A shell starts background processes with this signal ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_for((tmp_path / "held").exists)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
+    os.killpg(process.pid, signal.SIGINT)  # like a terminal: to the workers too
     _, output = process.communicate(timeout=240)
     assert process.returncode == STOPPED and "interrupted" in output and "Traceback" not in output
     result = run("prepare_data", *arguments)

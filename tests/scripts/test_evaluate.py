@@ -1,4 +1,4 @@
-"""evaluate.py as a user runs it."""
+"""evaluate.py, run like a user's command."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_loss_is_the_trainers(folder, tmp_path, name) -> None:
-    """On the same windows; whatever layout and format the run computed in."""
+    """On the same windows, for any layout and precision of the run."""
     world, options = LAYOUTS[name]
     (tmp_path / "data").symlink_to(folder / "data")
     run = trained(tmp_path, *options, world=world)
@@ -103,7 +103,7 @@ def test_a_whole_dataset_with_the_bytes_of_its_text(run, folder) -> None:
     assert found["bits_per_byte"] == pytest.approx(bits / data.index.text_bytes)
 
 
-def test_the_text_output_has_a_line_for_each_data(run) -> None:
+def test_the_text_output_has_a_line_for_each_dataset(run) -> None:
     result = evaluate(run, "--data", "data/validation", "--data", "data/train", "--sequences", 3)
     lines = result.out.splitlines()
     pattern = r"data/\w+: loss [\d.]+, perplexity [\d.]+, bits per byte [\d.]+ \(\d+ bytes of the decoded labels\), 96 tokens"
@@ -137,7 +137,7 @@ def test_a_run_on_synthetic_data_is_measured_on_its_own_held_out_stream(tmp_path
     assert found["loss"] == pytest.approx(expected, abs=1e-6) and found["bits_per_byte"] is None
 
 
-def test_json_is_json_where_a_number_is_not_finite(capsys) -> None:
+def test_json_is_valid_with_non_finite_numbers(capsys) -> None:
     opened = TrainedModel(Path("run"), 3, None, None, None, torch.device("cpu"))  # type: ignore[arg-type]
     report("data", Measured(1e6, tokens=4, sequences=1, text_bytes=2, bytes_from="decoding"), True, opened)
     report_tasks({"task": {"acc": 0.5, "acc_stderr": math.nan}}, True, opened)

@@ -1,4 +1,4 @@
-"""generate.py as a user runs it, on models that a short run has trained."""
+"""generate.py, run like a user's command, on models of short runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def generate(run: Run, *arguments: object) -> Result:
     return call(run.path.parent, "generate", "--checkpoint", run.path, *arguments)
 
 
-def test_writes_what_it_has_learnt_and_ends_where_the_document_does(run) -> None:
+def test_writes_the_learnt_text_and_ends_with_the_document(run) -> None:
     (found,) = objects(generate(run, "--prompt", "bcd", "--temperature", 0, "--json"))
     assert found["tokens"] == [*b"efgh", END]
     assert (found["text"], found["finish"]) == ("efgh", "end")
@@ -72,20 +72,20 @@ def _on_an_ascii_terminal(rank: int, world: int, arguments: list[str], out: Path
     raise SystemExit(code)
 
 
-def test_a_character_that_the_terminal_does_not_have_is_escaped(run, tmp_path) -> None:
+def test_a_character_unknown_to_the_terminal_is_escaped(run, tmp_path) -> None:
     arguments = ["--checkpoint", str(run.path), "--prompt", "\u00e9", "--max-tokens", "1"]
     assert start_ranks(_on_an_ascii_terminal, 1, arguments, tmp_path / "out").join() == [0]
     assert (tmp_path / "out").read_text("ascii").startswith("\\xe9")
 
 
-def test_prompt_ids_are_taken_as_they_are(run) -> None:
+def test_prompt_ids_are_used_unchanged(run) -> None:
     (by_ids,) = objects(generate(run, "--prompt-ids", "256,98,99", "--temperature", 0, "--json"))
     (by_text,) = objects(generate(run, "--prompt", "bc", "--temperature", 0, "--json"))
     assert by_ids["tokens"] == by_text["tokens"] and by_ids["prompt_tokens"] == by_text["prompt_tokens"]
     assert by_ids["prompt"] is None
 
 
-def test_max_tokens_and_ignore_end_say_how_long_it_gets(run) -> None:
+def test_max_tokens_and_ignore_end_set_the_length(run) -> None:
     greedy = ("--prompt", "f", "--temperature", 0, "--json")
     (short,) = objects(generate(run, *greedy, "--max-tokens", 2))
     assert short["tokens"] == [*b"gh"] and short["finish"] == "length"
@@ -124,7 +124,7 @@ def test_with_and_without_a_cache_alone_and_side_by_side(folder, tmp_path_factor
 
 @pytest.mark.parametrize("recipe", [pytest.param("blockwise", marks=pytest.mark.slow), "mxfp8"])
 def test_a_model_trained_in_float8_writes_in_float8_on_request(folder, tmp_path, recipe: str) -> None:
-    """With a cache the codes of a token are those of the whole text, because no block spans tokens."""
+    """With a cache, a token has the same codes as in the whole text, because no block spans tokens."""
     (tmp_path / "data").symlink_to(folder / "data")
     model = trained(tmp_path, f"--precision.float8={recipe}", *MOE)
     common = ("--prompt", "a", "--temperature", 3, "--seed", 7, "--max-tokens", 200, "--ignore-end")
@@ -139,12 +139,12 @@ def test_float8_of_a_run_without_it_is_refused(run) -> None:
     assert result.code == BAD_CONFIG and "was trained with precision.float8 = none" in refusal(result)
 
 
-def test_seeds_decide(run) -> None:
+def test_the_seed_determines_the_text(run) -> None:
     texts = [generate(run, "--prompt", "a", "--temperature", 3, "--seed", seed).out for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_any_folder_of_the_run_will_do(run) -> None:
+def test_any_folder_of_the_run_is_accepted(run) -> None:
     first = run.path / "checkpoints" / "step-00000010"
     found = {
         path: objects(
@@ -167,7 +167,7 @@ def test_any_folder_of_the_run_will_do(run) -> None:
 
 
 def test_control_characters_of_a_text_do_not_reach_the_terminal(run, tmp_path) -> None:
-    """With the tokens of bytes a prompt of ids may be any text."""
+    """With byte tokens, prompt ids may encode any text."""
     clear = ",".join(map(str, b"\x1b[2J\r\x9b\n\t"))
     one = call(tmp_path, "generate", "--checkpoint", run.path, "--prompt-ids", clear, "--max-tokens", "4")
     assert one.out.startswith("\\x1b[2J\\r") and "\n\t" in one.out
@@ -175,12 +175,12 @@ def test_control_characters_of_a_text_do_not_reach_the_terminal(run, tmp_path) -
     assert "\x1b" not in one.out + two.out and two.out.count("\\x1b[2J") >= 2
 
 
-def test_a_draft_that_the_model_cannot_make_prints_no_prompt(run, tmp_path) -> None:
+def test_an_impossible_draft_prints_no_prompt(run, tmp_path) -> None:
     result = call(tmp_path, "generate", "--checkpoint", run.path, "--prompt", "b", "--draft")
     assert "--draft" in refusal(result) and result.out == ""
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run, tmp_path) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_left_in_place(run, tmp_path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run.path, copy)
     newest = copy / "checkpoints" / "step-00000030"
@@ -236,7 +236,7 @@ def test_a_run_without_a_tokenizer_takes_ids_alone(tmp_path) -> None:
 
 
 def test_a_run_carries_its_tokenizer(tmp_path) -> None:
-    """Of Hugging Face, too; generation works after the original is gone."""
+    """Also a Hugging Face tokenizer. Generation works after the original is removed."""
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

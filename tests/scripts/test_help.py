@@ -1,4 +1,4 @@
-"""--help names every option of a script, those that it shares with others among them."""
+"""--help names every option of a script, including options shared with other scripts."""
 
 import re
 
@@ -7,12 +7,12 @@ import pytest
 from forge.runtime.errors import BAD_CONFIG, FINISHED
 from tests.support.trained import ROOT, call
 
-# Functions that add options to several scripts -> their files.
+# Functions with options of several scripts -> their files.
 SHARED = {"add_input_options": "options", "add_trust_option": "options", "add_model_options": "model"}
 
 
 def source(name: str, function: str = "") -> str:
-    """The text of a script, or of one of its functions."""
+    """Return the source of a script, or of one of its functions."""
     text = (ROOT / "scripts" / f"{name}.py").read_text()
     return re.search(rf"^def {function}\(.*?(?=^\S|\Z)", text, re.M | re.S)[0] if function else text
 

@@ -1,4 +1,4 @@
-"""The JobSet manifest: its structure, by the fields of the API, and that its commands and exit codes are forge's."""
+"""The JobSet manifest: valid fields of the API, and forge's commands and exit codes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from forge.tools.elastic.secret import VARIABLE
 yaml = pytest.importorskip("yaml")
 PATH = Path(__file__).parents[2] / "scripts" / "kubernetes" / "jobset.yaml"
 
-# Fields of the API with the types of their values; [...] is a list: jobset.x-k8s.io/v1alpha2, and
-# batch/v1 and core/v1 of Kubernetes, as far as the manifest uses them.
+# Fields of the APIs used in the manifest, with their types; [...] is a list. jobset.x-k8s.io/v1alpha2, and batch/v1 and
+# core/v1 of Kubernetes.
 CONTAINER = {
     "name": str,
     "image": str,
@@ -88,8 +88,8 @@ def test_every_field_is_one_of_the_api_with_a_value_of_its_type(manifest) -> Non
         check(manifest | {"sepc": {}}, JOBSET)
 
 
-def test_agents_meet_at_the_host_name_that_jobset_gives_the_meeting(manifest) -> None:
-    # <jobset>-<replicated job>-<replica>-<pod>.<subdomain>, and the subdomain is by default the name of the JobSet.
+def test_agents_join_at_jobsets_host_name_of_the_rendezvous(manifest) -> None:
+    # <jobset>-<replicated job>-<replica>-<pod>.<subdomain>. The default subdomain is the JobSet's name.
     meeting, nodes = manifest["spec"]["replicatedJobs"]
     agent = nodes["template"]["spec"]["template"]["spec"]["containers"][0]
     name, port = (
@@ -100,7 +100,7 @@ def test_agents_meet_at_the_host_name_that_jobset_gives_the_meeting(manifest) ->
     assert manifest["spec"]["successPolicy"]["targetReplicatedJobs"] == [nodes["name"]]
 
 
-def test_the_meeting_and_the_agents_have_one_secret(manifest) -> None:
+def test_the_rendezvous_and_the_agents_share_one_secret(manifest) -> None:
     [meeting], [agent] = (
         job["template"]["spec"]["template"]["spec"]["containers"]
         for job in manifest["spec"]["replicatedJobs"]
@@ -108,7 +108,7 @@ def test_the_meeting_and_the_agents_have_one_secret(manifest) -> None:
     assert meeting["env"] == agent["env"] and [one["name"] for one in agent["env"]] == [VARIABLE]
 
 
-def test_exit_codes_that_need_a_person_fail_the_job_and_a_stop_is_no_failure(manifest) -> None:
+def test_exit_codes_for_a_person_fail_the_job_and_a_stop_does_not(manifest) -> None:
     job = manifest["spec"]["replicatedJobs"][1]["template"]["spec"]
     rules = {
         rule["action"]: rule["onExitCodes"]
@@ -118,7 +118,7 @@ def test_exit_codes_that_need_a_person_fail_the_job_and_a_stop_is_no_failure(man
     assert rules["FailJob"]["values"] == [BAD_CONFIG, NO_CHECKPOINT] and rules["Ignore"]["values"] == [
         STOPPED
     ]
-    # Kubernetes refuses a policy for pods that are restarted in place.
+    # Kubernetes refuses a policy for pods restarted in place.
     assert job["template"]["spec"]["restartPolicy"] == "Never"
 
 

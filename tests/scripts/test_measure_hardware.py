@@ -1,4 +1,4 @@
-"""What measures a machine writes a file that --hardware takes."""
+"""measure_hardware.py writes a file accepted by --hardware."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from forge.tools.plan.hardware import find_hardware
 from scripts import measure_hardware
 
 
-def test_a_file_has_what_was_measured(tmp_path: Path) -> None:
+def test_a_file_has_the_measured_figures(tmp_path: Path) -> None:
     measured = {
         "card": "",
         "memory_gib": 4.0,

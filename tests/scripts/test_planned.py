@@ -1,4 +1,4 @@
-"""The plan of an opened run: its configuration may not choose modules that are imported, unless the user trusts it."""
+"""The plan of an untrusted run imports no module named in its configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.recorded import write_run
         ("[optimizer]\n", '[parallel]\ntp_plan = "stranger_plan:own"\n[optimizer]\n'),
     ],
 )
-def test_a_run_that_names_import_paths_is_planned_only_with_trust(tmp_path, monkeypatch, old, new) -> None:
+def test_a_run_with_import_paths_is_planned_only_with_trust(tmp_path, monkeypatch, old, new) -> None:
     mark = tmp_path / "imported"
     (tmp_path / "stranger_plan.py").write_text(f"from pathlib import Path\nPath({str(mark)!r}).touch()\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""The picture of experts' loads is a valid SVG that shows every layer and every expert."""
+"""The picture of expert loads is a valid SVG with every layer and every expert."""
 
 import json
 import runpy

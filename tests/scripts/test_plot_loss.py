@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_loss.py"
 
 
 def plot(folder: Path, lines: list[dict]) -> tuple[int, list[str]]:
-    """Exit code, and the texts in the picture."""
+    """Return the exit code and the picture's texts."""
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     picture = folder / "out.svg"
     arguments = [str(folder), "--output", str(picture), "--mark", "counts=3"]
@@ -28,16 +28,16 @@ def test_a_curve_for_training_and_each_held_out_source(tmp_path) -> None:
     assert {"training", "held out: a", "held out: b", "counts", "nats per token", "optimizer step"} <= {
         *texts
     }
-    # Few points are shown one by one: of each of the two, and in the legend.
+    # Few points are drawn as markers: for both curves, and in the legend.
     assert len(re.findall(r"<use ", (tmp_path / "out.svg").read_text())) >= 4
 
 
-def test_losses_that_are_all_the_same_can_be_drawn(tmp_path, capsys) -> None:
+def test_constant_losses_can_be_drawn(tmp_path, capsys) -> None:
     assert plot(tmp_path, [{"step": 1, "loss": 3.0}])[0] == 0
     assert capsys.readouterr().out.startswith("wrote ")
 
 
-def test_runs_have_names_and_dashes_of_their_own(tmp_path) -> None:
+def test_runs_have_distinct_names_and_dashes(tmp_path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         assert plot(tmp_path / name, [{"step": step, "loss": 4.0} for step in range(1, 41)])[0] == 0
@@ -53,7 +53,7 @@ def test_a_run_without_a_loss_has_nothing_to_draw(tmp_path, capsys) -> None:
     assert ": no loss yet" in capsys.readouterr().err
 
 
-def test_a_line_torn_by_a_kill_is_passed_over(tmp_path) -> None:
+def test_a_line_torn_by_a_kill_is_skipped(tmp_path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
     assert runpy.run_path(str(SCRIPT))["main"]([str(tmp_path), "--output", str(tmp_path / "out.svg")]) == 0
 

@@ -1,4 +1,4 @@
-"""The picture of a schedule shows each computation once, where and when it happens."""
+"""The picture of a schedule shows each computation once, at its rank and time."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""The drawings of a plan show every part of a step, and every action of a pipeline."""
+"""Drawings of a plan show every part of a step, and every action of a pipeline."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def draw(folder: Path, timeline: list | None) -> int:
     return SCRIPT["main"](["--plan", str(folder / "plan.json"), "--output", str(folder / "drawings")])
 
 
-def test_memory_is_drawn_of_the_stage_that_needs_most(tmp_path: Path) -> None:
+def test_memory_is_drawn_for_the_stage_with_the_highest_peak(tmp_path: Path) -> None:
     assert draw(tmp_path, None) == 0
     text = (tmp_path / "drawings" / "memory.svg").read_text()
     assert "memory of rank 4 over one step: at most 3.00 GiB in the backward of layers.9" in text
@@ -38,7 +38,7 @@ def test_memory_is_drawn_of_the_stage_that_needs_most(tmp_path: Path) -> None:
     assert not (tmp_path / "drawings" / "pipeline.svg").exists()
 
 
-def test_layers_that_are_left_out_keep_their_place() -> None:
+def test_omitted_layers_keep_their_place() -> None:
     forward, *_, backward, update = SCRIPT["_places"](plan(None)["stages"][1]["peaks"])
     assert (update - backward) / (backward - forward) == 1 / 10
 
@@ -50,7 +50,7 @@ def test_a_pipeline_is_drawn_along_its_times(tmp_path: Path) -> None:
     assert "idle 50.0%" in text and "2 ranks, 2 stages" in text
 
 
-def test_what_is_no_plan_is_refused(tmp_path: Path, capsys) -> None:
+def test_a_file_without_a_plan_is_refused(tmp_path: Path, capsys) -> None:
     (tmp_path / "plan.json").write_text("{}")
     assert SCRIPT["main"](["--plan", str(tmp_path / "plan.json"), "--output", str(tmp_path)]) == 2
     assert "not a plan" in capsys.readouterr().err

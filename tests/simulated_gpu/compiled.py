@@ -1,4 +1,4 @@
-"""Kernels that Inductor and Triton made in a run: registers, spills and shared memory by ptxas, bytes by Inductor."""
+"""A run's kernels from Inductor and Triton: registers, spills and shared memory by ptxas, bytes by Inductor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BYTES = re.compile(r"'kernel_name': '(\w+)'.*?'kernel_num_gb': ([\d.e+-]+)", re.
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """Return the variables with which a run keeps its kernels in `cache`."""
+    """Return the environment variables that keep a run's kernels in `cache`."""
     return {
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
@@ -36,9 +36,9 @@ def render(golden: dict[str, dict[str, Any]]) -> str:
 
 
 def kernels(cache: Path) -> dict[str, Any]:
-    """Return, by kernel: its variants, [least, most] registers, spilled bytes a thread and shared bytes, and bytes moved.
+    """Return per kernel: its variants, [min, max] of registers, spilled bytes per thread and shared bytes, and moved bytes.
 
-    Inductor compiles a kernel with several block sizes and runs the fastest, which a simulated GPU cannot find.
+    Inductor compiles a kernel with several block sizes and runs the fastest. A simulated GPU cannot find the fastest.
     """
     import triton
 

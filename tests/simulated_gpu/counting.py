@@ -19,12 +19,12 @@ import torch._inductor.config
 from forge.hook import Hook
 from forge.train.trainer import Trainer
 
-# The first step allocates, the second one finds what it left.
+# Steps 1 and 2 still allocate memory and fill caches.
 COUNTED = 3
 
 
 class Counting(Hook):
-    """Counts step COUNTED on every rank, into `counts.RANK` of the run directory."""
+    """Count step COUNTED on every rank; write `counts.RANK` to the run directory."""
 
     def __init__(self, trainer: Trainer):
         self._path = trainer.reporter.directory.root / f"counts.{trainer.reporter.world.rank}"
@@ -50,7 +50,7 @@ class Counting(Hook):
             self._path.with_suffix(f"{self._path.suffix}.json").write_text(json.dumps(about))
 
     def _record(self, message: Any, category: Any, *rest: Any) -> None:
-        """Keep the innermost line of forge where PyTorch warns of a synchronisation."""
+        """On PyTorch's warning of a synchronisation, record the innermost line of forge."""
         if "called a synchronizing" in str(message):
             frames = [frame for frame in traceback.extract_stack() if "/forge/" in frame.filename]
             place = frames[-1]
@@ -58,9 +58,9 @@ class Counting(Hook):
 
 
 class CountingAtFullSize(Counting):
-    """Counts a step and ends the process, whose last checkpoint would be many gigabytes of zeros.
+    """Count a step and exit: the last checkpoint would be many gigabytes of zeros.
 
-    Inductor notes the bytes that each kernel moves.
+    Inductor records the bytes moved by each kernel.
     """
 
     def __init__(self, trainer: Trainer):
@@ -93,7 +93,7 @@ def read(run: Path, rank: int = 0) -> dict[str, Any]:
 
 
 def short(mangled: list[str]) -> list[str]:
-    """Return the kernels' names without their namespaces and most of their templates' arguments."""
+    """Return kernel names without namespaces and most template arguments."""
     plain = subprocess.run(
         ["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True
     ).stdout

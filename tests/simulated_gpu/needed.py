@@ -1,4 +1,4 @@
-"""The mark of tests that need the simulated GPU."""
+"""The skip mark of tests for the simulated GPU."""
 
 import os
 

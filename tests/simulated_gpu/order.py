@@ -2,11 +2,11 @@
 
     python -m tests.simulated_gpu.order FOLDER      checks the logs nccl.0, nccl.1, ... of a run
 
-A rank's log has a line for each call that waits or is waited for, in the host's order:
+A rank's log has a line for each call with a wait on either side, in the host's order:
 
     init COMMUNICATOR SIZE RANK               the host creates a communicator, and waits for its other ranks
-    split PARENT CHILD KEY                    the same for a part of the parent's ranks; all of them take part
-    call COMMUNICATOR NAME COUNT DTYPE ARGUMENT STREAM ...  NCCL calls that it launches as one, with six words each
+    split PARENT CHILD KEY                    the same for a subset of the parent's ranks; all of them take part
+    call COMMUNICATOR NAME COUNT DTYPE ARGUMENT STREAM ...  NCCL calls launched as one, with six words each
     record EVENT STREAM                       wait EVENT STREAM
     synchronize-stream STREAM                 synchronize-event EVENT       synchronize-device
     host THREAD GROUP RANKS NAME COUNT DTYPE  a gloo collective: the thread (-: the main one) waits for the other ranks
@@ -28,9 +28,9 @@ Line = list[str]
 
 
 class Operation(NamedTuple):
-    """A collective or a message. `ranks` of the world take part; of a message the first one sends to the second one.
+    """A collective or a message. ranks: participating global ranks; for a message, sender and receiver.
 
-    kind: message, collective or connection. number: counts operations of this kind, communicator and ranks.
+    kind: message, collective or connection. number: index among operations of this kind, communicator and ranks.
     """
 
     communicator: str
@@ -56,22 +56,22 @@ class Call(NamedTuple):
 
     @property
     def agreed(self) -> tuple[object, ...]:
-        """The values that must be equal on all ranks."""
+        """Return the values that must be equal on all ranks."""
         both = self.count, self.dtype
         return both if self.operation.kind == "message" else (self.name, *both, self.argument)
 
     @property
     def connection(self) -> Operation:
-        """The operation that connects the ranks before the first call."""
+        """Return the operation that connects the ranks before the first call."""
         kind = "message" if self.operation.kind == "message" else self.name
         return self.operation._replace(kind=f"connection for {kind}", number=1)
 
 
 @dataclass(frozen=True)
 class Record:
-    """One line, or calls that are launched as one. kind: launch, host, record, wait or synchronize-...
+    """One line, or several calls launched as one. kind: launch, host, record, wait or synchronize-...
 
-    words: the line's arguments. thread: the host's thread that makes the call.
+    words: the line's arguments. thread: the calling host thread.
     """
 
     kind: str
@@ -81,7 +81,7 @@ class Record:
 
 
 def read(folder: Path) -> list[list[Record]]:
-    """Return the records of each rank. Raises AssertionError if there are no logs."""
+    """Return the records of each rank; AssertionError without logs."""
     logs = sorted(folder.glob("nccl.*"), key=lambda path: int(path.suffix[1:]))
     assert logs, f"{folder} has no logs"
     return parse([path.read_text() for path in logs])
@@ -95,7 +95,7 @@ def parse(logs: Sequence[str]) -> list[list[Record]]:
 
 
 def _communicators(logs: Sequence[list[Line]]) -> dict[str, tuple[int, ...]]:
-    """Return each communicator's ranks of the world, in the order of their ranks in it; -1 for one that no log has."""
+    """Return each communicator's global ranks, in the order of their local ranks; -1: a rank missing from all logs."""
     found: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
     for rank, lines in enumerate(logs):
         for kind, *words in lines:
@@ -119,7 +119,7 @@ def _records(rank: int, lines: list[Line], communicators: dict[str, tuple[int, .
         if name in ("ncclSend", "ncclRecv"):
             peer, kind = ranks[argument], "message"
             ranks = (rank, peer) if name == "ncclSend" else (peer, rank)
-        # Sends and receives are counted apart, because a rank may send to itself.
+        # Sends and receives have separate counts, because a rank may send to itself.
         key = communicator, ranks, kind, name if kind == "message" else ""
         seen[key] += 1
         return Call(Operation(communicator, ranks, kind, seen[key]), name, count, dtype, argument, stream)
@@ -145,7 +145,7 @@ def _records(rank: int, lines: list[Line], communicators: dict[str, tuple[int, .
 def volume(records: Sequence[Record]) -> dict[str, dict[str, list[int]]]:
     """Return a rank's calls and their bytes by communicator and kind: {"COMMUNICATOR": {"ncclAllReduce": [calls, bytes]}}.
 
-    Communicators that are no parts of others are numbered: their names come from NCCL's random ids.
+    Communicators without a parent are numbered, because their names come from NCCL's random ids.
     """
     found: dict[str, dict[str, list[int]]] = {}
     roots: dict[str, str] = {}
@@ -159,7 +159,7 @@ def volume(records: Sequence[Record]) -> dict[str, dict[str, list[int]]]:
 
 
 def compare(logs: Sequence[list[Record]]) -> list[str]:
-    """Return the first difference between ranks, for each communicator and for each two ranks with messages."""
+    """Return the first difference between ranks for each communicator, and for each pair of ranks with messages."""
     found: dict[Operation, dict[int, Call]] = defaultdict(dict)
     for rank, records in enumerate(logs):
         for record in records:
@@ -177,7 +177,7 @@ def compare(logs: Sequence[list[Record]]) -> list[str]:
 class _Task:
     """A launch, or a wait of a stream or of the host.
 
-    It starts when all tasks of `after` are done. It is done when all ranks of each of its operations have started theirs.
+    It starts after all tasks in `after` are done. It is done when all ranks of each of its operations have started theirs.
     """
 
     rank: int
@@ -189,11 +189,11 @@ class _Task:
 
 
 def simulate(logs: Sequence[list[Record]], *, serial: bool = False) -> str:
-    """Return the deadlock in which the ranks end, or "" if they finish.
+    """Return the ranks' final deadlock, or "" if they finish.
 
-    Each stream works in order, and so does each communicator. Streams are concurrent, unless `serial`: then a GPU runs one
-    launch at a time, in the host's order. The host waits for the first collective of each kind and for the first message
-    to each rank, for which NCCL connects the ranks.
+    Each stream and each communicator works in order. Streams are concurrent, unless `serial`: then a GPU runs one launch
+    at a time, in the host's order. The host waits for the first collective of each kind and for the first message to each
+    rank, because NCCL connects the ranks in these calls.
     """
     tasks = [task for rank, records in enumerate(logs) for task in _tasks(rank, records, serial)]
     users: dict[_Task, list[_Task]] = defaultdict(list)
@@ -232,7 +232,7 @@ def simulate(logs: Sequence[list[Record]], *, serial: bool = False) -> str:
 
 
 def _behind(rank: int, task: _Task | None) -> str:
-    """Return why a rank does not start `task`, its call of an operation."""
+    """Return the reason why a rank does not start `task`, its call of an operation."""
     if task is None:
         return f"rank {rank}, which never calls it"
     while not task.started:
@@ -241,7 +241,7 @@ def _behind(rank: int, task: _Task | None) -> str:
 
 
 def _tasks(rank: int, records: list[Record], serial: bool) -> Iterator[_Task]:
-    """Yield a rank's tasks in the host's order. An event stands for the last task of its stream at the time of the record."""
+    """Yield a rank's tasks in the host's order. An event means its stream's last task at the time of the record."""
     streams: dict[str, _Task | None] = {}
     events: dict[str, _Task | None] = {}
     communicators: dict[str, _Task] = {}
@@ -285,9 +285,9 @@ def _tasks(rank: int, records: list[Record], serial: bool) -> Iterator[_Task]:
 
 
 def check(folder: Path) -> str:
-    """Return the deadlock that the ranks would end in if a GPU ran one launch at a time, or "".
+    """Return the ranks' deadlock with one launch at a time on each GPU, or "".
 
-    Raises AssertionError if ranks differ, or end in a deadlock in any case.
+    AssertionError: ranks differ, or also deadlock with concurrent launches.
     """
     logs = read(folder)
     assert any(record.kind == "launch" for record in logs[0]), "the logs have no NCCL call"

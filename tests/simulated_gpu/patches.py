@@ -1,4 +1,4 @@
-"""Patches of a run: functions that every rank calls first, to log the order of its calls, and a hook with a defect."""
+"""Patches called first on every rank of a run to log the order of calls, and a hook with a defect."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from forge.model import fused_delta_rule
 from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher
 from forge.train.trainer import Trainer
 
-# Methods of a process group that wait for its other ranks.
+# Methods of a process group that wait for other ranks.
 COLLECTIVES = ("allreduce", "allgather", "broadcast", "gather", "scatter", "reduce", "alltoall", "barrier")
 
 
 def log_order() -> None:
-    """Log this rank's calls for tests/simulated_gpu/order.py, into the folder of the run: NCCL's, and gloo's collectives."""
+    """Log this rank's NCCL calls and gloo collectives to the run directory, for tests/simulated_gpu/order.py."""
     os.environ["SIMGPU_NCCL_LOG"] = str(Path(os.environ["RUN_UNDER_TEST"]).parent)
     os.environ["SIMGPU_DEVICES"] = os.environ.get("WORLD_SIZE", "1")
     device = ctypes.CDLL(os.environ["LD_PRELOAD"])
@@ -43,7 +43,7 @@ def _logged(name: str, method: Any, device: ctypes.CDLL) -> Any:
             current = threading.current_thread()
             thread = "-" if current is threading.main_thread() else current.name
             ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
-            # Where only the root has the list of all parts, its own tensor comes last.
+            # If only the root has the list of all parts, its own tensor is the last argument.
             shape = f"{tensors[-1].numel()} {tensors[-1].dtype}" if tensors else "0 -"
             device.simgpu_log(f"host {thread} gloo-{group.group_name} {ranks} {name} {shape}\n".encode())
         return method(group, *arguments, **options)
@@ -58,9 +58,9 @@ def install_fla() -> None:
 
 
 def log_order_of_even_experts() -> None:
-    """The same, and let each rank of an expert group send the others equally many rows.
+    """Log like `log_order`, and let each rank of an expert group send equally many rows to every other.
 
-    By themselves they would send none: the counts that the device gives are zeros.
+    Without this patch they would send none, because counts read from the simulated device are zeros.
     """
     log_order()
     even: Rows = lambda choices, _source, _target, ranks: choices // ranks  # noqa: E731
@@ -68,25 +68,25 @@ def log_order_of_even_experts() -> None:
 
 
 def log_order_of_uneven_experts() -> None:
-    """The same, but they send different numbers of rows. Rank 1 sends none and rank 3 gets none."""
+    """Log like `log_order`, and let ranks send different numbers of rows. Rank 1 sends none and rank 3 gets none."""
     log_order()
 
     def uneven(_choices: int, source: int, target: int, _ranks: int) -> int:
         return 0 if source == 1 or target == 3 else 9 * (1 + (source + target) % 3)
 
     def within(choices: int, source: int, target: int, ranks: int) -> int:
-        # Rank 3 got no rows from nodes, so it has none to send on.
+        # Rank 3 got no rows from other nodes, so it forwards none.
         return 0 if source == 3 else uneven(choices, source, target, ranks)
 
     _send(uneven, within)
 
 
 Rows: TypeAlias = Callable[[int, int, int, int], int]
-"""(choices of a rank's tokens, source, target, ranks of the group) -> rows that go from source to target."""
+"""(choices of a rank's tokens, source, target, ranks of the group) -> number of rows from source to target."""
 
 
 def _send(rows: Rows, within: Rows) -> None:
-    """Let dispatchers send so many `rows` from one rank to another; `within`: inside of a node, after those over nodes."""
+    """Set the numbers of rows sent by dispatchers. rows: rank to rank. within: inside a node, after the inter-node sends."""
 
     def sizes(rows: Rows, group: dist.ProcessGroup, choices: int) -> tuple[list[int], list[int]]:
         rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
@@ -114,7 +114,7 @@ def _send(rows: Rows, within: Rows) -> None:
 
 
 class Crossing(Hook):
-    """A defect: two reductions, of which rank 1 calls the second first. They are on two communicators."""
+    """A defect: two reductions on two communicators, called by rank 1 in reverse order."""
 
     def __init__(self, trainer: Trainer):
         self._groups = [trainer.meshes.tp.get_group(), dist.group.WORLD]

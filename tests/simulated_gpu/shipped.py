@@ -1,4 +1,4 @@
-"""Shipped configs, shrunk to one layer of each kind on one GPU. Widths, heads, vocabulary and context stay."""
+"""Shipped configs, shrunk to one layer of each kind on one GPU, with full widths, heads, vocabulary and context."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(path.stem for path in FOLDER.glob("*.toml") if "debug" not in path.stem)
 MOST_EXPERTS = 32
-# Patterns of more layers name every layer of the model.
+# Longer patterns list every layer of the model.
 LONGEST = 8
 # Layouts of four GPUs whose compiled regions contain collectives, or parameters that others have parts of.
 OF_FOUR = {

@@ -1,4 +1,4 @@
-"""check_node.py finds every result of simulated GPUs wrong, because they compute nothing."""
+"""check_node.py rejects every result of simulated GPUs, because they compute nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.trained import ROOT
 pytestmark = simulated_gpu
 
 
-def test_gpus_that_compute_nothing_fail_every_check(tmp_path: Path) -> None:
+def test_gpus_without_computation_fail_every_check(tmp_path: Path) -> None:
     out, err = tmp_path / "out.txt", tmp_path / "err.txt"
     port, meeting = reserve_port()
     words = [str(ROOT / "scripts" / "check_node.py"), "--json", "--gpus=4"]

@@ -1,4 +1,4 @@
-"""Shipped configs on simulated GPUs: compiled for Hopper and Blackwell, and their memory beside the plan."""
+"""Shipped configs on simulated GPUs: compilation for Hopper and Blackwell, and memory compared with the plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [simulated_gpu, pytest.mark.slow, pytest.mark.timeout(1500)]
 COMPILING_S = 1200
 
 GOLDEN = Path(__file__).with_name("golden_compiled.json")
-# Substrings of kernels, and the attention that they are.
+# Substrings of kernel names -> kind of attention.
 ATTENTION = {
     "cudnnBackendExecute": "cuDNN",
     "flash_fwd": "FlashAttention-2",
@@ -70,7 +70,7 @@ def check(key: str, options: list[str], world: int, capability: str, folder: Pat
         GOLDEN.write_text(compiled.render(golden | {key: found}))
     else:
         expected = golden.get(key, found | {"launches": "not counted yet"})
-        # As in test_steps.py.
+        # See test_steps.py.
         expected["peak"] = pytest.approx(expected["peak"], rel=1e-3)
         assert found == expected, "make simgpu-all UPDATE=1 writes the new counts"
 

@@ -1,4 +1,4 @@
-"""The real kernels of the block formats are launched where they exist, with operands that they accept."""
+"""Block formats launch their real kernels on GPUs that have them, with operands accepted by the kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIM = ["--model.dim=128", "--model.ffn_dim=256", "--model.n_kv_heads=4"]
 
 
 def kernels(folder: Path, capability: str, *options: str, world: int = 1, patch: str = "") -> dict[str, int]:
-    """Train the variants' model on `world` GPUs of this capability; return the launches of rank 0 in a step."""
+    """Train the variants' model on `world` GPUs of `capability`; return rank 0's launches in one step."""
     run = Run(folder, *DIM, *options, base=variants.BASE)
     ranks = run.start(world=world, patch=patch, variables={"SIMGPU_CAPABILITY": capability})
     assert ranks.join() == [0] * world, run.output()[-4000:]
@@ -29,7 +29,7 @@ MXFP8 = (*variants.MOE, "--precision.float8=mxfp8", "--precision.float8_emulate=
 
 
 def grouped(found: dict[str, int]) -> int:
-    """Launches of CUTLASS's grouped product of E4M3 with E8M0 scales, which `_scaled_grouped_mm` calls."""
+    """Count launches of CUTLASS's grouped product of E4M3 with E8M0 scales, the kernel of `_scaled_grouped_mm`."""
     return sum(number for name, number in found.items() if "BlockScaled" in name and "float_ue8m0_t" in name)
 
 
@@ -61,7 +61,7 @@ def test_a_gpu_without_kernels_emulates(tmp_path: Path) -> None:
 
 
 def test_fsdp2_gathers_codes(tmp_path: Path) -> None:
-    """With --precision.float8_all_gather=true; refused where no weight can be gathered so."""
+    """With --precision.float8_all_gather=true; refused if no weight can be gathered in float8."""
     options = (
         "--precision.float8=mxfp8",
         "--precision.float8_all_gather=true",

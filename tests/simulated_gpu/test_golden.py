@@ -1,4 +1,4 @@
-"""The counts in golden files are of variants and configs that exist, and docs/internals/performance.md shows them."""
+"""Golden files count existing variants and configs, and docs/internals/performance.md shows the counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def golden(name: str) -> dict[str, dict]:
     return json.loads((HERE / name).read_text())
 
 
-def test_counts_are_of_variants_that_exist() -> None:
+def test_counts_are_of_existing_variants() -> None:
     assert set(golden("golden.json")) == {*variants.ONE, *(f"four: {name}" for name in variants.FOUR)}
 
 
@@ -43,6 +43,6 @@ def test_the_page_shows_the_attention_of_each_shipped_config() -> None:
 
 
 def spilling(counts: dict) -> str:
-    """Return how many kernels spill registers in each of their block sizes, and the most bytes a thread."""
+    """Return the number of kernels that spill registers in every block size, and the most spilled bytes per thread."""
     spilled = [kernel["spilled"][0] for kernel in counts["kernels"].values() if kernel["spilled"][0]]
     return f"{len(spilled)} ({max(spilled):,} bytes)" if spilled else "none"

@@ -1,4 +1,4 @@
-"""Groups of ranks on simulated GPUs: only those that send objects or CPU tensors connect gloo."""
+"""Groups of ranks on simulated GPUs: only groups for objects or CPU tensors connect gloo."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = simulated_gpu
 
 
 class Listing(Hook):
-    """Writes the ranks and backends of rank 0's NCCL groups into `groups.json` of the run directory."""
+    """Write the ranks and backends of rank 0's NCCL groups to `groups.json` in the run directory."""
 
     def __init__(self, trainer: Trainer):
         stage = trainer.meshes.stage
@@ -32,9 +32,7 @@ class Listing(Hook):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_only_the_group_of_a_stage_has_gloo_unless_parameters_lie_on_the_cpu(
-    offload: bool, tmp_path: Path
-) -> None:
+def test_only_the_group_of_a_stage_has_gloo_without_cpu_parameters(offload: bool, tmp_path: Path) -> None:
     options = ["--parallel.tp=2", "--parallel.pp=2", "--optimizer.name=muon", "--train.steps=1"]
     options += ['--train.hooks=["tests.simulated_gpu.test_groups:Listing"]']
     if offload:

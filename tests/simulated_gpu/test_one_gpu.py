@@ -1,4 +1,4 @@
-"""The documented commands on a node with one GPU, which is simulated: the tests, a run, and two ranks that share the GPU."""
+"""Documented commands on a node with one simulated GPU: the tests, a run, and two ranks on the same GPU."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not gpus.is_simulated(), reason="there is no simulated GPU: make simgpu")
 
 
-# With the second variable PyTorch itself reads CUDA_VISIBLE_DEVICES, which the simulated driver does not.
+# With the second variable PyTorch itself reads CUDA_VISIBLE_DEVICES. The simulated driver does not.
 ONE_GPU = {"SIMGPU_DEVICES": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with `words` in a process that sees one GPU. The environment of this process also is that of later tests."""
+    """Run `python WORDS` in a process that sees one GPU, without changing this process's environment for later tests."""
     return subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,
@@ -65,12 +65,12 @@ def test_a_run_of_one_process_trains_on_the_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "documents", "experts", "muon", "int8 moments"])
 def test_a_variant_runs_as_on_a_real_gpu(name: str, tmp_path: Path) -> None:
-    """tests/gpu/test_golden_variants.py runs all of them so."""
+    """tests/gpu/test_golden_variants.py runs all variants on a real GPU."""
     run = Run(tmp_path, *variants.ONE[name], NO_WAITS, base=variants.BASE)
     assert run() == 0, run.output()[-4000:]
 
 
-def test_a_step_that_waits_fails_as_on_a_real_gpu(tmp_path: Path) -> None:
+def test_a_synchronising_step_fails_as_on_a_real_gpu(tmp_path: Path) -> None:
     run = Run(tmp_path, NO_WAITS, base=variants.BASE)
     codes = run.start(patch="tests.simulated_gpu.test_one_gpu:wait_in_the_clipping").join()
     assert codes == [1] and "called a synchronizing CUDA operation" in run.output()

@@ -1,4 +1,4 @@
-"""All ranks call the same collectives in the same order, and none waits for ever for another, on any stream."""
+"""All ranks call the same collectives in the same order, and no rank waits forever on any stream."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ INIT = ["init a 2 0\ninit b 2 0\n", "init a 2 1\ninit b 2 1\n"]
 
 
 def call(communicator: str, stream: str, kind: str = "AllReduce", count: int = 4, argument: int = 0) -> str:
-    """A line of float32 numbers."""
+    """Return the line of a call with float32 numbers."""
     return f"call {communicator} nccl{kind} {count} 7 {argument} {stream}\n"
 
 
 A, B = (f"ncclAllReduce of 4 float32 on {communicator}" for communicator in "ab")
-# The calls of both communicators that connect their ranks, so that the host waits for none after them.
+# The first calls of both communicators connect their ranks, so the host does not wait in later calls.
 CONNECTED = call("a", "0") + call("b", "0")
 
 
 def grouped(calls: str) -> str:
-    """One line of all calls."""
+    """Join all calls into one line."""
     return "call" + calls.replace("call", "").replace("\n", "") + "\n"
 
 
@@ -52,14 +52,14 @@ def test_different_counts_are_found() -> None:
     assert "rank 0: ncclAllReduce of 4" in problem and "rank 1: ncclAllReduce of 5" in problem
 
 
-def test_a_collective_that_one_rank_never_calls_is_found() -> None:
+def test_a_collective_never_called_on_one_rank_is_found() -> None:
     lonely = logs(call("a", "1"), "")
     (problem,) = order.compare(lonely)
     assert problem.endswith("rank 1: nothing")
     assert order.simulate(lonely).endswith("waits for rank 1, which never calls it")
 
 
-def test_a_rank_that_never_joins_a_communicator_is_found() -> None:
+def test_a_rank_missing_from_a_communicator_is_found() -> None:
     lonely = order.parse([INIT[0] + call("b", "1"), "init a 2 1\n"])
     assert order.compare(lonely)[0].startswith("collective 1: rank -1: nothing; rank 0: init")
     assert order.simulate(lonely).endswith("waits for rank -1, which never calls it")
@@ -74,7 +74,7 @@ def test_a_missing_receive_is_found() -> None:
     assert "ncclSend of 4 float32 on a from rank 0 to 1 waits for rank 1" in order.simulate(unreceived)
 
 
-def test_two_ranks_that_both_send_first_wait_for_ever_unless_they_group_their_calls() -> None:
+def test_two_ranks_sending_first_deadlock_unless_they_group_their_calls() -> None:
     exchange = [
         call("a", "1", "Send", argument=peer) + call("a", "1", "Recv", argument=peer) for peer in (1, 0)
     ]
@@ -90,7 +90,7 @@ def test_a_rank_may_send_to_itself() -> None:
     assert order.simulate(logs(grouped(rows), grouped(rows))) == ""
 
 
-def test_a_deadlock_across_communicators_is_found_where_each_alone_has_the_same_order() -> None:
+def test_a_deadlock_across_two_consistent_communicators_is_found() -> None:
     crossed = logs(call("a", "1") + call("b", "1"), call("b", "1") + call("a", "1"))
     assert order.compare(crossed) == []
     assert order.simulate(crossed).splitlines() == [
@@ -120,18 +120,18 @@ def test_the_host_waits_while_nccl_connects_ranks_for_their_first_call() -> None
         "synchronize-device\n",
     ],
 )
-def test_a_wait_between_streams_can_make_the_deadlock(wait: str) -> None:
+def test_a_wait_between_streams_can_cause_the_deadlock(wait: str) -> None:
     crossed = logs(call("a", "1") + wait + call("b", "2"), call("b", "2") + call("a", "2"))
     assert order.simulate(crossed)
-    # The record comes before the collective, so nobody waits for it.
+    # The record comes before the collective, so no stream waits for the collective.
     early = logs(
         "record e 1\n" + call("a", "1") + "wait e 2\n" + call("b", "2"), call("b", "2") + call("a", "2")
     )
     assert order.simulate(early) == ""
 
 
-def test_one_communicator_does_its_work_in_order_on_any_streams() -> None:
-    # Stream 2 of rank 0 is free, but its call waits for the one before on stream 1.
+def test_one_communicator_works_in_order_across_streams() -> None:
+    # Stream 2 of rank 0 is free, but its call waits for the communicator's previous call, on stream 1.
     first = call("b", "1") + call("a", "1") + call("a", "2")
     assert order.simulate(logs(first, call("a", "1") + call("a", "2") + call("b", "2")))
     assert order.simulate(logs(first, call("a", "1") + call("a", "2") + call("b", "3"))) == ""
@@ -160,7 +160,7 @@ def test_a_collective_of_the_host_holds_up_its_thread_only() -> None:
 
 UNEVEN = "tests.simulated_gpu.patches:log_order_of_uneven_experts"
 DEEP = ["--parallel.pp=4", "--model.n_layers=8"]
-# What variants.FOUR leaves out: rows of experts, pipelines of four ranks, all schedules, evaluations, saves between steps.
+# Missing from variants.FOUR: rows of experts, pipelines of four ranks, all schedules, evaluations, saves between steps.
 LAYOUTS: dict[str, list[str]] = {
     "ep, recomputed": [*variants.MOE, "--parallel.ep=4", "--activation_checkpoint.mode=full"],
     "ep over nodes": [*variants.MOE, "--parallel.ep=4", "--parallel.ep_node_size=2"],
@@ -207,14 +207,14 @@ def test_no_deadlock_with_evaluations_saves_and_uneven_loads(name: str, tmp_path
 
 
 @simulated_gpu
-def test_ranks_that_cross_two_communicators_are_found(tmp_path: Path) -> None:
+def test_two_communicators_in_reverse_order_are_found(tmp_path: Path) -> None:
     hook = '--train.hooks=["tests.simulated_gpu.patches:Crossing"]'
     with pytest.raises(AssertionError, match="a deadlock"):
         order.check(trained(tmp_path, "tests.simulated_gpu.patches:log_order", "--parallel.tp=2", hook))
 
 
 def trained(folder: Path, patch: str, *options: str, world: int = 4) -> Path:
-    """Make two steps on simulated GPUs; return the folder that has the logs."""
+    """Train two steps on simulated GPUs; return the folder of the logs."""
     run = Run(folder, *options, "--train.steps=2", base=variants.BASE)
     codes = run.start(world=world, patch=patch).join()
     assert codes == [0] * world, run.output()[-4000:]

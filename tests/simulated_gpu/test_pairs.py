@@ -1,4 +1,4 @@
-"""Pairs of features, and features with layouts, make four steps on simulated GPUs or are refused in a sentence."""
+"""Pairs of features, and features with layouts, train four steps on simulated GPUs or are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BAD_CONFIGURATION = 2
 
 
 def compatible(first: list[str], second: list[str]) -> bool:
-    """Say whether no key has two values."""
+    """Return whether no key has two values."""
     one, other = (dict(option.split("=", 1) for option in options) for options in (first, second))
     return all(one[key] == other[key] for key in one.keys() & other.keys())
 
@@ -38,7 +38,7 @@ def run_pair(first: list[str], second: list[str], world: int, folder: Path) -> N
 PAIRS = [
     pair for pair in combinations(variants.ONE, 2) if compatible(variants.ONE[pair[0]], variants.ONE[pair[1]])
 ]
-# Each fourth of about 1,100: four processes for each.
+# A quarter of about 1,100, because each takes four processes.
 PLACED = [
     (feature, layout)
     for feature in variants.ONE

@@ -1,4 +1,4 @@
-"""On simulated GPUs whole runs of train.py evaluate, sample, save, resume, profile and watch."""
+"""Whole runs of train.py on simulated GPUs evaluate, sample, save, resume, profile and watch gradients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small dataset of bytes."""
+    """Return a small byte-level dataset."""
     folder = tmp_path_factory.mktemp("data")
     text = folder / "text.txt"
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 800)

@@ -1,4 +1,4 @@
-"""On the simulated GPU every variant trains, no step waits for the device, and the counts are those of golden.json."""
+"""On the simulated GPU every variant trains, no step waits for the device, and the counts match golden.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOLDEN = Path(__file__).with_name("golden.json")
 
 
 def counted(folder: Path, options: list[str], world: int) -> dict[str, Any]:
-    """Train the variant's model for four steps on `world` simulated GPUs and return the counts of rank 0."""
+    """Train the variant's model for four steps on `world` simulated GPUs; return rank 0's counts."""
     run = Run(folder, *options, base=variants.BASE)
     codes = run.start(world=world, patch="tests.simulated_gpu.patches:log_order_of_even_experts").join()
     assert codes == [0] * world, run.output()[-4000:]
@@ -28,7 +28,7 @@ def counted(folder: Path, options: list[str], world: int) -> dict[str, Any]:
 
 
 def check(name: str, found: dict[str, Any]) -> None:
-    """Fail if a step waits, or if the counts of `name` are not those of golden.json. UPDATE writes them there instead."""
+    """Fail if a step waits, or if the counts of `name` differ from golden.json. UPDATE: write them to it instead."""
     allowed = variants.OFFLOAD if "offload" in name else variants.SPLITS
     waits = set(found["waits"]) - allowed
     assert not waits, f"a step waits for the device in {', '.join(sorted(waits))}"
@@ -37,7 +37,7 @@ def check(name: str, found: dict[str, Any]) -> None:
         GOLDEN.write_text(json.dumps(dict(sorted((golden | {name: found}).items())), indent=1) + "\n")
     else:
         expected = golden.get(name, found | {"launches": "not counted yet"})
-        # Whether a few kilobytes are freed before the peak depends on Python's collector.
+        # Python's garbage collector may free a few kilobytes before or after the peak.
         expected["peak"] = pytest.approx(expected["peak"], rel=1e-3)
         assert found == expected, "make simgpu UPDATE=1 writes the new counts"
 

@@ -1,4 +1,4 @@
-"""elastic.sbatch with stand-ins for srun, scontrol and the interpreter: what it starts, and how the job ends."""
+"""elastic.sbatch with stubs for srun, scontrol and the interpreter: its processes, and the job's end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "elastic.sbatch"
-# The interpreter writes what it is called with. The meeting then lasts until it is killed; once it has written, the agent
-# ends with CODE.
+# The stub interpreter logs its arguments. The rendezvous then runs until it is killed. After the rendezvous has logged,
+# the agent exits with CODE.
 PYTHON = """#!/bin/bash
 echo "$@" >> "$LOG"
 echo "secret $FORGE_RENDEZVOUS_SECRET" >> "$LOG"
@@ -23,7 +23,7 @@ fi
 until grep -q "elastic.py meeting" "$LOG"; do sleep 0.02; done
 exit "$CODE"
 """
-# Takes its own options off and runs the rest once, as the step of one node.
+# Removes srun's own options and runs the rest once, as a step on one node.
 SRUN = """#!/bin/bash
 echo "srun $*" >> "$LOG"
 while [[ $1 == --* ]]; do shift; done
@@ -54,7 +54,7 @@ def job(folder: Path, code: int, **environment: str) -> tuple[int, str]:
     return ended.returncode, (folder / "log").read_text()
 
 
-def test_an_agent_starts_on_each_node_with_spares_left_out_of_the_greatest_number(tmp_path) -> None:
+def test_an_agent_starts_on_each_node_and_spares_do_not_count_in_the_maximum(tmp_path) -> None:
     code, log = job(tmp_path, 0, SPARES="1", MIN_NODES="2", PROCESSES_PER_NODE="8")
     assert code == 0 and "scontrol" not in log
     step = next(line for line in log.splitlines() if line.startswith("srun"))
@@ -68,7 +68,7 @@ def test_an_agent_starts_on_each_node_with_spares_left_out_of_the_greatest_numbe
     assert f":{port} " in agent and 20000 <= int(port) < 32768
 
 
-def test_each_job_has_a_secret_of_its_own_and_agents_mean_the_address_of_the_meeting(tmp_path) -> None:
+def test_each_job_has_its_own_secret_and_agents_use_the_address_of_the_rendezvous(tmp_path) -> None:
     secrets = []
     for _ in range(2):
         _, log = job(tmp_path, 0)
@@ -89,12 +89,12 @@ def test_a_failure_ends_the_job_with_its_code(tmp_path, code: int) -> None:
     assert ended == code and "scontrol" not in log
 
 
-def test_a_lost_node_does_not_make_a_failure_of_a_run_that_is_finished(tmp_path) -> None:
+def test_a_lost_node_does_not_fail_a_finished_run(tmp_path) -> None:
     code, log = job(tmp_path, 137, FINISHED="1", MEETING_ENDS_S="20")
     assert code == 0 and "scontrol" not in log
 
 
-def test_a_stop_after_a_save_requeues_the_job_and_the_meeting_ends_with_it(tmp_path) -> None:
+def test_a_stop_after_a_save_requeues_the_job_and_ends_the_rendezvous(tmp_path) -> None:
     code, log = job(tmp_path, 75)
     assert code == 0 and "scontrol requeue 12345" in log
     assert "job.py stopped --config debug.toml" in log

@@ -1,4 +1,4 @@
-"""What a turn of a Slurm job decides at its end, and what it reads from Slurm."""
+"""Decisions at the end of a Slurm job run, and the parsing of Slurm's output."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def record(state: str, exit_code: int, *steps: int) -> RunSnapshot:
         (record("finished", 0, 10), 143, "end"),
         (record("stopped", 75, 10), 75, "requeue"),
         (record("stopped", 75), 0, "requeue"),
-        # Stopped before it had found its directory.
+        # Stopped before the run found its directory.
         (EMPTY, 75, "requeue"),
-        # Ended by SIGTERM before it could handle one.
+        # Ended by SIGTERM before the handler was installed.
         (EMPTY, 143, "requeue"),
-        # A node that was lost before the first save of the turn.
+        # A node lost before the job run's first save.
         (EMPTY, 137, "requeue"),
         (record("running", 0), 137, "requeue"),
         (record("failed", 1), 137, "requeue"),
@@ -50,45 +50,45 @@ def record(state: str, exit_code: int, *steps: int) -> RunSnapshot:
         (record("failed", 1, 10), 1, "requeue"),
         (record("running", 0, 10), 137, "requeue"),
         (record("failed", 1), 1, "end"),
-        # What only a person can fix.
+        # Errors for a person to fix.
         (record("failed", 2, 10), 2, "end"),
         (record("failed", 77, 10), 77, "end"),
         (EMPTY, 2, "end"),
-        # Another run has the directory, and was stopped or finished meanwhile.
+        # Another run holds the directory, and was stopped or finished meanwhile.
         (record("stopped", 75, 10), 2, "end"),
         (EMPTY, 1, "end"),
         (EMPTY, 0, "end"),
     ],
 )
-def test_the_end_of_a_turn(after: RunSnapshot, code: int, action: str) -> None:
+def test_the_end_of_a_job_run(after: RunSnapshot, code: int, action: str) -> None:
     assert decide(EMPTY, after, code, JobHistory("7"), LIMITS, 0)[0] == action
 
 
-def test_the_status_of_an_earlier_turn_does_not_count() -> None:
+def test_the_status_of_an_earlier_job_run_does_not_count() -> None:
     stopped = record("stopped", 75, 10)
     assert decide(stopped, stopped, 1, JobHistory("7"), LIMITS, 0)[0] == "end"
 
 
-def turns(history: JobHistory, code: int, after: RunSnapshot, count: int) -> list[str]:
+def job_runs(history: JobHistory, code: int, after: RunSnapshot, count: int) -> list[str]:
     return [decide(EMPTY, after, code, history, LIMITS, 0)[0] for _ in range(count)]
 
 
-def test_turns_that_fail_and_turns_without_progress_are_limited() -> None:
+def test_failed_job_runs_and_job_runs_without_progress_are_limited() -> None:
     history = JobHistory("7")
-    assert turns(history, 75, EMPTY, 3) == ["requeue", "requeue", "end"]
+    assert job_runs(history, 75, EMPTY, 3) == ["requeue", "requeue", "end"]
     history = JobHistory("7")
-    assert turns(history, 137, record("running", 0), 3) == ["requeue", "requeue", "end"]
+    assert job_runs(history, 137, record("running", 0), 3) == ["requeue", "requeue", "end"]
     history = JobHistory("7")
-    assert turns(history, 1, record("failed", 1, 10), 3) == ["requeue", "requeue", "end"]
+    assert job_runs(history, 1, record("failed", 1, 10), 3) == ["requeue", "requeue", "end"]
 
 
-def test_a_turn_that_was_stopped_after_a_save_ends_both_counts() -> None:
+def test_a_job_run_stopped_after_a_save_resets_both_counts() -> None:
     history = JobHistory("7", failed=2, without_progress=2)
-    assert turns(history, 75, record("stopped", 75, 10), 1) == ["requeue"]
+    assert job_runs(history, 75, record("stopped", 75, 10), 1) == ["requeue"]
     assert history == JobHistory("7")
 
 
-def test_a_failure_restarts_in_the_same_turn_as_often_as_is_allowed() -> None:
+def test_a_failure_restarts_in_the_same_job_run_up_to_the_limit() -> None:
     limits = RequeueLimits(restarts=1, failed_turns=2, turns_without_progress=3)
     after = record("failed", 1)
     assert [decide(EMPTY, after, 1, JobHistory("7"), limits, done)[0] for done in (0, 1)] == [
@@ -97,8 +97,8 @@ def test_a_failure_restarts_in_the_same_turn_as_often_as_is_allowed() -> None:
     ]
 
 
-def stopped_turns(folder: Path, saves: Sequence[Sequence[int]]) -> list[int]:
-    """Exit codes of `job.py stopped` after turns of an elastic job that have saved these steps."""
+def stopped_job_runs(folder: Path, saves: Sequence[Sequence[int]]) -> list[int]:
+    """Return the exit codes of `job.py stopped` after an elastic job's runs. saves: saved steps of each run."""
     codes = []
     for steps in saves:
         for step in steps:
@@ -110,15 +110,15 @@ def stopped_turns(folder: Path, saves: Sequence[Sequence[int]]) -> list[int]:
     return codes
 
 
-def test_an_elastic_job_ends_after_three_turns_without_progress(tmp_path) -> None:
-    assert stopped_turns(tmp_path, [[], [], []]) == [75, 75, 1]
+def test_an_elastic_job_ends_after_three_runs_without_progress(tmp_path) -> None:
+    assert stopped_job_runs(tmp_path, [[], [], []]) == [75, 75, 1]
 
 
-def test_a_new_checkpoint_of_an_elastic_job_ends_the_count(tmp_path) -> None:
-    assert stopped_turns(tmp_path, [[10], [], [], [20, 30], [], [], []]) == [75, 75, 75, 75, 75, 75, 1]
+def test_a_new_checkpoint_of_an_elastic_job_resets_the_count(tmp_path) -> None:
+    assert stopped_job_runs(tmp_path, [[10], [], [], [20, 30], [], [], []]) == [75, 75, 75, 75, 75, 75, 1]
 
 
-def test_counts_are_of_one_job(tmp_path) -> None:
+def test_counts_belong_to_one_job(tmp_path) -> None:
     path = tmp_path / "requeues.json"
     assert JobHistory.read(path, "7") == JobHistory("7")
     path.write_text('{"job": "7", "failed": 1, "without_progress": 2}')
@@ -139,11 +139,11 @@ def test_counts_are_of_one_job(tmp_path) -> None:
         ("", None),
     ],
 )
-def test_the_time_that_squeue_prints(text: str, seconds: int | None) -> None:
+def test_squeues_time_is_parsed(text: str, seconds: int | None) -> None:
     assert time_left_s(text) == seconds
 
 
-def test_the_sooner_of_two_limits_counts() -> None:
+def test_the_earlier_of_two_limits_counts() -> None:
     config = load_config(["--config=debug.toml", "--resilience.time_limit_s=1000"])
     assert time_limit(config, 3600.0) == []
     assert time_limit(config, 600.0) == ["--resilience.time_limit_s=570"]

@@ -1,4 +1,4 @@
-"""scripts/slurm/prepare.sbatch: parts on all nodes, and then, unless the command is wrong, the join on one."""
+"""scripts/slurm/prepare.sbatch prepares parts on all nodes and then joins them on one, unless the command is wrong."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ SCRIPT = REPOSITORY / "scripts" / "slurm" / "prepare.sbatch"
 @pytest.mark.parametrize(
     ("parts", "join", "ends"), [(0, 0, 0), (0, 3, 3), (137, 0, 0), (1, 0, 0), (137, 1, 1), (2, 0, 2)]
 )
-def test_the_join_makes_what_a_lost_node_has_left_and_decides_how_the_job_ends(
+def test_the_join_prepares_a_lost_nodes_parts_and_determines_the_exit_code(
     tmp_path, parts: int, join: int, ends: int
 ) -> None:
     calls = tmp_path / "calls"

@@ -1,4 +1,4 @@
-"""train.sbatch under a real Slurm: two nodes, which are both this machine, and every way in which Slurm ends a job."""
+"""train.sbatch under a real Slurm, with two nodes on this machine, and all of Slurm's ways to end a job."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
         slurm.start()
     except AssertionError:
         slurm.stop()
-        # Another version may want another configuration. What it prints is no defect of forge.
+        # Another version may need another configuration. Its errors are not a defect of forge.
         pytest.skip(f"this Slurm does not start as an ordinary user: {slurm.errors()}")
     try:
         yield slurm
@@ -56,7 +56,7 @@ def submit(slurm, tmp_path) -> Iterator[Callable[..., Job]]:
 
 
 def wait_until(condition: Callable[[], object], job: Job) -> None:
-    """Fail with the job's log when the job has ended and the condition does not hold, or after a long time."""
+    """Wait for the condition. Fail with the job's log if the job ends first, or after a long time."""
     asked = time.monotonic()
 
     def holds() -> bool:
@@ -69,15 +69,15 @@ def wait_until(condition: Callable[[], object], job: Job) -> None:
     wait_for(holds, 150)
 
 
-def assert_finished_in_turn(job: Job, turn: int) -> None:
-    wait_until(lambda: f"job run {turn}," in job.log(), job)
+def assert_finished_in_job_run(job: Job, number: int) -> None:
+    wait_until(lambda: f"job run {number}," in job.log(), job)
     wait_until(job.ended, job)
     assert job.state() == "finished", job.log()
     steps = [line["step"] for line in job.run.metrics()]
     assert steps == list(range(1, steps[-1] + 1))
 
 
-# Stands in for the interpreter: a worker prints what it sees.
+# A stub interpreter: each worker prints its environment.
 WORKER = """#!/bin/bash
 [[ $1 == */train.py ]] || exec "$REAL_PYTHON" "$@"
 echo "worker $SLURM_PROCID of $SLURM_STEP_NUM_TASKS, local $SLURM_LOCALID, cards $CUDA_VISIBLE_DEVICES"
@@ -92,9 +92,7 @@ echo "worker $SLURM_PROCID of $SLURM_STEP_NUM_TASKS, local $SLURM_LOCALID, cards
         "--gpus=4 --exclusive",
     ],
 )
-def test_every_worker_sees_all_cards_of_its_node_however_they_were_asked_for(
-    slurm, tmp_path, gpus: str
-) -> None:
+def test_every_worker_sees_all_gpus_of_its_node_for_any_request(slurm, tmp_path, gpus: str) -> None:
     python, log = tmp_path / "python", tmp_path / "job.log"
     python.write_text(WORKER)
     python.chmod(0o755)
@@ -114,7 +112,7 @@ def test_every_worker_sees_all_cards_of_its_node_however_they_were_asked_for(
     )
 
 
-def test_a_layout_that_does_not_fit_the_nodes_ends_the_job_before_a_worker_starts(slurm, tmp_path) -> None:
+def test_a_layout_unfit_for_the_nodes_ends_the_job_before_a_worker_starts(slurm, tmp_path) -> None:
     log = tmp_path / "job.log"
     layout = ["--config=debug.toml", "--parallel.dp_shard=2"]
     slurm("sbatch", "--wait", "--nodes=2", "--gpus-per-node=2", f"--output={log}", str(SCRIPT), *layout)
@@ -122,7 +120,7 @@ def test_a_layout_that_does_not_fit_the_nodes_ends_the_job_before_a_worker_start
     assert "parallel.dp_shard = 2" in line and "there are 4 processes" in line
 
 
-def test_tasks_that_srun_binds_to_a_card_each_know_that(slurm) -> None:
+def test_tasks_bound_by_srun_to_a_gpu_each_detect_it(slurm) -> None:
     seen = slurm("srun", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-task=1", "env")
     assert (
         re.findall(r"SLURMD_TRES_BIND=.*gpu:per_task", seen)
@@ -132,23 +130,23 @@ def test_tasks_that_srun_binds_to_a_card_each_know_that(slurm) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_stops_both_nodes_quietly_and_the_next_turn_finishes(submit) -> None:
+def test_a_signal_stops_both_nodes_quietly_and_the_next_job_run_finishes(submit) -> None:
     job = submit()
     wait_until(lambda: job.run.stepping, job)
     job.signal()
     wait_until(lambda: job.state() == "stopped", job)
     job.finish_soon()
-    assert_finished_in_turn(job, 2)
+    assert_finished_in_job_run(job, 2)
     assert job.log().count("requeueing") == 1
     assert "Traceback" not in job.log()
-    # What Slurm itself prints about the job, its step and each task's exit code, once per turn.
+    # Slurm's own messages about the job, its step and each task's exit code, once per job run.
     noise = re.findall(r"(?m)^(?!\d\d:|train\.sbatch:|forge: |  ).+$", job.log())
     assert len(noise) <= 8, noise
 
 
 @pytest.mark.slow
 def test_a_preemption_without_grace_loses_no_step(slurm, submit) -> None:
-    """Slurm sends SIGTERM to everything in the job, several times, and requeues the job by itself."""
+    """Slurm sends SIGTERM to all processes of the job, several times, and requeues the job itself."""
     job = submit()
     wait_until(lambda: job.run.stepping, job)
     urgent = slurm(
@@ -162,7 +160,7 @@ def test_a_preemption_without_grace_loses_no_step(slurm, submit) -> None:
     )
     wait_until(lambda: job.state() == "stopped", job)
     job.finish_soon()
-    assert_finished_in_turn(job, 2)
+    assert_finished_in_job_run(job, 2)
     assert "Traceback" not in job.log()
     wait_for(lambda: slurm("squeue", "-h", "-j", urgent) == "")
     [stopped] = job.run.events("stopped")
@@ -171,7 +169,7 @@ def test_a_preemption_without_grace_loses_no_step(slurm, submit) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("python_is_up", [True, False])
-def test_a_signal_before_the_first_step_is_a_requeue_that_loses_nothing(submit, python_is_up: bool) -> None:
+def test_a_signal_before_the_first_step_requeues_and_loses_nothing(submit, python_is_up: bool) -> None:
     job = submit()
     wait_until(job.handles_signals if python_is_up else lambda: len(job.tasks()) == 2, job)
     job.signal()
@@ -179,12 +177,12 @@ def test_a_signal_before_the_first_step_is_a_requeue_that_loses_nothing(submit, 
     assert ("stopped before the first step; nothing was lost" in job.log()) is python_is_up
     assert not job.run.events("started")
     job.finish_soon()
-    assert_finished_in_turn(job, 2)
+    assert_finished_in_job_run(job, 2)
 
 
 @pytest.mark.slow
-def test_a_node_that_dies_ends_the_turn_and_not_the_run(slurm, submit) -> None:
-    """Slurm notices after a while, in which the workers of the other node have failed, and requeues the job."""
+def test_a_dead_node_ends_the_job_run_and_not_the_training_run(slurm, submit) -> None:
+    """Slurm notices later and requeues the job. Meanwhile the workers on the other node have failed."""
     job = submit("--checkpoint.interval=2")
     wait_until(lambda: "saved step" in job.log(), job)
     slurm.kill_node(NODES[1])
@@ -192,7 +190,7 @@ def test_a_node_that_dies_ends_the_turn_and_not_the_run(slurm, submit) -> None:
     job.finish_soon()
     wait_until(lambda: slurm.node_state(NODES[1]).startswith("down"), job)
     slurm.start_node(NODES[1])
-    assert_finished_in_turn(job, 2)
+    assert_finished_in_job_run(job, 2)
     assert job.run.events("resumed")
 
 
@@ -207,8 +205,8 @@ def test_a_cancelled_job_saves_and_is_not_requeued(slurm, submit) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_as_a_job_array_is_finished_though_a_task_was_stopped(slurm, tmp_path) -> None:
-    """The stopped task saves, is requeued and goes on; the others run once. Then nothing is pending."""
+def test_a_sweep_as_a_job_array_finishes_despite_a_stopped_task(slurm, tmp_path) -> None:
+    """The stopped task saves, is requeued and continues; the others run once. Then nothing is pending."""
     pairs = (option.removeprefix("--").split("=", 1) for option in BASE)
     overrides = {key: _value(text) for key, text in pairs if key not in ("config", "run.name", "train.steps")}
     keys = {"train.steps": [5, 300], "optimizer.lr": [0.001, 0.003]}

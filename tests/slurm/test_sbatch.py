@@ -1,4 +1,4 @@
-"""scripts/slurm/train.sbatch from submission to requeue, with stand-ins for Slurm's commands in bin/."""
+"""scripts/slurm/train.sbatch from submission to requeue, with stubs of Slurm's commands in bin/."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.support.runs import BASE, reserve_port, wait_for
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "slurm" / "train.sbatch"
 STANDINS = Path(__file__).parent / "bin"
-# Nothing here takes so long; it only keeps a job that hangs from hanging the tests.
+# Far above any test's duration: it only stops a hanging job.
 LONG_S = 240
 
 
 class Cluster:
-    """A folder with a run directory and the stand-ins' notes; submits jobs and signals their steps."""
+    """A folder with a run directory and the stubs' logs. Submits jobs and signals their steps."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -55,7 +55,7 @@ class Cluster:
         return (self.folder / "job.log").read_text()
 
     def signal_step(self, number: int) -> None:
-        """As Slurm does it: every process of the step gets the signal."""
+        """Signal every process of the step, like Slurm."""
         for pid in [int(pid) for pid in (self.folder / "step").read_text().split()]:
             for process in [pid, *_descendants(pid)]:
                 with contextlib.suppress(ProcessLookupError):
@@ -70,11 +70,11 @@ def cluster(tmp_path) -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-def test_p6_a_run_that_slurm_stops_is_requeued_once_and_finishes_in_its_next_turn(cluster) -> None:
-    """Two nodes, SIGTERM in mid-run as `--signal` sends it; the second turn ends at the last step."""
+def test_p6_a_run_stopped_by_slurm_is_requeued_once_and_finishes_in_the_next_job_run(cluster) -> None:
+    """Two nodes, SIGTERM in mid-run like `--signal`; the second job run ends at the last step."""
     steps = 100
     job = cluster.submit(
-        # The first turn has no end but the signal, however late that comes.
+        # Only the signal ends the first job run, however late it comes.
         "--train.steps=1000000",
         "--checkpoint.interval=0",
         slurm=("--nodes=2",),
@@ -96,15 +96,15 @@ def test_p6_a_run_that_slurm_stops_is_requeued_once_and_finishes_in_its_next_tur
 
 
 @pytest.mark.slow
-def test_p6_a_worker_that_dies_is_started_again_as_long_as_turns_save_something_new(cluster) -> None:
-    """Each further turn resumes from step 4 and dies in the same place; three of them are one too many."""
+def test_p6_a_dying_worker_is_restarted_while_job_runs_save_new_steps(cluster) -> None:
+    """Each further job run resumes from step 4 and dies in the same step. The third one ends the job."""
     job = cluster.submit("--checkpoint.mode=sync", FORGE_FAULT="step:5:0")
     assert job.wait(LONG_S) != 0
     assert cluster.requeues() == 3
     assert "this job run has saved nothing; not requeued" in cluster.log()
 
 
-# A step that only leaves a status.json behind: what the script decides, without the seconds that a launch takes.
+# A step that only writes status.json, to test the script's decisions without the seconds of a launch.
 def leave(state: str, code: int) -> str:
     status = json.dumps({"state": state, "step": 5, "exit_code": code})
     return f"mkdir -p runs/run && echo '{status}' > runs/run/status.json; exit {code}"
@@ -116,25 +116,25 @@ def test_p6_an_end_without_a_new_checkpoint_is_not_requeued(cluster, state: str,
     assert cluster.requeues() == 0
 
 
-def test_p6_a_job_that_is_stopped_before_it_saves_anything_is_not_requeued_for_ever(cluster) -> None:
+def test_p6_a_job_always_stopped_before_its_first_save_is_not_requeued_forever(cluster) -> None:
     assert cluster.submit(STANDIN_STEP="exit 75").wait(LONG_S) == 75
     assert cluster.requeues() == 2
     assert "3 consecutive job runs have saved nothing new" in cluster.log()
 
 
-def test_p6_a_node_that_is_lost_before_the_first_save_is_requeued_and_counted(cluster) -> None:
+def test_p6_a_node_lost_before_the_first_save_is_requeued_and_counted(cluster) -> None:
     assert cluster.submit(STANDIN_STEP=leave("running", 137)).wait(LONG_S) == 137
     assert cluster.requeues() == 2
 
 
-def test_p6_a_job_that_was_cancelled_is_not_brought_back_by_a_requeue(cluster) -> None:
+def test_p6_a_cancelled_job_is_not_requeued(cluster) -> None:
     assert cluster.submit(STANDIN_STEP=leave("stopped", 75), STANDIN_STATE="COMPLETING").wait(LONG_S) == 75
     assert cluster.requeues() == 0
     assert "Slurm has ended this run" in cluster.log()
 
 
-def test_p6_the_status_of_an_earlier_turn_does_not_count(cluster) -> None:
-    """A job that dies before it has written a status would otherwise be requeued for ever."""
+def test_p6_the_status_of_an_earlier_job_run_does_not_count(cluster) -> None:
+    """Otherwise a job that dies before writing a status would be requeued forever."""
     cluster.run.mkdir(parents=True)
     (cluster.run / "status.json").write_text('{"state": "stopped", "step": 5}')
     assert cluster.submit(STANDIN_STEP="exit 1").wait(LONG_S) == 1
@@ -160,8 +160,8 @@ def test_arguments_reach_train_py_unchanged(cluster) -> None:
     assert "--evaluate.sample_prompt=two  words, 'quoted'" in (cluster.folder / "srun.log").read_text()
 
 
-def test_what_sbatch_asked_for_per_task_does_not_reach_the_workers(cluster) -> None:
-    """Each of them would see one GPU and take the second."""
+def test_sbatch_options_per_task_do_not_reach_the_workers(cluster) -> None:
+    """Each worker would see one GPU and select the second one."""
     step = f"env > step.env; {leave('finished', 0)}"
     environment = {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_PER_TASK": "8"}
     assert cluster.submit(STANDIN_STEP=step, **environment).wait(LONG_S) == 0
@@ -180,7 +180,7 @@ def test_a_prologue_and_more_arguments_for_srun(cluster) -> None:
     assert "--wait=360 --container-image=my image.sqsh --wait=5 " in (cluster.folder / "srun.log").read_text()
 
 
-def test_the_run_ends_by_itself_before_the_job_does_and_little_time_is_a_warning(cluster) -> None:
+def test_the_run_ends_before_its_job_and_a_short_time_limit_is_a_warning(cluster) -> None:
     assert cluster.submit(STANDIN_STEP=leave("finished", 0), STANDIN_TIME_LEFT="5:00").wait(LONG_S) == 0
     [limit] = re.findall(r"--resilience.time_limit_s=(\d+)", (cluster.folder / "srun.log").read_text())
     assert 200 < int(limit) <= 270
@@ -201,7 +201,7 @@ def test_shellcheck_finds_nothing() -> None:
 def _descendants(pid: int) -> list[int]:
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # of a thread that has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread may have ended
             for child in task.read_text().split():
                 found += [int(child), *_descendants(int(child))]
     return found

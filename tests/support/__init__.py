@@ -1,1 +1,1 @@
-"""Helpers that several tests share."""
+"""Helpers shared by several tests."""

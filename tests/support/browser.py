@@ -1,6 +1,6 @@
-"""A page in a real browser: what it says and how it looks.
+"""Render a page in a real browser; return its DOM and log, and write a screenshot.
 
-`python -m tests.support.browser RUN` draws docs/images/report.png, and with a page, --output and --height any other picture.
+`python -m tests.support.browser RUN` draws docs/images/report.png. Give a page, --output and --height for another picture.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ PICTURE = Path(__file__).parents[2] / "docs" / "images" / "report.png"
 
 
 class Shown(NamedTuple):
-    """dom: the page as the browser understood it. messages: its log, with what the console has."""
+    """dom: the parsed page. messages: the browser's log, with the console's messages."""
 
     dom: str
     messages: str
 
 
 def show(page: Path, picture: Path, width: int, height: int) -> Shown:
-    """Open the file `page` in a window of this size, in pixels, and write what is seen to `picture`."""
+    """Open the file `page` in a window of `width` x `height` pixels and write a screenshot to `picture`."""
     assert BROWSER is not None, "no chromium: apt-get install chromium"
     with tempfile.TemporaryDirectory() as profile:
         browser = subprocess.run(
@@ -53,7 +53,7 @@ def show(page: Path, picture: Path, width: int, height: int) -> Shown:
 
 
 def print_page(page: Path, paper: Path) -> bytes:
-    """Print the file `page` as a PDF with tags, as on paper, to `paper`; return its content."""
+    """Print the file `page` to `paper`, a tagged PDF; return the PDF's bytes."""
     assert BROWSER is not None, "no chromium: apt-get install chromium"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-pdf-header-footer"]
     with tempfile.TemporaryDirectory() as profile:
@@ -73,7 +73,7 @@ def print_page(page: Path, paper: Path) -> bytes:
 
 
 def main() -> int:
-    """Draw the head of a page, or of the page that is made of a run."""
+    """Draw the top of a page; for a run directory, build the run's report first."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path, help="a run's directory, or a page")
     parser.add_argument("--output", type=Path, default=PICTURE, help="the picture (docs/images/report.png)")

@@ -18,7 +18,7 @@ from tests.support.building import built
 from tests.support.equivalence import tiny_config, whole
 
 ENGINES = ("ddp", "zero1", "zero2")
-# For fsdp2 in one process: else contiguous buffers take its place, and would be compared with themselves.
+# For fsdp2 in one process. Otherwise contiguous buffers replace it, and the test would compare them with themselves.
 ALONE = '\nreshard_after_forward = "always"'
 SMALL = "\nbucket_size = 3000"  # a few buckets in the tiny model of 32,000 parameters
 
@@ -34,7 +34,7 @@ def engine_config(
     batch: int = 8,
     formats: tuple[str, str, str] = ("float64", "float64", "float64"),
 ) -> str:
-    """The tiny model under `engine`; `formats`: storage, compute, reduce."""
+    """Return the tiny model's config under `engine`. formats: storage, compute, reduce."""
     text = tiny_config(parallel=f'data_parallel = "{engine}"\n{parallel}', model=model, micro=micro)
     for key, value in zip(("storage", "compute", "reduce"), formats, strict=True):
         text = text.replace(f'{key} = "float64"', f'{key} = "{value}"')
@@ -42,19 +42,19 @@ def engine_config(
 
 
 def build(text: str, world: int) -> tuple[SequentialModel, Buffered, Iterator[Any]]:
-    """The model of `text` on this rank, its engine, and this rank's batches without end."""
+    """Return this rank's model of `text`, its engine, and an endless iterator of this rank's batches."""
     model, config, meshes = built(text, world)
     return model, model._engines[0], every_batch(config, meshes.data_rank, meshes.data_ranks)
 
 
 def backward(model: SequentialModel, batch: Any, tokens: float = 100.0) -> None:
-    """Gradients of one step, complete; without collectives but the engine's and one for the loss."""
+    """Compute the complete gradients of one step. Collectives: the engine's, and one for the loss."""
     model.forward_backward(batch, torch.tensor(tokens, dtype=torch.float64))
     model.finalize_gradients()
 
 
 def state(model: SequentialModel, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Copies of everything that a checkpoint keeps of this rank."""
+    """Copy this rank's parameters and optimizer state, the content of a checkpoint."""
     return {name: values.clone() for name, (_, values) in all_tensors(model, optimizer).items()}
 
 
@@ -83,9 +83,9 @@ def gradients_of_two_steps(rank: int, world: int, text: str) -> list[Gradients]:
 
 
 def with_collectives(device: torch.device, text: str) -> list[torch.Tensor]:
-    """Losses of two steps and the parameters after them, of one process, in which groups of one rank count as several.
+    """Return the losses of two steps and the final parameters. One process, whose one-rank groups count as larger ones.
 
-    So all is sent, over the back-end of `device` and on its streams, and comes back as it was.
+    So every collective runs, through the back-end of `device` and on its streams, and returns its input.
     """
     several, plan._several = plan._several, lambda *groups: groups
     try:

@@ -1,4 +1,4 @@
-"""The model of a configuration's text on this rank, with what stands around it."""
+"""Build a configuration's model on this rank, with its meshes and batches."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.support.equivalence import config_batches, wholes
 
 
 class Built(NamedTuple):
-    """`model` is whichever implementation of ParallelModel the layout has. Call `built` on every rank."""
+    """A model (the layout's ParallelModel) and its surroundings. Built by `built`, collectively."""
 
     model: Any
     config: Config
     meshes: Meshes
 
     def batches(self) -> Iterator[Any]:
-        """What this rank reads, step after step."""
+        """Yield this rank's batch of each step."""
         return config_batches(self.config, self.meshes.data_rank, self.meshes.data_ranks)
 
 
 def layout_without_ranks(config: Config) -> Layout:
-    """The Layout of `config` for code that needs no meshes."""
+    """Return the Layout of `config` for code without meshes."""
     return make_layout(config, None)  # type: ignore[arg-type]
 
 
@@ -40,7 +40,7 @@ def built(text: str, world: int) -> Built:
 
 
 def built_on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer of the model, made in memory that was full of NaN."""
+    """Return every parameter and buffer of a model built in memory full of NaN."""
     for engine in (FullySharded, Buffered):
         engine.allocate = _filling_with_nan(engine.allocate)
     model = built(text, world).model

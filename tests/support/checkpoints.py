@@ -1,4 +1,4 @@
-"""Shards of every shape for the checkpoint tests, and small functions that ranks run."""
+"""Shards of every shape for the checkpoint tests, and small functions for ranks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from forge.shard import Box, Shard
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor in which no two elements are equal and none is zero."""
+    """Return a tensor of distinct, non-zero elements."""
     return (torch.arange(prod(shape), dtype=torch.float64) + 1.25).view(shape).to(dtype)
 
 
 def flat_slice(name: str, full: Tensor, start: int, stop: int) -> Shard:
-    """Elements [start, stop) in memory order, as a contiguous-buffer engine holds them; its own copy."""
+    """Return a copy of elements [start, stop) in memory order, the shard of a contiguous-buffer engine."""
     values = full.reshape(-1)[start:stop].clone()
     return Shard(name, full.shape, tuple(slice_boxes(full.shape, start, stop)), values)
 
 
 def cut(name: str, full: Tensor, rank: int, world: int) -> Shard:
-    """An uneven flat cut over the ranks; small tensors leave some ranks nothing."""
+    """Cut `full` unevenly over the ranks, as flat slices. With few elements, some ranks have none."""
     edges = [round(full.numel() * (i / world) ** 2) for i in range(world + 1)]
     return flat_slice(name, full, edges[rank], edges[rank + 1])
 
 
 def rows(name: str, full: Tensor, rank: int, world: int) -> Shard:
-    """Rows in chunks as fully_shard makes them; a scalar is on the last rank alone."""
+    """Cut `full` into rows as fully_shard does. Only the last rank holds a scalar."""
     if full.dim() == 0:
         return flat_slice(name, full, 0, int(rank == world - 1))
     size = -(-full.shape[0] // world)
@@ -44,7 +44,7 @@ def rows(name: str, full: Tensor, rank: int, world: int) -> Shard:
 
 
 def whole(name: str, full: Tensor) -> Shard:
-    """Every rank holds all of it."""
+    """Return a replicated shard: each rank holds all of `full`."""
     boxes = (Box((0,) * full.dim(), tuple(full.shape)),)
     return Shard(name, full.shape, boxes, full.clone(), replicas=dist.group.WORLD)
 
@@ -54,7 +54,7 @@ def named(shards: list[Shard]) -> dict[str, tuple[Shard, Tensor]]:
 
 
 def inject(text: str | None) -> None:
-    """Sets FORGE_FAULT for this process."""
+    """Set FORGE_FAULT for this process."""
     os.environ.pop("FORGE_FAULT", None)
     if text is not None:
         os.environ["FORGE_FAULT"] = text
@@ -62,7 +62,7 @@ def inject(text: str | None) -> None:
 
 
 def value_shards(rank: int, world: int, value: float) -> list[Shard]:
-    """A small model all of whose elements are `value`: one cut tensor, one replicated."""
+    """Return a small model full of `value`: one cut tensor, one replicated."""
     return [
         cut("layers.0.weight", torch.full((5, 7), value), rank, world),
         whole("norm.weight", torch.full((6,), value)),
@@ -70,7 +70,7 @@ def value_shards(rank: int, world: int, value: float) -> list[Shard]:
 
 
 def save_value(checkpoints: Checkpoints, step: int, value: float | None = None) -> list[SaveOutcome]:
-    """Starts to save a model all of whose elements are `value` (the step unless given)."""
+    """Start to save a model full of `value`. None: `step`."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shards = value_shards(rank, world, float(step) if value is None else value)
     return checkpoints.save(
@@ -79,7 +79,7 @@ def save_value(checkpoints: Checkpoints, step: int, value: float | None = None) 
 
 
 def loaded_value(checkpoints: Checkpoints, step: int) -> float:
-    """Loads the checkpoint of `step`; asserts that it is of one piece, and returns its one value."""
+    """Load the checkpoint of `step`, assert one value in all its elements, and return it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shards = value_shards(rank, world, float("nan"))
     checkpoints.load(checkpoints.path(step), named(shards))

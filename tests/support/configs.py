@@ -1,4 +1,4 @@
-"""A small valid configuration, and the errors of invalid ones."""
+"""A small valid configuration, and helpers that return the errors of invalid ones."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def load(folder: Path, *overrides: str) -> Config:
 
 
 def complaints(folder: Path, *overrides: str, text: str = TINY) -> list[str]:
-    """The lines of the error for `text` with `overrides`."""
+    """Return the error's lines for `text` with `overrides`."""
     with pytest.raises(UserError) as caught:
         load_config(["--config", write(folder, text), *overrides])
     assert caught.value.exit_code == BAD_CONFIG
@@ -51,7 +51,7 @@ def complaints(folder: Path, *overrides: str, text: str = TINY) -> list[str]:
 
 
 def complaint(folder: Path, *overrides: str, text: str = TINY) -> str:
-    """The only line of the error."""
+    """Return the error's only line."""
     lines = complaints(folder, *overrides, text=text)
     assert len(lines) == 1, lines
     return lines[0]

@@ -1,4 +1,4 @@
-"""A grid of tests thinned to where each further case would only repeat pairs of values that others have shown together."""
+"""Thin a grid of tests to a covering array: the kept cases together contain each pair of values of the full grid."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 
 def pairs(*values: Hashable) -> set[tuple[Hashable, Hashable]]:
-    """Every two of `values`, each distinguished by its place."""
+    """Return every pair of `values`; equal values at different places differ."""
     return set(itertools.combinations(enumerate(values), 2))
 
 
 def covering(
     cases: Sequence[Any], goals: Callable[[Any], Iterable[Hashable]], taken: Iterable[Any] = ()
 ) -> list[Any]:
-    """Some of `cases`, in their order, that together reach every goal which all of them reach; `taken` are among them.
+    """Return a subset of `cases` that covers all their goals, in their order and including `taken`.
 
-    Greedy: again and again the case that reaches most of what is left, the first of equals. Near the fewest, and
-    always the same ones.
+    Greedy set cover: repeatedly take the case with the most uncovered goals, the first of equals. Deterministic,
+    and close to the smallest subset.
     """
     reached = {number: set(goals(case)) for number, case in enumerate(cases)}
     kept = {cases.index(case) for case in taken}
     left = set().union(*reached.values()) - set().union(*(reached[number] for number in kept))
-    # What a case reaches of what is left only shrinks, so a number from before is at least as large as it is now.
+    # A case's number of uncovered goals only shrinks, so an old number is an upper bound.
     queue = [(-len(goals), number) for number, goals in reached.items()]
     heapq.heapify(queue)
     while left:

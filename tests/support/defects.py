@@ -1,6 +1,6 @@
-"""Defects that others have had, planted in forge on the ranks of a layout.
+"""Defects from public reports of other trainers, planted in forge on a layout's ranks.
 
-Functions at module level, so that they can be sent to ranks; each patches what it needs.
+Each function patches forge in the calling rank. All are at module level, because ranks unpickle them by name.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def mean_of_means() -> None:
 
 
 def expert_gradients_times_ep() -> None:
-    """Gradients of experts times ep."""
+    """Expert gradients times ep."""
     _after_finalizing(lambda shard: 2.0 if shard.kind == "expert" else 1.0)
 
 
 def divided_by_microbatches() -> None:
-    """Gradients divided by the number of microbatches a second time."""
+    """Gradients divided twice by the number of microbatches."""
     _after_finalizing(lambda shard: 0.25)
 
 
@@ -96,7 +96,7 @@ def positions_from_0() -> None:
 
 
 def documents_counted_from_each_chunk() -> None:
-    """A mask that forgets documents at the borders of cp."""
+    """A document mask without documents across cp boundaries."""
     from forge.parallel.context.sequence import SequenceSplit
 
     local = SequenceSplit.local_part
@@ -138,7 +138,7 @@ def tied_values_left_behind() -> None:
 
 
 def one_ranks_experts_are_saved() -> None:
-    """A checkpoint that saves one rank's experts."""
+    """A checkpoint of only one rank's experts."""
     from forge.checkpoint.staging import Stager
 
     stage = Stager.stage
@@ -168,7 +168,7 @@ def stale_scale() -> None:
 
 
 def overwritten_input() -> None:
-    """A write into an activation that recomputation reads."""
+    """An in-place write to an input of recomputation."""
     from forge.model.transformer import Block
 
     forward = Block.forward
@@ -193,14 +193,14 @@ def norm_of_own_shards() -> None:
 
 
 def weights_of_the_step_before() -> None:
-    """Weights of the step before."""
+    """Weights of the previous step."""
     from forge.parallel.engines.buffered import Buffered
 
     Buffered.after_update = lambda self, copied: None
 
 
 def experts_drawn_by_local_index() -> None:
-    """Experts drawn by their index on the rank."""
+    """Experts initialised by their local index."""
     from forge.parallel import build
     from forge.parallel.initialize import initialize
 
@@ -238,7 +238,7 @@ def same_samples_on_all_ranks() -> None:
 
 
 def only_local_logsumexp() -> None:
-    """A softmax over a rank's part of the vocabulary."""
+    """A softmax over the rank's vocabulary shard."""
     from forge.parallel.tensor.apply import SplitVocabulary
 
     combine = SplitVocabulary.combine
@@ -246,7 +246,7 @@ def only_local_logsumexp() -> None:
 
 
 def rows_of_other_ranks_not_masked() -> None:
-    """Tokens of other ranks' rows not masked."""
+    """Tokens of other ranks' embedding rows not masked."""
 
     from forge.parallel.tensor import local
 
@@ -259,14 +259,14 @@ def rows_of_other_ranks_not_masked() -> None:
 
 
 def updates_not_restored() -> None:
-    """A count of updates that a resume forgets."""
+    """An update count lost on resume."""
     from forge.optim.adamw import AdamW
 
     AdamW.load_state = lambda self, state: None
 
 
 def every_piece_from_the_first_file() -> None:
-    """A loader that takes every piece of a tensor from the first rank that saved some."""
+    """A loader reading every piece of a tensor from the first rank's file."""
     from forge.checkpoint import loading
 
     create = loading.DefaultLoadPlanner.create_local_plan

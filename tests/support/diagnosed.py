@@ -1,4 +1,4 @@
-"""The causes that `scripts/diagnose.py` has to name of the runs that a test of a fault has left behind."""
+"""Check after each fault test: `scripts/diagnose.py` must name the planted cause in the test's run directories."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TEST = re.compile(r"test_([kpsrnhdxe]\d+)_")
 
 @dataclass(frozen=True)
 class Row:
-    """A fault, the causes that it has, the one to be named first before others, and what is to be seen of it."""
+    """One fault. causes: its causes; a diagnosis must name the first one first. expected: the visible effect."""
 
     name: str
     fault: str
@@ -28,7 +28,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """The rows of the table in docs/reference/faults.md, in order."""
+    """Return the rows of the table in docs/reference/faults.md, in order."""
     found = _ROW.findall(PAGE.read_text("utf-8"))
     return [
         Row(name, fault, tuple(re.findall("`(.+?)`", causes)), expected)
@@ -37,13 +37,13 @@ def rows() -> list[Row]:
 
 
 def row_of(test: str) -> str | None:
-    """The row that a test's name gives: K3 of test_k3_...; None if it gives none."""
+    """Return the row in a test's name, e.g. K3 for test_k3_...; None if the name has none."""
     match = _TEST.match(test)
     return match[1].upper() if match else None
 
 
 def require_named(test: pytest.Function, folder: Path) -> None:
-    """Fail unless a diagnosis of the runs in `folder` names what `test` has planted, and names nothing else first."""
+    """Fail unless a diagnosis of the runs in `folder` first names the cause planted by `test`."""
     marker = test.get_closest_marker("planted")
     causes = marker.args if marker else {row.name: row.causes for row in rows()}.get(row_of(test.name) or "")
     runs = [read_run(path) for path in sorted({path.parent for path in folder.rglob("events.jsonl")})]

@@ -1,4 +1,4 @@
-"""Elastic runs on this machine: a meeting, and agents that stand for nodes, each of them in processes of its own."""
+"""Elastic runs on this machine: a rendezvous, and agents in place of nodes, each in its own processes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.support.runs import BASE, FLOAT64, Run, wait_for
 
 SCRIPT = str(ROOT / "scripts" / "elastic.py")
 LOST_AFTER_S = 8
-# 24 sequences are divided by 6, 4 and 2 ranks. Steps are slow enough for a fault to fall between two of them.
+# 24 sequences are divisible by 6, 4 and 2 ranks. Steps are slow enough for a fault between two of them.
 BATCH = ["--train.global_batch_size=24", "--train.micro_batch_size=2"]
 
 
 class Nodes:
-    """Agents of one run in `folder`. Options of train.py are the same for all of them but for NODE in an option."""
+    """Agents of one run in `folder`, all with the same options of train.py; NODE in an option is the agent's name."""
 
     def __init__(self, folder: Path, nodes: str, processes: int, *options: str, agent: Sequence[str] = ()):
         self.run = Run(folder)
@@ -67,19 +67,19 @@ class Nodes:
                 )
 
     def freeze(self, *names: str) -> None:
-        """SIGSTOP these agents and their ranks, as a node that hangs: no connection is closed."""
+        """Send SIGSTOP to these agents and their ranks, to imitate a hanging node: their connections stay open."""
         for name in names:
             for pid in (self.agents[name].pid, *self.ranks(name)):
                 os.kill(pid, signal.SIGSTOP)
 
     def thaw(self, *names: str) -> None:
-        """SIGCONT to these agents and their ranks; the ranks go first."""
+        """Send SIGCONT to the ranks of these agents, then to the agents."""
         for name in names:
             for pid in (*self.ranks(name), self.agents[name].pid):
                 os.kill(pid, signal.SIGCONT)
 
     def ranks(self, name: str) -> list[int]:
-        """Return the processes of the ranks of this agent."""
+        """Return the process ids of this agent's ranks."""
         return [pid for pid in _processes() if _parent(pid) == self.agents[name].pid]
 
     def first(self) -> str:
@@ -88,14 +88,14 @@ class Nodes:
         return next(name for name in self.agents if pid in self.ranks(name))
 
     def kill(self, *names: str) -> None:
-        """SIGKILL these agents; the kernel kills their ranks."""
+        """Send SIGKILL to these agents; the kernel kills their ranks."""
         for name in names:
             self.agents[name].kill()
         for name in names:
             self.agents.pop(name).wait()
 
     def wait_for_step(self, step: int) -> None:
-        """Return when the run has written the line of `step`."""
+        """Return after the run has written its metrics line of `step`."""
 
         def there() -> bool:
             for name, agent in self.agents.items():
@@ -106,7 +106,7 @@ class Nodes:
         wait_for(there, 240)
 
     def wait_for_spare(self) -> None:
-        """Return when an agent waits because there are enough nodes, as the state of PyTorch's rendezvous shows."""
+        """Return after the state of PyTorch's rendezvous shows a waiting spare node."""
 
         def waits() -> bool:
             state = pickle.loads(base64.b64decode(self._meeting.read("torch.rendezvous.forge")))
@@ -115,7 +115,7 @@ class Nodes:
         wait_for(waits, 240)
 
     def finish(self, seconds: float = 240) -> dict[str, int]:
-        """Wait for every agent; return the exit codes."""
+        """Wait for every agent; return their exit codes."""
         return {name: agent.wait(seconds) for name, agent in self.agents.items()}
 
     def output(self, name: str) -> str:
@@ -127,7 +127,7 @@ class Nodes:
                 ranks = self.ranks(name)
                 agent.kill()
                 agent.wait()
-                for pid in ranks:  # the kernel has killed them, unless they were started a moment ago
+                for pid in ranks:  # the kernel has killed older ranks, but not one started a moment ago
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
         self._closed.set()
@@ -141,7 +141,7 @@ def _processes() -> list[int]:
 def _parent(pid: int) -> int:
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return 0
 
 
@@ -149,7 +149,7 @@ def _parent(pid: int) -> int:
 def elastic(
     folder: Path, nodes: str, processes: int, *options: str, agent: Sequence[str] = ()
 ) -> Iterator[Nodes]:
-    """Agents, each with the options `agent` of elastic.py, that are killed at the end of the body."""
+    """Start agents with the options `agent` of elastic.py; kill them after the body."""
     folder.mkdir(exist_ok=True)
     group = Nodes(folder, nodes, processes, *options, agent=agent)
     try:
@@ -159,7 +159,7 @@ def elastic(
 
 
 def assert_same_course(run: Run, whole: Run, tolerance: float = 1e-9, steps: int | None = None) -> None:
-    """Every step once, and every number of the metrics as in the undisturbed run, to `tolerance`, in the first `steps`."""
+    """Assert each step once and the metrics of the undisturbed run, to `tolerance`. steps: compare only the first ones."""
     found, expected = run.metrics()[:steps], whole.metrics()[:steps]
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for one, other in zip(found, expected, strict=True):
@@ -167,7 +167,7 @@ def assert_same_course(run: Run, whole: Run, tolerance: float = 1e-9, steps: int
 
 
 def _close(one: Any, other: Any, tolerance: float) -> bool:
-    """Whether two lines of metrics are equal, their numbers to `tolerance`."""
+    """Return whether two lines of metrics are equal, their numbers to `tolerance`."""
     if isinstance(other, dict):
         return one.keys() == other.keys() and all(_close(one[key], other[key], tolerance) for key in other)
     if isinstance(other, list):
@@ -181,7 +181,7 @@ FLOAT64_EXPERTS = [*FLOAT64, "--model.moe.n_experts=4", "--model.moe.top_k=2", "
 
 
 def own_memory() -> None:
-    """A patch for `Run.start`: each two ranks have memory of their own, as the ranks of a node have."""
+    """A patch for `Run.start`: give each pair of ranks its own memory folder, like the ranks of one node."""
     from forge.run import tiers
 
     node = int(os.environ["RANK"]) // 2

@@ -1,8 +1,8 @@
-"""Three training steps on any layout against three steps of a plain, undistributed model in one process.
+"""Compare three training steps on any layout with three steps of a plain, undistributed model in one process.
 
-Recorded and compared by forge/tools/verify, in float64: only the mathematics can differ. Initial parameters first, then of
-each step the loss, every gradient, the global norm, the state of every router, and every parameter after it. The optimizer
-is SGD, because AdamW divides the gradient's scale away and so hides wrong ones.
+forge/tools/verify records and compares them in float64, so any difference is one of mathematics. Recorded: the initial
+parameters, then per step the loss, every gradient, the global norm, every router's state and every updated parameter.
+The optimizer is SGD, because AdamW divides by the gradient's scale and so hides a wrong scale.
 """
 
 from __future__ import annotations
@@ -85,28 +85,28 @@ def settings(config: Config, twist: Twist) -> Settings:
 
 
 def reference(text: str, twist: Twist = PLAIN) -> WholeRecord:
-    """The whole global batch in one forward of a plain module, clipped by PyTorch, plain SGD."""
+    """Record the whole global batch in one forward of a plain module, with PyTorch's clipping and plain SGD."""
     return record_plain(text, settings(parse_toml_text(text), twist))
 
 
 def layout(text: str, world: int, twist: Twist = PLAIN) -> list[RankRecord]:
-    """What each rank has of the same steps through `build_parallel_model` on `world` ranks."""
+    """Record the same steps through `build_parallel_model`, one record for each of `world` ranks."""
     return run_ranks(layout_on_rank, world, text, twist)
 
 
 def layout_on_rank(rank: int, world: int, text: str, twist: Twist = PLAIN) -> RankRecord:
-    """`layout` on one rank, for those that do something before it. Collective."""
+    """Record `layout` on one rank, for callers that prepare the rank first. Collective."""
     return record_on_rank(rank, world, text, settings(parse_toml_text(text), twist))
 
 
 def alone(text: str) -> WholeRecord:
-    """`layout` in one process, as the reference of what a plain module does not compute, such as float8."""
+    """Record `layout` in one process, the reference for e.g. float8, which a plain module does not compute."""
     (record,) = layout(text, 1)
     return whole_of(record)
 
 
 def whole_of(record: RankRecord) -> WholeRecord:
-    """The record of one process, which holds whole tensors, as a reference."""
+    """Convert the record of one process, whose tensors are whole, to a reference."""
     return WholeRecord(
         [{key: _put_together(pieces) for key, pieces in step.pieces.items()} for step in record.steps], []
     )
@@ -121,24 +121,24 @@ def _put_together(pieces: list[TensorPiece]) -> torch.Tensor:
 
 
 def losses(ranks: list[RankRecord]) -> list[float]:
-    """The loss of each step, which is the same on all ranks."""
+    """Return the loss of each step, identical on all ranks."""
     return _scalars(ranks, "loss", "cross-entropy")
 
 
 def norms(ranks: list[RankRecord]) -> list[float]:
-    """The norm of all gradients in each step, which is the same on all ranks."""
+    """Return the global gradient norm of each step, identical on all ranks."""
     return _scalars(ranks, "norm", "gradient")
 
 
 def _scalars(ranks: list[RankRecord], kind: str, name: str) -> list[float]:
-    """A number of each step; ranks must not differ by a bit."""
+    """Return one number per step. Assert bitwise equality over ranks."""
     found = [[step.pieces[kind, name][0].values.item() for step in record.steps[1:]] for record in ranks]
     assert all(one == found[0] for one in found), f"ranks disagree about the {kind}"
     return found[0]
 
 
 def routers(ranks: list[RankRecord]) -> list[dict[str, torch.Tensor]]:
-    """Per step the state of routers after it and, as `layers.N`, the row of the step's report; equal bit for bit on ranks."""
+    """Return each step's final router state and, as `layers.N`, its report's rows. Assert bitwise equality over ranks."""
     steps: list[dict[str, torch.Tensor]] = [{} for _ in ranks[0].steps[1:]]
     for record in ranks:
         for found, step in zip(steps, record.steps[1:], strict=True):
@@ -150,7 +150,7 @@ def routers(ranks: list[RankRecord]) -> list[dict[str, torch.Tensor]]:
 
 
 def whole(shard: Shard, values: torch.Tensor) -> torch.Tensor:
-    """The global tensor of which `values` (laid out like `shard.data`) are this rank's part. Collective."""
+    """Return the global tensor. values: this rank's part, laid out like `shard.data`. Collective."""
     out = torch.zeros(shard.global_shape, dtype=values.dtype)
     _place(shard, values, out)
     dist.all_reduce(out)
@@ -158,19 +158,19 @@ def whole(shard: Shard, values: torch.Tensor) -> torch.Tensor:
 
 
 def _place(shard: Shard, values: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the pieces that this rank counts into a global tensor."""
+    """Write this rank's primary pieces into a global tensor."""
     for box, piece in shard.pieces(values):
         if shard.is_primary_replica:
             out[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] = piece
 
 
 def wholes(shards: list[Shard], values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`whole` of every parameter of the model, by name, though ranks may hold different ones. Collective."""
+    """Return `whole` of every parameter by name. Ranks may hold different parameters. Collective."""
     own = {shard.name: (shard, value) for shard, value in zip(shards, values, strict=True)}
     assert len(own) == len(shards), "a name twice"
     shapes = gathered({name: shard.global_shape for name, (shard, _) in own.items()})
     sizes = {name: math.prod(shapes[name]) for name in sorted(shapes)}
-    # One sum for all, in the format that holds the values of every other.
+    # One all-reduce for all parameters, in the dtype that represents every other.
     flat = torch.zeros(sum(sizes.values()), dtype=torch.float64)
     parts = zip(sizes, flat.split(list(sizes.values())), strict=True)
     outs = {name: part.view(tuple(shapes[name])) for name, part in parts}
@@ -182,7 +182,7 @@ def wholes(shards: list[Shard], values: list[torch.Tensor]) -> dict[str, torch.T
 
 
 def gathered(own: dict) -> dict:
-    """The union of all ranks' dictionaries; where several have a name, they must agree. Collective."""
+    """Return the union of all ranks' dictionaries; equal keys must have equal values. Collective."""
     everyone: list[dict] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, own)
     union = {name: value for one in everyone for name, value in one.items()}
@@ -193,9 +193,9 @@ def gathered(own: dict) -> dict:
 
 
 def assert_equal(ranks: list[RankRecord], expected: WholeRecord, tolerance: float = TOLERANCE) -> None:
-    """Every number on every rank is within `tolerance` of that of `expected`, in absolute terms; none is missing.
+    """Assert every number on every rank within `tolerance` (absolute) of `expected`, and none missing.
 
-    Another tolerance than 1e-9 is for formats narrower than float64 only.
+    Only formats narrower than float64 may have a tolerance above 1e-9.
     """
     for step in expected.steps:
         for (kind, name), values in step.items():
@@ -209,15 +209,15 @@ def assert_equal(ranks: list[RankRecord], expected: WholeRecord, tolerance: floa
             f"{first.what}, step {first.step}, rank {first.rank}: differs by {first.size:.3e}"
         )
     for read in (losses, norms, routers):
-        read(ranks)  # the same on all ranks, to the last bit
+        read(ranks)  # asserts bitwise equality over ranks
     assert not found.unplaced, f"not in the reference: {found.unplaced}"
     assert found.largest.keys() == {kind for step in expected.steps for kind, _ in step}
     for (number, key), counted in found.counted.items():
-        # An element that two ranks count is in the norm twice.
+        # Two primary replicas of an element would count twice in the norm.
         if key[0] in ("initial", "gradient", "parameter"):
             assert counted == expected.steps[number][key].numel(), f"{key[1]} is counted by several ranks"
 
 
 def config_batches(config: Config, rank: int, ranks: int) -> Iterator[Batch]:
-    """What a data rank reads in the steps of `config`."""
+    """Yield the batches of data rank `rank` in the steps of `config`."""
     return batches(config, rank, ranks, settings(config, PLAIN))

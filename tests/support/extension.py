@@ -1,7 +1,7 @@
-"""A page of docs/internals/extending as a test: apply it to a copy of the repository, train by its command, compare layouts.
+"""Run a page of docs/internals/extending as a test: apply its diffs to a copy of the repository, train, compare layouts.
 
-`python -m tests.support.extension PAGE`, in the copy, trains what the page shows in one process and on two ranks under
-several layouts, in float64, and runs the test function on the page, if it has one.
+In the copy, `python -m tests.support.extension PAGE` trains the page's example in one process and on two ranks under
+several layouts, in float64. If the page has a test function, the command runs it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SMALL = [*FLOAT64, "--train.steps=3", "--schedule.name=constant", "--train.micro
 
 
 def copy_repository(target: Path) -> None:
-    """Make `target` a repository in which forge/ can be changed; what does not is compiled already."""
+    """Make `target` a repository with its own forge/; its bytecode is copied too, so unchanged files need no compilation."""
     target.mkdir()
     for path in REPOSITORY.iterdir():
         if path.name not in ("forge", "data", "runs", "build", ".git"):
@@ -31,7 +31,7 @@ def copy_repository(target: Path) -> None:
 
 
 def apply_page(page: Path, target: Path) -> list[Path]:
-    """Change the repository at `target` as `page` says; return the files. AssertionError for what does not apply."""
+    """Apply the diffs of `page` to the repository at `target`; return the changed files. AssertionError: a diff fails."""
     changed = [
         path for block in blocks(page) if block.language == "diff" for path in _apply(block.text, target)
     ]
@@ -62,7 +62,7 @@ def _apply(diff: str, target: Path) -> list[Path]:
 
 
 def train_command(page: Path) -> list[str]:
-    """The options of the first command on the page that starts train.py."""
+    """Return the options of the page's first train.py command."""
     for block in blocks(page):
         for command in Block("bash", block.text, None).commands():
             if "train.py --config" in command:
@@ -71,7 +71,7 @@ def train_command(page: Path) -> list[str]:
 
 
 def main(page: Path) -> None:
-    """Train what `page` shows under every layout of LAYOUTS that it does not set itself; AssertionError if they differ."""
+    """Train the example of `page` under every layout of LAYOUTS, unless the page sets one; AssertionError if they differ."""
     for block in blocks(page):
         if block.language == "python" and "np.save" in block.text:
             exec(block.text, {})

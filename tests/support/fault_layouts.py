@@ -1,4 +1,4 @@
-"""Layouts that faults are survived on: of two ranks, and of four among which some hold copies."""
+"""Layouts of the fault tests: two ranks, and four ranks with replicas."""
 
 EXPERTS = ("--model.moe.n_experts=4", "--model.moe.top_k=2", "--model.moe.expert_dim=32")
 PIPELINE = ("--parallel.pp=2", "--train.micro_batch_size=1")

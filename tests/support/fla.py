@@ -1,4 +1,4 @@
-"""A stand-in for flash-linear-attention, whose kernels need a GPU: signatures of fla-core 0.6.0, forge's recurrence."""
+"""A stub of flash-linear-attention, whose kernels need a GPU: signatures of fla-core 0.6.0, forge's recurrence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ calls: list[str] = []
 
 
 def install() -> None:
-    """Let this process compute linear attention by the stand-in, on any device and in any dtype."""
+    """Make this process compute linear attention through the stub, on any device and in any dtype."""
     for name, kernel in (("kda", "chunk_kda"), ("gated_delta_rule", "chunk_gated_delta_rule")):
         module = ModuleType(f"fla.ops.{name}")
         setattr(module, kernel, _by_channel if name == "kda" else _by_head)
@@ -28,7 +28,7 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Take the stand-in out of the process, whose other libraries would use it as well: transformers looks for fla."""
+    """Remove the stub from the process. Other libraries would use it too: transformers looks for fla."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
         del sys.modules[name]
 

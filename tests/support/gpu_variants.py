@@ -1,10 +1,10 @@
-"""What runs on the simulated GPU: one variant for each feature, engine and axis."""
+"""Runs for the simulated GPU: one variant for each feature, engine and axis."""
 
 from __future__ import annotations
 
 from tests.support import runs
 
-# A model whose sizes every kernel takes.
+# A model with sizes that every kernel accepts.
 BASE = [
     *runs.BASE,
     "--model.dim=64",
@@ -118,7 +118,7 @@ ONE: dict[str, list[str]] = {
     "losses by source": ["--metrics.sources=true"],
 }
 
-# On four ranks, each with a simulated GPU of its own and real ProcessGroupNCCL.
+# On four ranks, each with its own simulated GPU and a real ProcessGroupNCCL.
 FOUR: dict[str, list[str]] = {
     "fsdp2": [],
     "hsdp": ["--parallel.dp_replicate=2"],
@@ -200,8 +200,8 @@ FOUR: dict[str, list[str]] = {
     "offload": ["--parallel.cpu_offload=true"],
 }
 
-# Functions of forge in which the host may wait in a step. Expert parallelism reads how many rows each rank sends. Experts in
-# float32 read how many rows each has. A state on the host has to arrive there before its update.
+# Functions of forge in which the host may wait during a step. Expert parallelism reads the row counts of each rank. Experts
+# in float32 read the row count of each expert. An offloaded state must reach the host before its update.
 SPLITS = {"model/host.py:read"}
 OFFLOAD = {
     "optim/adamw.py:_update",

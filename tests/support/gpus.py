@@ -1,6 +1,6 @@
-"""Which GPUs tests see: none, except in a pytest process for the tests that need one.
+"""Hide GPUs from tests, except in a pytest process for tests that need one.
 
-Several ranks of a test on a machine with one GPU would all choose it, and NCCL refuses two ranks on one GPU.
+On a machine with one GPU, all ranks of a test would choose it, and NCCL refuses two ranks on one GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FOLDERS = (TESTS / "gpu", TESTS / "simulated_gpu")
 
 
 def needs_gpus(markers: str, paths: Sequence[str]) -> bool:
-    """Return whether pytest with `-m markers` and `paths` runs only tests that need a GPU."""
+    """Return whether `pytest -m MARKERS PATHS` selects only tests that need a GPU."""
     given = [Path(path.partition("::")[0]).resolve() for path in paths]
     return markers == "gpu" or all(any(path.is_relative_to(each) for each in FOLDERS) for path in given)
 
@@ -31,7 +31,7 @@ def is_simulated() -> bool:
 
 
 def why_no_gpu() -> str:
-    """Return why tests that need a real GPU cannot run here; empty if they can."""
+    """Return the reason to skip tests of a real GPU; empty if one is usable."""
     if is_simulated():
         return "the GPU is simulated"
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":

@@ -1,5 +1,5 @@
-"""Ranks that run while a test does something to them. `run_ranks` (forge/tools/verify/ranks.py) suffices where a test needs
-a function's results alone.
+"""Start ranks and control them from the test, e.g. with signals. For a function's results alone, `run_ranks`
+(forge/tools/verify/ranks.py) suffices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["RankFailed", "Started", "end_ranks", "may_start_processes", "run_ran
 
 
 class Started:
-    """Ranks that run while the test does something to them. `port` is a socket to keep until they end."""
+    """Running ranks under the test's control. port: a bound socket, kept open until the ranks end."""
 
     def __init__(self, processes: list[Any]):
         self.processes = processes
@@ -26,7 +26,7 @@ class Started:
         return [process.pid for process in self.processes]
 
     def join(self, timeout: float = TIMEOUT_S) -> list[int]:
-        """Exit codes in rank order (minus the signal's number for a killed one); RankFailed if any still runs."""
+        """Return exit codes in rank order, -N after signal N. RankFailed: some rank still runs after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -54,7 +54,7 @@ _running: list[Started] = []
 
 
 def end_ranks() -> None:
-    """Kill the ranks that a failed test left running, and wait until they are gone: they hold ports, locks and cores."""
+    """Kill the leftover ranks of a failed test, which hold ports, locks and cores; wait until they are gone."""
     left = [process for started in _running for process in started.processes if process.is_alive()]
     for process in left:
         process.kill()
@@ -64,5 +64,5 @@ def end_ranks() -> None:
 
 
 def may_start_processes() -> None:
-    """Let this rank start ranks of its own, as the script that it stands for does. They end with it: see `run_ranks`."""
+    """Allow this rank to start its own ranks, like the script in its place. They die with it: see `run_ranks`."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Small models of transformers with random weights, forge's of the same weights, and what both compute.
+"""Small transformers models with random weights, forge models of the same weights, and the results of both.
 
-`transformers` is imported in the functions that need it: it takes seconds.
+Functions import `transformers` themselves, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TQDM_DISABLE"] = "1"
 
 VOCAB = 67
-# Of transformers' ways to compute attention and experts the plain one: kernels stop at float32.
+# transformers' plain attention and experts, because its kernels stop at float32.
 ROUTER_BIAS = ("e_score_correction_bias", "router.bias")
 WRITTEN_OUT = {"attn_implementation": "eager", "experts_implementation": "eager"}
 SHAPE = {
@@ -66,7 +66,7 @@ DEEPSEEK = {
     "n_group": 1,
     "topk_group": 1,
 }
-# The root of 16 is the same number in every format. Transformers computes no gradient of a token that pads.
+# sqrt(16) is exact in every dtype. transformers computes no gradient for the padding token's embedding.
 GEMMA = {"hidden_size": 16, "sliding_window": 5, "pad_token_id": None}
 OLMO = {"pad_token_id": None, "eos_token_id": None}
 LATENT = {
@@ -77,7 +77,7 @@ LATENT = {
     "qk_rope_head_dim": 6,
     "v_head_dim": 7,
 }
-# name -> (class, keys of its config.json). Together they have every key that the table of architectures has.
+# name -> (class, keys of its config.json). Together the cases set every key in the table of architectures.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("LlamaForCausalLM", {"num_key_value_heads": 4}),
     "llama3": (
@@ -158,7 +158,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {
             "num_hidden_layers": 2,
             "layer_types": ["linear_attention", "full_attention"],
-            "rms_norm_eps": 0.1,  # what states return is so small that with less float32 shows mostly rounding
+            "rms_norm_eps": 0.1,  # the states' outputs are tiny: with a smaller eps, float32 shows mostly rounding
             "head_dim": 16,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
@@ -232,8 +232,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @contextlib.contextmanager
 def float32_means(dtype: torch.dtype) -> Iterator[None]:
-    """transformers says torch.float32 where forge says promote(float32, compute): this makes the two the same."""
-    import safetensors.torch  # noqa: F401  it makes a table of formats when it is imported
+    """For float64, replace torch.float32 in transformers by float64, like forge's promote(float32, compute)."""
+    import safetensors.torch  # noqa: F401  its import builds a table of dtypes
 
     with contextlib.ExitStack() as stack:
         if dtype == torch.float64:
@@ -244,7 +244,7 @@ def float32_means(dtype: torch.dtype) -> Iterator[None]:
 
 
 def their_model(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
-    """The model of `case`, with `more` keys, and with random weights, none of them a round number."""
+    """Return transformers' model of `case`, with `more` keys and random weights, none of them a round number."""
     import transformers
 
     name, keys = CASES[case]
@@ -257,9 +257,9 @@ def their_model(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> A
 
 
 def loaded(folder: Path, allowed: str = "") -> Any:
-    """What AutoModelForCausalLM makes of `folder`, which must hold what it needs and nothing else.
+    """Load `folder` with AutoModelForCausalLM. Assert no missing, unexpected or mismatched tensors.
 
-    allowed: a kind of keys that may differ.
+    allowed: one kind exempt from that, e.g. "unexpected_keys".
     """
     import transformers
 
@@ -273,7 +273,7 @@ def loaded(folder: Path, allowed: str = "") -> Any:
 
 @torch.no_grad()
 def fill(model: nn.Module, zeros: tuple[str, ...] = ()) -> None:
-    """Constants get noise too: ones and zeros would hide a norm, a bias or an order that is wrong."""
+    """Fill all parameters with noise, constants too: ones and zeros would hide a wrong norm, bias or order."""
     generator = torch.Generator().manual_seed(0)
     biases = [pair for pair in model.named_buffers() if pair[0].endswith(ROUTER_BIAS)]
     for name, values in [*model.named_parameters(), *biases]:
@@ -285,7 +285,7 @@ def fill(model: nn.Module, zeros: tuple[str, ...] = ()) -> None:
         elif name.endswith(ROUTER_BIAS):
             values.copy_(0.1 * noise)
         elif name.endswith("router.weight"):
-            values.copy_((0.3 * noise).float())  # some classes of transformers keep no more of it
+            values.copy_((0.3 * noise).float())  # some transformers classes keep this precision only
         else:
             values.copy_((0.2 if values.ndim == 1 else 0.3) * noise)
 
@@ -295,7 +295,7 @@ def our_config(checkpoint: Path) -> Config:
 
 
 def our_model(checkpoint: Path, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The model of a checkpoint, in one process."""
+    """Return forge's model of a checkpoint, in one process."""
     config = our_config(checkpoint)
     model = Transformer(config.model, config.train.seq_len).to(dtype)
     model.reset_buffers(dtype)
@@ -309,7 +309,7 @@ def tokens(sequences: int = 2, seq: int = 24) -> Tensor:
 
 
 def their_results(model: Any) -> tuple[Tensor, float, dict[str, Tensor]]:
-    """Logits, loss and the gradient of every parameter."""
+    """Return logits, loss and the gradient of every parameter."""
     text = tokens()
     labels = text.clone()
     labels[0, 3] = -100
@@ -335,7 +335,7 @@ def our_results(model: Transformer) -> tuple[Tensor, float, dict[str, Tensor]]:
 
 
 def as_ours(model: Transformer, architecture: Architecture, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors named as in transformers' modules, put together as forge names its parameters."""
+    """Convert tensors with transformers' module names to forge's parameters."""
     ours = {}
     fused = {"w13": "mlp.experts.gate_up_proj", "w2": "mlp.experts.down_proj"}
     parameters = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""train.py in fresh interpreters, as a user or a launcher starts it."""
+"""Start train.py in fresh interpreters, like a user or a launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations with experts and with pipelines for the equivalence tests, and what one process computes for each."""
+"""Configurations with experts and with pipelines for the equivalence tests, and the one-process record of each."""
 
 from __future__ import annotations
 
@@ -85,5 +85,5 @@ def slow_unless(fast: bool):
 
 
 def slow_or_fast(rows: list[tuple]) -> list:
-    """Parameters of a test from rows that end with whether they are fast; the others are slow tests."""
+    """Turn rows, each ending in a flag `fast`, into test parameters; rows without it are marked slow."""
     return [pytest.param(*row, marks=slow_unless(fast)) for *row, fast in rows]

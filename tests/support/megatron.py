@@ -1,4 +1,4 @@
-"""Megatron datasets for tests, sound and otherwise."""
+"""Valid and damaged Megatron datasets for tests."""
 
 import struct
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass
 class Written:
-    """What goes into a Megatron dataset of sequences of these lengths whose ids count up from 0."""
+    """The content of a Megatron dataset: sequences of `lengths`, with token ids counting up from 0."""
 
     lengths: list[int]
     firsts: list[int]

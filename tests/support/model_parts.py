@@ -1,4 +1,4 @@
-"""Parts of models for the equivalence tests: keys of [model] and of [model.moe] that switch one part on."""
+"""Parts of models for the equivalence tests: the keys of [model] and [model.moe] to enable each part."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tests.support.equivalence import tiny_config
 
-# name -> (keys of [model], keys of [model.moe]; a part with the latter makes the model a mixture).
+# name -> (keys of [model], keys of [model.moe]). Any key of [model.moe] makes the model a mixture of experts.
 PARTS: dict[str, tuple[str, str]] = {
     "residuals": ('residual = "attention"\nresidual_block_size = 2', ""),
     "post": ('norm_position = "post"', ""),
@@ -30,7 +30,7 @@ MIXTURE = "[model.moe]\nn_experts = 8\ntop_k = 2\nexpert_dim = 24\nbias_update_r
 
 
 def together(names: Iterable[str]) -> bool:
-    """Whether no two of these parts set the same key."""
+    """Return whether these parts set disjoint keys."""
     keys = [line.partition(" =")[0] for name in names for text in PARTS[name] for line in text.splitlines()]
     return len(keys) == len(set(keys))
 
@@ -38,7 +38,7 @@ def together(names: Iterable[str]) -> bool:
 def parts_text(
     names: Iterable[str], parallel: str = "", micro: int = 1, layers: int = 3, more: str = ""
 ) -> str:
-    """The configuration of a tiny model with these parts."""
+    """Return the configuration of a tiny model with these parts."""
     names = list(names)
     model = "\n".join(["n_kv_heads = 4", *(PARTS[name][0] for name in names)])
     if any(PARTS[name][1] for name in names):

@@ -1,6 +1,6 @@
-"""File systems of a rank's own, in a mount namespace of its own: nothing outside sees them, and they end with the process.
+"""Private file systems for a rank, in its own mount namespace: invisible outside, and gone when the process ends.
 
-A forked rank calls `small` or `read_only` before it does anything else. Where namespaces are forbidden `allowed` says so.
+A forked rank calls `small` or `read_only` before anything else. `allowed` returns False if namespaces are forbidden.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _READ_ONLY, _PRIVATE_BELOW = 1, 0x44000
 
 @functools.cache
 def allowed() -> bool:
-    """Whether a process here may have file systems of its own."""
+    """Return whether a process on this machine may mount private file systems."""
     return start_ranks(_try, 1).join() == [0]
 
 
@@ -32,13 +32,13 @@ def _try(rank: int, world: int) -> None:
 
 
 def small(folder: Path, size: int) -> None:
-    """Put an empty file system of `size` bytes at `folder`."""
+    """Mount an empty file system of `size` bytes at `folder`."""
     _new_namespace()
     _mount(folder, 0, f"size={size}")
 
 
 def read_only(folder: Path) -> None:
-    """Put an empty file system that nobody can write to, root included, at `folder`."""
+    """Mount an empty file system at `folder`, read-only even for root."""
     _new_namespace()
     _mount(folder, _READ_ONLY, "")
 

@@ -1,4 +1,4 @@
-"""A hook for runs on a GPU: a step that waits for the device fails where it waits."""
+"""A hook for GPU runs: raise at the first operation that synchronises with the device."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from forge.hook import Hook
 from forge.train.trainer import Trainer
 
 NO_WAITS = '--train.hooks=["tests.support.no_waits:NoWaits"]'
-# The first step allocates, and the second one finds what it left.
+# Steps 1 and 2 may synchronise: they allocate memory and caches.
 FIRST = 3
 
 
 class NoWaits(Hook):
-    """Let PyTorch raise a RuntimeError in operations that synchronize, in steps from FIRST on."""
+    """From step FIRST, let PyTorch raise RuntimeError in synchronising operations."""
 
     def __init__(self, trainer: Trainer):
-        """A hook of a configuration is built with the trainer."""
+        """Take the trainer, as train.hooks requires."""
 
     def before_step(self, step: int) -> None:
         if step >= FIRST:

@@ -1,4 +1,4 @@
-"""Hooks for runs whose nodes come and go."""
+"""Hooks for runs with joining and leaving nodes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ GATE_STEP = 100
 
 
 class SlowNode(Hook):
-    """Makes the ranks slow that are started with SLOW_NODE in their environment."""
+    """Slow down every rank with SLOW_NODE in its environment."""
 
     def __init__(self, trainer: Any):
         self._seconds = 1.0 if "SLOW_NODE" in os.environ else 0.0
 
     def before_data(self, step: int) -> None:
-        # It counts as time of the data: the hook that measures comes first.
+        # This sleep counts as data time, because the measuring hook runs first.
         time.sleep(self._seconds)
 
 
 class Gate(Hook):
-    """Before step GATE_STEP, waits for a request to stop or for the file `gate` in the run directory."""
+    """Before step GATE_STEP, wait for a stop request or for the file `gate` in the run directory."""
 
     def __init__(self, trainer: Any):
         self._signals, self._gate = trainer.signals, Path(trainer.reporter.directory.root) / "gate"

@@ -1,4 +1,4 @@
-"""The documentation as the tests see it: pages, the blocks in them, and the commands in the blocks."""
+"""Parse the documentation for tests: pages, their code blocks, and the commands of the blocks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; `reason` is why it is not run, from a comment `<!-- not run: reason -->` above it."""
+    """A fenced block. reason: from a comment `<!-- not run: reason -->` above it."""
 
     language: str
     text: str
     reason: str | None
 
     def commands(self) -> list[str]:
-        """One a line, lines joined at a backslash; prompts and, in a console block, output left out."""
+        """Return one command per line, joined at backslashes, without prompts and without a console block's output."""
         lines = self.text.replace("\\\n", " ").splitlines()
         if self.language == "console":
             lines = [line[2:] for line in lines if line.startswith("$ ")]
@@ -39,17 +39,17 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(page: Path) -> list[str]:
-    """What the page asks the reader to type and is not marked as not run."""
+    """Return the page's commands for the reader, without those marked `not run`."""
     typed = [block for block in blocks(page) if block.language in ("bash", "console") and not block.reason]
     return [command for block in typed for command in block.commands()]
 
 
 def quoted(page: Path) -> list[str]:
-    """What stands in `backticks` in the running text."""
+    """Return the `quoted` words of the running text."""
     return re.findall(r"`([^`\n]+)`", _FENCE.sub("", page.read_text("utf-8")))
 
 
 def links(page: Path) -> list[str]:
-    """Targets of the links to files of the repository."""
+    """Return the targets of the links to files of the repository."""
     text = _FENCE.sub("", page.read_text("utf-8"))
     return [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if not target.startswith("http")]

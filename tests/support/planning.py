@@ -1,4 +1,4 @@
-"""A plan and a run of the same configuration: what must be equal, as plain numbers."""
+"""Count the state and collectives of a plan and of a real run of one configuration, for comparison."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ STATE = ("parameters", "masters", "gradients", "optimizer", "buckets")
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one rank: bytes of its state by kind, and calls of one step by (kind of collective, bytes)."""
+    """One rank's numbers. state: bytes by kind. collectives: calls of one step by (kind, bytes)."""
 
     state: dict[str, int]
     collectives: Counter[tuple[str, int]]
 
 
 def float32(text: str) -> str:
-    """A text of `tiny_config` in float32, in which experts are computed without reading their counts."""
+    """Return a `tiny_config` text in float32, whose experts need no row counts on the host."""
     return text.replace("float64", "float32")
 
 
 def plan_text(parallel: str = "", **keys: str) -> str:
-    """A tiny configuration with four layers and no documents."""
+    """Return a tiny configuration with four layers and no document mask."""
     text = float32(tiny_config(parallel=parallel, **keys)).replace("n_layers = 3", "n_layers = 4")
     return text.replace("document_mask = true", "document_mask = false")
 
@@ -69,7 +69,7 @@ def experts(parallel: str) -> str:
 
 
 def in_blocks(kind: str, parallel: str = "", model: str = "") -> str:
-    """A configuration whose weights two ranks hold in whole blocks."""
+    """Return a configuration whose weights divide into whole blocks over two ranks."""
     text = plan_text(parallel, model=model).replace("[precision]", f'[precision]\nfloat8 = "{kind}"')
     return text.replace("dim = 32", "dim = 256").replace("ffn_dim = 48", "ffn_dim = 256")
 
@@ -86,14 +86,14 @@ LARGER |= {"seq_len = 80": "seq_len = 512", "loss_chunk_tokens = 32": "loss_chun
 
 
 def larger(text: str, *more: str) -> str:
-    """Of a size at which what kernels allocate for themselves weighs little."""
+    """Enlarge the model until the kernels' own workspaces are negligible."""
     for key, value in LARGER.items():
         text = text.replace(key, value)
     return "\n".join([text, *more])
 
 
 def planned(text: str, world: int) -> list[StagePlan]:
-    """The plan of every rank of the pp axis."""
+    """Return the plan of each rank of the pp axis."""
     config, degrees = parse_toml_text(text), check_world(parse_toml_text(text), world)
     return [plan_stage(plannable(config)[0], degrees, rank, CPU) for rank in range(degrees.pp)]
 
@@ -106,7 +106,7 @@ def facts_of(plan: StagePlan) -> Facts:
 
 
 def measured(text: str, world: int) -> list[Facts]:
-    """The same from a run over gloo, in the second step of every rank."""
+    """Return every rank's Facts from the second step of a real run over gloo."""
     return run_ranks(_run, world, text)
 
 
@@ -130,14 +130,14 @@ def _run(rank: int, world: int, text: str) -> Facts:
 
 
 def in_turn(router: Router, scores: Tensor) -> Tensor:
-    """Choices of experts in turn, so that loads are equal: a stand-in for `Router.choose`."""
+    """Choose experts round-robin, for equal loads: a stub of `Router.choose`."""
     batch, seq, n_experts = scores.shape
     choices = torch.arange(batch * seq * router.config.top_k, device=scores.device) % n_experts
     return choices.view(batch, seq, router.config.top_k)
 
 
 def traced(text: str, world: int) -> tuple[int, int]:
-    """Of the first rank: bytes that one microbatch's forward keeps, and the peak of a step without what is there before."""
+    """Return two numbers of bytes on rank 0: kept by one microbatch's forward, and a step's peak above its start."""
     config = plannable(parse_toml_text(text))[0]
     with fake.fake_ranks(0, world):
         degrees = check_world(config, world)
@@ -149,9 +149,9 @@ def traced(text: str, world: int) -> tuple[int, int]:
 
 
 def allocated(text: str, world: int) -> tuple[int, int]:
-    """The same by PyTorch's allocator, from real tensors.
+    """Return the numbers of `traced` from PyTorch's allocator, with real tensors.
 
-    Of the first rank of a group that sends nothing: gloo frees what it has sent some time later, which no test can wait for.
+    Rank 0 is in a fake group without traffic, because gloo would free sent buffers later, at an unknown time.
     """
     return run_ranks(_allocate, 1, text, world)[0]
 
@@ -191,7 +191,7 @@ def _batch(rows: int, seq: int) -> Batch:
 
 
 def _allocations(action: Callable[[], object]) -> tuple[int, int]:
-    """Bytes that `action` leaves allocated, and their peak, as PyTorch's profiler sees the CPU's allocator."""
+    """Return the bytes left allocated by `action`, and the peak, from PyTorch's profiler of the CPU allocator."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         action()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -200,7 +200,7 @@ def _allocations(action: Callable[[], object]) -> tuple[int, int]:
 
 
 class Untraced(nullcontext):
-    """In place of a `Trace` where the allocator is asked."""
+    """Replace `Trace` while measuring the allocator."""
 
     def watch(self, parts: object) -> None: ...
     def begin(self) -> None: ...

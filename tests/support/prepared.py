@@ -1,4 +1,4 @@
-"""Texts of random words, and the documents of a prepared dataset."""
+"""Make texts of random words; read the documents of a prepared dataset."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def text_of(seed: int, words: int = 200) -> str:
 
 
 def documents(folder: Path) -> list[str]:
-    """The texts of a dataset of bytes."""
+    """Return the texts of a byte-level dataset."""
     data = TokenDataset(folder)
     ids, owners = data.read(0, data.tokens), data.document_ids(0, data.tokens)
     parts = np.split(ids, np.flatnonzero(np.diff(owners)) + 1)

@@ -1,8 +1,8 @@
-"""The marker `processes`: found by reading the code of each test, and enforced while the test runs.
+"""Set the marker `processes` from the code of each test, and enforce it at run time.
 
-A test gets the marker if its function, a fixture that it uses, or a function of `tests` that one of these names refers to the
-fork server's helpers, `subprocess` or `os.fork`. Code of forge is not searched: a test of code that starts processes itself
-carries the marker explicitly. A test without the marker that starts a process fails.
+The search starts at the test, its fixtures and its parameters, and follows names into other functions of `tests`. A
+reference to the fork server's helpers, `subprocess` or `os.fork` sets the marker. The search skips forge: if forge itself
+starts the process, the test sets the marker explicitly. Starting a process without the marker fails the test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ started: list[str] = []
 
 
 def starts_processes(item: pytest.Item) -> bool:
-    """Whether the code of the test, of its fixtures or of its parameters reaches a function that starts a process."""
+    """Return whether the test, its fixtures or its parameters refer, directly or not, to one of STARTERS or `os.fork`."""
     roots: list[Any] = [getattr(item, "function", None)]
     fixtures = getattr(item, "_fixtureinfo", None)
     if fixtures is not None:
@@ -53,7 +53,7 @@ def _reaches(root: Any) -> bool:
 
 @functools.cache
 def _named(one: Any) -> list[Any]:
-    """Objects that the code of a function or class of `tests` names."""
+    """Return the objects named in the code of a function or class of `tests`."""
     if isinstance(one, functools.partial):
         return [one.func, *one.args]
     if isinstance(one, type):
@@ -86,7 +86,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def watch() -> None:
-    """Record in `started` every process that this interpreter starts from here on."""
+    """From now on, record every process started by this interpreter in `started`."""
 
     def audit(event: str, arguments: tuple) -> None:
         if event in AUDITED:

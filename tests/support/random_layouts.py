@@ -1,7 +1,7 @@
-"""Layouts drawn at random for the equivalence tests.
+"""Random layouts for the equivalence tests.
 
-A seeded generator draws every axis and option; what the configuration checks refuse is drawn again, by the same
-checks that a user meets.
+A seeded generator draws every axis and option. Draws rejected by the configuration's checks, the same as a user's, are
+repeated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODELS = {
 
 
 def draw(generator: random.Random, models: list[str]) -> tuple[int, str, str]:
-    """(world, model, config) of one layout, legal or not."""
+    """Draw (world, model, config) of one layout, valid or not."""
     choose = generator.choice
     world = choose([2, 4, 4, 8])
     model = choose(models)
@@ -68,7 +68,7 @@ def draw(generator: random.Random, models: list[str]) -> tuple[int, str, str]:
 
 
 def layouts(number: int, models: list[str]) -> Iterator[tuple[int, str, str]]:
-    """The first `number` legal ones."""
+    """Yield the first `number` valid layouts."""
     generator = random.Random(0)
     seen: set[tuple[int, str, str]] = set()
     while len(seen) < number:
@@ -95,9 +95,9 @@ def name(case: tuple[int, str, str]) -> str:
 
 
 def cases(number: int, fast: tuple[int, ...], models: list[str]) -> list[Any]:
-    """`number` layouts; those that are not at a place of `fast` are slow tests."""
+    """Return `number` layouts as test parameters. Those without an index in `fast` are slow tests."""
     drawn = list(layouts(number, models))
-    # Eight ranks on two cores take long, so they come last; what combines most axes comes first.
+    # Layouts with most axes first. Eight ranks last, because they take long on two cores.
     drawn.sort(key=lambda case: (case[0] == 8, -len(axes(case))))
     marks = [() if place in fast else (pytest.mark.slow,) for place in range(len(drawn))]
     return [pytest.param(case, marks=m, id=name(case)) for case, m in zip(drawn, marks, strict=True)]

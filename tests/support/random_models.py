@@ -1,6 +1,6 @@
-"""Models drawn at random from all parts that [model] has, and a layout drawn for each.
+"""Random models from all parts of [model], each with a random layout.
 
-A seed gives one pair. What the configuration's checks refuse is drawn again, by the same checks that a user meets.
+A seed gives one pair. Draws rejected by the configuration's checks, the same as a user's, are repeated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMPILED = '[compile]\nenabled = true\nbackend = "aot_eager_decomp_partition"\n'
 
 
 def draw_model(generator: random.Random) -> dict[str, Any]:
-    """Keys of [model] and its tables, legal together or not."""
+    """Draw keys of [model] and its tables; their combination may be invalid."""
 
     def some(share: float = 0.5) -> bool:
         return generator.random() < share
@@ -101,7 +101,7 @@ def draw_model(generator: random.Random) -> dict[str, Any]:
 
 
 def in_float8(text: str, generator: random.Random) -> str:
-    """`text` of `tiny_config` in a block format, with sizes of which two ranks of tp or cp may have whole blocks."""
+    """Put a `tiny_config` text into a block format, with sizes that divide into whole blocks over two ranks of tp or cp."""
     kind, experts = generator.choice(["mxfp8", "mxfp8", "blockwise"]), generator.choice(['"auto"', "false"])
     for old, new in {
         "\ndim = 32": "\ndim = 128",
@@ -115,7 +115,7 @@ def in_float8(text: str, generator: random.Random) -> str:
 
 
 def draw_config(generator: random.Random, more: str = "", float8: float = 0.0) -> Config:
-    """A model in one process. float8: the share of models in a block format."""
+    """Draw a model in one process. float8: the probability of a block format."""
     while True:
         keys = draw_model(generator)
         text = tiny_config(model="\n".join(f"{key} = {to_literal(value)}" for key, value in keys.items()))
@@ -126,11 +126,11 @@ def draw_config(generator: random.Random, more: str = "", float8: float = 0.0) -
 
 
 def draw(seed: int, worlds: tuple[int, ...], compiles: bool = True) -> tuple[str, Case]:
-    """The configuration of a model in one process, and a layout for it with one of so many ranks."""
+    """Draw the configuration of a model in one process, and a layout for it. worlds: allowed world sizes."""
     generator = random.Random(seed)
     while True:
         compiled = compiles and generator.random() < 0.2
-        # Compilation of quantised products takes minutes on a CPU; tests/equivalence/test_block_formats.py has both.
+        # Compiling quantised products takes minutes on a CPU. tests/equivalence/test_block_formats.py covers the combination.
         config = draw_config(generator, *((COMPILED,) if compiled else ("", 0.3)))
         case = next(at_random(config, worlds, generator.randrange(2**32)), None)
         if case is not None:

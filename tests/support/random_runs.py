@@ -1,6 +1,6 @@
-"""Runs drawn at random from what a configuration has beside the model, and what their metrics must have in common.
+"""Random runs over all configuration outside [model], and the metrics that every layout must share.
 
-A seed gives one run. What the configuration's checks refuse is drawn again, by the same checks that a user meets.
+A seed gives one run. Draws rejected by the configuration's checks, the same as a user's, are repeated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.random_models import draw_model
 
 
 def write_tokens(folder: Path) -> None:
-    """Raw files of the vocabulary of `tiny_config`, in which 0 ends a document."""
+    """Write raw token files with the vocabulary of `tiny_config`. Token 0 ends a document."""
     generator = np.random.default_rng(0)
     for name, size in (("a", 60_000), ("b", 30_000), ("held-out", 9_000)):
         ids = generator.integers(1, 67, size)
@@ -32,7 +32,7 @@ def write_tokens(folder: Path) -> None:
 
 
 def draw_keys(generator: random.Random, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keys of every section but [model], "section.key" -> value, and of a phase; legal together or not."""
+    """Draw keys of a phase and of every section but [model], "section.key" -> value; their combination may be invalid."""
 
     def some(share: float = 0.5) -> bool:
         return generator.random() < share
@@ -89,7 +89,7 @@ def draw_keys(generator: random.Random, folder: Path) -> tuple[dict[str, Any], d
     if some():
         keys |= {
             "data.validation": [source("held-out")],
-            # The first of two starts ends with an evaluation, too.
+            # The first of two starts also ends with an evaluation.
             "evaluate.interval": choose([1, 2]),
             "evaluate.sequences": choose([3, 5, 8]),
         }
@@ -111,14 +111,14 @@ def draw_keys(generator: random.Random, folder: Path) -> tuple[dict[str, Any], d
             "until_tokens": choose([640, 1280])
         }
     if some(0.25):
-        # Layouts that cut a block are refused: these sizes leave data, expert and pipeline parallelism.
+        # Layouts must not cut a block: with these sizes only data, expert and pipeline parallelism are valid.
         keys["precision.float8"] = choose(["blockwise", "mxfp8"])
         keys["precision.float8_experts"] = choose(["auto", False])
     return keys, phase
 
 
 def draw_run(seed: int, worlds: tuple[int, ...], folder: Path) -> tuple[Config, Case, Case]:
-    """A run in one process on the files of `write_tokens`, and two layouts for it with one of so many ranks."""
+    """Draw a run in one process on the files of `write_tokens`, and two layouts for it. worlds: allowed world sizes."""
     generator = random.Random(seed)
     while True:
         model = draw_model(generator)
@@ -132,12 +132,12 @@ def draw_run(seed: int, worlds: tuple[int, ...], folder: Path) -> tuple[Config, 
 
 
 def numbers(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """What lines of metrics.jsonl say of each step, by "step name of the number"."""
+    """Flatten lines of metrics.jsonl to "STEP NAME" -> number."""
     found = {}
     for line in lines:
         flat = dict(_flat(line))
         for name, value in flat.items():
-            # The change of a weight that is 0 but for rounding, relative to it, is any number.
+            # The relative change of a weight that is 0 up to rounding is meaningless.
             weight = flat.get(name.replace("monitors.updates.", "monitors.weights."))
             if "monitors.updates." not in name or weight is None or weight > 1e-6:
                 found[f"{line['step']} {name}"] = value

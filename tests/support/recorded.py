@@ -1,4 +1,4 @@
-"""The directory of a run as forge writes it, made up: every kind of line and event that a page or a diagnosis reads."""
+"""Write an artificial run directory with every kind of line and event read by a report or a diagnosis."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ micro_batch_size = 1
 [optimizer]
 lr = 0.001
 """
-# As train.py --plan --json prints it, as far as a page reads it.
+# The part of `train.py --plan --json` read by a report.
 PLAN: dict[str, Any] = {
     "memory": dict.fromkeys(("masters", "gradients", "optimizer", "buckets", "other"), 0)
     | {"parameters": 2**26, "activations": 2**25, "peak": 2**28},
@@ -47,8 +47,8 @@ def write_run(
     noise: bool = False,
     slow: int | None = None,
 ) -> Path:
-    """Write a run of `steps` steps: `bad_layer` is updated a hundred times as fast as the others, the source `b` is
-    `noise`, the rank `slow` is slow."""
+    """Write a run of `steps` steps. `bad_layer` has a hundred times the update of the others, source `b` is `noise`, and
+    rank `slow` is a straggler."""
     folder.mkdir(parents=True, exist_ok=True)
     lines: list[dict[str, Any]] = []
     for step in range(1, steps + 1):

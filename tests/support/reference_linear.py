@@ -1,4 +1,4 @@
-"""Gated DeltaNet and Kimi Delta Attention written a second time, in the plainest form: loops over tokens and heads."""
+"""A second, plain implementation of Gated DeltaNet and Kimi Delta Attention: loops over tokens and heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.reference_moe import Parameters
 
 
 def linear_attention(own: Parameters, config: ModelConfig, x: Tensor, documents: Tensor) -> Tensor:
-    """One layer of one sequence: x `[seq, dim]`, documents `[seq]` -> `[seq, dim]`."""
+    """Compute one layer for one sequence: x `[seq, dim]`, documents `[seq]` -> `[seq, dim]`."""
     linear = config.linear_attention
     assert linear is not None
     size, width = linear.key_head_dim, linear.value_head_dim
@@ -37,7 +37,7 @@ def linear_attention(own: Parameters, config: ModelConfig, x: Tensor, documents:
             if linear.kind == "kimi_delta" and linear.decay_bound:
                 alpha = (-linear.decay_bound * _sigmoid(rate * length)).exp()
             beta = _sigmoid(x[t] @ own["attention.wb.weight"][head])
-            # As the papers write it: S = S Diag(alpha) (I - beta k k^T) + beta v k^T.
+            # In the papers' notation: S = S Diag(alpha) (I - beta k k^T) + beta v k^T.
             erased = torch.eye(size, dtype=x.dtype) - beta * torch.outer(key, key)
             state = state * alpha @ erased + beta * torch.outer(v[t, values], key)
             read = state @ query
@@ -61,7 +61,7 @@ def _convolved(own: Parameters, letter: str, x: Tensor, documents: Tensor) -> Te
 
 
 def _projected(own: Parameters, letter: str, x: Tensor) -> Tensor:
-    """Through few features, if there is a first half of the projection."""
+    """Project x, through the low-rank first half if the layer has one."""
     down = own.get(f"attention.w{letter}_down.weight")
     return (x if down is None else x @ down.T) @ own[f"attention.w{letter}.weight"].T
 

@@ -1,5 +1,5 @@
-"""The model written a second time, in the plainest form that is still readable, in float64: loops over
-layers, heads and queries, RoPE in complex numbers. It shares no code with forge but the configuration."""
+"""A second, plain implementation of the model in float64: loops over layers, heads and queries, RoPE in complex
+numbers. It shares only the configuration with forge."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def reference_loss(
     z_loss_coef: float = 0.0,
     mixture: Mixture | None = None,
 ) -> Tensor:
-    """[objective, cross-entropy, sum of squared logsumexp], summed over labels that are not negative.
+    """Return [objective, cross-entropy, squared logsumexp], each summed over non-negative labels.
 
-    The objective is without the losses of routers, which `mixture` adds up.
+    The objective excludes router losses, which `mixture` sums.
     """
     logits = reference_logits(parameters, config, tokens, positions, documents, labels, mixture)
     cross_entropy, z_loss = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
@@ -80,7 +80,7 @@ def _trunk(
     counts: list[bool],
     mixture: Mixture | None,
 ):
-    """All layers, up to the final norm."""
+    """Apply all layers, up to the final norm."""
     layers = range(config.n_layers)
     if config.residual == "attention":
         stream = _mixed(parameters, config, layers, x, positions, documents, counts, mixture)
@@ -164,7 +164,7 @@ def _ffn_half(
 def reference_loss_ahead(
     parameters: Parameters, config: ModelConfig, tokens: Tensor, labels: Tensor, documents: Tensor
 ) -> Tensor:
-    """What modules of multi-token prediction lose, a sum over tokens and a mean over modules: token by token."""
+    """Return the loss of the multi-token prediction modules, token by token: summed over tokens, averaged over modules."""
     assert config.mtp is not None
     total = torch.zeros((), dtype=torch.float64)
     for row, label, document in zip(tokens, labels.tolist(), documents, strict=True):
@@ -251,7 +251,7 @@ def _attention(
 
 
 def _latent_head(own: Parameters, x: Tensor, head: int, config: ModelConfig, positions: Tensor):
-    """Queries, keys and values of one head of latent attention, as DeepSeek-V2's paper has them."""
+    """Return queries, keys and values of one latent-attention head, as in the DeepSeek-V2 paper."""
     mla = config.mla
     assert mla is not None
     nope, rope, rank = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.kv_lora_rank
@@ -281,7 +281,7 @@ def _latent_head(own: Parameters, x: Tensor, head: int, config: ModelConfig, pos
 def _projection(
     own: Parameters, letter: str, x: Tensor, head: int, config: ModelConfig, positions: Tensor | None
 ):
-    """One head's queries, keys or values `[seq, head_dim]`; normalised and rotated at positions."""
+    """Return one head's queries, keys or values `[seq, head_dim]`, normalised and rotated at `positions`."""
     rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
     whole = x @ own[f"attention.w{letter}.weight"].T
     if config.attention_bias:
@@ -298,7 +298,7 @@ def _projection(
 
 
 def reference_rotation(x: Tensor, positions: Tensor, config: ModelConfig) -> Tensor:
-    """x `[seq, head_dim]`: complex numbers x[i] + j x[i + rope_dim/2], turned by position * frequency i."""
+    """Rotate x `[seq, head_dim]`: multiply complex x[i] + j x[i + rope_dim/2] by exp(j * position * frequency i)."""
     half = (x.shape[-1] if config.attention == "mla" else round(config.head_dim * config.rope_fraction)) // 2
     x, rest = x[:, : 2 * half], x[:, 2 * half :]
     frequencies, factor = reference_frequencies(config, 2 * half)
@@ -308,7 +308,7 @@ def reference_rotation(x: Tensor, positions: Tensor, config: ModelConfig) -> Ten
 
 
 def reference_frequencies(config: ModelConfig, dim: int) -> tuple[list[float], float]:
-    """Frequency of every pair of `dim` elements, and the factor on the rotated vectors."""
+    """Return the frequency of each of the `dim` / 2 pairs, and the factor on the rotated vectors."""
     plain = [config.rope_theta ** (-2 * i / dim) for i in range(dim // 2)]
     scaling = config.rope_scaling
     if scaling is None:

@@ -1,4 +1,4 @@
-"""The mixture of experts a second time: one token after the other, in Python. Shares no code with forge."""
+"""A second implementation of the mixture of experts: token by token, in Python. Shares no code with forge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Parameters = dict[str, Tensor]
 
 
 class Mixture:
-    """The routers' state, by layer, and what they add up over the sequences that pass."""
+    """The routers' state by layer, and their running sums over sequences."""
 
     def __init__(self, config: MoEConfig, bias: dict[int, list[float]], previous: dict[int, list[int]]):
         self.config, self.bias, self.previous = config, bias, previous
@@ -22,14 +22,14 @@ class Mixture:
 
     @property
     def loss(self) -> Tensor:
-        """To be added to the objective."""
+        """Return the routers' loss, a term of the objective."""
         balanced = self.config.aux_loss_coef * sum(self.aux.values())
         return balanced + self.config.z_loss_coef * sum(self.z_loss.values())
 
     def feed_forward(
         self, own: Parameters, layer: int, x: Tensor, counts: list[bool], model: ModelConfig
     ) -> Tensor:
-        """x `[seq, dim]`, one whole sequence; `counts` says which tokens do."""
+        """Compute one whole sequence x `[seq, dim]`. counts: mask of the tokens in the routers' sums."""
         config = self.config
         here = [0] * config.n_experts
         shares = torch.zeros(config.n_experts, dtype=torch.float64)
@@ -77,7 +77,7 @@ class Mixture:
 
 
 def choose(config: MoEConfig, scores: list[float], bias: list[float]) -> list[int]:
-    """The experts of one token, best first; of equal ones the lower index."""
+    """Return one token's experts, best first. Ties: the lower index first."""
     biased = config.balance in ("bias", "quantile")
     if biased:
         scores = [score + b for score, b in zip(scores, bias, strict=True)]
@@ -93,7 +93,7 @@ def choose(config: MoEConfig, scores: list[float], bias: list[float]) -> list[in
 
 
 def solved(required: list[list[float]], bias: list[float], top_k: int, bins: int = 1000) -> list[float]:
-    """The biases that quantile balancing solves from each token's required ones: a histogram, read expert by expert."""
+    """Solve quantile balancing: return biases from a histogram of each token's required ones, expert by expert."""
     low, high = min(bias) - 1, max(bias) + 1
     width, found = (high - low) / bins, []
     for e in range(len(bias)):
@@ -109,7 +109,7 @@ def solved(required: list[list[float]], bias: list[float], top_k: int, bins: int
 
 
 def _expert(own: Parameters, number: int, x: Tensor, config: ModelConfig) -> Tensor:
-    """What one routed expert makes of one token `[dim]`."""
+    """Apply one routed expert to one token `[dim]`."""
     into = own["feed_forward.experts.w13"][number] @ x
     if config.moe is not None and config.moe.expert_bias:
         into = into + own["feed_forward.experts.w13_bias"][number]
@@ -121,7 +121,7 @@ def _expert(own: Parameters, number: int, x: Tensor, config: ModelConfig) -> Ten
 
 
 def feed_forward(own: Parameters, path: str, x: Tensor, config: ModelConfig) -> Tensor:
-    """A dense feed-forward on x `[..., dim]`."""
+    """Apply a dense feed-forward to x `[..., dim]`."""
 
     def linear(name: str, x: Tensor) -> Tensor:
         out = x @ own[f"{path}.{name}.weight"].T

@@ -1,4 +1,4 @@
-"""Attention residuals a second time, token by token, from arXiv:2603.15031, in blocks. Shares no code with forge."""
+"""A second implementation of block attention residuals (arXiv:2603.15031), token by token. Shares no code with forge."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Half = Callable[[int, Tensor], Tensor]
 
 
 class DepthStream:
-    """The stream of one sequence `[seq, dim]`, and the values that later places may read."""
+    """The residual stream of one sequence `[seq, dim]`, and the values readable by later layers."""
 
     def __init__(self, x: Tensor, eps: float):
         self.blocks: list[Tensor] = []
@@ -20,7 +20,7 @@ class DepthStream:
         self.eps = eps
 
     def begin_block(self) -> None:
-        """What the block before has added up is complete."""
+        """Close the previous block: its sum is complete."""
         assert self.partial is not None
         self.blocks.append(self.partial)
         self.partial = None
@@ -29,7 +29,7 @@ class DepthStream:
         self.partial = out if self.partial is None else self.partial + out
 
     def read(self, query: Tensor | None) -> Tensor:
-        """The softmax over depth, for each token by itself; None where only one value is there."""
+        """Return the softmax over depth, computed per token. query None: the stream has one value only."""
         values = self.blocks if self.partial is None else [*self.blocks, self.partial]
         if query is None:
             assert len(values) == 1
@@ -55,7 +55,7 @@ def through_layers(
     attention: Half,
     feed_forward: Half,
 ) -> DepthStream:
-    """Send x `[seq, dim]` through the layers: `attention(layer, read)` and `feed_forward(layer, read)` are what they add."""
+    """Apply the layers to x `[seq, dim]`. attention, feed_forward: functions (layer, read) -> the layer's addend."""
     stream = DepthStream(x, eps)
     for number, layer in enumerate(layers):
         read = stream.read(parameters.get(f"layers.{layer}.attention_mix.query"))

@@ -1,4 +1,4 @@
-"""Train a part of a run under one layout, between checkpoints."""
+"""Train part of a run under one layout, between checkpoints."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SAVED_AFTER, LR = 2, 1e-2
 def train_part(
     rank: int, world: int, text: str, folder: str, begin: int, end: int
 ) -> dict[str, list[float] | dict]:
-    """Steps begin + 1 to end: loaded before them unless they are the first, saved after them unless they are the last.
+    """Train steps begin + 1 to end. Load a checkpoint first, unless begin is 0; save one after, unless these are the last.
 
-    Returns their losses, and all parameters after them.
+    Return the steps' losses and all final parameters.
     """
     config = parse_toml_text(text)
     meshes = make_meshes(check_world(config, world), "cpu")

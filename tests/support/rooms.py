@@ -1,4 +1,4 @@
-"""Seconds per room: what each folder of tests takes, printed at the end of a test run."""
+"""Print the seconds of each folder of tests at the end of a test run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ tests: dict[str, set[str]] = defaultdict(set)
 
 
 def add(nodeid: str, duration: float) -> None:
-    """Count a phase (setup, call or teardown) of a test."""
+    """Add the duration of one phase (setup, call or teardown) of a test."""
     parts = Path(nodeid.partition("::")[0]).parts
     room = parts[1] if len(parts) > 2 else "tests"
     seconds[room] += duration
@@ -18,7 +18,7 @@ def add(nodeid: str, duration: float) -> None:
 
 
 def table() -> list[str]:
-    """A Markdown table: one line per room, the slowest first, and the sum."""
+    """Return a Markdown table: one line per folder, the slowest first, then the sum."""
     rows = [
         (room, len(tests[room]), seconds[room]) for room in sorted(seconds, key=lambda room: -seconds[room])
     ]

@@ -1,7 +1,7 @@
-"""Whole runs of train.py's `main` on forked ranks, and what they leave in the run directory.
+"""Run train.py's `main` on forked ranks, and read the run directory.
 
-A rank here is a real process that takes real signals and joins over a real rendezvous; only the interpreter start and
-the imports are saved.
+Each rank is a real process with real signals and a real rendezvous. Forking saves only the interpreter's start and the
+imports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forge.checkpoint.folders import step_name
 from tests.support.harness import TIMEOUT_S, start_ranks
 from tests.support.scripts import prepare_rank
 
-# A model that steps in a few milliseconds, on the same data as every other test: no file, no tokenizer.
+# A model with steps of a few milliseconds, on synthetic data.
 BASE = [
     "--config=debug.toml",
     "--run.name=run",
@@ -50,7 +50,7 @@ TIMES = ("tokens_per_second", "step_time_s", "data_time_s", "gc_time_s", "memory
 
 
 class Run:
-    """A run directory under `folder`, and the command that works on it; `base` must not name another run."""
+    """A run directory under `folder`, and its command. base: options, which must not name another run."""
 
     def __init__(self, folder: Path, *options: str, base: Sequence[str] = BASE):
         self.path = folder / "run"
@@ -66,10 +66,10 @@ class Run:
         patch: str = "",
         variables: dict[str, str] | None = None,
     ) -> Any:
-        """Start the command; `.join()` of the result gives the exit codes in rank order.
+        """Start the command; `.join()` of the result returns the exit codes in rank order.
 
-        `patch` ("module:function") is called on every rank first, to put a defect in; it finds the run's path in the
-        environment, as RUN_UNDER_TEST. variables: more of the environment.
+        patch: "module:function", called on every rank first to plant a defect, with the run's path in the environment
+        variable RUN_UNDER_TEST. variables: further environment variables.
         """
         self._terminal.unlink(missing_ok=True)
         environment = (variables or {}) | {"RUN_UNDER_TEST": str(self.path)}
@@ -81,19 +81,19 @@ class Run:
         return ranks
 
     def __call__(self, *options: str, world: int = 1, fault: str = "") -> int:
-        """Run the command to its end; the exit code, which all ranks must share."""
+        """Run the command to its end. Return the exit code, which must be equal on all ranks."""
         codes = self.start(*options, world=world, fault=fault).join()
         assert len(set(codes)) == 1, f"exit codes differ: {codes}"
         return codes[0]
 
     def metrics(self, *, times: bool = False) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, without what depends on the clock."""
+        """Return the lines of metrics.jsonl. times: keep the numbers that depend on the clock."""
         lines = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
         return lines if times else [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
     @property
     def stepping(self) -> bool:
-        """Whether a few steps are done; the last line may still be on its way."""
+        """Return whether the run has done a few steps. Its last line may be incomplete."""
         path = self.path / "metrics.jsonl"
         return path.exists() and path.read_bytes().count(b"\n") > 3
 
@@ -101,7 +101,7 @@ class Run:
         return [line["loss"] for line in self.metrics() if "loss" in line]
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
-        """All, or all of one kind; what has no end yet is being written."""
+        """Return all events, or those of one kind, without an incomplete last line."""
         path = self.path / "events.jsonl"
         text = path.read_text() if path.exists() else ""
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -111,11 +111,11 @@ class Run:
         return json.loads((self.path / "status.json").read_text())
 
     def checkpoints(self) -> list[str]:
-        """Names in checkpoints/, those that start with a dot included."""
+        """Return the names in checkpoints/, including hidden ones."""
         return sorted(path.name for path in (self.path / "checkpoints").iterdir())
 
     def output(self) -> str:
-        """What the last start printed on the terminal, all ranks together."""
+        """Return the terminal output of the last start, all ranks together."""
         return self._terminal.read_text()
 
     def log(self, rank: int = 0) -> str:
@@ -123,7 +123,7 @@ class Run:
 
 
 def refused(run: Run, *options: str, world: int = 1, code: int = 2) -> str:
-    """Run a command that must be refused; return what it printed."""
+    """Assert the refusal of a command: exit code `code`, one error, no traceback. Return its output."""
     assert run(*options, world=world) == code
     output = run.output()
     assert "Traceback" not in output
@@ -136,15 +136,15 @@ def sources(path: Path | str) -> str:
 
 
 def tensor_files(run: Run, step: int) -> dict[str, str]:
-    """Name -> checksum of the files of a checkpoint that hold parameters and moments."""
+    """Return name -> checksum of a checkpoint's files with parameters and moments."""
     manifest = json.loads((run.path / "checkpoints" / step_name(step) / "manifest.json").read_text())
     return {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".distcp")}
 
 
 def assert_same_history(run: Run, whole: Run, *, swept: bool = True) -> None:
-    """Bit for bit: every line of the metrics but for times, and every tensor of the last checkpoint.
+    """Assert bitwise equality of all metrics but times, and of every tensor in the last checkpoint.
 
-    `swept`: the last start has saved, and so has removed what earlier ones had left of their saves.
+    swept: the last start has saved, so it has removed the unfinished saves of earlier starts.
     """
     assert run.metrics() == whole.metrics()
     last = whole.metrics()[-1]["step"]
@@ -155,7 +155,7 @@ def assert_same_history(run: Run, whole: Run, *, swept: bool = True) -> None:
 
 
 def flip_a_bit(run: Run, step: int) -> None:
-    """In the middle of the largest file of a checkpoint."""
+    """Flip one bit in the middle of a checkpoint's largest file."""
     folder = run.path / "checkpoints" / step_name(step)
     file = max(folder.rglob("*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
@@ -164,7 +164,7 @@ def flip_a_bit(run: Run, step: int) -> None:
 
 
 def wait_for(condition: Callable[[], object], seconds: float = TIMEOUT_S) -> None:
-    """Return when `condition` holds; AssertionError if it does not within so many seconds."""
+    """Wait until `condition` holds; AssertionError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s"
@@ -184,10 +184,9 @@ def _main(
 
 
 def reserve_port() -> tuple[socket.socket, dict[str, str]]:
-    """A port for ranks to meet at, as a socket to be kept until they end, and as the environment that says so.
+    """Reserve the ranks' rendezvous port. Return a socket to keep open until they end, and the environment variables.
 
-    Nobody else is given a port that is bound. The socket does not listen, so the first rank may: it asks, as the socket
-    does, for an address that is in use.
+    The kernel gives a bound port to nobody else. The socket does not listen, so rank 0 may: both set SO_REUSEADDR.
     """
     port = socket.socket()
     port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

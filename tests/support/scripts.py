@@ -1,4 +1,4 @@
-"""Run `python SCRIPT ARGUMENTS` in forked processes, so that a command costs no interpreter start."""
+"""Run `python SCRIPT ARGUMENTS` in forked processes, without the cost of an interpreter start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.harness import may_start_processes
 def prepare_rank(
     rank: int, world: int, environment: dict[str, str], out: Path, err: Path | None = None
 ) -> None:
-    """Give this forked process its place among `world`, and files as stdout and stderr (one for both without `err`)."""
+    """Set this forked process's rank and world size, and redirect stdout and stderr to files (err None: the same file)."""
     import torch
 
     for number, path in ((1, out), (2, err or out)):
@@ -35,7 +35,7 @@ def run_script(
     out: Path,
     err: Path | None = None,
 ) -> None:
-    """Become `python WORDS`, started in `folder`."""
+    """Run `python WORDS` in this process, in `folder`."""
     prepare_rank(rank, world, environment, out, err)
     may_start_processes()
     os.chdir(folder)

@@ -1,9 +1,9 @@
-"""Lines and lines of code of forge/, by room, and of the reading lists of docs/internals/architecture.md.
+"""Count lines and lines of code of forge/ by folder, and of the reading lists in docs/internals/architecture.md.
 
     python -m tests.support.sizes            forge/ by room, then the reading lists by file
     python -m tests.support.sizes FOLDER     another folder by room
 
-A line of code is one that is not blank, a comment, part of a docstring or part of an import.
+Lines of code exclude blank lines, comments, docstrings and imports.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _is_docstring(node: ast.AST) -> bool:
 
 
 def by_room(folder: Path) -> dict[str, Size]:
-    """Sizes of the folders and files directly in `folder`."""
+    """Return the size of each folder and file directly in `folder`."""
     rooms: dict[str, Size] = {}
     for path in sorted(folder.rglob("*.py")):
         room = path.relative_to(folder).parts[0]

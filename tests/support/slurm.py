@@ -1,6 +1,6 @@
-"""A real Slurm in one folder, as the present user: munged, slurmctld, and two nodes that are both this machine.
+"""Run a real Slurm in one folder as the current user: munged, slurmctld, and two nodes, both on this machine.
 
-Debian's packages `munge slurmctld slurmd slurm-client` have all that it needs; other versions of Slurm were not tried.
+Requires Debian's packages `munge slurmctld slurmd slurm-client`. Other versions of Slurm are untested.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "slurm" / "train.sbatch"
 DAEMONS = ("munged", "slurmctld", "slurmd")
 NODES = ("127.0.0.1", "127.0.0.2")
-# Debian's daemons are where an ordinary user's PATH does not look.
+# Debian's daemons are outside an ordinary user's PATH.
 PATH = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/usr/local/sbin"])
 MISSING = [name for name in (*DAEMONS, "sbatch") if shutil.which(name, path=PATH) is None]
 
-# cred_expire: a requeued job waits so long; 120 s by default, and for less than 5. SlurmdTimeout: a node is down after so
-# long without an answer.
+# cred_expire: seconds before a requeued job starts; 120 by default and for values below 5. SlurmdTimeout: seconds
+# without an answer before a node is down.
 CONFIG = """
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
@@ -91,7 +91,7 @@ class Slurm:
         )
 
     def start(self) -> None:
-        """Start all daemons. AssertionError if the nodes are not ready soon."""
+        """Start all daemons; AssertionError if the nodes are not ready in time."""
         files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid"}
         files |= {"log-file": "munged.log", "seed-file": "munge.seed"}
         options = [f"--{option}={self.folder / name}" for option, name in files.items()]
@@ -106,16 +106,16 @@ class Slurm:
         self._daemon(node, "slurmd", "-D", "-N", node)
 
     def kill_node(self, node: str) -> None:
-        """End everything on a node at once, as when its power is cut."""
+        """Kill all processes of a node at once, as in a power failure."""
         self._daemons[node].kill()
         self._daemons[node].wait()
         for pid in self.processes(f"SLURMD_NODENAME={node}"):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(_parent(pid), signal.SIGKILL)  # slurmstepd, which would report the task's end
+                os.kill(_parent(pid), signal.SIGKILL)  # slurmstepd would report the task's end
                 os.kill(pid, signal.SIGKILL)
 
     def __call__(self, *command: str, **environment: str) -> str:
-        """Run a command of Slurm and return what it prints."""
+        """Run a Slurm command and return its output."""
         done = subprocess.run(
             command, env=self.environment | environment, capture_output=True, text=True, timeout=240
         )
@@ -125,7 +125,7 @@ class Slurm:
         return self("sinfo", "-h", "-n", node, "-o", "%t", "-p", "usual")
 
     def processes(self, *variables: str) -> list[int]:
-        """Processes of this cluster that have these variables, as `NAME=value`, in their environment."""
+        """Return this cluster's processes with all of `variables` ("NAME=value") in their environment."""
         wanted, found = {f"SLURM_CONF={self.configuration}", *variables}, []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -134,7 +134,7 @@ class Slurm:
         return found
 
     def errors(self) -> str:
-        """What ended a daemon, as it printed it."""
+        """Return the daemons' fatal errors."""
         logs = [path.read_text() for path in self.folder.glob("*.log")]
         return "; ".join(line for log in logs for line in log.splitlines() if "fatal" in line)
 
@@ -159,7 +159,7 @@ class Slurm:
 
 
 class Job:
-    """A run of train.sbatch on both nodes, which trains until `finish_soon` is called."""
+    """A train.sbatch job on both nodes, training until `finish_soon`."""
 
     def __init__(self, slurm: Slurm, folder: Path, *options: str, **environment: str):
         self._slurm, self._config, self.log_file = slurm, folder / "run.toml", folder / "job.log"
@@ -168,7 +168,7 @@ class Job:
         name = f"--config={self._config}"
         arguments = [name, *(argument for argument in BASE if not argument.startswith("--config"))]
         arguments = [argument for argument in arguments if not argument.startswith("--train.steps")]
-        # Too short for Slurm's usual notice, so that what a killed test leaves behind ends soon.
+        # A short time limit, below Slurm's usual notice, so a killed test's leftovers end soon.
         times = ["--time=5", "--signal=SIGTERM@30"]
         command = ["sbatch", "--parsable", "--nodes=2", "--exclusive", *times, f"--output={self.log_file}"]
         train = [*arguments, f"--run.output_dir={folder}", "--checkpoint.interval=0", *options]
@@ -183,15 +183,15 @@ class Job:
         self.number = submitted.stdout.strip()
 
     def signal(self) -> None:
-        """As `--signal` does it: SIGTERM to the processes of the step."""
+        """Send SIGTERM to the processes of the step, like sbatch `--signal`."""
         self._slurm("scancel", "--signal=TERM", self.number)
 
     def tasks(self) -> list[int]:
-        """Processes of the step."""
+        """Return the processes of the step."""
         return self._slurm.processes(f"SLURM_JOB_ID={self.number}", "SLURM_STEP_ID=0")
 
     def handles_signals(self) -> bool:
-        """Whether both tasks have a handler for SIGTERM."""
+        """Return whether both tasks have a handler for SIGTERM."""
         masks = []
         for pid in self.tasks():
             with contextlib.suppress(OSError):
@@ -199,7 +199,7 @@ class Job:
         return sum(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks) == 2
 
     def finish_soon(self) -> None:
-        """In the next turn, a few steps after the last checkpoint."""
+        """Let the next job run finish a few steps after the last checkpoint."""
         self._set_steps(self.step + 3)
 
     @property
@@ -207,7 +207,7 @@ class Job:
         return json.loads((self.run.path / "status.json").read_text())["step"] if self.state() else 0
 
     def state(self) -> str:
-        """That of status.json."""
+        """Return `state` of status.json."""
         path = self.run.path / "status.json"
         return json.loads(path.read_text())["state"] if path.exists() else ""
 
@@ -230,7 +230,7 @@ class Job:
 
 
 def _die_with_parent() -> None:
-    """In a child: end when pytest is killed. What its jobs train ends at the jobs' time limit."""
+    """In a child: die when pytest is killed. Running jobs end at their time limit."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 

@@ -14,7 +14,7 @@ VOCAB = 23
 
 
 def small_config(**changes: Any) -> ModelConfig:
-    """Two layers, grouped heads, no option on."""
+    """Return a configuration of two layers with grouped heads and no options."""
     plain: dict[str, Any] = {
         "dim": 24,
         "n_layers": 2,
@@ -30,13 +30,13 @@ def small_config(**changes: Any) -> ModelConfig:
 
 
 def on_meta(config: ModelConfig, seq_len: int = 12) -> Transformer:
-    """The model of `config`, without memory."""
+    """Return the model of `config` on the meta device."""
     with torch.device("meta"):
         return build_model(config, seq_len)
 
 
 class Wider(Transformer):
-    """A class of one's own: learned positions, and in the last layer a mixer of three matrices, one of them idle."""
+    """A custom model: learned positions, and in the last layer a mixer of three matrices, one of them unused."""
 
     def __init__(self, config: ModelConfig, seq_len: int, **part: Any):
         super().__init__(config, seq_len, **part)
@@ -61,7 +61,7 @@ class Mixer(nn.Module):
 
 
 class Scan(nn.Module):
-    """Says itself what it computes."""
+    """A module that reports its own FLOPs."""
 
     initial_value = staticmethod(lambda name: 0.5)
 
@@ -76,7 +76,7 @@ class Scan(nn.Module):
 def small_model(
     config: ModelConfig, seq_len: int = 12, dtype: torch.dtype = torch.float64, **parts: Any
 ) -> Transformer:
-    """A part of the model of `config`; a parameter's values depend on its name alone."""
+    """Return a part of the model of `config`. A parameter's values depend only on its name."""
     model = Transformer(config, seq_len, **parts).to(dtype)
     fill(model)
     model.reset_buffers(dtype)
@@ -85,7 +85,7 @@ def small_model(
 
 @torch.no_grad()
 def fill(model: Transformer) -> None:
-    """Initial values, but constants with noise on top: ones and zeros would hide a missing norm or bias."""
+    """Initialise, and add noise to constants: ones and zeros would hide a missing norm or bias."""
     values = model.initial_values()
     for name, parameter in model.named_parameters():
         start = values[name]
@@ -95,7 +95,7 @@ def fill(model: Transformer) -> None:
 
 
 def batch(sequences: int = 2, seq: int = 12, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens and labels `[sequences, seq]`; some labels are ignored."""
+    """Return tokens and labels `[sequences, seq]`, some labels ignored."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(VOCAB, (sequences, seq + 1), generator=generator)
     labels = text[:, 1:].clone()

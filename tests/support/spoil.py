@@ -1,5 +1,5 @@
-"""Defects put into runs by `Run.start(patch="tests.support.spoil:NAME")`, keyed by data, so that who reads it again meets
-them again."""
+"""Defects for `Run.start(patch="tests.support.spoil:NAME")`. Most are keyed by data, so they return when a rank reads the
+same samples again."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 
 
 def samples_32_to_55() -> None:
-    """A gradient that is not finite on the rank that reads one of these samples, in steps 5 to 7 of a batch of 8."""
+    """Make the gradient non-finite on the rank with one of these samples: steps 5 to 7, with 8 samples per batch."""
     _spoil_gradients(lambda samples: any(32 <= sample < 56 for sample in samples), torch.nan)
 
 
 def samples_36_to_39() -> None:
-    """The same in the second half of step 5: with two ranks, on rank 1 only."""
+    """Make the gradient non-finite in the second half of step 5: with two ranks, on rank 1 only."""
     _spoil_gradients(lambda samples: any(36 <= sample < 40 for sample in samples), torch.nan)
 
 
 def infinity_in_one_gradient() -> None:
-    """One element of one gradient, on rank 1, in step 5."""
+    """Set one element of one gradient to infinity, on rank 1, in step 5."""
 
     def spoil(model, sums) -> None:
         if os.environ["RANK"] == "1":
@@ -32,17 +32,17 @@ def infinity_in_one_gradient() -> None:
 
 
 def loss_that_is_no_number() -> None:
-    """The loss of step 5 on all ranks; gradients stay finite."""
+    """Make the loss of step 5 NaN on all ranks; gradients stay finite."""
     _spoil(lambda samples: 32 <= samples.start < 40, lambda model, sums: sums.values[:2].fill_(torch.nan))
 
 
 def everything_from_32() -> None:
-    """The same for all data from step 5 on."""
+    """Make the gradient non-finite for all data from step 5 on."""
     _spoil_gradients(lambda samples: max(samples) >= 32, torch.nan)
 
 
 def spike_at_56() -> None:
-    """A finite gradient, a thousand times too large, in step 8."""
+    """Multiply the gradient by a thousand in step 8."""
     _spoil_gradients(lambda samples: 56 in samples, 1000.0)
 
 
@@ -56,7 +56,7 @@ def _spoil_gradients(when: Callable[[range], bool], factor: float) -> None:
 
 
 def _spoil(when: Callable[[range], bool], spoil: Callable[[Any, Any], object]) -> None:
-    """Call `spoil(model, sums)` once gradients over samples (of this rank) for which `when` holds are complete."""
+    """Call `spoil(model, sums)` after backward of a step whose local samples satisfy `when`."""
     from forge.parallel.pipeline.execute import PipelinedModel
     from forge.parallel.step.model import SequentialModel
 
@@ -84,22 +84,22 @@ def _spoil_kind(kind: Any, when: Callable[[range], bool], spoil: Callable[[Any, 
 
 
 def one_bit_after_step_5() -> None:
-    """A bit of a parameter flips on the last rank; when the step is made again it does not."""
+    """Flip a bit of a parameter on the last rank, once: not when the step is repeated."""
     _flip_a_bit(_last_ranks("w1.weight"), lambda step, seen: step == 5 and not seen)
 
 
 def one_bit_of_an_expert_after_step_5() -> None:
-    """The same of a routed expert's weight."""
+    """Flip a bit of a routed expert's weight, once."""
     _flip_a_bit(_last_ranks("experts.w13"), lambda step, seen: step == 5 and not seen)
 
 
 def one_bit_of_a_tied_copy_after_step_5() -> None:
-    """The same of the last stage's copy of a weight that the first stage owns."""
+    """Flip a bit of the last stage's copy of a tied weight, once. The first stage owns the weight."""
     _flip_a_bit(lambda model: model._tied._last, lambda step, seen: step == 5 and not seen)
 
 
 def one_bit_after_every_step_from_5() -> None:
-    """The same again and again, as of a broken machine."""
+    """Flip a bit after every step, like a broken node."""
     _flip_a_bit(_last_ranks("w1.weight"), lambda step, seen: step >= 5)
 
 
@@ -115,7 +115,7 @@ def _last_ranks(ending: str) -> Callable[[Any], Any]:
 
 
 def _flip_a_bit(find: Callable[[Any], Any], when: Callable[[int, bool], bool]) -> None:
-    """In what `find(model)` returns; None: not on this rank."""
+    """Flip a bit of the tensor returned by `find(model)`. None: not on this rank."""
     from forge.train.trainer import Trainer
 
     make_step, seen = Trainer.step, set()
@@ -131,7 +131,7 @@ def _flip_a_bit(find: Callable[[Any], Any], when: Callable[[int, bool], bool]) -
 
 
 def half_a_second_for_each_step() -> None:
-    """On the clock of the time limit, on which nothing else takes any time: a busy machine changes nothing."""
+    """Advance the time limit's clock only here, by half a second per step, so a busy machine has no effect."""
     import forge.resilience.stopping as stopping
     from forge.train.trainer import Trainer
 
@@ -148,23 +148,23 @@ def half_a_second_for_each_step() -> None:
 
 
 def slow_data_on_rank_1() -> None:
-    """Rank 1 reads slowly."""
+    """Slow down rank 1's data."""
     _slow_down("data")
 
 
 def slow_forward_on_rank_1() -> None:
-    """Rank 1 computes slowly."""
+    """Slow down rank 1's forward."""
     _slow_down("forward")
 
 
 def slow_optimizer_on_rank_1() -> None:
-    """Rank 1 updates slowly."""
+    """Slow down rank 1's optimizer."""
     _slow_down("optimizer")
 
 
 def _slow_down(phase: str) -> None:
-    """Time passes only where this says so, so a busy machine makes no rank slow: every wait for data, feed-forward and
-    update takes 10 ms, and 50 ms on rank 1 in `phase`."""
+    """Replace the clock, so a busy machine makes no rank slow: every wait for data, feed-forward and update takes 10 ms,
+    but 50 ms on rank 1 in `phase`."""
     import queue
 
     import forge.resilience.stragglers as stragglers

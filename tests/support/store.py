@@ -1,4 +1,4 @@
-"""A store of objects on the loopback interface, with the faults of real ones: late, truncated, reset, unwell, changed."""
+"""An object store on the loopback interface with injected faults: latency, truncation, resets, 503s and changes."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 Fault = Callable[["Request"], str | None]
-"""Returns what to do wrong: "503", "reset", "truncate", "404"; None: nothing."""
+"""Returns the fault to inject: "503", "reset", "truncate", "404" or None."""
 
 
 class Request:
-    """A request for an object: `count` is how often this object was asked for, this time included."""
+    """A request for an object. count: requests for this object so far, this one included."""
 
     def __init__(self, method: str, key: str, span: tuple[int, int] | None, count: int):
         self.method, self.key, self.range, self.count = method, key, span, count
 
 
 class Store:
-    """Objects by key (`bucket/path`), over plain HTTP and as much of S3 as s3fs needs. Thread-safe for tests."""
+    """Objects by key (`bucket/path`), over plain HTTP and the part of S3 needed by s3fs. Thread-safe for tests."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.fault: Fault = lambda request: None
         self.before: Callable[[Request], None] = lambda request: None
-        """Called by the server's thread before each answer: tests wait here, where they want latency."""
+        """Called by the server's thread before each answer. Tests sleep here for latency."""
         self.gets: Counter[tuple[str, tuple[int, int] | None]] = Counter()
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -173,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _unframed(data: bytes) -> bytes:
-    """The content of AWS's own chunks: size in hex, `;signature`, content, until a chunk of size 0."""
+    """Decode AWS's chunks: size in hex, `;signature`, content, until a chunk of size 0."""
     content = b""
     while data:
         line, _, data = data.partition(b"\r\n")
@@ -193,12 +193,12 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 64
 
     def handle_error(self, *_: object) -> None:
-        """A client that has gone is no error."""
+        """Ignore clients that disconnect."""
 
 
 @contextmanager
 def serving() -> Iterator[Store]:
-    """In the body a store is served on a free port."""
+    """Serve a store on a free port during the body."""
     store = Store()
     handler = type("Handler", (_Handler,), {"store": store})
     with _Server(("127.0.0.1", 0), handler) as server:

@@ -1,4 +1,4 @@
-"""Forged checkpoints: changed by one who knows the format, and signed again."""
+"""Tamper with checkpoints as an attacker who knows the format, and update the manifest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forge.checkpoint.manifest import MANIFEST, compose, entry, read_manifest
 
 
 def sign(path: Path, names: Iterable[str] | None = None) -> None:
-    """Make the manifest agree with the files. names: that it lists; None: those that it lists now."""
+    """Update the manifest to match the files. names: files to list; None: the files listed now."""
     manifest = read_manifest(path)
     files = {name: entry(path / name) for name in (manifest["files"] if names is None else names)}
     text = compose(manifest["step"], manifest["world_size"], manifest["layout"], files)
@@ -19,7 +19,7 @@ def sign(path: Path, names: Iterable[str] | None = None) -> None:
 
 
 def edit_index(path: Path, edit: Callable[[Any], None]) -> None:
-    """Change DCP's index in place; the manifest does not agree with it until `sign`."""
+    """Change DCP's index in place. The manifest differs from it until `sign`."""
     index = pickle.loads((path / ".metadata").read_bytes())
     edit(index)
     (path / ".metadata").write_bytes(pickle.dumps(index))

@@ -1,4 +1,4 @@
-"""Small datasets for the tests of this folder."""
+"""Small datasets for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ S, GLOBAL = 16, 8
 
 
 class Counting:
-    """A source whose t-th token is t and whose documents are `length` tokens long."""
+    """A source with token t at position t, in documents of `length` tokens."""
 
     name = fingerprint = "counting"
 
@@ -35,7 +35,7 @@ class Counting:
 
 
 def write_documents(folder: Path, lengths: list[int], *, vocab_size: int = 1000, **options) -> TokenDataset:
-    """A dataset of documents of these lengths whose tokens count up from 0 modulo the vocabulary."""
+    """Write documents of `lengths`, with token ids counting up from 0 modulo the vocabulary."""
     writer = ShardWriter(folder, vocab_size=vocab_size, tokenizer="test", **options)
     place = 0
     for length in lengths:
@@ -46,7 +46,7 @@ def write_documents(folder: Path, lengths: list[int], *, vocab_size: int = 1000,
 
 
 class Numbers:
-    """A source of this many windows of one token, which nobody reads; recognised by its name."""
+    """A source of `windows` windows of one token, identified by name. Its tokens are never read."""
 
     def __init__(self, name: str, windows: int):
         self.name = self.fingerprint = name
@@ -56,7 +56,7 @@ class Numbers:
 def located(
     weights: Sequence[float], sizes: Sequence[int], samples: Iterable[int], **options: Any
 ) -> list[tuple[int, int, int]]:
-    """(source, epoch, window) of global samples of sources of `sizes` windows."""
+    """Return (source, epoch, window) of global samples, for sources of `sizes` windows."""
     sources = [Numbers(str(number), size) for number, size in enumerate(sizes)]
     dataset = PackedDataset(sources, weights, 1, **options)
     return [(int(name), epoch, window) for name, epoch, window in map(dataset.locate, samples)]

@@ -1,11 +1,11 @@
-"""Thinned grids keep every pair of values."""
+"""Covering arrays keep every pair of values."""
 
 import itertools
 
 from tests.support.covering import covering, pairs
 
 
-def test_every_pair_of_a_grid_is_kept_with_few_of_its_cases() -> None:
+def test_few_cases_cover_every_pair_of_a_grid() -> None:
     grid = list(itertools.product("abcde", range(4), (False, True)))
     chosen = covering(grid, lambda case: pairs(*case), [("c", 3, True)])
     everything = set().union(*(pairs(*case) for case in grid))
@@ -14,5 +14,5 @@ def test_every_pair_of_a_grid_is_kept_with_few_of_its_cases() -> None:
     assert chosen == [case for case in grid if case in chosen], "in the order of the grid"
 
 
-def test_equal_values_in_two_places_are_two() -> None:
+def test_equal_values_at_two_places_are_two_values() -> None:
     assert len(pairs(2, 2, 2)) == 3

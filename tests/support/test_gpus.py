@@ -1,4 +1,4 @@
-"""Tests see no GPU but those that need one, and two ranks that share one GPU are refused."""
+"""GPUs are hidden from ordinary tests, and two ranks on one GPU are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.runs import BASE, Run
 
 
 def test_the_environment_of_tests_hides_gpus() -> None:
-    """The process itself sees none, and neither do its children."""
+    """Neither this process nor its children see a GPU."""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()
 
 
@@ -28,7 +28,7 @@ def test_the_environment_of_tests_hides_gpus() -> None:
         ("", ["tests/gpu", "tests/train"], False),
     ],
 )
-def test_only_a_process_for_tests_that_need_a_gpu_sees_gpus(
+def test_only_a_pytest_process_of_gpu_tests_sees_gpus(
     monkeypatch: pytest.MonkeyPatch, markers: str, paths: list[str], needed: bool
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])

@@ -1,4 +1,4 @@
-"""The files of forge/ whose functions run while a model is built and trained."""
+"""Record the files of forge/ whose functions run while a model is built and trained."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from forge.runtime import world
 from forge.train import trainer
 
 FORGE = Path(hook.__file__).parent
-# Calls of hooks, and of the logger, report. All other calls build and train.
+# Calls from hooks and from the logger count as `reports`. All other calls count as `trains`.
 REPORTS: set[CodeType] = {hook._call.__code__, logging.Logger._log.__code__}
 
 
 class Traced:
-    """Names of files, relative to forge/, by kind: `trains` and `reports`."""
+    """File names relative to forge/, by kind: `trains` and `reports`."""
 
     def __init__(self) -> None:
         self.files: dict[str, set[str]] = {"trains": set(), "reports": set()}
@@ -40,13 +40,13 @@ class Traced:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(FORGE) and frame.f_code.co_name != "<module>":
             name = path.relative_to(FORGE).as_posix()
-            # Of the other threads, the loader's trains; those that save and watch report.
+            # Among the other threads, the loader's counts as `trains`, savers and watchers as `reports`.
             trains = state.setdefault("trains", main or name == "data/loader.py")
             self.files["trains" if trains and not inside else "reports"].add(name)
 
 
 def trace() -> None:
-    """Trace each build and step of this process and of its threads; write `traced.RANK.json` at the end of the run."""
+    """Trace all builds and steps of this process and its threads; write `traced.RANK.json` at the end of the run."""
     found = Traced()
     threading.setprofile(found.profile)  # the loader's thread
 

@@ -1,4 +1,4 @@
-"""Scripts on forked processes, and a small trained model for them."""
+"""Run scripts in forked processes, and train a small model for them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Result:
 
 
 def call(folder: Path, script: str, *arguments: object, environment: dict[str, str] | None = None) -> Result:
-    """Run `python scripts/SCRIPT.py ARGUMENTS` in `folder`; only the interpreter's start is saved.
+    """Run `python scripts/SCRIPT.py ARGUMENTS` in `folder`, in a forked process, without the interpreter's start.
 
-    `environment` is added to the one that this process had when it first started ranks: pass what a test sets.
+    environment: variables added to those of the fork server, which do not include a test's own changes.
     """
     out, err = folder / "out.txt", folder / "err.txt"
     words = [str(ROOT / "scripts" / f"{script}.py"), *map(str, arguments)]
@@ -38,13 +38,13 @@ def call(folder: Path, script: str, *arguments: object, environment: dict[str, s
 
 
 def objects(result: Result) -> list[dict[str, Any]]:
-    """What --json prints."""
+    """Return the objects printed by --json."""
     assert result.code == FINISHED, result.err
     return [json.loads(line) for line in result.out.splitlines()]
 
 
 def refusal(result: Result) -> str:
-    """The one sentence that a user's mistake ends in."""
+    """Return the one-sentence error of a user's mistake."""
     assert "Traceback" not in result.err
     errors = [line for line in result.err.splitlines() if "forge: " in line]
     assert len(errors) == 1 and result.err.splitlines()[-1] == errors[0], result.err
@@ -52,7 +52,7 @@ def refusal(result: Result) -> str:
 
 
 def prepared(folder: Path, tokenizer: str = "bytes") -> Path:
-    """Documents that run on to "h" from any letter before it, in FOLDER/data/{train,validation}."""
+    """Write documents of consecutive letters up to "h", from any first letter, to FOLDER/data/{train,validation}."""
     documents = ["abcdefgh"[begin:] for begin in range(8)]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents * 150))
     prepare(Request((str(folder / "text.jsonl"),), tokenizer, folder / "data", holdout=0.4))
@@ -64,7 +64,7 @@ def prepare_bytes(text: Path, output: Path) -> None:
 
 
 def trained(folder: Path, *options: str, world: int = 1, tokenizer: str = "bytes", steps: int = 6) -> Run:
-    """A finished run in FOLDER/run on the data of `prepared(folder)`, evaluated at its end."""
+    """Return a finished run in FOLDER/run on the data of `prepared(folder)`, evaluated at its end."""
     run = on_prepared(
         folder, f"--train.steps={steps}", f"--evaluate.interval={steps}", *options, tokenizer=tokenizer
     )
@@ -73,7 +73,7 @@ def trained(folder: Path, *options: str, world: int = 1, tokenizer: str = "bytes
 
 
 def on_prepared(folder: Path, *options: str, tokenizer: str = "bytes") -> Run:
-    """A run in FOLDER/run on the data of `prepared(folder)`, to be started."""
+    """Return a run in FOLDER/run on the data of `prepared(folder)`, not started yet."""
     data = folder / "data"
     return Run(
         folder,

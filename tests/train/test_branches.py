@@ -1,4 +1,4 @@
-"""A branch of a plateau may end where it likes, but not decay before it begins."""
+"""A branch from a plateau may end at any step, but its decay may not begin before the branch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def config_of(steps: int, fraction: float = 0.2) -> Config:
 
 @pytest.fixture
 def stem(tmp_path: Path) -> Path:
-    """A checkpoint of a run whose plateau ends at step 800."""
+    """Return a checkpoint of a run with a plateau up to step 800."""
     (tmp_path / "config.toml").write_text(to_toml(config_of(1000)))
     return tmp_path
 
@@ -28,12 +28,12 @@ def test_a_shorter_branch_decays_from_a_checkpoint_of_the_plateau(stem: Path) ->
     compare_for_resume(stem, 400, config_of(480, fraction=1 / 6), branch=True)
 
 
-def test_a_decay_before_the_branch_is_refused_with_the_fraction_that_fits(stem: Path) -> None:
+def test_a_decay_before_the_branch_is_refused_with_a_valid_fraction(stem: Path) -> None:
     with pytest.raises(UserError, match=r"begun after step 360.*decay_fraction = 0\.111"):
         compare_for_resume(stem, 400, config_of(450), branch=True)
     compare_for_resume(stem, 400, config_of(450, fraction=0.111), branch=True)
     compare_for_resume(stem, 400, config_of(450))
 
 
-def test_a_stem_that_was_decaying_itself_goes_on(stem: Path) -> None:
+def test_a_branch_from_a_decaying_stem_continues(stem: Path) -> None:
     compare_for_resume(stem, 900, config_of(950), branch=True)

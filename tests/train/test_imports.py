@@ -1,4 +1,4 @@
-"""What a process loads before its first step, which its user waits for."""
+"""Modules loaded before the first step, while the user waits."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import torch
 
 from tests.support.runs import BASE
 
-# Since 2.14 PyTorch itself imports its compiler where a DeviceMesh is sliced.
+# Since 2.14 PyTorch itself imports its compiler when a DeviceMesh is sliced.
 COMPILER = ["torch._dynamo", "torch._inductor"] if torch.__version__ >= (2, 14) else []
 
 CODE = """

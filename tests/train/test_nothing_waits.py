@@ -1,4 +1,4 @@
-"""In a step the host launches work and reads nothing that the device computes: reading would wait for all that is queued."""
+"""In a step the host launches work and reads no result of the device. A read would wait for all queued work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.harness import run_ranks
 
 WORLD = 2
 CONFIGS = Path(__file__).parents[2] / "configs"
-# Operators whose results, or their shapes, the host needs to go on, and methods that copy a tensor to it.
+# Operators whose results or output shapes the host needs, and methods that copy a tensor to the host.
 READING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "bincount")
 METHODS = ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy")
 
@@ -69,7 +69,7 @@ class NoReading(TorchDispatchMode):
 
 @contextmanager
 def no_reading() -> Iterator[ExitStack]:
-    """Raise Waited where the body reads a tensor; closing the result allows it."""
+    """Raise Waited if the body reads a tensor. Closing the yielded stack allows reads again."""
 
     def wait(*_: object, **__: object) -> None:
         raise Waited
@@ -102,7 +102,7 @@ def _make_steps(rank: int, world: int, texts: list[str]) -> None:
         for module in (module for part in model.parts for module in part.modules()):
             dispatch = getattr(module, "dispatch", None)
             if isinstance(dispatch, AllToAllDispatcher | NodeDispatcher):
-                # How many rows go to which rank depends on the tokens, and the host must know it.
+                # The number of rows per rank depends on the tokens, and the host needs it.
                 dispatch.sizes = _may_read(dispatch.sizes, methods)
         batch = next(config_batches(config, meshes.data_rank, meshes.data_ranks))
         try:
@@ -114,7 +114,7 @@ def _make_steps(rank: int, world: int, texts: list[str]) -> None:
 
 
 def _text(name: str, keys: dict[str, Any]) -> str:
-    # Not in float64, in which experts are computed one by one on a CPU.
+    # Not in float64, because a CPU computes float64 experts one by one.
     small, _ = shrink(load_config(["--config", str(CONFIGS / f"{name}.toml")]), exact=False)
     config = changed(small, {"parallel.dp_shard": -1, "train.global_batch_size": 16} | keys)
     degrees = check_world(config, WORLD)
@@ -131,7 +131,7 @@ def test_nothing_in_a_step_waits_for_the_device(name: str) -> None:
     run_ranks(_make_steps, WORLD, [_text(name, keys) for keys in CASES[name]])
 
 
-def test_a_step_that_reads_is_found() -> None:
+def test_a_reading_step_is_found() -> None:
     x = torch.ones(3)
     for read in (lambda: x.sum().item(), lambda: x.nonzero(), lambda: bool(x[0] > 0), lambda: x.tolist()):
         with pytest.raises(Waited), no_reading():

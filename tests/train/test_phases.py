@@ -1,4 +1,4 @@
-"""What a phase changes in the model, in this process."""
+"""A phase's changes to the model, in this process."""
 
 from forge.config import Phases, parse_toml_text
 from forge.tools.verify.plain import plain_model
@@ -16,7 +16,7 @@ value_head_dim = 6
 """
 
 
-def test_a_window_is_for_the_layers_that_have_one() -> None:
+def test_a_window_applies_only_to_sliding_window_layers() -> None:
     model = plain_model(parse_toml_text(tiny_config(model=PATTERN)))
     before = [block.attention.window for block in model.layers.values()]
     config = parse_toml_text(tiny_config(model=PATTERN.replace("24", "8")))

@@ -6,7 +6,7 @@ from forge.train.results import DelayedRead
 CPU = torch.device("cpu")
 
 
-def test_a_value_is_given_out_once_a_newer_one_exists():
+def test_a_value_is_returned_once_a_newer_one_exists():
     delayed = DelayedRead(CPU)
     assert delayed.pop() is None
     delayed.push(1, torch.tensor([1.0, 2.0]))
@@ -16,7 +16,7 @@ def test_a_value_is_given_out_once_a_newer_one_exists():
     assert delayed.pop() is None
 
 
-def test_flush_gives_out_everything_oldest_first():
+def test_flush_returns_everything_oldest_first():
     delayed = DelayedRead(CPU)
     for key in range(3):
         delayed.push(key, torch.tensor([float(key)]))
@@ -30,7 +30,7 @@ def test_a_value_is_a_snapshot():
     assert delayed.pop(flush=True) == ("key", [1.0])
 
 
-def test_float64_keeps_every_bit_and_gradients_are_no_hindrance():
+def test_float64_keeps_every_bit_also_for_tensors_with_gradients():
     delayed = DelayedRead(CPU)
     delayed.push(0, torch.tensor([0.1], dtype=torch.float64, requires_grad=True))
     assert delayed.pop(flush=True) == (0, [0.1])

@@ -1,4 +1,4 @@
-"""What a mixture of experts adds to the metrics."""
+"""Metrics of a mixture of experts."""
 
 import pytest
 
@@ -14,7 +14,9 @@ from tests.support.runs import Run
     ],
     ids=["aux_loss", "bias"],
 )
-def test_the_load_of_experts_is_reported_as_far_as_it_is_on(tmp_path, options: str, losses: set[str]) -> None:
+def test_the_load_and_the_enabled_losses_of_experts_are_reported(
+    tmp_path, options: str, losses: set[str]
+) -> None:
     moe = f"--model.moe={{n_experts=4,top_k=2,expert_dim=32,n_dense_layers=1,{options}}}"
     board = ("--metrics.tensorboard=true", "--metrics.expert_map_interval=3")
     run = Run(tmp_path, moe, "--train.steps=4", "--metrics.log_interval=2", *board)

@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is not finite changes nothing, on any rank, and is counted."""
+"""A step with a non-finite loss or gradient changes nothing on any rank, and is counted."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tests.support.runs import Run, tensor_files
 
 
 @pytest.mark.planted("transient")
-def test_n1_one_bad_gradient_on_one_rank_makes_all_skip_and_the_run_goes_on(tmp_path) -> None:
+def test_n1_one_bad_gradient_on_one_rank_makes_all_skip_and_the_run_continues(tmp_path) -> None:
     run = Run(tmp_path)
     assert run.start(world=2, patch="tests.train.test_skips:spoil_step_3_on_rank_1").join() == [0, 0]
     lines = run.metrics()
@@ -17,15 +17,15 @@ def test_n1_one_bad_gradient_on_one_rank_makes_all_skip_and_the_run_goes_on(tmp_
 
 
 @pytest.mark.planted("transient")
-def test_n1_a_skipped_step_leaves_parameters_moments_and_counters_as_they_were(tmp_path) -> None:
-    """The run whose third step is spoiled saves, after it, what it had saved after the second."""
+def test_n1_a_skipped_step_leaves_parameters_moments_and_counters_unchanged(tmp_path) -> None:
+    """The checkpoint after the spoiled third step equals the one after the second."""
     run = Run(tmp_path, "--checkpoint.interval=1", "--checkpoint.keep_last=100", "--train.steps=4")
     assert run.start(world=2, patch="tests.train.test_skips:spoil_step_3_on_rank_1").join() == [0, 0]
     assert tensor_files(run, 3) == tensor_files(run, 2)
     assert tensor_files(run, 4) != tensor_files(run, 3)
 
 
-def test_too_many_bad_steps_in_a_row_end_the_run_with_what_it_knows(tmp_path) -> None:
+def test_too_many_bad_steps_in_a_row_end_the_run_with_a_diagnosis(tmp_path) -> None:
     run = Run(tmp_path, "--resilience.max_skipped_steps=3", "--train.steps=50")
     assert run.start(world=2, patch="tests.train.test_skips:spoil_every_step_from_5").join() == [1, 1]
     status = run.status()

@@ -1,4 +1,4 @@
-"""Losses by source and by position are those of the tokens, whatever the microbatches and the layout."""
+"""Losses by source and by position match the tokens for any microbatches and any layout."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_token_further_ahead_counts_for_its_row_s_source() -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_losses_further_ahead_are_those_of_the_sources_on_every_layout(tmp_path: Path) -> None:
+def test_multi_token_losses_by_source_are_equal_on_every_layout(tmp_path: Path) -> None:
     alone = lines_with_ahead(tmp_path / "alone")
     for line in alone:
         low, high = sorted(line["mtp_sources"].values())
@@ -114,7 +114,7 @@ def test_losses_further_ahead_are_those_of_the_sources_on_every_layout(tmp_path:
     ],
     ids=str,
 )
-def test_they_are_equal_on_every_layout(tmp_path, alone, layout: list[str]) -> None:
+def test_source_losses_are_equal_on_every_layout(tmp_path, alone, layout: list[str]) -> None:
     run = Run(tmp_path, *FLOAT64, MIXTURE, "--train.steps=3", "--metrics.sources=true", *layout)
     assert run(world=2) == 0, run.output()
     lines = [line for line in run.metrics() if "loss" in line]

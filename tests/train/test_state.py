@@ -1,4 +1,4 @@
-"""Histories at random: whatever changes, every sample is read once, and what was passed over stays so."""
+"""Random histories: every sample is read once, and skipped samples stay skipped."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ STEPS = st.tuples(
 
 
 class History:
-    """A run that reads, saves, stops, goes on with other data and rolls back, as the trainer does, but without a model."""
+    """A run without a model. Like the trainer it reads, saves, stops, continues with other data and rolls back."""
 
     def __init__(self, mixture: tuple[dict[str, float], int]):
         self.configure(mixture)
         self.progress = Progress(self.dataset.order)
-        self.kept: list[tuple[dict[str, Any], int]] = []  # checkpoints, and how much had been read
+        self.kept: list[tuple[dict[str, Any], int]] = []  # checkpoints, and the number of samples read
         self.file: list[Rollback] = []  # rollbacks.json
-        self.read: list[tuple[str, int]] = []  # (source, m), what has been undone left out
+        self.read: list[tuple[str, int]] = []  # (source, m), without undone reads
         self.bad: set[tuple[str, int]] = set()
         self.keys: dict[tuple[str, int], int] = {}
 
@@ -62,13 +62,13 @@ class History:
         self.kept.append((json.loads(json.dumps(saved)), len(self.read)))
 
     def change(self, mixture: tuple[dict[str, float], int]) -> None:
-        """Stop, and go on with other data."""
+        """Stop, and continue with other data."""
         self.save()
         self.configure(mixture)
         self.load(len(self.kept) - 1)
 
     def restart(self, choice: tuple[int, Any]) -> None:
-        """Go back to a checkpoint, as after damage to the later ones, and go on with other data."""
+        """Return to a checkpoint, as if later ones were damaged, and continue with other data."""
         self.configure(choice[1])
         self.load(choice[0] % len(self.kept))
 

@@ -1,4 +1,4 @@
-"""The layer above asks every data-parallel engine the same things, in the same order."""
+"""A step makes the same calls to every data-parallel engine, in the same order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _asked(rank: int, world: int, text: str) -> list[str]:
     return asked
 
 
-def test_a_step_informs_the_engine_of_each_microbatch_and_which_is_the_last() -> None:
+def test_a_step_tells_the_engine_of_each_microbatch_and_of_the_last_one() -> None:
     (asked,) = run_ranks(
         _asked, 1, tiny_config(micro=3).replace("global_batch_size = 8", "global_batch_size = 9")
     )

@@ -1,4 +1,4 @@
-"""What FSDP sends and when, what it computes in, and what it costs nothing for."""
+"""FSDP's collectives, their order and dtypes, its compute dtypes, and its held memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYERS = 3  # of the tiny model
 
 
 def build(text: str, world: int) -> tuple[SequentialModel, Any]:
-    """The model of `text` and this rank's first batch."""
+    """Return the model of `text` and this rank's first batch."""
     one = built(text, world)
     return one.model, next(one.batches())
 
@@ -38,7 +38,7 @@ def step(model: SequentialModel, batch: Any) -> None:
 
 
 def _collectives(rank: int, world: int, text: str, defect: str = "") -> list[dict[str, int]]:
-    """Of two steps, so that what one leaves behind for the next is seen."""
+    """Return the collectives of two steps, the second including leftovers of the first."""
     model, batch = build(text, world)
     if defect:
         globals()[defect]()
@@ -53,7 +53,7 @@ def _collectives(rank: int, world: int, text: str, defect: str = "") -> list[dic
 def collectives(
     world: int, parallel: str = "", micro: int = 1, model: str = "", defect: str = ""
 ) -> dict[str, int]:
-    """Collectives of one step, the one all-reduce of the loss left out."""
+    """Return one step's collectives without the all-reduce of the loss."""
     text = tiny_config(parallel=parallel, micro=micro, model=model)
     found = [counted for counts in run_ranks(_collectives, world, text, defect) for counted in counts]
     assert all(counted == found[0] for counted in found), found
@@ -65,7 +65,7 @@ def collectives(
 SLOW = pytest.mark.slow
 # Embedding, blocks, norm with head.
 UNITS = LAYERS + 2
-# Gathered once more in backward: the blocks but the last. Embedding rows are never read there.
+# Backward gathers all blocks but the last again. It reads no embedding rows.
 AGAIN = LAYERS - 1
 
 
@@ -76,7 +76,7 @@ def test_one_process_sends_nothing(micro: int, model: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_fsdp_gathers_what_it_needs_and_reduces_each_unit_once_per_microbatch(
+def test_fsdp_gathers_each_needed_unit_and_reduces_it_once_per_microbatch(
     world: int, microbatches: int
 ) -> None:
     micro = 8 // world // microbatches
@@ -97,7 +97,7 @@ def test_a_tied_embedding_is_gathered_once() -> None:
 @pytest.mark.parametrize(
     ("policy", "again"), [('"always"', UNITS - 1), ('"never"', 0), ("2", UNITS - 1), ("4", UNITS - 1)]
 )
-def test_what_is_gathered_again_is_what_was_freed(policy: str, again: int) -> None:
+def test_only_freed_units_are_gathered_again(policy: str, again: int) -> None:
     counted = collectives(4, f"reshard_after_forward = {policy}", micro=2)
     assert counted == {"all_gather": UNITS + again, "reduce_scatter": UNITS}
 
@@ -116,7 +116,7 @@ def test_deferred_reduction_reduces_once_per_step() -> None:
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_parameters_that_are_never_freed_are_gathered_once_per_step(deferred: bool) -> None:
+def test_never_freed_parameters_are_gathered_once_per_step(deferred: bool) -> None:
     parallel = f'reshard_after_forward = "never"\ndefer_gradient_reduction = {str(deferred).lower()}'
     reductions = UNITS if deferred else 4 * UNITS
     assert collectives(2, parallel, micro=1) == {"all_gather": UNITS, "reduce_scatter": reductions}
@@ -148,7 +148,7 @@ def all_reduce_on_every_microbatch() -> None:
     FSDPModule.set_requires_all_reduce = lambda self, _, **options: allowed(self, True, **options)
 
 
-def test_all_reducing_on_every_microbatch_would_be_seen() -> None:
+def test_an_all_reduce_on_every_microbatch_is_detected() -> None:
     assert collectives(4, HSDP, micro=1, defect="all_reduce_on_every_microbatch")["all_reduce"] == 2 * UNITS
 
 
@@ -171,7 +171,7 @@ def test_parameters_travel_in_the_compute_dtype_and_gradients_in_the_reduce_dtyp
 def precise(
     *, compute: str, storage: str = "float32", pins: str = "", extra: str = "", **options: Any
 ) -> str:
-    """The tiny model in other formats than float64."""
+    """Return the tiny model's config with narrower dtypes than float64."""
     text = tiny_config(**options)
     section = f'[precision]\nstorage = "{storage}"\ncompute = "{compute}"\nreduce = "float32"\n{pins}\n'
     begin, end = text.index("[precision]"), text.index("[data]")
@@ -182,7 +182,7 @@ def precise(
 
 
 def _gathers_before(rank: int, world: int, text: str) -> tuple[dict[str, int], dict[str, int]]:
-    """How many gathers were issued when each block began to compute: in forward, in backward."""
+    """Return the number of issued gathers at the start of each block, in forward and in backward."""
     model, batch = build(text, world)
     begun: tuple[dict[str, int], dict[str, int]] = ({}, {})
     net = model.parts[0]
@@ -193,7 +193,7 @@ def _gathers_before(rank: int, world: int, text: str) -> tuple[dict[str, int], d
             begun.setdefault(name, issued())
 
         for name, block in net.layers.items():
-            # Inside the block, behind all that FSDP does in front of it.
+            # Inside the block, after FSDP's pre-forward work.
             block.attention_norm.register_forward_pre_hook(functools.partial(note, begun[0], name))
             block.feed_forward.register_full_backward_pre_hook(functools.partial(note, begun[1], name))
         step(model, batch)
@@ -218,7 +218,7 @@ def test_the_next_units_are_gathered_before_a_block_computes(prefetch, forward, 
 
 
 def _dtypes(rank: int, world: int, text: str) -> dict[str, tuple[set[torch.dtype], set[torch.dtype]]]:
-    """Of every module with parameters of its own: the dtypes it computes with and those it hands on, in any forward."""
+    """Return the dtypes of inputs and outputs of each module with its own parameters, over all forwards."""
     model, batch = build(text, world)
     seen: dict[str, tuple[set[torch.dtype], set[torch.dtype]]] = {}
 
@@ -229,7 +229,7 @@ def _dtypes(rank: int, world: int, text: str) -> dict[str, tuple[set[torch.dtype
 
     for name, module in model.parts[0].named_modules():
         if list(module.parameters(recurse=False)):
-            # In front of FSDP's, which takes the gathered parameters away again.
+            # Before FSDP's hook, which frees the gathered parameters.
             module.register_forward_hook(functools.partial(note, name=name), prepend=True)
     step(model, batch)
     for shard in model.shards:
@@ -268,7 +268,7 @@ def test_pinned_modules_compute_in_float32_and_all_others_in_bfloat16(case: str,
         for name, (computes, returns) in seen.items():
             pinned = [pin for pin in pins if fsdp_matches(pin, name)]
             assert computes == {torch.float32 if pinned else torch.bfloat16}, name
-            # Inside a pinned module the stream is in float32, where it leaves one in bfloat16; the loss never is.
+            # Inside a pinned module the stream is float32, and its output is bfloat16. The loss is always float32.
             inside = any(len(pin.split(".")) < len(name.split(".")) for pin in pinned)
             last = name.endswith(("norm", "w2", "wo"))
             if not (inside and last):
@@ -276,7 +276,7 @@ def test_pinned_modules_compute_in_float32_and_all_others_in_bfloat16(case: str,
 
 
 def fsdp_matches(pattern: str, name: str) -> bool:
-    """Whether a module or one that it lies in is pinned; kept separate from forge's own rule on purpose."""
+    """Return whether a module or a parent of it is pinned. Deliberately independent of forge's own rule."""
     if pattern == "*":
         return True
     parts, names = pattern.split("."), name.split(".")
@@ -314,14 +314,14 @@ def test_pins_go_with_tensor_parallelism(case: str) -> None:
     (alone,) = run_ranks(_gradients, 1, pinned_text(case, micro=4))
     split = run_ranks(_gradients, 2, pinned_text(case, micro=4, parallel="tp = 2"))[0]
     for name, gradient in alone.items():
-        # Partial products are rounded to bfloat16 (2^-8) before they are added up.
+        # Partial products are rounded to bfloat16 (2^-8) before their sum.
         assert (split[name] - gradient).norm() <= 0.01 * gradient.norm(), name
 
 
 def mixed_by_hand(rank: int, world: int, text: str, pinned: list[str], wide: bool) -> dict[str, torch.Tensor]:
-    """Gradients of a plain module whose parameters and streams are cast by hooks, microbatch by microbatch.
+    """Return gradients of a plain module with parameters and streams cast by hooks, microbatch by microbatch.
 
-    `wide`: taken in float32, so that those of norms, which kernels make in float32, are not rounded before.
+    wide: in float32, so gradients of norms, computed in float32 by kernels, are not rounded first.
     """
     config = parse_toml_text(text)
     model = plain_model(config)
@@ -351,10 +351,10 @@ def test_gradients_equal_those_of_a_plain_module_cast_by_hand(world: int) -> Non
         compute="bfloat16", pins='fp32_modules = ["*.attention_norm", "layers.1.feed_forward"]', micro=4
     )
     names = [*(f"layers.{i}.attention_norm" for i in range(LAYERS)), "layers.1.feed_forward"]
-    # In one process buffers hold the model.
+    # In one process, contiguous buffers hold the model.
     (expected,) = run_ranks(mixed_by_hand, 1, text, names, world == 1)
     for name, gradient in run_ranks(_gradients, world, text)[0].items():
-        # The same two microbatches, whose float32 sums of two numbers do not depend on their order.
+        # The same two microbatches: float32 sums of two numbers do not depend on their order.
         assert torch.equal(gradient, expected[name]), name
 
 
@@ -370,10 +370,10 @@ def test_a_pin_inside_a_compiled_block_is_refused() -> None:
     assert "attention_norm" in message and "compile.enabled" in message
 
 
-# What is held.
+# Held memory.
 
 
-def test_the_log_says_what_deferred_gradients_hold() -> None:
+def test_the_log_reports_memory_of_deferred_gradients() -> None:
     def held(text: str) -> str:
         return run_ranks(_held, 2, text)[0]
 
@@ -390,10 +390,10 @@ def _held(rank: int, world: int, text: str) -> str:
 
 
 def _unsharded_between_microbatches(rank: int, world: int, text: str) -> list[tuple[bool, bool]]:
-    """After each backward: whether a block is gathered, and holds an unsharded gradient."""
+    """Return after each backward whether a block is gathered, and whether it holds an unsharded gradient."""
     model, batch = build(text, world)
     found = []
-    model.evaluate(batch)  # FSDP knows its units after the first forward
+    model.evaluate(batch)  # FSDP determines its units in the first forward
     block = model.parts[0].layers["0"]
     (group,) = (g for g in compat.fsdp_parameter_groups(model.parts[0]) if block in g.modules)
     begin = FullySharded.begin_microbatch
@@ -414,17 +414,17 @@ def _unsharded_between_microbatches(rank: int, world: int, text: str) -> list[tu
     return [*found[1:], watch()]
 
 
-def test_nothing_of_full_size_waits_between_microbatches_unless_asked() -> None:
+def test_no_unsharded_tensor_is_held_between_microbatches_by_default() -> None:
     sharded = run_ranks(_unsharded_between_microbatches, 2, tiny_config(micro=1))[0]
     assert sharded == [(False, False)] * 4
     text = tiny_config(micro=1, parallel="defer_gradient_reduction = true")
     assert run_ranks(_unsharded_between_microbatches, 2, text)[0] == [(False, True)] * 3 + [(False, False)]
 
 
-def test_a_rank_that_holds_all_casts_parameters_once_per_step_unless_forward_frees_them() -> None:
+def test_a_rank_with_all_parameters_casts_them_once_per_step_unless_forward_frees_them() -> None:
     text = tiny_config(micro=1, parallel="dp_replicate = 2\ndp_shard = 1")
     assert run_ranks(_unsharded_between_microbatches, 2, text)[0] == [(True, True)] * 3 + [(False, False)]
-    # Freeing parameters is what only FSDP does, so it stays FSDP's in one process, too.
+    # Only FSDP frees parameters, so it keeps the model in one process too.
     text = tiny_config(micro=2, parallel='reshard_after_forward = "always"')
     (found,) = run_ranks(_unsharded_between_microbatches, 1, text)
     assert found == [(False, True)] * 3 + [(False, False)]
@@ -434,7 +434,7 @@ def test_a_rank_that_holds_all_casts_parameters_once_per_step_unless_forward_fre
 
 
 def _engine(rank: int, world: int, text: str) -> tuple[str, list[torch.Tensor]]:
-    """What holds the model, and its gradients after one step."""
+    """Return the engine's name, and the gradients after one step."""
     model, batch = build(text, world)
     step(model, batch)
     return type(model._engines[0]).__name__, [
@@ -442,7 +442,7 @@ def _engine(rank: int, world: int, text: str) -> tuple[str, list[torch.Tensor]]:
     ]
 
 
-def test_with_nobody_to_share_with_buffers_take_the_place_of_fsdp_with_the_same_gradients() -> None:
+def test_without_sharding_buffers_replace_fsdp_with_the_same_gradients() -> None:
     ((held, gradients),) = run_ranks(_engine, 1, tiny_config(micro=2))
     freeing = tiny_config(micro=2, parallel='reshard_after_forward = "always"')
     ((sharded, expected),) = run_ranks(_engine, 1, freeing)
@@ -461,12 +461,12 @@ def test_with_nobody_to_share_with_buffers_take_the_place_of_fsdp_with_the_same_
     ],
     ids=["offload", "narrow gradients", "narrow sums", "wide sums", "float8"],
 )
-def test_what_saves_memory_stays_with_fsdp_in_one_process(text: str) -> None:
+def test_memory_saving_options_keep_fsdp_in_one_process(text: str) -> None:
     ((held, _),) = run_ranks(_engine, 1, text)
     assert held == "FullySharded"
 
 
-def test_between_microbatches_fsdp_holds_sums_as_wide_as_buffers_do_and_they_round_to_its_gradients() -> None:
+def test_between_microbatches_fsdp_and_buffers_hold_equally_wide_sums() -> None:
     text = precise(storage="bfloat16", compute="bfloat16", micro=2)
     ((held, gradients),) = run_ranks(_engine, 1, text)
     freeing = text.replace("[parallel]\n", '[parallel]\nreshard_after_forward = "always"\n')
@@ -474,12 +474,12 @@ def test_between_microbatches_fsdp_holds_sums_as_wide_as_buffers_do_and_they_rou
     assert (held, sharded) == ("Buffered", "FullySharded")
     for ours, rounded in zip(gradients, expected, strict=True):
         assert ours.dtype == torch.float32 and rounded.dtype == torch.bfloat16
-        # FSDP2 rounds each microbatch's gradient of a norm to bfloat16 as well.
+        # FSDP2 also rounds each microbatch's gradient of a norm to bfloat16.
         tolerance = 0.0 if ours.ndim > 1 else 2**-7 * rounded.abs().max().item()
         torch.testing.assert_close(ours.bfloat16(), rounded, rtol=0.0, atol=tolerance)
 
 
-def test_keys_of_the_buffered_engines_mean_nothing_to_fsdp_in_one_process_either() -> None:
+def test_fsdp_in_one_process_ignores_keys_of_the_buffered_engines() -> None:
     text = tiny_config(micro=2, parallel='symmetric_memory = true\ncheck_gradients = "plausible"')
     ((held, gradients),) = run_ranks(_engine, 1, text)
     ((_, expected),) = run_ranks(_engine, 1, tiny_config(micro=2))
@@ -487,12 +487,12 @@ def test_keys_of_the_buffered_engines_mean_nothing_to_fsdp_in_one_process_either
 
 
 @pytest.mark.parametrize("parallel", ["dp_replicate = 2\ndp_shard = 1", "cp = 2\ndp_shard = 1", ""])
-def test_ranks_that_read_different_data_keep_fsdp(parallel: str) -> None:
+def test_ranks_with_different_data_keep_fsdp(parallel: str) -> None:
     found = run_ranks(_engine_name, 2, tiny_config(parallel=parallel, micro=4))
     assert found == ["FullySharded"] * 2
 
 
-def test_ranks_of_tensor_parallelism_alone_have_nobody_to_share_with() -> None:
+def test_ranks_of_tensor_parallelism_alone_do_not_shard() -> None:
     found = run_ranks(_engine_name, 2, tiny_config(parallel="tp = 2\ndp_shard = 1", micro=4))
     assert found == ["Buffered"] * 2
 

@@ -1,4 +1,4 @@
-"""What is converted to float8, what is not and why; hooks survive; torchao stays out where float8 is off."""
+"""Conversion to float8: converted layers, exceptions with reasons, hooks, and no import of torchao without float8."""
 
 import logging
 import subprocess
@@ -25,7 +25,7 @@ from tests.support.harness import run_ranks
 
 
 class FakeMeshes:
-    """Meshes of one CPU process, for what needs no communication."""
+    """Meshes of one CPU process, for code without communication."""
 
     class fsdp:
         device_type = "cpu"
@@ -47,7 +47,7 @@ def config(section: str, model: str = ""):
 
 
 def build(section: str, model: str = "") -> nn.Module:
-    """The model on the meta device with float8 applied."""
+    """Return the model on the meta device with float8 applied."""
     chosen = config(section, model)
     built = build_meta_model(chosen)
     apply_float8(built, make_layout(chosen, FakeMeshes))  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def build(section: str, model: str = "") -> nn.Module:
 
 
 def kinds(model: nn.Module) -> set[str]:
-    """Last parts of the names of the layers in float8."""
+    """Return the last parts of the names of float8 layers."""
     return {
         name.rpartition(".")[2] for name, m in model.named_modules() if type(m).__name__ == "Float8Linear"
     }
@@ -69,7 +69,7 @@ def test_all_linear_layers_of_the_blocks_and_no_end_of_the_model(kind: str, capl
     assert f"float8 {kind}: 21 of 21 linear layers (3 wq, 3 wk, 3 wv, 3 wo, 3 w1, 3 w3, 3 w2)" in caplog.text
 
 
-def test_what_stays_is_named_with_the_reason(caplog) -> None:
+def test_unconverted_layers_are_named_with_the_reason(caplog) -> None:
     with caplog.at_level(logging.INFO, logger="forge"):
         model = build('float8 = "rowwise"\nfloat8_exclude = ["layers.0.*", "head"]', "head_dim = 6")
     assert kinds(model) == {"w1", "w2", "w3"}
@@ -77,14 +77,14 @@ def test_what_stays_is_named_with_the_reason(caplog) -> None:
     assert "layers.1.attention.wq is 24 x 32 on each rank, not multiples of 16" in caplog.text
 
 
-def test_to_convert_nothing_is_refused_with_the_reasons() -> None:
+def test_a_conversion_of_no_layer_is_refused_with_the_reasons() -> None:
     with pytest.raises(
         UserError, match=r"no linear layer is left to convert; layers\.0\.attention\.wq is in"
     ):
         build('float8 = "tensorwise"\nfloat8_exclude = ["layers.*"]')
 
 
-def test_a_pattern_that_fits_nothing_is_refused_with_the_nearest() -> None:
+def test_a_pattern_without_a_match_is_refused_with_the_nearest() -> None:
     with pytest.raises(UserError, match=r'"layers\.0\.atention" matches no module.*"layers\.0\.attention"'):
         build('float8 = "tensorwise"\nfloat8_exclude = ["layers.0.atention"]')
 
@@ -96,7 +96,7 @@ def test_routers_and_the_head_are_left_out_by_default() -> None:
 
 
 def hooked() -> tuple[nn.Module, list[str]]:
-    """A model with every kind of forward hook on one linear layer, and what they note when they run."""
+    """Return a model with every kind of forward hook on one linear layer, and a list of the hooks' calls."""
     model, seen = build_meta_model(config('float8 = "none"')), []
     layer = model.layers["0"].feed_forward.w1
     layer.register_forward_pre_hook(lambda *_: seen.append("pre"))
@@ -118,13 +118,13 @@ def test_hooks_are_carried_over_and_run() -> None:
     assert seen == ["pre", "pre with kwargs", "post", "post with kwargs"]
 
 
-def test_hooks_that_are_dropped_are_noticed(monkeypatch) -> None:
+def test_dropped_hooks_are_detected(monkeypatch) -> None:
     monkeypatch.setattr(torchao, "carry_hooks", lambda old, new: None)
     with pytest.raises(AssertionError, match="hooks were lost"):
         apply_float8(hooked()[0], make_layout(config('float8 = "tensorwise"'), FakeMeshes))  # type: ignore[arg-type]
 
 
-def test_hooks_without_their_kwargs_flags_are_noticed(monkeypatch) -> None:
+def test_hooks_without_their_kwargs_flags_are_detected(monkeypatch) -> None:
     monkeypatch.setattr(modules, "HOOKS", ("_forward_pre_hooks", "_forward_hooks"))
     model, before = hooked()[0], count_hooks(hooked()[0])
     monkeypatch.undo()
@@ -147,7 +147,7 @@ def test_scales_are_computed_again_after_an_update_in_one_collective() -> None:
 
 
 def scales_on_rank(rank: int, world: int) -> tuple[object, float, float]:
-    """The scale of a weight: before and after `after_update`, and as its largest element says."""
+    """Return a weight's scale before and after `after_update`, and the scale of its largest element."""
     model = built(text('float8 = "tensorwise"'), world).model
     weight = model.parts[0].layers["1"].feed_forward.w2.weight
     before = weight._local_tensor._precomputed_scale
@@ -164,7 +164,7 @@ def test_fewer_rows_than_ranks_are_not_gathered_in_float8() -> None:
 
 
 @pytest.mark.slow
-def test_torchao_is_imported_without_a_word() -> None:
+def test_torchao_is_imported_silently() -> None:
     code = "from tests.parallel.float8.test_apply import build; build('float8 = \"tensorwise\"')"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout + done.stderr == ""
@@ -174,7 +174,7 @@ MOE = "[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\nn_shared_experts 
 
 
 def products_of(model: nn.Module) -> set[str]:
-    """Names of the layers, and of the experts, with the products of a block format."""
+    """Return the names of layers and experts with products in a block format."""
     layers = {name for name, module in model.named_modules() if isinstance(module, BlockFormatLinear)}
     experts = {n for n, m in model.named_modules() if getattr(getattr(m, "multiply", None), "keywords", None)}
     return layers | experts
@@ -203,7 +203,7 @@ def test_a_block_format_takes_all_linear_layers_and_routed_experts_of_any_size(k
         'float8 = "tensorwise"',
     ],
 )
-def test_experts_that_are_left_out_are_named(section: str, caplog) -> None:
+def test_excluded_experts_are_named(section: str, caplog) -> None:
     chosen = parse_toml_text(text(section, MOE.replace("24", "32")))
     with caplog.at_level(logging.INFO, logger="forge"):
         model = build_meta_model(chosen)
@@ -234,7 +234,7 @@ def test_a_cpu_without_emulation_is_refused(kind: str) -> None:
         ((9, 0), "rowwise", "float64", "precision.compute = float64"),
     ],
 )
-def test_a_gpu_without_kernels_emulates_and_says_so(
+def test_a_gpu_without_kernels_emulates_and_reports_it(
     monkeypatch, caplog, capability: tuple[int, int], kind: str, compute: str, reason: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -255,7 +255,7 @@ def test_experts_in_blockwise_have_no_kernel_on_any_gpu(monkeypatch: pytest.Monk
         build(keys, moe)
 
 
-def test_tensor_parallelism_that_cuts_a_block_is_refused_with_the_nearest_degree() -> None:
+def test_tensor_parallelism_across_a_block_is_refused_with_the_nearest_degree() -> None:
     expected = (
         r"layers\.0\.attention\.wk on each rank, not whole blocks of 32; use 1, "
         r'or add "\*\.wk"'
@@ -265,7 +265,7 @@ def test_tensor_parallelism_that_cuts_a_block_is_refused_with_the_nearest_degree
 
 
 def _built_with_tp(rank: int, world: int, section: str) -> None:
-    # A plan of the user's: the checks of the configuration know only the model's own.
+    # A user's plan. The configuration's checks know only the model's own.
     names = {"wq": "colwise", "wk": "colwise", "wv": "colwise", "wo": "rowwise"}
     plan = ", ".join(f'"layers.*.attention.{leaf}" = "{style}"' for leaf, style in names.items())
     keys = text(section).replace("dim = 32", "dim = 128").replace("ffn_dim = 48", "ffn_dim = 96")

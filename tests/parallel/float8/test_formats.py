@@ -1,4 +1,4 @@
-"""Codes, scales and rounding against the definitions of the formats, over all 256 codes, and against torchao bit for bit."""
+"""Codes, scales and rounding against the formats' definitions, for all 256 codes, and bit for bit against torchao."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOTH = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
 
 def value_of(code: int) -> float:
-    """The number of an E4M3 code by the definition (OCP FP8, table 1): bias 7, no infinity, NaN at S.1111.111."""
+    """Return an E4M3 code's value by definition (OCP FP8, table 1): bias 7, no infinity, NaN at S.1111.111."""
     sign, exponent, mantissa = -1.0 if code & 128 else 1.0, code >> 3 & 15, code & 7
     if exponent == 15 and mantissa == 7:
         return NAN
@@ -29,7 +29,7 @@ FINITE = VALUES[~VALUES.isnan()].unique()
 
 
 def nearest(x: torch.Tensor) -> torch.Tensor:
-    """The nearest finite E4M3 number, ties to the even mantissa, by comparison with all of them; saturates. float64."""
+    """Return the nearest finite E4M3 number by comparison with all of them. Ties to even, saturating. float64."""
     x = x.clamp(-448, 448)
     above = torch.searchsorted(FINITE, x).clamp(1, len(FINITE) - 1)
     low, high = FINITE[above - 1], FINITE[above]
@@ -39,7 +39,7 @@ def nearest(x: torch.Tensor) -> torch.Tensor:
 
 
 def blocks_of(form: Format, seed: int, dtype: torch.dtype, rows: int = 16) -> torch.Tensor:
-    """Values over many binades: `[rows, 4 blocks]`."""
+    """Return values over many binades, `[rows, 4 blocks]`."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, 4 * form.block, generator=generator)
     return (x * torch.exp2(8 * torch.randn(rows, 4 * form.block, generator=generator))).to(dtype)
@@ -50,7 +50,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @BOTH
-def test_all_codes_stand_for_the_numbers_of_the_definition(form: Format) -> None:
+def test_all_codes_have_their_defined_values(form: Format) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(CODES).view(1, 256)
     ones = torch.ones(1, 256 // form.block).to(torch.float8_e8m0fnu if form.powers else torch.float32)
     found = form.dequantise((codes, ones), (1, form.block), torch.float64)
@@ -67,7 +67,7 @@ def test_all_powers_of_two_of_mx_scales() -> None:
 
 @BOTH
 def test_numbers_of_the_format_are_kept(form: Format) -> None:
-    """A block that contains 448, times any power of two, is represented exactly."""
+    """A block with maximum 448, times any power of two, is represented exactly."""
     numbers = VALUES.nan_to_num(nan=448.0).float().view(256 // form.block, form.block).clone()
     numbers[:, 0] = 448
     for power in (-20, 0, 30):
@@ -94,7 +94,7 @@ def test_codes_are_the_nearest_ties_to_even(form: Format, dtype: torch.dtype, se
 
 
 def smallest_power(amax: float) -> int:
-    """The smallest e with amax / 2^e <= 448."""
+    """Return the smallest e with amax / 2^e <= 448."""
     return next(e for e in range(-127, 128) if amax <= 448 * 2.0**e)
 
 
@@ -114,7 +114,7 @@ def test_no_value_saturates_and_zeros_stay(form: Format) -> None:
     x[3] = 0.0
     found = form.rounded(x, (1, form.block), torch.float64)
     assert (found[3] == 0).all()
-    # Half a step of the largest element's binade, 2^-4, and half of the smallest step, 2^-10 of a scale.
+    # Half a step in the largest element's binade (2^-4), and half of the smallest step (2^-10 of a scale).
     amax = x.view(16, 4, -1).abs().amax(-1, keepdim=True).expand(16, 4, form.block).reshape_as(x)
     assert ((found - x).abs() <= torch.maximum(x.abs() / 16, amax / 448 * 2.0**-9) * (1 + 1e-6)).all()
 
@@ -122,9 +122,7 @@ def test_no_value_saturates_and_zeros_stay(form: Format) -> None:
 @BOTH
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 @pytest.mark.parametrize("square", [False, True])
-def test_a_value_that_is_not_finite_is_seen_in_its_block_and_in_no_other(
-    form: Format, bad: float, square: bool
-) -> None:
+def test_a_non_finite_value_affects_its_block_only(form: Format, bad: float, square: bool) -> None:
     block = (form.block, form.block) if square else (1, form.block)
     x = torch.randn(2 * form.block, 2 * form.block)
     x[1, 3] = bad
@@ -159,7 +157,7 @@ def test_blocks_do_not_depend_on_the_tensor_around_them(form: Format) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("seed", range(3))
-def test_mx_is_torchaos_bit_for_bit(dtype: torch.dtype, seed: int) -> None:
+def test_mx_equals_torchao_bit_for_bit(dtype: torch.dtype, seed: int) -> None:
     logging.disable(logging.WARNING)
     try:
         mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
@@ -174,7 +172,7 @@ def test_mx_is_torchaos_bit_for_bit(dtype: torch.dtype, seed: int) -> None:
 
 
 def torchao_blockwise() -> dict[str, Any]:
-    """torchao's reference functions. Their module imports Triton, which the CPU build of PyTorch lacks."""
+    """Return torchao's reference functions. Their module imports Triton, missing in PyTorch's CPU build."""
     torchao = pytest.importorskip("torchao")
     source = (Path(torchao.__file__).parent / "prototype/blockwise_fp8_training/kernels.py").read_text()
     names: dict[str, Any] = {"torch": torch, "EPS": 1e-12, "e4m3_dtype": CODES, "FP8_E4M3_DTYPES": (CODES,)}
@@ -187,7 +185,7 @@ def torchao_blockwise() -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("seed", range(3))
-def test_blockwise_is_torchaos_bit_for_bit(dtype: torch.dtype, seed: int) -> None:
+def test_blockwise_equals_torchao_bit_for_bit(dtype: torch.dtype, seed: int) -> None:
     theirs = torchao_blockwise()
     x = blocks_of(BLOCKWISE, seed, dtype, rows=256)
     x[:2] = 0.0

@@ -1,4 +1,4 @@
-"""FSDP2 sends codes and scales of weights: half the bytes of bfloat16, and the values of a weight quantised as a whole."""
+"""FSDP2 sends weights as codes and scales: half the bytes of bfloat16, with the values of whole-weight quantisation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def text(section: str, extra: str = "", parallel: str = "") -> str:
 
 
 def sent_on_rank(rank: int, world: int, keys: str) -> list[int]:
-    """Bytes of the gathers of a microbatch, forward and backward."""
+    """Return the bytes of a microbatch's gathers, forward and backward."""
     one = built(keys, world)
     batch = next(one.batches())
     found = collectives_of(lambda: one.model.forward_backward(batch, torch.tensor(100.0)))
@@ -40,7 +40,7 @@ def test_a_gather_in_codes_sends_half_the_bytes(kind: str) -> None:
         for choice in ("false", "true")
     )
     assert len(bfloat16) == len(codes)
-    # A block has 7 matrices of 256 x 256, and norms. The last of three blocks stays gathered: mxfp8 sends it in bfloat16.
+    # A block has 7 matrices of 256 x 256, and norms. The last of three blocks stays gathered; mxfp8 sends it in bfloat16.
     matrices = 7 * 256 * 256
     smaller = [one for one in codes if matrices < one < 1.04 * matrices]
     microbatches = 4
@@ -56,7 +56,7 @@ def test_a_gather_in_codes_sends_half_the_bytes(kind: str) -> None:
         (text('float8 = "blockwise"\nfloat8_all_gather = true').replace("= 256", "= 192"), 2),
     ],
 )
-def test_a_gather_in_codes_that_is_impossible_is_refused(keys: str, world: int) -> None:
+def test_an_impossible_gather_in_codes_is_refused(keys: str, world: int) -> None:
     with pytest.raises(
         (RankFailed, UserError), match="float8_all_gather = true needs fsdp2 over several ranks"
     ):
@@ -64,7 +64,7 @@ def test_a_gather_in_codes_that_is_impossible_is_refused(keys: str, world: int) 
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_shards_have_the_codes_of_the_whole(form) -> None:
+def test_shards_have_the_codes_of_the_whole_weight(form) -> None:
     weight = torch.randn(4 * form.block, 2 * form.block)
 
     class Policy:

@@ -1,6 +1,6 @@
-"""Operands of the GPU's kernels: with stand-ins that read operands as the kernels do, products equal the emulated ones.
+"""Operands of the GPU kernels: stubs that read operands like the kernels give the emulated products.
 
-The real kernels are launched on the simulated GPU (tests/simulated_gpu/test_float8.py), which checks arguments and computes
+tests/simulated_gpu/test_float8.py launches the real kernels on the simulated GPU, which checks arguments and computes
 nothing.
 """
 
@@ -45,7 +45,7 @@ def assert_same(kernels: Any, emulated: Emulated, sizes: tuple[int, ...]) -> Non
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_recipe_a: Any, scale_b: Tensor, scale_recipe_b: Any, **_: Any
 ):
-    """cuBLASLt's rules for block scales: sides, strides and the padding of scales."""
+    """Apply cuBLASLt's rules for block scales: sides, strides and the padding of scales."""
     assert scale_recipe_a == F.ScalingType.BlockWise1x128
     assert a.stride(1) == 1 and b.stride(0) == 1 and not a.shape[1] % 128 and not b.shape[1] % 16
     assert scale_a.shape == (a.shape[0], a.shape[1] // 128) and scale_a.stride(0) == 1

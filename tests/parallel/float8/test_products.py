@@ -1,4 +1,4 @@
-"""The three products of a layer sum quantised values along the right dimension; experts do the same, group by group."""
+"""A layer's three products sum quantised values along the correct dimension. Experts do the same, group by group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOTH = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
 
 def by_hand(form: Format, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Output and both gradients for x `[batch, tokens, in]`, sequence by sequence, block by block."""
+    """Return output and both gradients for x `[batch, tokens, in]`, computed by sequence and block."""
 
     def rounded(one: Tensor, block: tuple[int, int]) -> Tensor:
         found = torch.empty_like(one)
@@ -56,7 +56,7 @@ def test_a_linear_layer_and_its_gradients(form: Format, tokens: int) -> None:
 
 
 @BOTH
-def test_what_needs_no_gradient_gets_none(form: Format) -> None:
+def test_tensors_without_requires_grad_get_no_gradient(form: Format) -> None:
     x, weight = torch.randn(1, 4, 32), torch.randn(32, 32, requires_grad=True)
     linear(x, weight, None, Emulated(form)).sum().backward()
     assert x.grad is None and weight.grad is not None
@@ -76,7 +76,7 @@ def test_a_converted_layer_adds_its_bias_and_keeps_its_dtype(form: Format) -> No
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("counts", [[3, 0, 40, 5], [0, 0, 0, 0], [48, 0, 0, 0]])
-def test_experts_are_linear_layers_but_for_the_gradient_of_their_weights(
+def test_experts_equal_linear_layers_except_for_their_weight_gradients(
     form: Format, dtype: torch.dtype, counts: list[int]
 ) -> None:
     generator = torch.Generator().manual_seed(1)

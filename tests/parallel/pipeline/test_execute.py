@@ -1,4 +1,4 @@
-"""A pipeline step sends, gathers, reduces and computes nothing more than necessary, and at the right time."""
+"""A pipeline step sends, gathers, reduces and computes only the necessary, at the right time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.layouts import SCHEDULES, pipeline_text, slow_unless
 
 
 def _sent(rank: int, world: int, text: str) -> dict[str, Any]:
-    """The collectives and messages of the second step, in order; how many units the model has."""
+    """Return the second step's collectives and messages, in order, and the model's number of units."""
     one = built(text, world)
     model, meshes, batches = one.model, one.meshes, one.batches()
     for step in range(2):
@@ -40,7 +40,7 @@ def _sent(rank: int, world: int, text: str) -> dict[str, Any]:
     }
 
 
-# Stages and microbatches of two ranks -> messages that a rank sends: activations and gradients of each border.
+# Schedule -> messages sent by a rank of two: one activation and one gradient per stage boundary and microbatch.
 @pytest.mark.parametrize(
     ("schedule", "messages"),
     [
@@ -51,7 +51,7 @@ def _sent(rank: int, world: int, text: str) -> dict[str, Any]:
     ],
 )
 def test_each_parameter_is_gathered_and_reduced_once_per_step(schedule: str, messages: int) -> None:
-    """Two ranks of a pipeline, two of FSDP, four microbatches: a message for each border and microbatch and direction."""
+    """pp = 2, FSDP over 2 ranks, four microbatches: one message for each stage boundary, microbatch and direction."""
     for one in run_ranks(_sent, 4, pipeline_text(2, schedule)):
         number = Counter(one["names"])
         assert number["all_gather"] == number["reduce_scatter"] == one["units"]
@@ -64,14 +64,14 @@ def test_each_parameter_is_gathered_and_reduced_once_per_step(schedule: str, mes
 def test_gradients_are_reduced_during_the_last_backward() -> None:
     for one in run_ranks(_sent, 4, pipeline_text(2, "1F1B")):
         names = one["names"]
-        if one["pp"] == 1:  # it sends its last gradient when its last backward is done
+        if one["pp"] == 1:  # this rank sends its last gradient after its last backward
             assert max(i for i, name in enumerate(names) if name == "send") > names.index("reduce_scatter")
 
 
 def test_tied_ends_cost_one_message_there_and_one_back() -> None:
     results = run_ranks(_sent, 2, pipeline_text(2, "1F1B", "tied"))
     number = [Counter(one["names"]) for one in results]
-    # Eight microbatches; the gradient of the copy goes to the first stage.
+    # Eight microbatches; the copy's gradient goes to the first stage.
     assert (number[0]["send"], number[0]["recv"]) == (8, 9)
     assert (number[1]["send"], number[1]["recv"]) == (9, 8)
 
@@ -85,7 +85,7 @@ def test_tied_ends_on_one_rank_cost_none() -> None:
 
 
 def _computed(rank: int, world: int, text: str) -> set[int]:
-    """How often each block of this rank computed its attention in a step."""
+    """Return the distinct numbers of attention calls of this rank's blocks in a step."""
     one = built(text, world)
     model = one.model
     counts: Counter[int] = Counter()
@@ -109,7 +109,7 @@ def _computed(rank: int, world: int, text: str) -> set[int]:
     [pytest.param(one, marks=slow_unless(one in ("1F1B", "ZBVZeroBubble"))) for one in SCHEDULES],
 )
 def test_a_block_is_computed_once_per_microbatch_and_once_more_under_checkpointing(schedule: str) -> None:
-    """In particular not once for each weight where a schedule computes input and weight gradients apart."""
+    """In particular, a schedule with separate input and weight gradients does not recompute per weight."""
     more = "[activation_checkpoint]\nmode = 'full'"
     assert run_ranks(_computed, 2, pipeline_text(2, schedule)) == [{8}] * 2
     assert run_ranks(_computed, 2, pipeline_text(2, schedule, more=more)) == [{16}] * 2
@@ -136,7 +136,7 @@ def _held(rank: int, world: int, text: str) -> dict[str, int]:
 
 
 def test_only_microbatches_between_forward_and_backward_are_in_memory() -> None:
-    """1F1B holds as many microbatches as ranks are behind; GPipe all."""
+    """1F1B holds as many microbatches as ranks follow, GPipe all."""
     assert [one["most"] for one in run_ranks(_held, 2, pipeline_text(2, "1F1B"))] == [2, 1]
     assert [one["most"] for one in run_ranks(_held, 2, pipeline_text(2, "GPipe"))] == [8, 8]
     assert all(one["now"] == 0 for one in run_ranks(_held, 2, pipeline_text(2, "ZBVZeroBubble")))

@@ -1,4 +1,4 @@
-"""Ranks of a pipeline that send to each other have a group of two."""
+"""Pipeline ranks with messages between them share a group of two."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOOP, V = [0, 1, 2, 0, 1, 2], [0, 1, 2, 2, 1, 0]
         (V, [{1: [0, 2]}, {0: [0, 2], 2: [2, 4]}, {1: [2, 4]}]),
     ],
 )
-def test_each_two_ranks_that_send_have_a_group(
+def test_each_pair_of_communicating_ranks_has_a_group(
     rank_of: list[int], expected: list[dict[int, list[int]]]
 ) -> None:
     found = run_ranks(_groups, 6, 3, rank_of)

@@ -1,4 +1,4 @@
-"""Every schedule does each computation once, and no rank waits for ever."""
+"""Every schedule does each computation once, and no rank waits forever."""
 
 from collections import Counter, deque
 from itertools import combinations
@@ -34,7 +34,7 @@ NAMES = [
 
 
 def accepted(name: str, pp: int, microbatches: int) -> bool:
-    """Whether the configuration check accepts this number of microbatches."""
+    """Return whether the configuration check accepts this number of microbatches."""
     made = config(16, pp, f'schedule = "{name}"')
     train = made.train.model_copy(update={"global_batch_size": microbatches})
     try:
@@ -63,7 +63,7 @@ def test_every_accepted_schedule_is_whole_and_ends(
 
 
 def run_with_blocking_messages(schedule: Schedule) -> None:
-    """Run all programs; a message between two ranks happens only once both have reached it."""
+    """Run all programs. A message between two ranks completes only after both have reached it."""
     programs = [deque(program) for program in schedule.programs]
     stages = len(schedule.rank_of)
     done: set[Action] = set()
@@ -105,7 +105,7 @@ def test_any_two_ranks_exchange_messages_in_the_same_order(name: str, pp: int) -
     rank_of = schedule.rank_of
 
     def between(a: int, b: int) -> list[tuple]:
-        """The messages in the program of a with b: (direction, kind, receiving stage, microbatch)."""
+        """Return a's messages with b: (direction, kind, receiving stage, microbatch)."""
         found = []
         for stage, kind, microbatch in schedule.programs[a]:
             if kind not in "FBIW":
@@ -135,7 +135,7 @@ def test_idle_time_agrees_with_the_papers(pp: int, microbatches: int) -> None:
     for stages in (2, 4):
         looped = (pp - 1) / (stages * microbatches + pp - 1)
         assert made("Interleaved1F1B", pp, microbatches, stages).bubble == pytest.approx(looped)
-    # Only the forwards' share of it is left (Qi et al., 2.3): a third, with halves of a backward as long as a forward.
+    # Only the forwards' share remains (Qi et al., 2.3): a third, if each half of a backward is as long as a forward.
     third = (pp - 1) / (3 * 2 * microbatches + pp - 1)
     assert made("InterleavedZeroBubble", pp, microbatches).bubble == pytest.approx(third)
     if microbatches >= 2 * pp:
@@ -143,7 +143,7 @@ def test_idle_time_agrees_with_the_papers(pp: int, microbatches: int) -> None:
         assert made("DualPipeV", pp, microbatches).bubble == pytest.approx(third)
 
 
-def test_a_backward_in_one_piece_leaves_more_idle_time() -> None:
+def test_an_unsplit_backward_leaves_more_idle_time() -> None:
     for name in SPLIT_BACKWARD:
         schedule = made(name, 4, 8)
         assert schedule.unsplit().bubble > schedule.bubble
@@ -208,7 +208,7 @@ def test_too_few_microbatches_are_refused_with_the_number_needed(
 
 
 @pytest.mark.parametrize("name", IN_ROUNDS)
-def test_microbatches_that_do_not_fit_rounds_are_refused_with_numbers_that_do(name: str) -> None:
+def test_microbatches_in_incomplete_rounds_are_refused_with_valid_numbers(name: str) -> None:
     made = config(16, 4, f'schedule = "{name}"')
     train = made.train.model_copy(update={"global_batch_size": 9})
     with pytest.raises(UserError, match="make it 8 or 10 microbatches"):
@@ -221,7 +221,7 @@ def write(schedule: Schedule, path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_schedule_read_from_a_file_is_the_one_that_was_written(name: str, tmp_path) -> None:
+def test_a_schedule_is_unchanged_by_writing_and_reading(name: str, tmp_path) -> None:
     schedule = made(name, 2, 4)
     write(schedule, tmp_path / "s.csv")
     assert read_schedule(tmp_path / "s.csv", 2, 4) == schedule
@@ -249,7 +249,7 @@ def test_pytorchs_own_files_can_be_read(tmp_path) -> None:
         ("0F0,fine\n1F0,1B0\n", '"fine" is not an action'),
     ],
 )
-def test_a_file_that_is_no_schedule_is_refused(text: str, message: str, tmp_path) -> None:
+def test_an_invalid_schedule_file_is_refused(text: str, message: str, tmp_path) -> None:
     (tmp_path / "s.csv").write_text(text)
     with pytest.raises(UserError, match=f"(?s)pipeline.schedule.*{message}"):
         read_schedule(tmp_path / "s.csv", 2, 1)

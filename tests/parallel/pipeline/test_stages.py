@@ -1,4 +1,4 @@
-"""How layers become stages: every layer is in one stage, in order, and the split is balanced."""
+"""The split of layers into stages: each layer in one stage, in order, balanced."""
 
 import itertools
 import re
@@ -42,7 +42,7 @@ def cost_of(counts: list[int], costs: Costs) -> list[int]:
     st.integers(0, 60),
     st.integers(1, 9),
 )
-def test_no_split_has_a_cheaper_most_expensive_stage(
+def test_no_split_has_a_cheaper_maximum_stage(
     layers: list[int], embedding: int, head: int, stages: int
 ) -> None:
     stages = min(stages, len(layers))
@@ -80,7 +80,7 @@ def test_a_heavy_head_and_experts_make_their_stages_shorter() -> None:
     assert counts[0] > counts[-1]
 
 
-def test_a_model_of_ones_own_is_split_by_what_it_computes() -> None:
+def test_a_custom_model_is_split_by_its_flops() -> None:
     plain = config(4, 2)
     own = config(4, 2, model='kind = "tests.support.small_models:Wider"')
     dim, seq_len = own.model.dim, own.train.seq_len

@@ -1,10 +1,10 @@
 """Build the simulated GPU for the PyTorch of this interpreter: `python -m tests.simulated_gpu.device.build FOLDER`.
 
-FOLDER/libsimgpu.so      the CUDA runtime, cuBLAS, cuSOLVER, cuSPARSE, cuFFT, cuDNN's graphs and NCCL; to be preloaded
-FOLDER/libcuda.so.1      the driver, and NVML by the name libnvidia-ml.so.1
+FOLDER/libsimgpu.so      the CUDA runtime, cuBLAS, cuSOLVER, cuSPARSE, cuFFT, cuDNN's graphs and NCCL, for LD_PRELOAD
+FOLDER/libcuda.so.1      the driver; libnvidia-ml.so.1 is a link to it
 
-Needs g++ and nm. The headers come from PyTorch's own wheels. Calls of libraries that are not written here are
-generated: they count themselves and return success.
+Needs g++ and nm. The headers come from PyTorch's own wheels. This script generates all other library calls: they count
+themselves and return success.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SITE = Path(sysconfig.get_path("purelib"))
 LIBRARIES = re.compile(r"(cublas|cusolver|cusparse|cufft|nccl|cudnnBackend|cudnn(Create$|SetStream))\w*")
-# Calls that compute, which on a real GPU are kernels.
+# Calls that launch kernels on a real GPU.
 COMPUTES = re.compile(
     r"cublas\w*(gemm|Gemm|trsm|Matmul|geqrf)\w*|cusolver\w*(potrf|geqrf)\w*|cusparse(Lt)?\w*Sp?[MC]M\w*"
 )
 WRITTEN = re.compile(r"^(?:API |SIMGPU_EXPORT [\w ]+?[ *]+)(\w+)\(", re.MULTILINE)
-# Calls of the driver that libraries look up, and whose success is all that matters here.
+# Driver calls looked up by libraries. A stub returning success suffices.
 DRIVER = [
     "cuCtxSetCurrent",
     "cuCtxPushCurrent_v2",
@@ -68,7 +68,7 @@ DRIVER = [
 
 
 def build(folder: Path) -> None:
-    """Build both libraries into `folder`. Raises CalledProcessError if a tool fails."""
+    """Build both libraries into `folder`; CalledProcessError if a tool fails."""
     folder.mkdir(parents=True, exist_ok=True)
     torch_cuda = SITE / "torch" / "lib" / "libtorch_cuda.so"
     lines = subprocess.run(

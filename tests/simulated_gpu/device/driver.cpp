@@ -71,14 +71,14 @@ API cuPointerGetAttribute(void* value, int which, unsigned long long at) {
 }
 API cuMemGetAddressRange_v2(unsigned long long* base, size_t* size, unsigned long long at) { *base = at; *size = 1 << 30; return 0; }
 
-// Symmetric memory. A handle is a number. An address belongs to this process alone: peers map memory of their own in its place.
+// Symmetric memory. Handles are numbers. Ranks share no memory: each maps its own in place of its peers'.
 API cuMemGetAllocationGranularity(size_t* bytes, const void*, int) { *bytes = kGranularity; return 0; }
 API cuMulticastGetGranularity(size_t* bytes, const void*, int) { *bytes = kGranularity; return 0; }
 API cuMemCreate(unsigned long long* handle, size_t, const void*, unsigned long long) { *handle = 1; return 0; }
 API cuMulticastCreate(unsigned long long* handle, const void*) { *handle = 2; return 0; }
 API cuMemRetainAllocationHandle(unsigned long long* handle, void*) { *handle = 1; return 0; }
 API cuMemImportFromShareableHandle(unsigned long long* handle, void*, int) { *handle = 3; return 0; }
-// Processes send each other what is exported, so it must be an open file.
+// Ranks send the exported handle over a socket, so it must be an open file.
 API cuMemExportToShareableHandle(void* file, unsigned long long, int, unsigned long long) {
   *static_cast<int*>(file) = open("/dev/null", O_RDWR | O_CLOEXEC);
   return 0;
@@ -90,7 +90,7 @@ API cuMemAddressFree(unsigned long long at, size_t) {
   return of_runtime<int (*)(void*)>("cudaFree")(reinterpret_cast<void*>(at));
 }
 
-// NVRTC asks for tables of calls that no header names. The first word of a table is its size in bytes: these have no entries.
+// NVRTC asks for undocumented tables of calls. The first word of a table is its size in bytes: these have no entries.
 API cuGetExportTable(const void** table, const void*) {
   static const size_t empty[] = {sizeof(size_t)};
   *table = empty;

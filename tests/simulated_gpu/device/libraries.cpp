@@ -1,4 +1,4 @@
-// cuBLAS, cuSOLVER, cuSPARSE, cuDNN and NCCL of a simulated GPU: the calls that hand something out. The others are generated (build.py).
+// cuBLAS, cuSOLVER, cuSPARSE, cuDNN and NCCL of a simulated GPU: the calls with an output. build.py generates the others.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -30,7 +30,7 @@ struct UniqueId {
   char bytes[128];
 };
 
-// A communicator: a name that its ranks share and others do not. It is the unique id, or made from the parent's and the color.
+// A communicator: a name shared by its ranks only, either the unique id or the parent's name with the color.
 struct Communicator {
   std::string name;
   int ranks, rank;
@@ -42,7 +42,7 @@ struct Member {
   int color, key;
 };
 
-// Return what all ranks of a communicator pass, in shared memory, which the last one to read it removes. Waits for all.
+// All-gather one value per rank of a communicator through shared memory. Waits for all ranks; the last reader removes the memory.
 std::vector<Member> exchanged(const std::string& name, int ranks, int rank, Member own) {
   struct Shared {
     std::atomic<int> written, read;
@@ -63,7 +63,7 @@ std::vector<Member> exchanged(const std::string& name, int ranks, int rank, Memb
   return all;
 }
 
-// The calls of the group that is open in this thread. NCCL launches one kernel per communicator at its end; the log has one line.
+// The calls of this thread's open group. At its end, NCCL launches one kernel per communicator; the log has one line.
 thread_local int open_groups = 0;
 thread_local std::string* grouped = nullptr;
 thread_local std::map<void*, std::string>* launches = nullptr;  // by communicator, named by the call or calls
@@ -89,7 +89,7 @@ API cusparseCreate(void** handle) { return hand_out(handle); }
 API cublasGetMathMode(void*, int* mode) { *mode = 0; return 0; }
 API cublasGetPointerMode_v2(void*, int* mode) { *mode = 0; return 0; }
 API cublasGetVersion_v2(void*, int* version) { *version = 130100; return 0; }
-// That of the installed library: PyTorch asks it whether block scales are supported.
+// The installed library's version: PyTorch derives the support of block scales from it.
 SIMGPU_EXPORT unsigned long cublasLtGetVersion() { return 130100; }
 API cublasLtMatmulDescCreate(void** description, int, int) { return hand_out(description); }
 API cublasLtMatrixLayoutCreate(void** layout, int, unsigned long long, unsigned long long, long long) { return hand_out(layout); }
@@ -100,7 +100,7 @@ API cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, voi
   return 0;
 }
 
-// cuDNN's graphs, which are attention here: every graph has one engine, without a workspace.
+// cuDNN's graphs, here always attention: every graph has one engine, without a workspace.
 API cudnnCreate(void** handle) { return hand_out(handle); }
 API cudnnBackendCreateDescriptor(int, void** descriptor) { return hand_out(descriptor); }
 API cudnnBackendDestroyDescriptor(void* descriptor) { free(descriptor); return 0; }

@@ -1,7 +1,7 @@
 // The CUDA runtime of a simulated GPU. PyTorch calls it in place of libcudart.
 //
-// Device memory is host memory that nobody fills: kernels return at once and compute nothing. Copies from the device deliver
-// zeros, so that all ranks decide alike by what they read. Streams and events are names.
+// Device memory is uninitialised host memory: kernels return at once and compute nothing. Copies from the device deliver
+// zeros, so all ranks read the same values and decide alike. Streams and events are names.
 #define CUDARTAPI
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -24,7 +24,7 @@ namespace {
 
 constexpr size_t kMemory = 150754820096;  // as an H200 reports it
 constexpr size_t kPage = 4096;
-constexpr size_t kGuard = 2 << 20;      // mapped behind every block: libraries read ahead
+constexpr size_t kGuard = 2 << 20;      // mapped after every block: libraries read ahead
 constexpr size_t kCopied = 1 << 20;     // larger copies within the device move nothing
 constexpr int kMultiprocessors = 132, kSharedPerBlock = 232448, kSharedPerMultiprocessor = 233472;
 
@@ -113,7 +113,7 @@ cudaError_t synchronized(const char* call, const void* handle = nullptr) {
   return logged((std::string("synchronize-") + call).c_str(), handle);
 }
 
-// The host waits for the stream of a copy from or to pageable memory: so CUDA may do.
+// The host waits for the stream of a copy from or to pageable memory, as CUDA may.
 void copy(void* to, const void* from, size_t bytes, const char* how, const void* stream = nullptr) {
   Place source = place_of(from), target = place_of(to);
   simgpu_count_call((std::string(how) + " " + name_of(source) + " to " + name_of(target)).c_str());
@@ -130,7 +130,7 @@ void fill(void* at, int value, size_t bytes) {
   if (bytes <= kCopied) memset(at, value, bytes);
 }
 
-// A handle that libraries may free, for streams and events.
+// A handle for streams and events, which libraries may free.
 template <typename Handle>
 cudaError_t make(Handle* handle) {
   *handle = reinterpret_cast<Handle>(malloc(256));
@@ -205,7 +205,7 @@ SIMGPU_EXPORT void simgpu_log(const char* lines) {
   fflush(file);
 }
 
-// Set all counts to 0, and the peak to what is allocated now.
+// Set all counts to 0, and the peak to the current allocation.
 SIMGPU_EXPORT void simgpu_reset() {
   Lock lock(state().mutex);
   state().kernels.clear();
@@ -213,7 +213,7 @@ SIMGPU_EXPORT void simgpu_reset() {
   state().peak = state().live;
 }
 
-// Write the counts since the last reset: a line each of kind, number and name, separated by tabs.
+// Write the counts since the last reset, one line each: kind, number and name, separated by tabs.
 SIMGPU_EXPORT void simgpu_write(const char* path) {
   Lock lock(state().mutex);
   FILE* file = fopen(path, "w");

@@ -37,7 +37,7 @@ def server() -> dist.TCPStore:
     return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
 
 
-def test_a_value_that_a_stranger_writes_ends_an_agent_with_one_sentence_and_is_not_unpickled(
+def test_a_strangers_value_ends_an_agent_with_one_sentence_and_is_not_unpickled(
     tmp_path,
 ) -> None:
     with elastic(tmp_path, "1:1", 1) as nodes:
@@ -84,7 +84,7 @@ def test_the_store_behind_a_prefix_compares_counts_and_waits_as_pytorchs_does(se
         store.get("z")
 
 
-def test_a_meeting_listens_on_the_address_that_agents_use_and_on_no_other(monkeypatch) -> None:
+def test_a_rendezvous_listens_only_on_the_agents_address(monkeypatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     meeting = Meeting(0, "127.0.0.1")
     socket.create_connection(("127.0.0.1", meeting.port)).close()
@@ -107,9 +107,7 @@ def test_other_nodes_are_met_with_a_secret_from_the_environment_only(monkeypatch
     assert read_secret("192.0.2.1", 29400) == SECRET
 
 
-def test_a_local_secret_is_read_from_a_file_that_only_this_user_can_have_written(
-    tmp_path, monkeypatch
-) -> None:
+def test_a_local_secret_is_read_only_from_a_file_of_this_user(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(secret.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.delenv(VARIABLE, raising=False)
     made = secret.make_local_secret(7)

@@ -240,7 +240,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(file: str, folders: Path, tmp_p
     assert file in refusal("to-hf", folder, tmp_path, capsys, code=77)
 
 
-def test_what_is_no_checkpoint_and_no_run_is_refused(tmp_path: Path, capsys) -> None:
+def test_a_folder_without_a_checkpoint_or_run_is_refused(tmp_path: Path, capsys) -> None:
     assert "does not exist" in refusal("to-hf", tmp_path / "nowhere", tmp_path, capsys)
     (tmp_path / "empty").mkdir()
     assert "holds no complete checkpoint" in refusal("to-hf", tmp_path / "empty", tmp_path, capsys)
@@ -295,7 +295,7 @@ NOT_IN_TRANSFORMERS: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("what", NOT_IN_TRANSFORMERS)
-def test_a_model_that_transformers_lacks_is_refused_by_its_key(what: str) -> None:
+def test_a_model_missing_in_transformers_is_refused_by_its_key(what: str) -> None:
     changes, words = NOT_IN_TRANSFORMERS[what]
     with pytest.raises(UserError) as caught:
         choose_architecture(small_config(**changes))

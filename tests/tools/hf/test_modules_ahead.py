@@ -94,7 +94,7 @@ def test_modules_are_read_and_written_and_predict_the_same(
             torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
 
 
-def test_modules_that_are_announced_but_not_there_are_left_out(tmp_path: Path) -> None:
+def test_announced_but_missing_modules_are_left_out(tmp_path: Path) -> None:
     their_model("glm4_moe_quarter", num_nextn_predict_layers=1).save_pretrained(tmp_path / "theirs")
     import_weights(tmp_path / "theirs", tmp_path / "ours")
     assert our_config(tmp_path / "ours").model.mtp is None

@@ -40,7 +40,7 @@ def published(folder: Path) -> dict[str, torch.Tensor]:
     return expected
 
 
-def test_blocks_and_scales_are_the_numbers_that_transformers_makes_of_them(tmp_path: Path) -> None:
+def test_blocks_and_scales_decode_like_transformers(tmp_path: Path) -> None:
     expected = published(tmp_path / "theirs")
     import_weights(tmp_path / "theirs", tmp_path / "ours")
     reader = TensorReader(tmp_path / "ours")
@@ -61,7 +61,7 @@ def test_blocks_and_scales_are_the_numbers_that_transformers_makes_of_them(tmp_p
         ("of another shape", ["gate_up_proj in MXFP4 is", "[4, 64, 1]", "needed"]),
     ],
 )
-def test_blocks_that_do_not_fit_are_reported(change: str, words: list[str], tmp_path: Path) -> None:
+def test_mismatched_blocks_are_reported(change: str, words: list[str], tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     published(tmp_path / "theirs")

@@ -45,7 +45,7 @@ def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize("limit", [1, 40, 10_000])
-def test_the_library_reads_what_is_written(limit: int, tmp_path: Path) -> None:
+def test_the_library_reads_forges_files(limit: int, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     write(tmp_path, some_tensors(), limit)

@@ -23,7 +23,7 @@ IN_TRANSFORMERS = [architecture for architecture in ARCHITECTURES if not archite
 
 
 @pytest.mark.parametrize("architecture", IN_TRANSFORMERS, ids=lambda architecture: architecture.model_type)
-def test_an_absent_key_means_what_it_means_in_transformers(architecture: Architecture) -> None:
+def test_an_absent_key_has_the_default_of_transformers(architecture: Architecture) -> None:
     import transformers
 
     theirs = transformers.models.auto.configuration_auto.CONFIG_MAPPING[architecture.model_type]

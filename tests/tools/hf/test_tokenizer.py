@@ -110,7 +110,7 @@ def test_a_tokenizer_json_is_copied_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("adds", [True, False, None])
 @pytest.mark.parametrize("steps", [(), ("bytes",), ("template",), ("bytes", "template")])
-def test_a_text_begins_as_in_forge_whatever_the_files_say(
+def test_a_text_begins_as_in_forge_despite_the_files_settings(
     steps: tuple[str, ...], adds: bool | None, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -157,7 +157,7 @@ def test_a_tokenizer_json_with_tokens_added_later_counts_more_than_its_model(tmp
     assert sorted(import_files(folder)) == ["tokenizer.json", "tokenizer_config.json"]
 
 
-def test_a_tokenizer_model_of_another_format_is_passed_over_beside_a_tokenizer_json(tmp_path: Path) -> None:
+def test_a_tokenizer_model_of_another_format_is_ignored_beside_a_tokenizer_json(tmp_path: Path) -> None:
     folder = written(
         export_files_of_bytes(tmp_path) | {"tokenizer.model": b"IQ== 0\nIg== 1\n"}, tmp_path / "theirs"
     )
@@ -177,9 +177,7 @@ def test_a_tokenizer_model_of_another_format_is_passed_over_beside_a_tokenizer_j
         ({"user_defined_symbols": ["[INST]"]}, "symbols of its own"),
     ],
 )
-def test_a_model_that_tokenizer_json_is_not_made_for_is_refused(
-    options: dict, what: str, tmp_path: Path
-) -> None:
+def test_a_model_unsupported_by_tokenizer_json_is_refused(options: dict, what: str, tmp_path: Path) -> None:
     tokenizer = sentencepiece(**EXACT | options)
     with pytest.raises(UserError, match=what):
         exported(tokenizer, tmp_path)

@@ -122,9 +122,7 @@ def test_scores_are_those_without_a_cache(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["dense", "window", "mixture of experts"])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_a_batch_writes_what_each_text_writes_alone_and_without_a_cache(
-    name: str, temperature: float
-) -> None:
+def test_a_batch_generates_the_same_as_each_text_alone_without_a_cache(name: str, temperature: float) -> None:
     model, sampling = model_of(name), Sampling(temperature, top_k=9, top_p=0.9, seed=3)
     together = _write(CachedScores(model), PROMPTS, sampling)
     assert together == [_write(CachedScores(model), [prompt], sampling)[0] for prompt in PROMPTS]

@@ -71,7 +71,7 @@ def test_a_text_beyond_the_models_length_is_read_again() -> None:
 
 
 @pytest.mark.parametrize(("name", "forwards"), [("three modules", 7), ("linear layers", 9)])
-def test_drafts_that_hold_save_forwards(name: str, forwards: int) -> None:
+def test_accepted_drafts_save_forwards(name: str, forwards: int) -> None:
     """Modules pass on the embedding of the token ahead and the head repeats it, so every draft is accepted."""
     model = model_of(name)
     with torch.no_grad():

@@ -127,7 +127,7 @@ def test_decoded_bytes_are_those_of_the_predicted_labels(
         assert tokenizer.bos_id is not None and sequences is None
 
 
-def test_a_space_where_a_window_begins_is_counted(tmp_path) -> None:
+def test_a_space_at_the_start_of_a_window_is_counted(tmp_path) -> None:
     """SentencePiece and its like drop it at the beginning of a text."""
 
     class DropsTheFirstSpace(ByteTokenizer):
@@ -148,7 +148,7 @@ def test_without_a_tokenizer_only_a_whole_dataset_knows_its_bytes(tmp_path) -> N
     assert whole.bytes_from == "dataset.json"
 
 
-def test_a_loss_that_is_no_number_is_an_error(tmp_path) -> None:
+def test_a_nan_loss_is_an_error(tmp_path) -> None:
     broken = opened()
     broken.model.norm.weight.data.fill_(torch.nan)
     with pytest.raises(UserError, match="nan") as raised:

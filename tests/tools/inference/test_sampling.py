@@ -43,7 +43,7 @@ def test_of_equal_scores_greedy_takes_the_lowest_token() -> None:
     assert write(flat_model, [3], 3) == [0, 0, 0]
 
 
-def test_each_text_ends_by_itself_with_the_token_that_ended_it() -> None:
+def test_each_text_ends_with_its_own_end_token() -> None:
     asked = []
 
     def stop(row: int, new: list[int]) -> bool:
@@ -107,7 +107,7 @@ LOGITS = torch.tensor([2.0, 0.0, 1.0, 1.0, -torch.inf], dtype=torch.float64)
         (Sampling(1.0, top_k=2, top_p=0.7), [0]),  # of the remaining two, the first has 0.73
     ],
 )
-def test_draws_follow_the_softmax_of_what_is_left(sampling: Sampling, left: list[int]) -> None:
+def test_draws_follow_the_softmax_of_the_kept_tokens(sampling: Sampling, left: list[int]) -> None:
     draws = torch.tensor([choose_token(LOGITS, sampling, position=n) for n in range(4000)])
     shares = torch.bincount(draws, minlength=len(LOGITS)) / len(draws)
     expected = torch.zeros(len(LOGITS), dtype=torch.float64)
@@ -122,7 +122,7 @@ def test_an_empty_prompt_is_refused() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_scores_that_are_not_finite_are_refused(bad: float) -> None:
+def test_non_finite_scores_are_refused(bad: float) -> None:
     scores = LOGITS.clone()
     scores[3] = bad
     for sampling in (Sampling(), Sampling(1.0, top_k=3)):

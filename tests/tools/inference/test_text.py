@@ -27,13 +27,13 @@ def test_an_incomplete_character_is_emitted_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("split", [1, 2, 3])
-def test_a_character_that_the_prompt_begins_is_emitted_whole(split: int) -> None:
+def test_a_character_begun_in_the_prompt_is_emitted_whole(split: int) -> None:
     character = list("😀".encode())
     parts = emitted([256, 97, *character[:split]], [*character[split:], 98])
     assert parts == [*[""] * (3 - split), "😀", "b", ""]
 
 
-def test_a_prompt_that_ends_in_a_character_never_completed_loses_nothing() -> None:
+def test_a_prompt_ending_in_an_incomplete_character_loses_nothing() -> None:
     assert emitted([256, 97, 0xC3], [98]) == ["b", ""]
     assert emitted([256, *"\ufffd".encode()], [98]) == ["b", ""]
 
@@ -54,7 +54,7 @@ def test_any_text_is_emitted_whole(prompt: str, new: str) -> None:
     text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), min_size=1),
     cut=st.integers(0),
 )
-def test_any_split_of_a_text_emits_the_characters_that_the_new_tokens_end(text: str, cut: int) -> None:
+def test_any_split_of_a_text_emits_the_characters_completed_by_the_new_tokens(text: str, cut: int) -> None:
     tokens = list(text.encode())
     cut %= len(tokens)
     whole = bytes(tokens[:cut]).decode(errors="ignore")
@@ -62,7 +62,7 @@ def test_any_split_of_a_text_emits_the_characters_that_the_new_tokens_end(text: 
 
 
 @pytest.mark.parametrize("split", range(1, 12))
-def test_a_space_between_words_is_kept_by_a_tokenizer_that_drops_the_first(split: int) -> None:
+def test_a_space_between_words_is_kept_by_a_tokenizer_dropping_the_first(split: int) -> None:
     class Words:
         """Ids are words; like SentencePiece with a dummy prefix, a text does not begin with a space."""
 

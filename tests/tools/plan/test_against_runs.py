@@ -84,7 +84,7 @@ def test_state_and_collectives_are_those_of_a_run(name: str) -> None:
 
 
 @SLOW
-def test_rows_that_go_to_nodes_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_to_other_nodes_match_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     # Round-robin choices, 0 and 1, then 2 and 3: a token's two experts are on one of the two nodes.
     monkeypatch.setattr(fake, "visited_nodes", lambda moe, nodes: 1.0)
     check(experts("ep = 4\nep_node_size = 2"), 4)
@@ -93,7 +93,7 @@ def test_rows_that_go_to_nodes_are_those_of_a_run(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("nodes", "groups", "limited"), [(2, 1, 1), (8, 1, 1), (8, 8, 4), (4, 8, 4), (16, 8, 4)]
 )
-def test_the_number_of_nodes_that_a_token_visits_is_that_of_random_choices(
+def test_the_number_of_visited_nodes_per_token_matches_random_choices(
     nodes: int, groups: int, limited: int
 ) -> None:
     moe = MoEConfig(
@@ -125,7 +125,7 @@ ACTIVATIONS = {
 @pytest.mark.parametrize(
     "name", [name if name == "experts" else pytest.param(name, marks=SLOW) for name in ACTIVATIONS]
 )
-def test_activations_and_the_peak_are_what_the_allocator_gives(name: str) -> None:
+def test_activations_and_the_peak_match_the_allocator(name: str) -> None:
     text, world = ACTIVATIONS[name]
     (kept, peak), (expected_kept, expected_peak) = traced(text, world), allocated(text, world)
     assert kept == pytest.approx(expected_kept, rel=0.03)
@@ -143,9 +143,7 @@ def test_activations_and_the_peak_are_what_the_allocator_gives(name: str) -> Non
         (larger(pipeline("ZBVZeroBubble")), 4),
     ],
 )
-def test_the_peak_with_gathered_parameters_and_pipelines_is_what_the_allocator_gives(
-    text: str, world: int
-) -> None:
+def test_the_peak_with_gathered_parameters_and_pipelines_matches_the_allocator(text: str, world: int) -> None:
     _, peak = traced(text, world)
     _, expected = allocated(text, world)
     assert peak == pytest.approx(expected, rel=0.03)

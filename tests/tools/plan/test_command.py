@@ -54,14 +54,14 @@ def test_a_plan_is_one_json_object_and_nothing_else_is_printed(tmp_path, capsys)
 
 @pytest.mark.long
 @pytest.mark.parametrize(("gib", "code"), [pytest.param(1.0, 0, marks=pytest.mark.slow), (0.0001, 3)])
-def test_the_exit_code_says_whether_it_fits(tmp_path, capsys, gib: float, code: int) -> None:
+def test_the_exit_code_depends_on_whether_it_fits(tmp_path, capsys, gib: float, code: int) -> None:
     assert plan(tmp_path, gib=gib) == code
     text = capsys.readouterr().out
     assert ("does not fit" in text) is ("which is still too much" in text) is (code == 3)
 
 
 @pytest.mark.slow
-def test_a_plan_that_does_not_fit_says_which_keys_free_enough(tmp_path, capsys) -> None:
+def test_an_oversized_plan_names_keys_that_free_enough_memory(tmp_path, capsys) -> None:
     def found(gib: float, *options: str) -> dict[str, Any]:
         plan(tmp_path, "--json", *options, gib=gib)
         return json.loads(capsys.readouterr().out)
@@ -75,7 +75,7 @@ def test_a_plan_that_does_not_fit_says_which_keys_free_enough(tmp_path, capsys) 
 
 
 @pytest.mark.slow
-def test_a_plan_says_what_a_rank_with_crowded_experts_needs(tmp_path, capsys) -> None:
+def test_a_plan_includes_the_memory_of_crowded_experts(tmp_path, capsys) -> None:
     experts = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\nexpert_dim = 24\n"
     (tmp_path / "experts.toml").write_text(plan_text("ep = 2", model=experts).replace("n_kv_heads = 2\n", ""))
     assert main(["--config", str(tmp_path / "experts.toml"), "--plan", "--world-size=2", "--json"]) == 0
@@ -135,7 +135,7 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(tmp_path, capfd, option: 
     assert part in capfd.readouterr().err
 
 
-def test_a_file_that_does_not_describe_hardware_is_refused(tmp_path, capfd) -> None:
+def test_an_invalid_hardware_file_is_refused(tmp_path, capfd) -> None:
     assert plan(tmp_path, gib=-1) == 2
     assert "memory_gib" in capfd.readouterr().err
 
@@ -144,13 +144,13 @@ def test_a_file_that_does_not_describe_hardware_is_refused(tmp_path, capfd) -> N
     ("parallel", "world"),
     [("", 1), ("tp = 2", 2), ("dp_shard = 4\ncp = 2", 8), ("ep = 4\ntp = 2", 4)],
 )
-def test_the_smallest_world_is_the_first_that_is_valid(parallel: str, world: int) -> None:
+def test_the_smallest_world_is_the_first_valid_one(parallel: str, world: int) -> None:
     experts = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\nexpert_dim = 24\n"
     text = plan_text(parallel, model=experts).replace("n_kv_heads = 2\n", "")
     assert smallest_world(parse_toml_text(text)).world == world
 
 
-def test_a_model_that_reads_data_is_refused_with_its_line(tmp_path, capfd) -> None:
+def test_a_model_reading_tensor_values_is_refused_with_its_line(tmp_path, capfd) -> None:
     assert plan(tmp_path, "--model.kind=tests.tools.plan.test_command:Reads") == 2
     message = capfd.readouterr().err
     assert f"{__file__}:" in message and "aten._local_scalar_dense" in message

@@ -115,7 +115,7 @@ def totals(stage: StagePlan, *, sizes: bool = True) -> dict[tuple[str, str], int
         pytest.param(staged("Interleaved1F1B", "pp = 4", 8, FULL), 8, marks=SLOW),
     ],
 )
-def test_a_few_layers_show_what_all_need(text: str, world: int) -> None:
+def test_a_few_traced_layers_predict_all(text: str, world: int) -> None:
     few, whole = both(text, world)
     config = parse_toml_text(text)
     for one, other in zip(few, whole, strict=True):

@@ -120,7 +120,7 @@ def test_a_limit_is_noticed() -> None:
 @pytest.mark.parametrize(
     "name", [name if name == "fsdp2" else pytest.param(name, marks=SLOW) for name in CASES]
 )
-def test_what_fits_runs_and_what_needs_five_percent_more_does_not(name: str) -> None:
+def test_a_step_within_the_limit_runs_and_five_percent_more_does_not(name: str) -> None:
     text, world = CASES[name]
     needed = planned(text, world)[0].peak.size
     assert succeeds(text, world, needed)

@@ -46,7 +46,7 @@ def test_an_all_to_all_sends_each_ranks_bytes_to_other_nodes_through_its_own_nic
     assert found == pytest.approx(expected)
 
 
-def test_gpus_that_have_a_nic_in_common_each_get_their_part_of_it() -> None:
+def test_gpus_on_one_nic_each_get_their_share_of_it() -> None:
     shared = GPU.model_copy(update={"cards_per_nic": 2})
     assert seconds("all_gather", [0, 4], shared) == pytest.approx(1e-5 + 0.5 / 5)
     assert seconds("all_gather", [0, 1, 4, 5], shared) == pytest.approx(1e-5 + 0.75 / 10)
@@ -83,7 +83,7 @@ def test_a_reduce_scatter_on_a_cpu_is_an_all_reduce() -> None:
     assert seconds("reduce_scatter", [0, 1]) == seconds("all_gather", [0, 1])
 
 
-def test_collectives_that_share_a_nic_do_not_hide_each_other() -> None:
+def test_collectives_on_one_nic_do_not_overlap() -> None:
     exchange = cost_of(Collective("all_to_all", 10**9), [0, 4], GPU)
     gather = cost_of(Collective("all_gather", 10**9), [0, 4], GPU)
     both = Spent(0.0, exchange.seconds, gather.seconds, 0.0, exchange.network + gather.network)

@@ -47,7 +47,7 @@ def products_with_keys(model: ModelConfig, layer: int) -> float:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_operations_are_those_of_the_matrices_that_a_token_uses(seed: int) -> None:
+def test_operations_match_a_tokens_active_matrices(seed: int) -> None:
     model = drawn(seed).model
     modules = 0 if model.mtp is None else model.mtp.depth
     idle, products = 0, 0.0
@@ -114,7 +114,7 @@ def test_float8_takes_the_projections_of_blocks_and_no_small_ones(seed: int) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3, 15))
-def test_a_plan_says_what_a_run_holds_and_sends(seed: int) -> None:
+def test_a_plan_predicts_a_runs_memory_and_traffic(seed: int) -> None:
     text = float32(to_toml(drawn(seed))).replace("document_mask = true", "document_mask = false")
     (stage,), run = planned(text, 2), measured(text, 2)[0]
     assert facts_of(stage) == run

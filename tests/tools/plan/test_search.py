@@ -34,7 +34,7 @@ def with_memory(gib: float) -> Hardware:
 
 
 @SLOW
-def test_layouts_that_fit_come_first_and_the_fastest_before_others(capsys) -> None:
+def test_fitting_layouts_come_first_sorted_by_speed(capsys) -> None:
     config = parse_toml_text(plan_text())
     found = search(config, 1, BARE, tries=3, processes=1)
     assert len(found) == 3
@@ -48,7 +48,7 @@ def test_layouts_that_fit_come_first_and_the_fastest_before_others(capsys) -> No
     assert [one.needed > 2**20 for one in nearest] == [True]
 
 
-def test_of_layouts_that_are_equally_fast_the_one_with_the_fewest_axes_comes_first() -> None:
+def test_among_equally_fast_layouts_the_fewest_axes_come_first() -> None:
     def found(seconds: float, **degrees: int) -> Any:
         axes = SimpleNamespace(**({"tp": 1, "cp": 1, "ep": 1, "pp": 1} | degrees))
         return SimpleNamespace(speed=SimpleNamespace(step_s=seconds), plan=SimpleNamespace(degrees=axes))
@@ -95,7 +95,7 @@ def test_an_interleaved_pipeline_waits_for_the_plain_one_of_its_shapes() -> None
         pytest.param(deep(pipeline("Interleaved1F1B"), 12), 2, marks=SLOW),
     ],
 )
-def test_the_cost_of_a_plan_is_the_number_of_layers_that_it_runs(text: str, world: int, monkeypatch) -> None:
+def test_the_cost_of_a_plan_is_its_number_of_traced_layers(text: str, world: int, monkeypatch) -> None:
     ran: list[Block] = []
     forward = Block.forward
 
@@ -121,7 +121,7 @@ def test_a_round_stays_within_its_layers() -> None:
 
 
 @pytest.mark.long
-def test_layouts_that_gather_once_per_step_are_tried_where_a_step_has_several_microbatches() -> None:
+def test_layouts_with_one_gather_per_step_are_tried_for_several_microbatches() -> None:
     ways = _ways(plan_text())
     assert ways == {("auto", False), ("auto", True), ("never", False), ("never", True)}
     assert _ways(plan_text("reshard_after_forward = 'never'\ndefer_gradient_reduction = true")) == ways
@@ -142,7 +142,7 @@ def _ways(text: str) -> set[tuple[str, bool]]:
 
 
 @pytest.mark.long
-def test_every_layout_is_legal_and_none_is_left_that_cannot_hold_its_state() -> None:
+def test_every_layout_is_valid_and_can_hold_its_state() -> None:
     config = parse_toml_text(plan_text())
     found = layouts(config, 4, BARE)
     assert len({str(layout.changes) for layout in found}) == len(found) > 20
@@ -168,7 +168,7 @@ def test_every_layout_is_legal_and_none_is_left_that_cannot_hold_its_state() -> 
         pytest.param("ep = 2\ndp_replicate = 2", 4, EXPERTS, marks=SLOW),
     ],
 )
-def test_least_state_is_never_more_than_a_plan_says(parallel: str, world: int, model: str) -> None:
+def test_least_state_is_a_lower_bound_of_the_plan(parallel: str, world: int, model: str) -> None:
     text = plan_text(parallel, model=model)
     config = parse_toml_text(text.replace("n_kv_heads = 2\n", "") if model else text)
     degrees = check_world(config, world)
@@ -180,7 +180,7 @@ def test_least_state_is_never_more_than_a_plan_says(parallel: str, world: int, m
     assert 0.7 * planned < least_state(config, degrees, Model.of(config)) <= planned
 
 
-def test_what_is_not_planned_yet_is_corrected_by_what_is() -> None:
+def test_estimates_of_unplanned_layouts_are_corrected_by_plans() -> None:
     first, second, *_ = layouts(parse_toml_text(plan_text()), 1, BARE)
     none = Corrections([])
     assert none.seconds(first) == first.seconds and not none.is_known(first)
@@ -190,7 +190,7 @@ def test_what_is_not_planned_yet_is_corrected_by_what_is() -> None:
 
 @SLOW
 @pytest.mark.processes
-def test_each_layout_is_what_a_plan_with_its_overrides_says(tmp_path, capsys, monkeypatch) -> None:
+def test_each_layout_matches_a_plan_with_its_overrides(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(command, "search", partial(search, tries=3))
     (tmp_path / "tiny.toml").write_text(plan_text().replace("n_layers = 4", "n_layers = 10"))
     (tmp_path / "card.toml").write_text(

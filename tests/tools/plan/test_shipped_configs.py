@@ -26,14 +26,14 @@ def claims() -> list[tuple[str, int, str]]:
     return found
 
 
-def test_most_configs_say_what_they_are_for() -> None:
+def test_most_configs_name_their_hardware() -> None:
     assert len({name for name, _, _ in claims()}) >= 10
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "world", "card"), claims())
-def test_it_fits_on_the_cards_that_it_is_for(name: str, world: int, card: str) -> None:
+def test_it_fits_on_its_gpus(name: str, world: int, card: str) -> None:
     config, hardware = load_config(["--config", name]), find_hardware(card)
     needed = make_plan(config, check_world(config, world), hardware).worst.needed
     assert needed <= hardware.memory_bytes, f"{needed / 2**30:.1f} GiB"

@@ -61,7 +61,7 @@ ON_CARDS = [
         *(pytest.param(*case, False, marks=slow_unless("moe" in case[0])) for case in ON_BOTH),
     ],
 )
-def test_traced_operations_are_those_that_the_model_counts(text: str, world: int, card: bool) -> None:
+def test_traced_operations_match_the_models_count(text: str, world: int, card: bool) -> None:
     config = parse_toml_text(text)
     traced = 0.0
     for number in range(world):
@@ -78,7 +78,7 @@ def test_traced_operations_are_those_that_the_model_counts(text: str, world: int
 
 
 @pytest.mark.long
-def test_a_window_takes_less_time_on_a_card_and_no_table_of_scores() -> None:
+def test_a_window_takes_less_time_on_a_gpu_and_no_table_of_scores() -> None:
     def attention(model: str) -> tuple[float, int]:
         config = parse_toml_text(of_kinds(model=model))
         with fake_ranks(0, 1):
@@ -93,7 +93,7 @@ def test_a_window_takes_less_time_on_a_card_and_no_table_of_scores() -> None:
     assert kept_of_window == kept
 
 
-def test_an_operator_takes_what_limits_it() -> None:
+def test_an_operators_time_follows_its_bottleneck() -> None:
     assert seconds_of(Work("memory", "", 0.0, 8 * 10**9), CARD) == pytest.approx(8e-3 / 0.8)
     assert seconds_of(Work("product", "torch.float32", 5e12, 8), CARD) == pytest.approx(1.0)
     assert seconds_of(Work("product", "torch.float32", 1.0, 10**12), CARD) == pytest.approx(1 / 0.8)
@@ -118,7 +118,7 @@ def test_a_compiler_fuses_and_float8_takes_linear_layers_of_blocks_only() -> Non
     assert _as_run(experts, block, plain, ("linear", "experts")).dtype == "float8"
 
 
-def test_an_operator_takes_what_was_measured() -> None:
+def test_an_operators_time_uses_measured_figures() -> None:
     curve = [(1e6, 1.0), (1e8, 3.0)]
     assert [rate_at(curve, size) for size in (1, 1e6, 1e7, 1e8, 1e9)] == pytest.approx([1, 1, 2, 3, 3])
     measured = CARD.model_copy(
@@ -156,13 +156,13 @@ def test_what_computation_does_not_hide_is_counted() -> None:
 
 
 @pytest.mark.parametrize("name", ["h100", "h200", "b200", "a100", "l40s"])
-def test_every_card_is_complete(name: str) -> None:
+def test_every_gpu_description_is_complete(name: str) -> None:
     card = find_hardware(name)
     assert card.peak_flops("bfloat16") and card.memory_bytes > 40 * 2**30
 
 
 @pytest.mark.slow
-def test_a_plan_for_a_faster_card_is_faster() -> None:
+def test_a_plan_for_a_faster_gpu_is_faster() -> None:
     config = parse_toml_text(plan_text())
     a100, h100 = (make_plan(config, check_world(config, 2), find_hardware(name)) for name in ("a100", "h100"))
     assert a100.speed and h100.speed and h100.speed.step_s < a100.speed.step_s

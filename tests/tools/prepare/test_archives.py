@@ -59,7 +59,7 @@ def test_files_are_left_out_for_a_reason(tmp_path, build, name: str, content: by
 
 @builders
 @pytest.mark.parametrize("name", ["/etc/x.py", "../x.py", "a/../../x.py", "a\\..\\..\\x.py", "C:/x.py"])
-def test_a_member_that_leads_out_is_refused(tmp_path, build, name: str) -> None:
+def test_a_member_outside_the_archive_is_refused(tmp_path, build, name: str) -> None:
     path = build(tmp_path, "some", {"y.py": TEXT, name: TEXT})
     with pytest.raises(UserError, match="would be written outside its folder") as error:
         read(path)

@@ -27,7 +27,7 @@ def documents(*inputs, key="text"):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "a.txt", "part-00000"])
 @pytest.mark.parametrize("packed", ["", "gzip", "zstd"])
-def test_json_lines_are_read_whatever_their_name_and_compression(tmp_path, name, packed):
+def test_json_lines_are_read_under_any_name_and_compression(tmp_path, name, packed):
     half = len(LINES) // 2
     path = tmp_path / (name + {"": "", "gzip": ".gz", "zstd": ".zst"}[packed])
     if packed == "gzip":  # two members, as appending makes them
@@ -57,7 +57,7 @@ def test_json_lines_under_another_key_are_read_not_taken_for_text(tmp_path):
     assert all(document.reason == "no text under the key 'text'" for document in documents(tmp_path))
 
 
-def test_a_json_document_is_text_where_it_is_named_and_passed_over_in_a_folder(tmp_path):
+def test_a_json_document_is_read_if_named_and_skipped_in_a_folder(tmp_path):
     (tmp_path / "package.json").write_text('{\n "name": "x"\n}\n')
     (tmp_path / "line.json").write_text('{"name": "x"}\n')
     (tmp_path / "a.txt").write_text("{text}\n{text}\n")
@@ -72,7 +72,7 @@ def test_an_array_of_records_is_refused_with_the_remedy(tmp_path):
         documents(tmp_path / "a.json")
 
 
-def test_files_passed_over_are_counted_by_extension(tmp_path):
+def test_skipped_files_are_counted_by_extension(tmp_path):
     for name in ("a.txt", "b.HTML", "c.html", "d.tar.gz", "Makefile", ".hidden/e.pdf"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)

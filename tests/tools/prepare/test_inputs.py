@@ -163,7 +163,7 @@ def test_changed_test_passages_start_over_and_refuse_a_finished_dataset(
         prepare(request)
 
 
-def test_files_under_decontaminate_that_are_not_read_are_errors(request_of, tmp_path) -> None:
+def test_unread_files_under_decontaminate_are_errors(request_of, tmp_path) -> None:
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "a.txt").write_text("line 0001 word")
@@ -182,7 +182,7 @@ def test_files_under_decontaminate_that_are_not_read_are_errors(request_of, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_names_that_are_not_utf_8_are_read_and_reported(tmp_path, capsys) -> None:
+def test_non_utf_8_names_are_read_and_reported(tmp_path, capsys) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/in-\xe9"))
     folder.mkdir()
     for number in range(3):
@@ -209,7 +209,7 @@ def test_a_file_system_without_locks_gives_a_warning(request_of, monkeypatch, ca
     assert "its file system has no locks" in capsys.readouterr().err
 
 
-def test_links_that_lead_out_of_a_folder_are_passed_over(tmp_path, capsys) -> None:
+def test_links_leading_out_of_a_folder_are_skipped(tmp_path, capsys) -> None:
     folder, secret = tmp_path / "in", tmp_path / "secret.txt"
     (folder / "below").mkdir(parents=True)
     secret.write_text("secret")
@@ -250,9 +250,7 @@ def test_parts_of_machines_with_own_copies_of_the_input_are_joined(request_of, t
     assert len(documents(request.output)) == LINES
 
 
-def test_a_filter_that_raises_in_a_worker_is_one_sentence_with_file_and_document(
-    request_of, tmp_path
-) -> None:
+def test_a_filter_raising_in_a_worker_is_one_sentence_with_file_and_document(request_of, tmp_path) -> None:
     (tmp_path / "broken.py").write_text(
         "def keep(text, metadata):\n    return 1 / ('line 0003' not in text)\n"
     )

@@ -33,7 +33,7 @@ def dataset(**options):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_rank_reads_what_is_shown(ranks):
+def test_the_shown_batches_match_every_ranks_loader(ranks):
     shown = list(samples_of_step(dataset(), None, 3, global_batch_size=8, ranks=ranks, head=16))
     assert [sample.sample for sample in shown] == list(range(16, 24))
     for rank in range(ranks):

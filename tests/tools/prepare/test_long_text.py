@@ -107,7 +107,7 @@ def test_memory_does_not_grow_with_a_chunk(tmp_path):
 @pytest.mark.parametrize(
     ("content", "place"), [(b"a\xff", 1), (b"a" * (1 << 20) + b"\xff", 1 << 20), (b"ab\xe6\x97", 2)]
 )
-def test_a_large_text_that_is_not_utf8_is_one_bad_document(tmp_path, content, place):
+def test_a_large_non_utf8_text_is_one_bad_document(tmp_path, content, place):
     (tmp_path / "long.txt").write_bytes(content)
     assert check_text(File(str(tmp_path / "long.txt"), "long.txt", 1)) == Bad(
         "long.txt", f"not UTF-8 at byte {place}"
@@ -123,7 +123,7 @@ def test_a_bad_large_text_is_counted_among_the_others(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_a_large_text_that_could_not_be_read_before_takes_its_place_among_the_others(tmp_path, monkeypatch):
+def test_a_large_text_unreadable_before_takes_its_place_among_the_others(tmp_path, monkeypatch):
     (tmp_path / "in").mkdir()
     for name in "abc":
         (tmp_path / "in" / f"{name}.txt").write_text(f"{name} text\n" * 300_000)

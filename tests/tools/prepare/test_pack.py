@@ -23,9 +23,7 @@ def plan_of(folder, lengths, kind, window=1 << 17):
 
 @pytest.mark.parametrize("kind", ["best_fit", "document"])
 @pytest.mark.parametrize("window", [7, 1000])
-def test_every_token_of_every_document_is_in_one_sequence_but_what_is_reported(
-    tmp_path, kind, window
-) -> None:
+def test_every_token_is_in_one_sequence_or_reported(tmp_path, kind, window) -> None:
     lengths = [1 + 13 * n % 200 for n in range(300)]
     dataset, index = plan_of(tmp_path / "set", lengths, kind, window)
     packed = PackedDataset([dataset], [1], S, seed=1, packing=kind).samples[dataset_name(dataset, kind)]
@@ -58,7 +56,7 @@ def dataset_name(dataset, kind):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=60), st.integers(2, 40))
-def test_best_fit_places_each_piece_where_it_leaves_the_least_room(lengths, capacity) -> None:
+def test_best_fit_leaves_the_least_room(lengths, capacity) -> None:
     lengths = np.array(lengths)
     pieces = cut(np.cumsum(lengths) - lengths, lengths, capacity)
     packed, firsts = best_fit(pieces, capacity)

@@ -42,7 +42,7 @@ def whole(text, tmp_path_factory) -> dict[str, bytes]:
     return files(output)
 
 
-def test_parts_joined_are_what_one_machine_writes_byte_for_byte(text, whole, tmp_path, capsys) -> None:
+def test_joined_parts_equal_one_machines_output_byte_for_byte(text, whole, tmp_path, capsys) -> None:
     wanted = request(text, tmp_path / "out", packing="best_fit", seq_len=100)
     for part in (3, 1, 2):
         assert prepare(replace(wanted, part=(part, 3))) == []
@@ -81,7 +81,7 @@ def test_parts_of_another_request_are_refused_and_kept(text, tmp_path) -> None:
 
 
 @pytest.mark.long
-def test_a_store_and_its_faults_give_what_a_folder_gives(text, whole, tmp_path, monkeypatch) -> None:
+def test_a_store_with_faults_gives_the_same_as_a_folder(text, whole, tmp_path, monkeypatch) -> None:
     from forge.runtime import remote
 
     monkeypatch.setattr(remote, "_FIRST_S", 0.001)
@@ -141,7 +141,7 @@ def test_slurm_gives_each_process_its_part(monkeypatch, variables, part) -> None
 
 
 @pytest.mark.parametrize("part", ["0/3", "4/3", "3", "slurm", "a/b"])
-def test_a_part_that_is_none_is_refused(monkeypatch, capsys, part) -> None:
+def test_an_invalid_part_is_refused(monkeypatch, capsys, part) -> None:
     for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_ARRAY_TASK_ID"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SystemExit):

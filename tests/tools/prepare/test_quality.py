@@ -55,7 +55,7 @@ def test_exact_and_near_duplicates_are_left_out_and_counted(tmp_path, capsys) ->
     assert index.text_bytes == sum(len(text.encode()) for text in found)
 
 
-def test_parts_leave_out_what_one_machine_does_and_held_out_documents_have_no_copy(tmp_path) -> None:
+def test_parts_leave_out_the_same_as_one_machine_and_held_out_documents_have_no_copy(tmp_path) -> None:
     texts = [text_of(seed) for seed in range(30)]
     folder = write(tmp_path / "in", [{"text": text, "id": n} for n, text in enumerate(texts + texts[:9])])
     quality = Quality(duplicates="near", metadata=("id",))
@@ -72,7 +72,7 @@ def test_parts_leave_out_what_one_machine_does_and_held_out_documents_have_no_co
     assert len(train) + len(held_out) == 30
 
 
-def test_a_filter_of_ones_own_sees_text_and_metadata_which_are_kept_in_order(tmp_path, capsys) -> None:
+def test_a_custom_filter_gets_text_and_metadata_and_order_is_kept(tmp_path, capsys) -> None:
     records = [{"text": text_of(seed), "lang": "en", "url": f"u{seed}"} for seed in range(6)]
     records[2]["lang"] = "xx"
     records[3]["text"] = "few"
@@ -88,7 +88,7 @@ def test_a_filter_of_ones_own_sees_text_and_metadata_which_are_kept_in_order(tmp
     assert "1 of 6 documents left out: filter: language" in printed and "left out: filter: short" in printed
 
 
-def test_documents_that_share_a_passage_with_given_files_are_left_out(tmp_path) -> None:
+def test_documents_sharing_a_passage_with_given_files_are_left_out(tmp_path) -> None:
     (tmp_path / "tests.jsonl").write_text(json.dumps({"text": text_of(77, 40)}))
     passage = text_of(77, 40).split()
     records = [
@@ -117,13 +117,13 @@ def test_another_quality_is_another_dataset(tmp_path) -> None:
         ("tests.tools.prepare.test_quality:write", r"failed on document 1 of 0\.jsonl, which begins 'w"),
     ],
 )
-def test_a_filter_that_fails_or_is_not_there_is_refused(tmp_path, path, message) -> None:
+def test_a_failing_or_missing_filter_is_refused(tmp_path, path, message) -> None:
     folder = write(tmp_path / "in", [{"text": text_of(seed)} for seed in range(4)])
     with pytest.raises(UserError, match=message):
         made(folder, tmp_path / "out", filter=path)
 
 
-def test_signatures_measure_the_share_of_runs_of_words_that_two_texts_have_in_common() -> None:
+def test_signatures_measure_the_shared_word_n_grams_of_two_texts() -> None:
     words = text_of(5, 1000).split()
     for share in (0.9, 0.6, 0.3):
         cut = int(1000 * share)

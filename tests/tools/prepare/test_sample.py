@@ -58,7 +58,7 @@ def test_a_text_file_beyond_the_budget_is_cut_at_characters(tmp_path):
         assert "1 are read in part and 1 left out" in corpus.notes()[0]
 
 
-def test_many_small_files_are_taken_whole_by_a_hash_that_does_not_depend_on_the_place(tmp_path):
+def test_many_small_files_are_sampled_whole_by_a_path_independent_hash(tmp_path):
     for place in ("here", "there/deeper"):
         (tmp_path / place).mkdir(parents=True)
         for number in range(40):

@@ -8,7 +8,7 @@ from scripts.describe_data import main
 from tests.support.streams import write_documents
 
 
-def test_the_page_has_what_the_dataset_has(tmp_path) -> None:
+def test_the_page_matches_the_dataset(tmp_path) -> None:
     texts = ["short <b>", "a" * 100, "b" * 100, "b" * 100]
     lines = [json.dumps({"text": text, "source": f"s{len(text)}"}) for text in texts]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
@@ -32,7 +32,7 @@ def test_the_page_has_what_the_dataset_has(tmp_path) -> None:
     assert "<h2>Documents</h2>" not in page(tmp_path / "out", None)
 
 
-def test_the_script_writes_it_and_refuses_what_is_no_dataset(tmp_path, capsys) -> None:
+def test_the_script_writes_it_and_refuses_a_folder_without_a_dataset(tmp_path, capsys) -> None:
     (tmp_path / "in.txt").write_text("text")
     prepare(Request((str(tmp_path / "in.txt"),), "bytes", tmp_path / "out"))
     assert main([str(tmp_path / "out"), "--output", str(tmp_path / "page.html")]) == 0
@@ -40,7 +40,7 @@ def test_the_script_writes_it_and_refuses_what_is_no_dataset(tmp_path, capsys) -
     assert main([str(tmp_path / "none")]) == 2 and "not a complete dataset" in capsys.readouterr().err
 
 
-def test_lengths_of_documents_that_continue_in_the_next_shard(tmp_path) -> None:
+def test_lengths_of_documents_across_shards(tmp_path) -> None:
 
     dataset = write_documents(tmp_path / "set", [30, 500, 7], shard_bytes=200)
     assert len(dataset.index.shards) > 4 and document_lengths(dataset).tolist() == [30, 500, 7]

@@ -1,4 +1,4 @@
-"""The page in a real browser: it is drawn, nothing is missing, and its tables are there for a screen reader."""
+"""The page in a real browser: it is drawn completely, and screen readers find its tables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_browser_draws_the_page_without_an_error(tmp_path: Path) -> None:
 def test_on_paper_every_table_is_shown_and_every_drawing_has_a_name_for_a_screen_reader(
     tmp_path: Path,
 ) -> None:
-    """The tags of a PDF are what a screen reader sees; tables behind "The numbers" are folded on the screen alone."""
+    """A screen reader reads the tags of a PDF. Tables under "The numbers" are folded only on the screen."""
     page = tmp_path / "page.html"
     page.write_text(make_page([read_run(write_run(tmp_path / "run"))]))
     tags = print_page(page, tmp_path / "page.pdf")
@@ -52,7 +52,7 @@ def test_on_paper_every_table_is_shown_and_every_drawing_has_a_name_for_a_screen
 
 
 def _colors(shot: Path) -> int:
-    """How many colours a picture has; a blank one has one."""
+    """Return a picture's number of colours. A blank one has one."""
     from matplotlib.image import imread
 
     pixels = (imread(shot)[..., :3] * 255).astype(np.uint32)

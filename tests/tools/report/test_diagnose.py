@@ -1,5 +1,5 @@
-"""A diagnosis says what happened first, on which rank, and what to try. Each fault of the table is named after its own test
-too (tests/support/diagnosed.py), from the directory that the real run left."""
+"""A diagnosis names the first failure, its rank, and remedies. tests/support/diagnosed.py also diagnoses the run directory
+of each fault test."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ASLEEP = '  File "/w/forge/runtime/fault.py", line 60 in fault_point'
 
 
 def hung(folder: Path) -> Path:
-    """Two ranks, of which the second sleeps, as tests/faults/test_hangs.py leaves them."""
+    """Write the stacks of two ranks, the second asleep, like those of tests/faults/test_hangs.py."""
     logs = folder / "logs"
     logs.mkdir(parents=True)
     reason = "step of step 5 has taken 10.0 s; the limit is resilience.step_timeout_s = 10"
@@ -66,7 +66,7 @@ def hung(folder: Path) -> Path:
     return folder
 
 
-def test_of_ranks_that_hung_the_one_outside_a_collective_is_named(tmp_path) -> None:
+def test_among_hanging_ranks_the_one_outside_a_collective_is_named(tmp_path) -> None:
     text = diagnose(hung(tmp_path / "run"))
     assert "failed at step 4, exit code 76" in text
     assert "or the limit is too short [watchdog]\nRANK: 1\n" in text
@@ -90,12 +90,12 @@ def test_a_record_of_collectives_cannot_run_code(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_a_run_that_reports_no_end_runs_or_was_killed(tmp_path, alive: bool) -> None:
+def test_a_run_without_an_end_is_running_or_was_killed(tmp_path, alive: bool) -> None:
     run = tmp_path / "run"
     (run / "checkpoints" / ".partial-step-00000004").mkdir(parents=True)
     write_lines(run / "events.jsonl", [{"time": "2026-01-01T00:00:00+00:00", "event": "started"}])
     (run / "status.json").write_text(json.dumps({"state": "running", "step": 3}))
-    pid = os.getpid() if alive else 2**22 + 1  # beyond the largest number of a process
+    pid = os.getpid() if alive else 2**22 + 1  # above the largest process id
     (run / ".lock").write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "started": ""}))
     text = diagnose(run)
     assert (f"still running, as process {pid}" in text) is alive
@@ -103,7 +103,7 @@ def test_a_run_that_reports_no_end_runs_or_was_killed(tmp_path, alive: bool) -> 
     assert ("[killed]\nRANK: every rank" in text) is not alive
 
 
-def test_what_is_no_run_is_refused(tmp_path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path) -> None:
     with pytest.raises(UserError, match="is not the directory of a run"):
         diagnose(tmp_path)
 
@@ -112,7 +112,7 @@ STARTED = {"time": "2026-01-01T00:00:00+00:00", "event": "started", "world_size"
 
 
 def ended(folder: Path, **fields: Any) -> Path:
-    """A run on three ranks that has failed in step 3, with these fields of the end."""
+    """Write a run on three ranks, failed in step 3, with these fields in its last event."""
     failed = {"time": "2026-01-01T00:00:09+00:00", "event": "failed", "step": 3, "reason": "a mistake"}
     write_lines(folder / "events.jsonl", [STARTED, failed | fields])
     (folder / "status.json").write_text(json.dumps({"state": "failed", "step": 3, "reason": "a mistake"}))
@@ -125,7 +125,7 @@ def log_line(folder: Path, rank: int, where: str, text: str) -> None:
     (folder / "logs" / f"rank-{rank}.log").write_text(line)
 
 
-def test_the_cause_and_the_ranks_of_the_end_are_named_whatever_the_message_says(tmp_path) -> None:
+def test_the_recorded_cause_and_ranks_of_the_end_win_over_the_message(tmp_path) -> None:
     run = ended(tmp_path, cause="killed", ranks=[2], reason="https://out-of-memory.example/SIGTERM")
     log_line(run, 1, "forge.run.crash[connection_lost]", "rank 1 failed in step 3")
     text = diagnose(run)
@@ -156,16 +156,14 @@ def test_no_message_is_taken_for_a_cause(tmp_path, message: str, quoted: str) ->
 @pytest.mark.parametrize(
     ("code", "cause"), [(2, "configuration"), (76, "watchdog"), (77, "no_checkpoint"), (1, "error")]
 )
-def test_of_a_run_that_recorded_no_cause_the_exit_code_is_taken(tmp_path, code: int, cause: str) -> None:
+def test_without_a_recorded_cause_the_exit_code_is_used(tmp_path, code: int, cause: str) -> None:
     text = diagnose(ended(tmp_path, exit_code=code))
     assert f"[{cause}]\n  00:00:09 UTC: failed at step 3: a mistake\nWHAT TO TRY:" in text
 
 
 @pytest.mark.parametrize("zone", ["America/New_York", "Asia/Tokyo", "UTC"])
-def test_a_log_of_another_time_zone_is_read_as_the_time_that_it_gives(
-    tmp_path, monkeypatch, zone: str
-) -> None:
-    """Written in one zone by logging itself, and read in another."""
+def test_a_logs_own_time_zone_is_used(tmp_path, monkeypatch, zone: str) -> None:
+    """The logging module writes the log in one time zone, and the test reads it in another."""
     run = ended(tmp_path)
     try:
         monkeypatch.setenv("TZ", zone)
@@ -184,7 +182,7 @@ def test_a_log_of_another_time_zone_is_read_as_the_time_that_it_gives(
         time.tzset()
 
 
-def test_rank_0_which_reports_nothing_is_named_by_the_others(tmp_path) -> None:
+def test_a_silent_rank_0_is_named_by_the_others(tmp_path) -> None:
     run = ended(tmp_path)
     write_lines(run / "events.jsonl", [STARTED])
     (run / "status.json").write_text(json.dumps({"state": "running", "step": 3}))
@@ -192,7 +190,7 @@ def test_rank_0_which_reports_nothing_is_named_by_the_others(tmp_path) -> None:
     assert "[killed]\nRANK: 0, which the others report lost\n" in diagnose(run)
 
 
-def test_what_ended_a_start_is_named_before_what_came_earlier_and_cost_less(tmp_path) -> None:
+def test_the_end_of_a_start_is_named_before_earlier_smaller_incidents(tmp_path) -> None:
     run = ended(tmp_path)
     events = [
         STARTED,

@@ -1,4 +1,4 @@
-"""Figures show names as they are, and parts in colours that differ."""
+"""Figures show names unchanged, and parts in distinct colours."""
 
 from __future__ import annotations
 

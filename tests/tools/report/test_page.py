@@ -1,4 +1,4 @@
-"""The page about runs is one file that needs nothing else, shows what the files of a run hold, and names what stands out."""
+"""A report is one self-contained file. It shows the content of a run's files and names anomalies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> str:
-    """Of two runs: one with every planted defect, one without."""
+    """Return the page of two runs: one with every planted defect, one without."""
     folder = tmp_path_factory.mktemp("page")
     bad = write_run(folder / "bad", bad_layer=2, noise=True, slow=1)
     good = write_run(folder / "good")
@@ -56,7 +56,7 @@ def test_every_section_is_there_and_every_figure_has_its_numbers_as_a_table(page
         assert re.search(r'<svg [^>]*role="img" aria-label="\w', one)
 
 
-def test_a_reason_that_ends_with_a_full_stop_gets_no_second_one(tmp_path) -> None:
+def test_a_reason_ending_with_a_full_stop_gets_no_second_one(tmp_path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     run.status.update(state="failed", reason="no checkpoint to return to.")
     assert "The run has failed: no checkpoint to return to. scripts/diagnose.py says more." in findings([run])
@@ -81,7 +81,7 @@ def test_what_a_model_wrote_is_text_and_not_markup(page: str) -> None:
     assert "def &lt;b&gt;main&lt;/b&gt;():" in page and "<b>main" not in page
 
 
-def test_only_keys_that_differ_are_compared(page: str) -> None:
+def test_only_differing_keys_are_shown(page: str) -> None:
     table = re.search(r"<table><caption>Keys that differ.*?</table>", page, re.S)
     assert table is not None
     assert "optimizer.lr" in table[0] and "0.003" in table[0] and "train.steps" not in table[0]
@@ -119,8 +119,8 @@ def test_planted_defects_are_named_and_a_sound_run_has_none_of_them(tmp_path) ->
     assert good == ["1 steps were skipped (31)."]
 
 
-def test_a_run_that_has_only_begun_has_a_page(tmp_path) -> None:
-    """Torn lines, no configuration, no status: as a kill in the first seconds leaves it."""
+def test_a_run_killed_at_its_start_has_a_page(tmp_path) -> None:
+    """A kill in the first seconds leaves torn lines, no configuration and no status."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0, "grad_norm": null}\n{"step": 2, "lo')
     (tmp_path / "events.jsonl").write_text('{"time": "2026-01-01T00:00:00+00:00", "event": "started"}\n{"ti')
     run = read_run(tmp_path)
@@ -129,7 +129,7 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path) -> None:
     assert "Loss, and what happened" in page and "Nothing in these files stands out" in page
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not the directory of a run"):
         read_run(tmp_path)
     (tmp_path / "status.json").write_text(json.dumps([1]))

@@ -1,4 +1,4 @@
-"""A real run on two ranks with three defects put in: its page alone names each, and nothing else."""
+"""A real run on two ranks with three planted defects. Its page names each of them, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.spoil import slow_forward_on_rank_1
 
 
 def fast_layer_and_slow_rank() -> None:
-    """Layer 2 learns with 100 times the learning rate, and rank 1 computes slowly."""
+    """Plant: layer 2 has 100 times the learning rate, and rank 1 computes slowly."""
     from forge.optim.adamw import AdamW
 
     slow_forward_on_rank_1()

@@ -1,4 +1,4 @@
-"""A page that is served follows its run, and only this machine can ask for it."""
+"""A served page follows its run, and only this machine can request it."""
 
 import json
 import threading
@@ -73,13 +73,13 @@ def test_only_the_printed_address_and_a_name_of_this_machine_get_the_page() -> N
 
 
 def test_pages_are_made_one_at_a_time() -> None:
-    """Two browser tabs at once: matplotlib's settings belong to the process."""
+    """Two browser tabs at once share the process's matplotlib settings."""
     inside, together, both = threading.Event(), [], threading.Barrier(2)
 
     def make() -> str:
         together.append(inside.is_set())
         inside.set()
-        both.wait()  # with the test's thread: the other request has arrived, or waits for the lock
+        both.wait()  # with the test's thread: the other request has arrived or waits for the lock
         inside.clear()
         return "page"
 
@@ -103,7 +103,7 @@ def test_pages_are_made_one_at_a_time() -> None:
 
 @pytest.mark.slow
 def test_the_command_follows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`report.py RUN --live`: lines that the run writes later are on the next page, and the browser asks for it by itself."""
+    """`report.py RUN --live`: the next page has the run's new lines, and the browser requests it automatically."""
     run, servers, ready = write_run(tmp_path / "run"), list[PageServer](), threading.Event()
 
     def make(*arguments: Any) -> PageServer:

@@ -1,4 +1,4 @@
-"""In place of train.py: a run of ten lines that resumes where its file ends, and may kill the sweep that started it.
+"""A stub of train.py: write ten lines, resume after the last one, and kill the parent sweep on request.
 
 KILL_AT names a file with a number: each line of any run counts it down, and at 0 the parent process gets SIGKILL.
 """

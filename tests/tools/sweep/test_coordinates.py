@@ -1,4 +1,4 @@
-"""Activations change by the same amount at every width under mup, and by more at greater widths without it."""
+"""Activations change by the same amount at every width under mup. Without it, the change grows with the width."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def recipe(*options: str) -> Config:
     [([], 0.7), (MOE, 0.7), pytest.param(["--optimizer.name=muon"], 0.6, marks=pytest.mark.slow)],
 )
 def test_changes_of_activations_are_flat_over_five_widths(options: list[str], least: float) -> None:
-    """Under mup; without it those of attention and the stream grow with the width, by the power `least` or more."""
+    """Compare mup with the standard parametrization. Without mup, changes of attention and the stream grow with the width to
+    the power `least` or more."""
     flat = check_widths(recipe("--optimizer.parametrization=mup", *options), WIDTHS, steps=3)
     steep = check_widths(recipe(*options), WIDTHS, steps=3)
     slopes = {name: growth(sizes) for name, sizes in flat.items()}

@@ -1,4 +1,4 @@
-"""scripts/fit.py on folders of finished runs: planted laws are printed, as text and as JSON; bad input is one sentence."""
+"""scripts/fit.py on folders of finished runs prints planted laws as text and JSON. Bad input gets one sentence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BEST_LR = 4e-3
 
 
 def plant(folder: Path, width: int, steps: int, lr: float) -> float:
-    """Write the directory of a finished run whose loss is the law's, and more beside the best learning rate; return N."""
+    """Write a finished run with the law's loss, plus a penalty away from the best learning rate; return N."""
     path = folder / f"{width}-{steps}-{lr:g}"
     path.mkdir(parents=True)
     config = load_config(
@@ -75,12 +75,12 @@ def test_a_planted_law_and_learning_rate_are_found_from_run_directories(planted,
     )
     optima = found["learning_rate"]["optima"]
     assert {row["parameters"] for row in optima} == set(sizes)
-    # Between the rates that were tried, the nearest of which is a fifth away.
+    # Between the tried rates, a fifth away from the nearest one.
     assert all(row["best"] == pytest.approx(BEST_LR, rel=0.02) for row in optima)
 
 
 @pytest.mark.long
-def test_the_text_says_law_budget_and_how_far_it_extrapolates(planted, capsys) -> None:
+def test_the_text_has_law_budget_and_extrapolation(planted, capsys) -> None:
     folder, _ = planted
     assert (
         main(
@@ -96,7 +96,7 @@ def test_the_text_says_law_budget_and_how_far_it_extrapolates(planted, capsys) -
 
 @pytest.mark.long
 def test_n_counts_embeddings_unless_it_is_told_not_to(planted, capsys) -> None:
-    """debug's embedding and head are one matrix each; without them N is what the layers and the last norm have."""
+    """debug's embedding and head are one matrix each. N counts the rest: the layers and the last norm."""
     folder, sizes = planted
     asked = [str(folder), "--metric=eval.python", "--resamples=2", "--json"]
     found = {}
@@ -112,14 +112,14 @@ def test_n_counts_embeddings_unless_it_is_told_not_to(planted, capsys) -> None:
     assert ", N without embeddings" in capsys.readouterr().out
 
 
-def test_a_folder_whose_runs_are_not_finished_is_one_sentence(tmp_path, capsys) -> None:
+def test_a_folder_of_unfinished_runs_is_one_sentence(tmp_path, capsys) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "status.json").write_text('{"state": "running"}')
     assert main([str(tmp_path)]) == 2
     assert f"{tmp_path}: none of its 1 runs is finished" in capsys.readouterr().err
 
 
-def test_a_class_that_a_run_names_is_imported_only_with_trust(tmp_path, capsys, monkeypatch) -> None:
+def test_a_runs_class_is_imported_only_with_trust(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "stranger_fit.py").write_text("raise ValueError('imported')\n")
     plant(tmp_path / "runs", 32, 100, 1e-3)
@@ -134,7 +134,7 @@ def test_a_class_that_a_run_names_is_imported_only_with_trust(tmp_path, capsys, 
 
 @pytest.mark.long
 def _fit_without_matplotlib(rank: int, world: int, arguments: list[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
+    """Return exit code, stdout and stderr."""
     for name in [*sys.modules]:  # the fork server has loaded both
         if name.startswith(("matplotlib", "forge.tools.report")):
             del sys.modules[name]
@@ -153,9 +153,7 @@ def test_a_fit_ends_with_0_without_matplotlib(planted, tmp_path) -> None:
     assert "9 points of 27 runs" in out and "no page: " in err
 
 
-def test_a_folder_without_runs_and_a_metric_that_no_run_has_are_one_sentence(
-    planted, tmp_path, capsys
-) -> None:
+def test_a_folder_without_runs_and_an_unknown_metric_are_one_sentence(planted, tmp_path, capsys) -> None:
     folder, _ = planted
     for arguments, sentence in (
         ([str(tmp_path)], f"{tmp_path}: is neither a run directory nor a folder of them"),

@@ -1,4 +1,4 @@
-"""Planted laws are found again, and what the runs leave open is seen in the intervals."""
+"""Fits recover planted laws, and intervals show the remaining uncertainty."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def runs(law: Law, noise: float = 0.0) -> tuple[list[float], list[float], list[f
 
 
 @pytest.mark.long
-def test_runs_that_do_not_show_what_a_size_does_are_recognised() -> None:
+def test_runs_without_information_about_a_size_are_detected() -> None:
     for law, wanted in (
         (LAWS[0], []),
         (Law(1.7, 0.0, 0.35, 300.0, 0.3), ["N"]),
@@ -47,7 +47,7 @@ def test_a_planted_law_is_recovered(law: Law) -> None:
 
 def test_with_noise_and_an_outlier_the_prediction_holds_and_lies_in_its_interval() -> None:
     n, d, losses = runs(LAWS[0], noise=0.002)
-    losses[5] *= 1.2  # a run that went wrong
+    losses[5] *= 1.2  # an outlier
     fit = fit_law(n, d, losses)
     wanted = LAWS[0].loss(1e9, 2e10)
     low, high = fit.interval(lambda law: law.loss(1e9, 2e10))

@@ -1,4 +1,4 @@
-"""Trials of a sweep, and sweeps that are killed anywhere: the table is that of an undisturbed one."""
+"""Trials of a sweep. A sweep killed at any point ends with the table of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_results_are_ranked_by_their_mean_over_seeds(tmp_path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_runs_that_were_made_with_other_values_are_refused_and_not_ranked(tmp_path) -> None:
+def test_runs_with_other_values_are_refused_and_not_ranked(tmp_path) -> None:
     pairs = (option.removeprefix("--").split("=", 1) for option in BASE if not option.startswith("--config"))
     few = {key: from_literal(text, False) for key, text in pairs if key != "run.name"} | {"train.steps": 2}
     keys = {"overrides": few, "seeds": [0], "threads": 1}
@@ -264,7 +264,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-# A run that is stopped before it has saved anything, unless LOSS is in the environment: then it fails.
+# A run stopped before its first save. With LOSS in the environment it fails instead.
 STOPPED_RUN = """
 import json, os, sys
 from pathlib import Path

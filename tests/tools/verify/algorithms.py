@@ -1,4 +1,4 @@
-"""Optimizers with their options, and an optimizer and a model of one's own, that only a complete reference verifies."""
+"""Optimizers with their options, and a custom optimizer and model. Only a complete reference verifies them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OPTIONS = {
 
 
 class Looped(Transformer):
-    """Applies its blocks twice."""
+    """A model that applies its blocks twice."""
 
     def __init__(self, *args: Any, **parts: Any):
         super().__init__(*args, **parts)
@@ -52,7 +52,7 @@ class Looped(Transformer):
 
 
 class OneSidedShampoo:
-    """theta <- theta - lr P^(-1/4) g with P a mean of g g^T, which lies with the owner of a matrix; AdamW for all else."""
+    """theta <- theta - lr P^(-1/4) g. P is a mean of g g^T, held by the matrix's owner rank. AdamW updates all else."""
 
     def __init__(self, shards: list[Shard], config: Any, group: ProcessGroup | None):
         self._shards = [s for s in shards if s.name.startswith("layers.") and s.kind in ("dense", "expert")]

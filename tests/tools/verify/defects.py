@@ -1,4 +1,4 @@
-"""The table of planted defects: those of tests/support/defects.py, and models, an optimizer and hooks that have one."""
+"""The table of planted defects: those of tests/support/defects.py, and faulty models, optimizers and hooks."""
 
 from __future__ import annotations
 
@@ -66,11 +66,14 @@ CONFIGS = {
 
 @dataclass(frozen=True)
 class Defect:
-    """`what` plants it on the ranks of a layout, or is a class that `config` names. `culprit`: a regular expression for the
-    module or parameter that has to be named; `kind`: of the tensor; `features`: the two that meet; `origin`: the layout whose
-    checkpoint is loaded."""
+    """One planted defect.
 
-    what: Callable[..., object]
+    source: a function that plants it on a layout's ranks, or a class named in `config`. culprit: a regular expression for
+    the module or parameter to be named. kind: of the tensor. features: the two interacting features. origin: the layout of
+    the loaded checkpoint.
+    """
+
+    source: Callable[..., object]
     config: str
     layout: str
     kind: str
@@ -81,15 +84,15 @@ class Defect:
 
     @property
     def text(self) -> str:
-        return (self.what.__doc__ or "").splitlines()[0].rstrip(".")
+        return (self.source.__doc__ or "").splitlines()[0].rstrip(".")
 
     @property
     def patch(self) -> Callable[..., object] | None:
-        return None if isinstance(self.what, type) else self.what
+        return None if isinstance(self.source, type) else self.source
 
 
 class WidthNorm(nn.Module):
-    """A norm over the features that this process has: under tensor parallelism those are not all."""
+    """A norm over this process's features, under tensor parallelism only a part of all."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
@@ -114,7 +117,7 @@ class LocalNormModel(Transformer):
 
 
 class BiasedModel(Transformer):
-    """Its attention has a bias on the way back, which tensor parallelism must add once."""
+    """A model whose attention has an output bias. Tensor parallelism must add it once."""
 
     def __init__(self, config: Any, seq_len: int, **part: Any):
         super().__init__(config, seq_len, **part)
@@ -127,7 +130,7 @@ class BiasedModel(Transformer):
 
 
 class Trust(Descent):
-    """An optimizer that normalises by its shard."""
+    """An optimizer normalising by its shard."""
 
     def step(self, lr: float, skip: Tensor) -> None:
         for shard in self._shards:
@@ -137,7 +140,7 @@ class Trust(Descent):
 
 
 class GoodHook(Hook):
-    """Halves gradients and decays parameters on every rank, and reports numbers that are the same on every layout."""
+    """A correct hook: halve gradients and decay parameters on every rank, and report equal numbers on every layout."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
@@ -157,7 +160,7 @@ class GoodHook(Hook):
 
 
 class ShardClip(GoodHook):
-    """A hook that clips each gradient by the norm of the rank's shard."""
+    """A hook clipping each gradient by the norm of the rank's shard."""
 
     def after_gradients(self, step: int) -> None:
         for shard in self.trainer.model.shards:
@@ -166,7 +169,7 @@ class ShardClip(GoodHook):
 
 
 class FirstRankDecays(GoodHook):
-    """A hook that decays parameters on the first rank only."""
+    """A hook decaying parameters on the first rank only."""
 
     def before_step(self, step: int) -> None:
         if self.trainer.reporter.world.rank == 0:
@@ -174,7 +177,7 @@ class FirstRankDecays(GoodHook):
 
 
 class LocalCurve(GoodHook):
-    """A hook that reports the norm of the rank's own shards."""
+    """A hook reporting the norm of the rank's own shards."""
 
     def before_optimizer(self, step: int) -> None:
         grads = [shard.grad for shard in self.trainer.model.shards if shard.grad is not None]

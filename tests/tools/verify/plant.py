@@ -1,4 +1,4 @@
-"""Plant the defects, and write what verify says of each into docs/reference/verify-defects.md.
+"""Plant the defects, and write verify's report on each into docs/reference/verify-defects.md.
 
 python -m tests.tools.verify.plant defects
 python -m tests.tools.verify.plant combinations
@@ -37,7 +37,7 @@ def outcome(defect: Defect) -> Outcome:
     (case,) = parse_layouts(defect.layout)
     without = verifier(defect.config)
     if defect.origin:
-        without = verifier.__wrapped__(defect.config)  # one that has checked nothing else
+        without = verifier.__wrapped__(defect.config)  # a fresh one, without earlier checks
         (origin,) = parse_layouts(defect.origin)
         without.check(origin)
         assert without.other == origin
@@ -80,7 +80,7 @@ def main(name: str) -> None:
         *(["features"] if TABLES[name][0].features else []),
         "layout",
         "caught",
-        "what it says",
+        "report",
         "s",
     ]
     head = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]

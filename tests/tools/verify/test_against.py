@@ -17,7 +17,7 @@ from tests.support.pages import REPOSITORY
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_change_of_one_module_is_named_and_none_is_no_difference(
+def test_a_changed_module_is_named_and_equal_checkouts_have_no_difference(
     tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     ignored = shutil.ignore_patterns("__pycache__", "verify")
@@ -44,7 +44,7 @@ def test_a_change_of_one_module_is_named_and_none_is_no_difference(
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_ranks_of_the_other_checkout_that_hang_are_ended(
+def test_hanging_ranks_of_the_other_checkout_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     shutil.copytree(REPOSITORY / "forge", tmp_path / "forge", ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""The reference runs the same algorithm as a layout: every optimizer and its options on every kind of model are equal."""
+"""The reference runs the same algorithm as a layout, so every optimizer with its options is equal on every kind of model."""
 
 from __future__ import annotations
 
@@ -90,6 +90,6 @@ def test_each_option_is_equal_on_drawn_layouts_of_each_model(model: str, option:
 
 
 @pytest.mark.slow
-def test_a_module_that_is_called_twice_per_microbatch_is_compared_call_by_call() -> None:
+def test_a_module_called_twice_per_microbatch_is_compared_call_by_call() -> None:
     for one in outcomes("debug", (f"--model.kind={HERE}:Looped",), "dp_shard=2", "tp=2"):
         assert one.status == "equal" and not one.unplaced, one.finding or one.error

@@ -1,4 +1,4 @@
-"""Borders of modules have a number for each call of a microbatch, and rows of the global batch."""
+"""Records of module inputs and outputs have a call number per microbatch, and rows of the global batch."""
 
 from __future__ import annotations
 

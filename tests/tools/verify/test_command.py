@@ -76,7 +76,7 @@ class Printed:
 def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> Callable[..., Printed]:
-    """Runs the script's `main` here, where the fork server is warm, in a folder with a module of one's own."""
+    """Run the script's `main` in this process, with a warm fork server, in a folder with a custom module."""
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -88,7 +88,7 @@ def run(
     return run
 
 
-def test_a_model_of_ones_own_with_a_defect_is_named_by_its_module(run) -> None:
+def test_a_custom_model_with_a_defect_is_named_by_its_module(run) -> None:
     output = run("--model.kind=mine:Model", "--layouts", "dp_shard=2; tp=2")
     assert output.code == 1, output.out + output.err
     lines = [line.strip() for line in output.out.splitlines()]
@@ -118,7 +118,7 @@ def test_equal_layouts_end_with_0_and_json_has_everything(run) -> None:
     assert one["equal"] and one["worst"] < 1e-9 and one["where"] is None
 
 
-def test_a_verification_that_compared_nothing_ends_with_2(run) -> None:
+def test_a_verification_without_a_comparison_exits_2(run) -> None:
     output = run("--layouts", "dp_shard=2", "--minutes", "0.0001", "--json")
     assert output.code == 2 and "no layout was compared within --minutes 0.0001" in output.err
     found = json.loads(output.out)
@@ -126,7 +126,7 @@ def test_a_verification_that_compared_nothing_ends_with_2(run) -> None:
 
 
 @pytest.mark.slow
-def test_a_layout_that_fails_is_reported_and_ends_no_other(run) -> None:
+def test_a_failing_layout_is_reported_and_ends_no_other(run) -> None:
     output = run("--model.kind=mine:Short", "--layouts", "cp=2; dp_replicate=2")
     assert output.code == 1
     assert "no part of a sequence, please" in output.out and "1 equal, 1 failed" in output.out
@@ -162,7 +162,7 @@ def test_the_layout_of_a_config_on_the_processes_of_a_launcher(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_checkout_verifies_itself_and_not_the_forge_that_is_installed(tmp_path: Path) -> None:
+def test_a_checkout_verifies_itself_and_not_the_installed_forge(tmp_path: Path) -> None:
     for name in ("forge", "scripts", "configs"):
         shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     file = tmp_path / "forge" / "parallel" / "step" / "gradients.py"
@@ -218,7 +218,7 @@ def test_bad_input_ends_with_2(run) -> None:
         assert output.code == 2 and message in output.err, output.err
 
 
-def test_the_page_has_every_defect_that_the_tests_plant() -> None:
+def test_the_page_lists_every_planted_defect() -> None:
     page = (REPOSITORY / "docs" / "reference" / "verify-defects.md").read_text("utf-8")
     missing = [defect.text for defect in DEFECTS + COMBINATIONS if f"| {defect.text} |" not in page]
     assert not missing

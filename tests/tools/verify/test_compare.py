@@ -1,4 +1,4 @@
-"""Numbers are compared element by element, each piece at its place, and the first difference is named."""
+"""verify compares element by element, each piece at its place, and names the first difference."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def reference() -> WholeRecord:
 
 
 def record(whole: WholeRecord) -> RankRecord:
-    """One rank that computed the same."""
+    """Return a record of one rank with equal results."""
     steps = []
     for step in whole.steps:
         seen = [Seen(name, kind == "output", 0, t.clone()) for (kind, name), t in step.items() if t.ndim == 3]
@@ -72,7 +72,7 @@ def test_the_first_module_whose_input_agrees_is_named() -> None:
     assert finding.culprit == "layers.0" and "input agrees" in finding.why
 
 
-def test_a_difference_that_arrives_between_modules_is_named_by_the_outermost_that_gets_it() -> None:
+def test_a_difference_between_modules_is_named_by_its_outermost_receiver() -> None:
     whole, mine = reference(), record(reference())
     damage(mine, "output", "layers.1.wq", "layers.1")
     damage(mine, "input", "layers.1.wq", "layers.1")
@@ -103,7 +103,7 @@ def test_initial_values_are_compared_bit_for_bit_and_others_to_a_tolerance(
     assert (not compared(whole, mine).differences) == equal
 
 
-def test_a_gradient_that_is_0_but_for_rounding_is_no_difference() -> None:
+def test_a_gradient_of_rounding_size_is_no_difference() -> None:
     whole = reference()
     whole.steps[1]["gradient", "norm.weight"] = torch.full((6, 6), 1e-17)
     mine = record(whole)
@@ -135,8 +135,8 @@ def test_a_rank_of_each_axis_knows_its_place() -> None:
     assert part.place(0, torch.Size((1, 4, 5)), whole) is None
 
 
-def test_an_input_that_differs_outside_of_the_modules_that_it_reaches_is_named() -> None:
-    """The embedding's second call gets other tokens; a block gets them as its second input, which is no border."""
+def test_a_differing_input_from_outside_the_modules_is_named() -> None:
+    """The embedding's second call gets other tokens. A block gets them as its second input, which is not recorded."""
     order = [*ORDER[:-1], "embedding (call 2)", "ahead.norm", "ahead", "norm"]
     whole = reference()
     whole.order[:] = order
@@ -150,7 +150,7 @@ def test_an_input_that_differs_outside_of_the_modules_that_it_reaches_is_named()
     assert finding.culprit == "embedding (call 2)" and "its input differs" in finding.why
 
 
-def test_training_is_named_before_the_held_out_loss_that_shows_the_same() -> None:
+def test_a_training_difference_is_named_before_the_held_out_loss() -> None:
     whole = reference()
     whole.steps[1]["held-out", "text"] = torch.tensor(4.0, dtype=torch.float64)
     whole.steps.append(reference().steps[1])

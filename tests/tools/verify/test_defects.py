@@ -41,7 +41,7 @@ def test_without_the_defect_the_layout_is_equal(config: str, layout: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2", "pp=2", "cp=2", "dp_shard=2 data_parallel=zero1"])
-def test_a_hook_that_is_the_same_on_every_rank_is_no_difference(layout: str) -> None:
+def test_a_hook_with_equal_effect_on_every_rank_is_accepted(layout: str) -> None:
     (case,) = parse_layouts(layout)
     found = verifier("good hook").check(case)
     assert found.status == "equal", found.finding or found.error
@@ -49,7 +49,7 @@ def test_a_hook_that_is_the_same_on_every_rank_is_no_difference(layout: str) -> 
 
 
 @pytest.mark.slow
-def test_a_layout_that_hangs_is_ended_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_layout_is_killed_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "LIMIT_S", 10.0)
     (case,) = parse_layouts("dp_shard=2")
     found = verifier("dense").patched(hanging).check(case)

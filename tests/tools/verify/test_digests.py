@@ -1,4 +1,4 @@
-"""Digests of ranks' parts add up to that of the whole, and find the first tensor that differs."""
+"""Digests of ranks' parts sum to the digest of the whole, and find the first differing tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def reference() -> WholeRecord:
 
 
 def ranks(whole: WholeRecord, spoiled: tuple[str, str] = ("", ""), by: float = 1e-6) -> list[RankRecord]:
-    """Two ranks: of activations each has half of the rows, of gradients rows 0 to 3 and 4 to 5; all else they share."""
+    """Return records of two ranks: each has half of the activation rows, and gradient rows 0 to 3 and 4 to 5. All else is
+    replicated."""
     found = []
     for rank in (0, 1):
         steps = []
@@ -60,7 +61,7 @@ def compared(whole: WholeRecord, own: list[RankRecord]) -> Comparison:
     return compare_digests(expected, [held_by(one, expected) for one in own], 1e-9)
 
 
-def test_digests_of_parts_add_up_to_that_of_the_whole() -> None:
+def test_digests_of_parts_sum_to_the_digest_of_the_whole() -> None:
     whole = torch.randn(5, 7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     everything = digest(whole, (slice(0, 5), slice(0, 7), slice(0, 3)))
     first = (slice(0, 5), (0, 6, 2), slice(0, 3))
@@ -83,7 +84,7 @@ def test_a_difference_on_one_rank_is_named(key: tuple[str, str]) -> None:
     result = compared(reference(), ranks(reference(), key))
     (found,) = result.differences
     assert (found.step, found.kind, found.name, found.digest) == (1, *key, True)
-    # The loss is on both ranks: the one is named whose copy differs.
+    # Both ranks have the loss. The rank with the differing copy is named.
     assert found.rank == (1 if key[0] == "loss" else 0)
     assert explain(result, ORDER).culprit == ("loss" if key[0] == "loss" else key[1])
 

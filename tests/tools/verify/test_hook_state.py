@@ -1,4 +1,4 @@
-"""Hooks whose effect depends on their state: with `state_dict` a layout is equal, without it the resume is reported."""
+"""Hooks with state: with `state_dict` a layout is equal, without it verify reports the resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 
 class Growing(Hook):
-    """Multiplies gradients by a factor that grows from step to step."""
+    """Multiply gradients by a factor growing from step to step."""
 
     def __init__(self, trainer):
         self.trainer, self.count = trainer, 0

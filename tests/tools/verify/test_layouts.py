@@ -1,4 +1,4 @@
-"""Layouts cover every axis and every pair, random ones are legal, and text says what it names."""
+"""Layouts cover every axis and every pair, random ones are valid, and their text is parsed correctly."""
 
 import itertools
 
@@ -72,12 +72,12 @@ def test_experts_over_more_ranks_than_named_get_them_from_dp_shard() -> None:
         (" ; ", "names no layout"),
     ],
 )
-def test_a_layout_that_cannot_be_meant_is_refused(text: str, message: str) -> None:
+def test_an_ambiguous_or_impossible_layout_is_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_layouts(text)
 
 
-def test_a_number_of_processes_that_no_layout_has_is_refused() -> None:
+def test_a_number_of_processes_without_a_layout_is_refused() -> None:
     for world in (1, 2, 16):
         require_any(SMALL, world)
     with pytest.raises(UserError, match="no layout of 7 processes fits this configuration; dp_shard=7: "):

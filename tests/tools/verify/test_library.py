@@ -81,14 +81,14 @@ def without_gradients_of_others(model):
 
 
 def one_layer_differs(model):
-    """The first rank drops a bias in forward."""
+    """Drop a bias in rank 0's forward."""
     if dist.get_rank() == 0:
         model.second.register_forward_hook(lambda layer, args, output: output - layer.bias)
     return model
 
 
 def forgets_a_momentum(model):
-    """The checkpoint has the momentum of the first parameter, which a resume leaves out."""
+    """Save the first parameter's momentum, but do not restore it on resume."""
 
     class Forgetful(torch.optim.SGD):
         def load_state_dict(self, state_dict):
@@ -100,7 +100,7 @@ def forgets_a_momentum(model):
 
 
 def pipelined(model):
-    """Two stages under GPipe."""
+    """A model of two stages under GPipe."""
     rank, parts = dist.get_rank(), 2
     if rank == 0:
         model.second = model.head = None
@@ -153,7 +153,7 @@ def test_torchtitans_composition_of_a_llama_equals_one_process() -> None:
     assert kinds <= found.largest.keys() and not found.unplaced
 
 
-def test_sinks_that_the_norm_counts_on_one_rank_only_are_found_and_named(page, capsys) -> None:
+def test_sinks_counted_in_the_norm_on_one_rank_only_are_found_and_named(page, capsys) -> None:
     arguments = ["--module", "sinks:make_model", "--parallelize"]
     assert main([*arguments, "sinks:parallelize"]) == 1
     assert "norm: all gradients agree, but not their global norm" in capsys.readouterr().out
@@ -194,7 +194,7 @@ def test_a_defect_is_found_and_named(parallelize, culprit: str, why: str) -> Non
         (returns_nothing, "returned a NoneType; needed"),
     ],
 )
-def test_a_parallelize_that_breaks_the_contract_fails_with_the_reason(parallelize, reason: str) -> None:
+def test_a_parallelize_breaking_the_contract_fails_with_the_reason(parallelize, reason: str) -> None:
     found = verified(f"{HERE}:make_small", f"{HERE}:{parallelize.__name__}")
     assert found.status == "failed" and reason in found.error
 

@@ -1,4 +1,4 @@
-"""Layouts are compared through phases: each is a step or two, in which batch, length, rates and windows are others."""
+"""Layouts are compared through phases of one or two steps, with different batch sizes, lengths, rates and windows."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ def test_layouts_are_equal_through_phases(phased: Verifier, layout: str) -> None
 
 
 @pytest.mark.processes
-def test_a_rank_that_is_in_another_phase_is_found(phased: Verifier) -> None:
+def test_a_rank_in_another_phase_is_found(phased: Verifier) -> None:
     (case,) = parse_layouts("dp_shard=2")
     found = phased.patched(behind).check(case)
     assert found.status == "different" and found.finding is not None
-    # The first step is the first phase's, whose window is not in force.
+    # The first step belongs to the first phase, and its window is not in force.
     assert found.finding.difference.step == 1 and "attention" in found.finding.culprit
 
 
 def behind() -> None:
-    """In the second process no phase comes into force."""
+    """Plant: no phase takes effect in the second process."""
     into_force = record.apply_plan
     record.apply_plan = lambda *what: None if dist.get_rank() else into_force(*what)

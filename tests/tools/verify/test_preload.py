@@ -1,4 +1,4 @@
-"""The fork server imports forge where optional packages are missing."""
+"""The fork server imports forge without optional packages."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a person reads of failures and differences."""
+"""The readable report of failures and differences."""
 
 import torch
 
@@ -12,19 +12,19 @@ from forge.tools.verify.run import Outcome, Report
 RAISED = "Traceback (most recent call last):\n  File x\nValueError: no such head"
 
 
-def test_of_several_ranks_the_one_that_raised_is_quoted() -> None:
+def test_among_several_ranks_the_raising_one_is_quoted() -> None:
     assert last_line(f"rank 0: nothing within 90 s\nrank 1: {RAISED}\n") == "ValueError: no such head"
     assert (
         last_line(f"rank 0: {RAISED}\nrank 1: {RAISED.replace('head', 'tail')}") == "ValueError: no such head"
     )
 
 
-def test_a_layout_that_hangs_is_reported_as_such() -> None:
+def test_a_hanging_layout_is_reported_as_such() -> None:
     assert last_line("rank 0: nothing within 90 s\nrank 1: nothing within 90 s") == "nothing within 90 s"
 
 
 def test_a_difference_is_shown_with_the_part_of_the_rank_and_with_enough_digits() -> None:
-    """A rank of context parallelism has two parts of the sequence."""
+    """A cp rank has two parts of the sequence."""
     expected = torch.ones(4, 8, dtype=torch.float64)
     mine = torch.ones(2, 4, dtype=torch.float64)
     mine[1, 3] += 2**-50

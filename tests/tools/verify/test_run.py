@@ -1,4 +1,4 @@
-"""The order of layouts, the time budget, and the search for the smallest layout that differs."""
+"""The order of layouts, the time budget, and the search for the smallest differing layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FINDING = Finding("layers.0", "why", Difference(1, "output", "layers.0", 0, (), 
 
 
 class Fake(Verifier):
-    """A verifier in which `status` of a layout is known, and each layout takes a second of `clock`."""
+    """A verifier with a given `status` for each layout. Each layout takes one second of `clock`."""
 
     def __init__(self, status: Callable[[Case], str], monkeypatch: pytest.MonkeyPatch):
         self.config, self._known, self.ran, self.other = SMALL, {}, [], Case()
@@ -60,13 +60,13 @@ def test_as_many_random_layouts_as_were_asked_for(monkeypatch) -> None:
     assert len(report.outcomes) == len(list(systematic(SMALL, [1, 2]))) + 5
 
 
-def test_layouts_for_which_there_is_no_time_are_counted(monkeypatch) -> None:
+def test_layouts_beyond_the_time_budget_are_counted(monkeypatch) -> None:
     report = verify(Fake(equal, monkeypatch), None, worlds=[1, 2, 4], seconds=10.0)
     assert len(report.outcomes) == 10
     assert report.not_reached == len(list(systematic(SMALL, [1, 2, 4]))) - 10
 
 
-def test_the_smallest_layout_that_still_differs_is_found_and_no_random_one_is_drawn(monkeypatch) -> None:
+def test_the_smallest_differing_layout_is_found_and_no_random_one_is_drawn(monkeypatch) -> None:
     fake = Fake(with_tp, monkeypatch)
     cases = parse_layouts("dp_shard=2 cp=2 tp=4 context=ring; dp_shard=2")
     report = verify(fake, cases, seconds=100.0)
@@ -76,7 +76,7 @@ def test_the_smallest_layout_that_still_differs_is_found_and_no_random_one_is_dr
 
 
 class FakeLoads(Fake):
-    """One whose layouts with pipelines differ when they load a checkpoint of a layout with tensor parallelism."""
+    """Make pp layouts differ after loading a checkpoint of a tp layout."""
 
     def _run(self, case: Case, other: Case, keep: bool = False) -> Outcome:
         loads = "tp" in dict(other.degrees) and "pp" in dict(case.degrees)
@@ -87,12 +87,12 @@ class FakeLoads(Fake):
         return replace(found, status="different" if loads else "equal", finding=finding, other=other)
 
 
-def test_a_checkpoint_that_does_not_load_is_searched_with_the_layout_that_saved_it(monkeypatch) -> None:
+def test_an_unloadable_checkpoint_is_searched_with_its_saving_layout(monkeypatch) -> None:
     fake = FakeLoads(equal, monkeypatch)
     cases = parse_layouts("pp=2; tp=2; cp=2 pp=2")
     report = verify(fake, cases, seconds=100.0)
     assert [one.case for one in report.bad] == [cases[2]]
-    # Alone it was equal before, with the checkpoint of one process.
+    # Alone, with the checkpoint of one process, it was equal before.
     assert report.smallest is not None and report.smallest.case.name == "pp=2"
     assert report.smallest.other.name == "tp=2"
 
@@ -103,7 +103,7 @@ def test_the_search_ends_with_the_time(monkeypatch) -> None:
     assert report.smallest is not None and len(fake.ran) <= 2
 
 
-def test_a_layout_that_is_not_allowed_is_reported_and_not_run(monkeypatch) -> None:
+def test_a_disallowed_layout_is_reported_and_not_run(monkeypatch) -> None:
     fake = Fake(equal, monkeypatch)
     report = verify(fake, parse_layouts("tp=3; tp=2"), seconds=100.0)
     assert [case.name for case, _ in report.refused] == ["tp=3"] and [one.name for one in fake.ran] == [

@@ -1,4 +1,4 @@
-"""Every shipped config is equal on each axis that it allows, and with any optimizer on layouts at random."""
+"""Every shipped config is equal on each allowed axis, and with any optimizer on random layouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DRAWN = 4
 
 
 def verify(config: str, options: tuple[str, ...], cases: list[Case] | int, steps: int = 3) -> list[str]:
-    """Return the names of the layouts that are equal; `cases`: those that are legal, or how many to draw."""
+    """Return the names of equal layouts. cases: valid layouts, or the number of random ones."""
     small, _ = shrink(load_config(["--config", config, *options]))
     if isinstance(cases, int):
         cases = list(itertools.islice(at_random(small, [2, 4], seed=len(config)), cases))
@@ -46,7 +46,7 @@ def verify(config: str, options: tuple[str, ...], cases: list[Case] | int, steps
     return [one.case.name for one in found]
 
 
-# k3_debug has linear layers, too.
+# k3_debug also has linear-attention layers.
 @pytest.mark.parametrize(
     "config", [pytest.param(one, marks=pytest.mark.slow) if one == "hybrid_debug" else one for one in DEBUG]
 )

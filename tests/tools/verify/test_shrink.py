@@ -35,7 +35,7 @@ def test_every_shipped_config_becomes_small_and_keeps_its_structure(name: str) -
     assert small.optimizer.lr == config.optimizer.lr
 
 
-def test_sizes_that_no_degree_divides_stay_so() -> None:
+def test_indivisible_sizes_stay_indivisible() -> None:
     small, _ = shrink(changed(tiny(), {"model.vocab_size": 50257, "model.ffn_dim": 101}))
     assert small.model.vocab_size % 2 and small.model.ffn_dim % 2
 
@@ -65,7 +65,7 @@ class WithPart(ModelConfig):
     narrow: Latent = Latent()
 
 
-def test_the_widths_of_parts_that_this_room_does_not_know_shrink_too() -> None:
+def test_the_widths_of_unknown_parts_shrink_too() -> None:
     model = WithPart(dim=1024, n_layers=2, n_heads=8, ffn_dim=2048, vocab_size=100)
     assert other_parts(model, Fraction(1, 32)) == {
         "model.narrow.kv_lora_rank": 16,
@@ -93,7 +93,7 @@ def test_block_formats_stay_and_two_ranks_have_whole_blocks(name: str, recipe: s
     config = load_config(["--config", name, f"--precision.float8={recipe}"])
     small, notes = shrink(config)
     assert small.precision.float8 == recipe and not any("float8" in note for note in notes)
-    # Latent attention: every cp rank expands all latents, which checks refuse.
+    # Latent attention: every cp rank would expand all latents, and the checks refuse that.
     cp = 1 if small.model.latent else 2
     for degrees in ({"tp": 2}, {"cp": cp}, {"tp": 2, "cp": cp}, {"tp": 2, "pp": 2}):
         Case.of(degrees).config(small)
@@ -106,7 +106,7 @@ def test_block_formats_stay_and_two_ranks_have_whole_blocks(name: str, recipe: s
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_each_key_that_shrinking_changes_is_a_size_or_a_note(name: str) -> None:
+def test_each_key_changed_by_shrinking_is_a_size_or_a_note(name: str) -> None:
     config = load_config(["--config", name])
     small, notes = shrink(config)
     for section in (
@@ -140,7 +140,7 @@ def test_moments_keep_their_storage(moments: str) -> None:
         ({"dp_shard": 6, "tp": 2, "ep": 12}, {"model.moe.n_experts": 8}),
     ],
 )
-def test_sizes_grow_to_what_a_large_layout_divides(degrees: dict[str, int], options: dict) -> None:
+def test_sizes_grow_until_a_large_layout_divides_them(degrees: dict[str, int], options: dict) -> None:
     small = changed(shrink(tiny())[0], options)
     whole = Degrees(**{axis: 1 for axis in AXES} | degrees, world=prod_of(degrees), accumulation=1)
     result = for_layout(small, whole)

@@ -1,4 +1,4 @@
-"""Parameters and gradients stay in their buffers; memory is as reported; initial values do not depend on the engine."""
+"""Parameters and gradients stay in their buffers. Memory matches the report. Initial values do not depend on the engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _views(rank: int, world: int, text: str) -> None:
         model.zero_gradients()
         assert_views()
     engine.finish_parameter_sync()
-    # What is computed with is the masters, rounded, on every rank.
+    # On every rank, the compute parameters are the rounded masters.
     for buffer in engine.buffers:
         for memory in buffer.buckets:
             assert torch.equal(memory.own, memory.master.to(memory.own.dtype))
@@ -56,7 +56,7 @@ def test_parameters_and_gradients_are_views_before_and_after_a_step(engine: str)
 
 
 def _held(rank: int, world: int, text: str) -> tuple[dict[str, int], int, int, int, int]:
-    """(Memory that the engine reports, bytes of all storages, bytes of moments, peak of temporary buckets, elements)."""
+    """Return (reported memory, bytes of all storages, bytes of moments, peak of temporary buckets, elements)."""
     model, engine, batches = build(text, world)
     optimizer = build_optimizer(model.shards, parse_toml_text(text).optimizer)
     backward(model, next(batches))
@@ -70,7 +70,7 @@ def _held(rank: int, world: int, text: str) -> tuple[dict[str, int], int, int, i
     return engine.memory(), sum(storages.values()), moments, engine._reduction.temporary.peak, numel
 
 
-# Bytes per parameter: parameters, masters, gradients, moments; on `d` ranks.
+# Bytes per parameter on `d` ranks: parameters, masters, gradients, moments.
 BYTES = {
     "ddp": lambda d: (2, 4, 4, 8),
     "zero1": lambda d: (2, 4 / d, 4, 8 / d),
@@ -89,9 +89,9 @@ def test_memory_is_as_reported_and_as_the_formulas_predict(engine: str, world: i
         assert reported["parameters"] == pytest.approx(parameters, rel=0.02)
         assert reported["masters"] == pytest.approx(masters, rel=0.02)
         assert reported["gradients"] == pytest.approx(gradients, rel=0.02)
-        # Moments have no padding; how many of the elements are this rank's differs a little.
+        # Moments have no padding, and the number of elements differs a little between ranks.
         assert moments == pytest.approx(of_moments, rel=0.15)
-        # zero2 has two buckets for its gradients on the way; the others, and zero2 with nobody to share with, need none.
+        # zero2 has two buckets for gradients in flight. The other engines, and zero2 on one rank, need none.
         scattered = engine == "zero2" and world > 1
         assert peak == (2 if scattered else 0)
         assert (reported["buckets"] > 0) is scattered
@@ -116,7 +116,7 @@ EXPERTS = '\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\nbalance = "
 
 
 def _gradients_kept(rank: int, world: int, text: str) -> tuple[dict[str, bool], str, int]:
-    """(Whether gradients of dense parameters and experts are sharded, the summary in the log, peak of temporary buckets)."""
+    """Return (whether gradients are sharded, by kind; the log's summary; peak of temporary buckets)."""
     model, engine, batches = build(text, world)
     backward(model, next(batches))
     kinds = {shard.name: shard.kind for shard in model.shards}
@@ -143,7 +143,7 @@ def _gradients_kept(rank: int, world: int, text: str) -> tuple[dict[str, bool], 
         (2, "", {"dense": True, "expert": True}, "is reduced at once and held sharded"),
     ],
 )
-def test_zero2_keeps_gradients_whole_that_no_other_rank_shares(world, keys, kept, summary) -> None:
+def test_zero2_keeps_gradients_of_unshared_parameters_whole(world, keys, kept, summary) -> None:
     text = engine_config("zero2", keys + SMALL, micro=2) + EXPERTS
     for found, log, peak in run_ranks(_gradients_kept, world, text):
         assert found == kept and summary in log
@@ -213,7 +213,7 @@ def _tied_bucket(rank: int, world: int, text: str) -> list[list[str]]:
     return [[slot.name for slot in memory.bucket.slots] for memory in buffer.buckets]
 
 
-def test_a_tied_embedding_has_a_bucket_of_its_own_and_is_reduced_last() -> None:
+def test_a_tied_embedding_has_its_own_bucket_and_is_reduced_last() -> None:
     for buckets in run_ranks(_tied_bucket, 2, engine_config("zero1", model="tie_embeddings = true")):
         assert len(buckets) == 2 and buckets[-1] == ["embedding.weight"]
 
@@ -241,42 +241,42 @@ def _aligned(rank: int, world: int, text: str) -> None:
     _, engine, _ = build(text, world)
     for buffer in engine.buffers:
         for memory in buffer.buckets:
-            # Within the allocation, whose own start the allocator aligns: to 64 bytes on a CPU, to 512 on CUDA.
+            # Relative to the allocation. The allocator aligns its start: to 64 bytes on a CPU, to 512 on CUDA.
             assert memory.own.storage_offset() % PART_ALIGNMENT == 0
             for held in memory.parameters:
                 assert held.parameter.storage_offset() % SLOT_ALIGNMENT == 0
 
 
-def test_what_kernels_and_collectives_read_is_aligned() -> None:
+def test_inputs_of_kernels_and_collectives_are_aligned() -> None:
     run_ranks(_aligned, 2, engine_config("zero1", SMALL, formats=BFLOAT16))
 
 
 # Misuse
 
 
-def _misuse(rank: int, world: int, text: str, what: str) -> None:
+def _misuse(rank: int, world: int, text: str, misuse: str) -> None:
     model, engine, batches = build(text, world)
     net = model.parts[0]
-    if what == "to":
+    if misuse == "to":
         net.to(torch.float32)
-    elif what == "cpu of a layer":
+    elif misuse == "cpu of a layer":
         net.layers["1"].cpu()
-    elif what == "load_state_dict":
+    elif misuse == "load_state_dict":
         net.load_state_dict(net.state_dict())
-    elif what == "zero_grad":  # before the second microbatch
+    elif misuse == "zero_grad":  # before the second microbatch
         begun: list[int] = []
         net.register_forward_pre_hook(lambda *_: begun.append(1) if not begun else net.zero_grad())
-    elif what == "data":
+    elif misuse == "data":
         weight = net.layers["0"].feed_forward.w1.weight
         weight.data = weight.data.clone()
-    elif what == "not zeroed":
+    elif misuse == "not zeroed":
         backward(model, next(batches))
     backward(model, next(batches))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("misuse", "message"),
     [
         ("to", "cannot be moved or cast: set the device before"),
         ("cpu of a layer", "cannot be moved or cast"),
@@ -287,15 +287,17 @@ def _misuse(rank: int, world: int, text: str, what: str) -> None:
     ],
 )
 def test_moving_parameters_or_gradients_out_of_the_buffers_is_an_error_with_a_remedy(
-    engine, what, message
+    engine, misuse, message
 ) -> None:
-    world = 2 if engine == "zero2" else 1  # alone it is as zero1
-    if engine == "zero2" and what == "zero_grad":
-        run_ranks(_misuse, world, engine_config(engine), what)  # no gradient lies there between microbatches
+    world = 2 if engine == "zero2" else 1  # on one rank zero2 equals zero1
+    if engine == "zero2" and misuse == "zero_grad":
+        run_ranks(
+            _misuse, world, engine_config(engine), misuse
+        )  # zero2 holds no gradient there between microbatches
         return
     with pytest.raises(RankFailed, match=message):
-        run_ranks(_misuse, world, engine_config(engine), what)
+        run_ranks(_misuse, world, engine_config(engine), misuse)
 
 
-def test_the_same_without_misuse_is_no_error() -> None:
+def test_correct_use_is_no_error() -> None:
     run_ranks(_misuse, 1, engine_config("zero1"), "nothing")

@@ -1,4 +1,4 @@
-"""Which collectives an engine launches, and when: one per bucket and direction, once per step or per microbatch."""
+"""An engine launches one collective per bucket and direction, once per step or per microbatch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.harness import run_ranks
 
 
 def _collectives(rank: int, world: int, text: str) -> tuple[list[dict[str, int]], int]:
-    """Collectives of two steps with an evaluation after each, and the number of buckets."""
+    """Return the collectives of two steps with an evaluation after each, and the number of buckets."""
     model, engine, batches = build(text, world)
     found = []
 
@@ -35,11 +35,11 @@ def _collectives(rank: int, world: int, text: str) -> tuple[list[dict[str, int]]
 
 
 def collectives(world: int, text: str) -> tuple[dict[str, int], int]:
-    """Collectives of a step, without the all-reduces of the loss in training and evaluation, and the number of buckets."""
+    """Return a step's collectives, without all-reduces of losses, and the number of buckets."""
     results = run_ranks(_collectives, world, text)
     (first, second), buckets = results[0]
     assert all(result == results[0] for result in results)
-    # The first forward gathers as well, and brings the first copy's parameters to the others.
+    # The first forward also gathers, and broadcasts the first replica's parameters.
     second = Counter(second)
     if world > 1:
         second["all_reduce"] -= 2
@@ -82,7 +82,7 @@ def test_replicas_are_summed_over_once_per_step() -> None:
     assert counted == {"reduce_scatter": buckets, "all_reduce": buckets, "all_gather": buckets}
     counted, buckets = collectives(4, engine_config("zero2", replicas))
     assert counted == {"reduce_scatter": 2 * buckets, "all_reduce": buckets, "all_gather": buckets}
-    # The optimizer's state shared over replicas as well: what was summed is now scattered.
+    # With optimizer state also sharded over replicas, a reduce-scatter replaces the all-reduce.
     over = replicas + '\nshard_optimizer_over = "dp"'
     counted, buckets = collectives(4, engine_config("zero1", over))
     assert counted == {"reduce_scatter": 2 * buckets, "all_gather": 2 * buckets}
@@ -115,7 +115,7 @@ def test_parameters_are_sent_in_compute_and_gradients_in_reduce(engine: str, red
 
 
 def _order(rank: int, world: int, text: str) -> list[str]:
-    """The first parameter of each bucket in the order of launches, and the end of backward among them."""
+    """Return the order of events: the launch of each bucket, by its first parameter, and the end of backward."""
     model, engine, batches = build(text, world)
     during: list[str] = []
     launch = engine._reduction._launch
@@ -138,7 +138,7 @@ def test_all_ranks_launch_buckets_during_backward_in_the_same_order(engine: str)
     assert results[0][0] == "head.weight" and results[0][-1] == "backward is over"
 
 
-def test_symmetric_temporary_buckets_are_allocated_once_in_memory_that_groups_share(
+def test_symmetric_temporary_buckets_are_allocated_once_in_shared_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[Any] = []

@@ -1,4 +1,4 @@
-"""A bit flip in one rank's weights is found before the next save, although they have been gathered again."""
+"""A bit flip in one rank's weights is detected before the next save, even after a new gather."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIXED = ("float32", "bfloat16", "float32")
 
 
 def _flip(model: Any, engine: Any) -> None:
-    """One bit of an element that another rank optimises."""
+    """Flip one bit of an element owned by another rank's optimizer."""
     engine.finish_parameter_sync()
     (shard,) = (shard for shard in model.shards if shard.name == FLIPPED)
     parameter = model.parts[0].get_parameter(FLIPPED)
@@ -32,7 +32,7 @@ def _flip(model: Any, engine: Any) -> None:
 
 
 def _compared(rank: int, world: int, text: str, flipping: int | None) -> list[list[str]]:
-    """What differs after three steps, and after three more; rank `flipping` has a bit flipped in the second."""
+    """Return the differences after three steps, and after three more. flipping: rank with a bit flip in the second step."""
     model, engine, batches = build(text, world)
     optimizer = build_optimizer(model.shards, parse_toml_text(text).optimizer)
     found = []
@@ -77,7 +77,7 @@ def test_equal_ranks_are_not_reported(engine: str, keys: str) -> None:
     assert run_ranks(_compared, 4 if keys else 2, text, None)[0] == [[], []]
 
 
-def test_tensor_parallel_ranks_are_compared_with_those_that_hold_the_same_part() -> None:
+def test_tensor_parallel_ranks_are_compared_with_ranks_of_the_same_shard() -> None:
     text = engine_config("zero1", "tp = 2" + SMALL, formats=MIXED)
     for differences, after in run_ranks(_compared, 4, text, 1):
         assert differences == [f"weights.{FLIPPED} differs between the ranks 1, 3"] and after == []

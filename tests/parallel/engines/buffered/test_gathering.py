@@ -1,4 +1,4 @@
-"""Every forward, of training or evaluation, computes with the parameters of the last update."""
+"""Every forward, in training and evaluation, uses the parameters of the last update."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _update(model: Any, engine: Any, batch: Any) -> None:
 
 
 def _losses(rank: int, world: int, text: str, backwards: bool = False) -> list[float]:
-    """Losses of training and evaluation in turns; `backwards`: forward runs the blocks in reverse order."""
+    """Return losses of training and evaluation in turn. backwards: forward runs the blocks in reverse order."""
     model, engine, batches = build(text, world)
     if backwards:
         model.parts[0].trunk.reverse()
@@ -65,7 +65,7 @@ def test_forward_may_use_parameters_in_another_order_than_the_buffers_have() -> 
 
 
 def _gathers(rank: int, world: int, text: str) -> tuple[list[int], int]:
-    """All-gathers of an update, of the wait for it, of another wait, of a forward; and number of buckets."""
+    """Return the all-gathers of an update, of the wait for it, of another wait, of a forward; and the number of buckets."""
     model, engine, batches = build(text, world)
     _update(model, engine, next(batches))
     engine.finish_parameter_sync()
@@ -86,13 +86,13 @@ def test_an_update_launches_all_buckets_and_nothing_is_gathered_twice(keys: str)
         assert buckets > 5 and counted == [buckets, 0, 0, 0]
 
 
-def test_where_masters_are_parts_of_the_buckets_the_next_forward_launches_them() -> None:
+def test_with_masters_inside_the_buckets_the_next_forward_launches_the_gathers() -> None:
     for counted, buckets in run_ranks(_gathers, 2, engine_config("zero1", SMALL)):
         assert buckets > 5 and counted == [0, buckets, 0, 0]
 
 
 def _first_copy(rank: int, world: int, text: str) -> list[float]:
-    """The values that this rank computes with after every rank has written different ones to its shards."""
+    """Write different values to each rank's shards; return this rank's compute values."""
     model, engine, batches = build(text, world)
     for shard in model.shards:
         shard.data.fill_(rank + 1.0)
@@ -102,14 +102,14 @@ def _first_copy(rank: int, world: int, text: str) -> list[float]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_all_copies_begin_with_the_values_of_the_first(engine: str) -> None:
+def test_all_replicas_start_with_the_first_replicas_values(engine: str) -> None:
     keys = "dp_replicate = 2\ndp_shard = 2" + SMALL
     expected = [1.0] if engine == "ddp" else [1.0, 2.0]
     assert run_ranks(_first_copy, 4, engine_config(engine, keys)) == [expected] * 4
 
 
 def _loaded(rank: int, world: int, text: str) -> list[float]:
-    """Losses after writing to the shards before the first forward, between steps, and while a gather is running."""
+    """Return losses after writes to the shards: before the first forward, between steps, and during a gather."""
     model, engine, batches = build(text, world)
     batch, found = next(batches), []
     for value in (0.01, 0.02):
@@ -129,12 +129,12 @@ def test_forward_computes_with_values_loaded_into_the_shards(engine: str) -> Non
 
 
 def _loaded_at_once(rank: int, world: int, text: str) -> list[str]:
-    """Names of shards that lost values written right after an update, while the other rank was late."""
+    """Write to the shards right after an update, while the other rank is late; return names of shards with lost values."""
     model, engine, batches = build(text, world)
     _update(model, engine, next(batches))
     model.evaluate(next(batches))
     if rank == 1:
-        time.sleep(0.3)  # so that what rank 0 may have launched is on its way
+        time.sleep(0.3)  # time for rank 0's launches
     model.after_update()
     for shard in model.shards:
         shard.data.fill_(0.02)
@@ -155,7 +155,7 @@ def test_values_loaded_right_after_an_update_are_not_overwritten(engine: str, fo
 
 
 def _moved(rank: int, world: int, text: str) -> tuple[float, float]:
-    """Distance from 1 of a norm weight's master and of its bfloat16 copy, after steps that bfloat16 rounds away."""
+    """Return the distance from 1 of a norm weight's master and of its bfloat16 copy, after steps lost in bfloat16."""
     model, engine, batches = build(text, world)
     optimizer = build_optimizer(model.shards, parse_toml_text(text).optimizer)
     for _ in range(3):
@@ -173,7 +173,7 @@ def _moved(rank: int, world: int, text: str) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "engine", [pytest.param(engine, marks=slow_unless(engine == "zero1")) for engine in ENGINES]
 )
-def test_masters_in_float32_keep_what_bfloat16_rounds_away(engine: str) -> None:
+def test_masters_in_float32_keep_updates_lost_in_bfloat16(engine: str) -> None:
     text = engine_config(engine, SMALL, formats=BFLOAT16)
     results = run_ranks(_moved, 2, text)
     assert 1e-3 < max(masters for masters, _ in results) < 2**-8

@@ -1,4 +1,4 @@
-"""Every element of every parameter has one place and is kept by one rank, with almost no padding."""
+"""Every parameter element has one place and one owner rank, with almost no padding."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_parts_of_all_ranks_cover_every_element_once(case: Case) -> None:
             start, stop, at = bucket.kept(slot, part)
             if start == stop:
                 continue
-            # In order within this rank's part, and at the same place of the buffer as the slot says.
+            # In order within this rank's part, and at the slot's place in the buffer.
             assert at >= end
             end = at + stop - start
             assert end <= bucket.part_numel
@@ -89,7 +89,7 @@ def test_the_parts_of_all_ranks_cover_every_element_once(case: Case) -> None:
 
 
 @given(LAYOUTS)
-def test_an_item_that_is_alone_has_a_bucket_of_its_own(case: Case) -> None:
+def test_a_lone_item_has_its_own_bucket(case: Case) -> None:
     items, parts, buckets = case
     alone = {item.name for item in items if item.alone}
     for bucket in buckets:
@@ -108,8 +108,8 @@ def test_a_bucket_is_closed_once_it_is_full(items: list[BufferItem], parts: int)
 
 
 @given(ITEMS, BUCKET_NUMEL)
-def test_how_a_lone_item_is_cut_does_not_depend_on_the_items_before_it(items, numel) -> None:
-    # A tied embedding at both ends of a pipeline is cut in the same way, whatever else is in their buffers.
+def test_the_cut_of_a_lone_item_does_not_depend_on_earlier_items(items, numel) -> None:
+    # Both ends of a pipeline must cut a tied embedding identically, whatever else their buffers contain.
     tied = BufferItem("tied", 1234, alone=True)
     parts = 4
     first = lay_out([*items, tied], parts=parts, bucket_numel=numel)

@@ -1,4 +1,4 @@
-"""AdamW on flat slices is AdamW on whole parameters, to the last bit but one."""
+"""AdamW on flat slices equals AdamW on whole parameters, to one unit in the last place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _fill_gradient(shard: Shard, gradient: Tensor) -> None:
 
 
 def _stepped(rank: int, world: int, text: str, clip: float) -> dict[str, Tensor]:
-    """Parameters and moments, whole, after one step from the start with given gradients."""
+    """Return whole parameters and moments after one step from the initial values with given gradients."""
     model, _, _ = build(text, world)
     optimizer = build_optimizer(model.shards, parse_toml_text(text).optimizer)
     for shard in model.shards:
@@ -47,7 +47,7 @@ def _stepped(rank: int, world: int, text: str, clip: float) -> dict[str, Tensor]
 
 
 def _expected(start: dict[str, Tensor], clip: float) -> dict[str, Tensor]:
-    """PyTorch's fused AdamW on whole parameters that begin as `start`."""
+    """Return the result of PyTorch's fused AdamW on whole parameters, from `start`."""
     config = parse_toml_text(engine_config("fsdp2")).optimizer
     parameters = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
     for name, parameter in parameters.items():
@@ -78,7 +78,7 @@ def _start(rank: int, world: int, text: str) -> dict[str, Tensor]:
 
 
 def units_in_the_last_place(actual: Tensor, expected: Tensor) -> int:
-    """How many float32 numbers lie between the two, at most."""
+    """Return the largest distance in float32 units in the last place."""
 
     def ordered(x: Tensor) -> Tensor:
         bits = x.contiguous().view(torch.int32).long()
@@ -124,7 +124,7 @@ def test_clipping_counts_every_element_once(keys: str) -> None:
 
 
 def _decayed(rank: int, world: int, text: str) -> dict[str, bool]:
-    """Whether a step with gradient zero changes a parameter: only decay does."""
+    """Return whether a step with zero gradients changes each parameter: only weight decay does."""
     model, _, _ = build(text, world)
     optimizer = build_optimizer(model.shards, parse_toml_text(text).optimizer)
     before = {shard.name: whole(shard, shard.data) for shard in model.shards}
@@ -164,12 +164,12 @@ def _skipped(rank: int, world: int, text: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_skipped_step_leaves_everything_as_it_was(engine: str) -> None:
+def test_a_skipped_step_changes_nothing(engine: str) -> None:
     run_ranks(_skipped, 2, engine_config(engine, SMALL, formats=("float32", "bfloat16", "float32")))
 
 
 def _computed_with(rank: int, world: int, text: str, given: bool) -> list[Tensor]:
-    """The weights that the model computes with after two steps of an optimizer that was `given` their place, or was not."""
+    """Return the compute weights after two optimizer steps. given: the optimizer writes them itself."""
     model, engine, batches = build(text, world)
     config = parse_toml_text(text)
     copies = model.copies if given else None
@@ -185,7 +185,7 @@ def _computed_with(rank: int, world: int, text: str, given: bool) -> list[Tensor
     return [buffer.compute.clone() for buffer in engine.buffers]
 
 
-def test_weights_that_the_optimizer_writes_are_those_that_a_copy_of_the_masters_makes() -> None:
+def test_weights_written_by_the_optimizer_equal_a_copy_of_the_masters() -> None:
     text = engine_config("zero1", SMALL, formats=("float32", "bfloat16", "float32"))
     text += '\n[compile]\noptimizer = true\nbackend = "eager"\n'
     for found, expected in zip(

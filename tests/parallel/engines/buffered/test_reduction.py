@@ -1,4 +1,4 @@
-"""After the last backward gradients are sums over ranks, whichever hooks fired and in whatever order."""
+"""After the last backward, gradients are sums over ranks, for any subset and order of hooks."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_sums_do_not_depend_on_buckets_ranks_or_accumulation(engine: str, size: 
         assert_close_gradients(run_ranks(_gradients, world, text)[0], expected)
 
 
-# What no hook reports
+# Gradients without hooks
 
 
 def _by_hand(rank: int, world: int, text: str, hooked: bool) -> Gradients:
-    """Gradients that are set without hooks, as by a pipeline schedule with split backwards."""
+    """Set gradients without hooks, like a pipeline schedule with split backwards; return them."""
     model, engine, batches = build(text, world)
     engine.begin_microbatch(last=True)
     losses = model.parts[0](*model._split.local_part(next(batches)).arguments)
@@ -73,13 +73,13 @@ def _by_hand(rank: int, world: int, text: str, hooked: bool) -> Gradients:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_gradients_that_no_hook_reports_are_summed_at_the_end(engine: str) -> None:
+def test_gradients_without_hooks_are_summed_at_the_end(engine: str) -> None:
     text = engine_config(engine, SMALL)
     assert_close_gradients(run_ranks(_by_hand, 2, text, False)[0], run_ranks(_by_hand, 2, text, True)[0])
 
 
 def _late_and_early(rank: int, world: int, text: str) -> Gradients:
-    """Add to a gradient that has arrived, without a hook, while its bucket waits for an unused parameter."""
+    """Add to an arrived gradient without a hook, while its bucket waits for an unused parameter."""
     model, engine, batches = build(text, world)
     net = model.parts[0]
     net.layers["0"].forward = lambda x, shared: x
@@ -103,7 +103,7 @@ def test_gradients_without_a_hook_are_added_to_those_with_one() -> None:
 
 
 def _unused(rank: int, world: int, text: str) -> tuple[Gradients, int]:
-    """Rank 0 leaves the first block out, rank 1 uses everything."""
+    """Skip the first block on rank 0 only."""
     model, engine, batches = build(text, world)
     if rank == 0:
         model.parts[0].layers["0"].forward = lambda x, shared: x
@@ -114,7 +114,7 @@ def _unused(rank: int, world: int, text: str) -> tuple[Gradients, int]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_parameter_that_one_rank_does_not_use_is_still_summed(engine: str) -> None:
+def test_a_parameter_unused_on_one_rank_is_still_summed(engine: str) -> None:
     (first, sent), (second, sent_there) = run_ranks(_unused, 2, engine_config(engine, SMALL, micro=4))
     assert sent == sent_there
     assert_close_gradients(first, second, 0.0)
@@ -124,7 +124,7 @@ def test_a_parameter_that_one_rank_does_not_use_is_still_summed(engine: str) -> 
 def _nowhere_used(rank: int, world: int, text: str) -> Gradients:
     model, _, batches = build(text, world)
     model.parts[0].layers["1"].forward = lambda x, shared: x
-    for _ in range(2):  # temporary buckets are used again
+    for _ in range(2):  # temporary buckets are reused
         backward(model, next(batches))
         found = gradients(model)
         model.zero_gradients()
@@ -132,7 +132,7 @@ def _nowhere_used(rank: int, world: int, text: str) -> Gradients:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_parameter_that_no_rank_uses_has_gradient_zero(engine: str) -> None:
+def test_a_parameter_unused_on_all_ranks_has_gradient_zero(engine: str) -> None:
     for name, gradient in run_ranks(_nowhere_used, 2, engine_config(engine, SMALL))[0].items():
         assert bool(gradient.any()) is (not name.startswith("layers.1.")), name
 
@@ -167,7 +167,7 @@ def test_frozen_parameters_are_not_waited_for(engine: str) -> None:
 
 
 def _small_sums(rank: int, world: int, text: str) -> float:
-    """1 and then 512 times 2^-9, in microbatches, of one element; bfloat16 would still be at 1."""
+    """Sum 1 and 512 times 2^-9 in one element, one addend per microbatch. In bfloat16 the sum would stay 1."""
     model, engine, _ = build(text, world)
     weight = model.parts[0].norm.weight
     for number in range(513):
@@ -179,13 +179,13 @@ def _small_sums(rank: int, world: int, text: str) -> float:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_bfloat16_gradients_are_accumulated_in_float32(engine: str) -> None:
-    world = 2 if engine == "zero2" else 1  # alone it is as zero1
+    world = 2 if engine == "zero2" else 1  # on one rank zero2 equals zero1
     text = engine_config(engine, formats=("float32", "bfloat16", "float32"))
     assert run_ranks(_small_sums, world, text) == [2.0 * world] * world
 
 
 def _before_the_last(rank: int, world: int, text: str) -> dict[str, int]:
-    """Collectives of all microbatches but the last."""
+    """Return the collectives of all microbatches but the last."""
     model, engine, batches = build(text, world)
     *most, _ = list(next(batches).microbatches(1))
     engine.finish_parameter_sync()
@@ -201,7 +201,7 @@ def _before_the_last(rank: int, world: int, text: str) -> dict[str, int]:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nothing_is_sent_until_the_last_microbatch(engine: str) -> None:
     counted = run_ranks(_before_the_last, 2, engine_config(engine, SMALL))[0]
-    # But for zero2, which has no room for the sums of several microbatches: each of the three is reduced.
+    # Except for zero2, which holds no sums over microbatches and reduces each of the three.
     assert list(counted) == (["reduce_scatter"] if engine == "zero2" else [])
     assert counted.get("reduce_scatter", 0) % 3 == 0
 
@@ -225,7 +225,7 @@ def test_overlapped_and_synchronous_communication_give_the_same_bits(engine: str
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_reduction_in_bfloat16_rounds_what_is_sent_and_nothing_else(engine: str) -> None:
+def test_reduction_in_bfloat16_rounds_only_sent_values(engine: str) -> None:
     exact = run_ranks(
         gradients_of_two_steps, 2, engine_config(engine, SMALL, formats=("float32", "bfloat16", "float32"))
     )[0]
@@ -234,12 +234,12 @@ def test_reduction_in_bfloat16_rounds_what_is_sent_and_nothing_else(engine: str)
     )[0]
     for name, gradient in exact[0].items():
         assert not torch.equal(rounded[0][name], gradient), name
-        # Each of two summands and their sum is rounded to 8 bits.
+        # Both summands and their sum are rounded to 8 bits.
         assert (rounded[0][name] - gradient).abs().max() <= 2**-7 * gradient.abs().max(), name
 
 
 def _uneven(rank: int, world: int, text: str, ignored: list[torch.Tensor] | None) -> tuple[list, Gradients]:
-    """Rank 1 of two has no valid token; in one process the same sequences are ignored."""
+    """Rank 1 of two has no valid token. In one process the same sequences are ignored."""
     model, _, batches = build(text, world)
     batch = next(batches)
     for row, label in zip(batch.tokens, batch.labels, strict=True):
@@ -258,7 +258,7 @@ def test_a_rank_without_a_valid_token_adds_nothing(engine: str) -> None:
     assert_close_gradients(found, expected)
 
 
-# Looking at gradients before they are sent
+# Checks of gradients before they are sent
 
 
 @contextmanager

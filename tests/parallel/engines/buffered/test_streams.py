@@ -1,4 +1,4 @@
-"""The engines are correct however late a CUDA side stream runs; simulated on a CPU."""
+"""The engines are correct for any delay of a CUDA side stream. Simulated on a CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.layouts import slow_unless
 
 
 class Late:
-    """Replaces `AsyncCollectives`: a stream on which nothing happens before somebody waits, and then all in order."""
+    """Replace `AsyncCollectives` by a stream that runs nothing before a wait, and then everything in order."""
 
     stream: deque[Late] = deque()
 
@@ -49,7 +49,7 @@ def _late(rank: int, world: int, text: str) -> list[dict[str, torch.Tensor]]:
     release = TemporaryBuckets.release
 
     def release_poisoned(buckets: TemporaryBuckets, bucket: torch.Tensor) -> None:
-        bucket.fill_(torch.nan)  # the next to acquire it may write anything
+        bucket.fill_(torch.nan)  # its next user may write anything
         release(buckets, bucket)
 
     TemporaryBuckets.release = release_poisoned  # type: ignore[method-assign]
@@ -91,7 +91,7 @@ def _both_ways(rank: int, world: int, text: str) -> tuple[dict[str, int], bool]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_one_process_that_sends_to_itself_computes_the_same(engine: str) -> None:
+def test_one_process_sending_to_itself_computes_the_same(engine: str) -> None:
     text = engine_config(engine, SMALL, micro=4)
     ((counted, same),) = run_ranks(_both_ways, 1, text)
     kinds = {"all_reduce"} if engine == "ddp" else {"all_gather", "reduce_scatter", "all_reduce"}
@@ -99,7 +99,7 @@ def test_one_process_that_sends_to_itself_computes_the_same(engine: str) -> None
 
 
 class Stream:
-    """Records which stream waits for what."""
+    """Record each stream's waits."""
 
     def __init__(self, name: str, log: list[str]):
         self.name, self.log = name, log
