@@ -6,8 +6,8 @@ d = n_layers / base_depth:
                                       multiplier   initial std   learning rate   eps
     embedding, final norm             1            1             1               1 / m
     head                              1 / m        1             1               1 / m
-    matrices inside blocks            1            m^-1/2        1 / m           1 / (m d)
-    last matrix of each branch   1 / d        m^-1/2        1 / m           1 / (m d)
+    matrices inside blocks, except:   1            m^-1/2        1 / m           1 / (m d)
+    last matrix of each branch        1 / d        m^-1/2        1 / m           1 / (m d)
     router, gate of shared experts    1 / m        1             1               1 / (m d)
     queries of attention residuals    1 / m        0             1               1 / (m d)
     vectors inside blocks             1            1             1               1 / (m d)

@@ -5,7 +5,7 @@ is in pieces of the sequence, else whole on every rank. Attention and feed-forwa
 
     colwise            rows of the weight are split: takes all input features, returns some of the output features
     rowwise            columns of the weight are split: takes some of the input features, returns all output features,
-    summed over ranks into the stream
+                       summed over ranks into the stream
     colwise_rep        colwise, then the output features are gathered on every rank
     rowwise_rep        rowwise, for an input with all features on every rank
     sequence_parallel  a norm of this rank's piece of the sequence

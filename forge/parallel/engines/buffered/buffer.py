@@ -1,11 +1,11 @@
 """The memory of one buffer: compute weights, their gradients, and this rank's master copies.
 
 compute    [numel]               parameters in precision.compute; the model's parameters are views of it
-masters    [part of numel] parameters in precision.storage, updated by the optimizer; if storage and compute have the
-                                 same dtype, a view of this rank's part of `compute`
+masters    [part of numel]       parameters in precision.storage, updated by the optimizer; if storage and compute
+                                 have the same dtype, a view of this rank's part of `compute`
 gradients  [numel], zero2: part  accumulated in float32 at least. The gradients of the first microbatch overwrite a
-                                 whole buffer, and every `.grad` becomes a view of it. Autograd adds later gradients
-                                 in place (torch.Tensor.grad_dtype). So a whole buffer is never zeroed
+                                 whole buffer, and every `.grad` becomes a view of the buffer. Autograd adds later
+                                 gradients in place (torch.Tensor.grad_dtype). So a whole buffer is never zeroed
 """
 
 from __future__ import annotations

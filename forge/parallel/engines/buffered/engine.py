@@ -1,8 +1,8 @@
 """`Buffered`: the data-parallel engines on contiguous buffers.
 
-    ddp     every rank updates all parameters one all-reduce per bucket and step
-    zero1   each rank updates its part one reduce-scatter and one all-gather per bucket and step
-    zero2   the same, with sharded gradients         one reduce-scatter per bucket and microbatch, one all-gather per step
+    ddp     every rank updates all parameters        one all-reduce per bucket and step
+    zero1   each rank updates its part               one reduce-scatter and one all-gather per bucket and step
+    zero2   like zero1, with sharded gradients       one reduce-scatter per bucket and microbatch, one all-gather per step
 
 All three share one implementation. They differ in the groups over which parameters are sharded and replicated (plan.py),
 and in whether gradients are summed before or after accumulation (reduction.py). With dp_replicate > 1 gradients are also
