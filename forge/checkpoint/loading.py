@@ -221,7 +221,7 @@ _ADMITTED = {
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Replacement for `getattr` in an unpickler: returns only members of enums.
+    """Replace `getattr` in an unpickler; return only members of enums.
 
     Python 3.11.0 to 3.11.3 pickle an enum member as a call of `getattr` with the enum class and the member's name.
     """
