@@ -177,7 +177,7 @@ class Decay(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(heads * channels))
 
     def forward(self, a: Tensor) -> Tensor:
-        """a `[batch, seq, heads * channels]` -> log decays `[batch, seq, heads, channels]`, at most 0."""
+        """Return the log decays `[batch, seq, heads, channels]`, at most 0. a `[batch, seq, heads * channels]`."""
         exact = promoted(a.dtype)
         a_log, dt_bias = (weight.to(exact) for weight in self.weights())
         sums, rates = (a.to(exact) + dt_bias).unflatten(-1, (-1, self.channels)), a_log.exp().unsqueeze(-1)
