@@ -276,7 +276,11 @@ def compare(index: Metadata, wanted: NamedTensors) -> IndexComparison:
 def refuse_misfits(
     path: Path, index: Metadata, comparisons: list[IndexComparison], unused: Collection[str]
 ) -> None:
-    """Raise the same UserError (exit 2) on every rank if the ranks' `comparisons` show a misfit."""
+    """Raise UserError (exit 2) if `comparisons` show that the checkpoint does not fit the model.
+
+    Not collective: every rank passes the comparisons of all ranks, so all raise the same error. unused: last components
+    of tensor names that may be missing in the model.
+    """
     names = list(index.state_dict_metadata)
     missing = list(dict.fromkeys(name for comparison in comparisons for name in comparison.missing))
     shapes = list(dict.fromkeys(text for comparison in comparisons for text in comparison.shapes))

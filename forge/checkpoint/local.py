@@ -63,7 +63,8 @@ class LocalTier:
     def newest(self, after: int) -> int | None:
         """Return the newest step after `after` with a complete and undamaged local state; None without one.
 
-        Verifies the checksums of all files. Afterwards every node has all small files; `fetch` copies tensor files.
+        Collective. Verifies the checksums of all files. Afterwards every node has all small files; `fetch` copies
+        tensor files.
         """
         self.problems = []
         held = gather_from_ranks("listing local states", lambda: self._held(after), self._group)
@@ -76,7 +77,10 @@ class LocalTier:
         return None
 
     def fetch(self, step: int, names: set[str]) -> None:
-        """Copy the files `names`, needed by this rank, from other nodes. Files already on its node are not copied."""
+        """Copy the files `names`, needed by this rank, from other nodes. Files already on this node are not copied.
+
+        Collective over all ranks. Raises RanksFailed on every rank if a rank cannot send, write or verify a file.
+        """
         nodes, folder = self.nodes, self.path(step)
         lacking = {name for name in names if nodes.own not in self._holders[name]}
         wanted = gather_from_ranks("asking for files", lambda: sorted(lacking), self._group)
@@ -103,7 +107,7 @@ class LocalTier:
     def forget_after(self, step: int) -> list[SaveOutcome]:
         """Remove the states of all steps after `step` (-1: all states).
 
-        Like `wait`, return the outcomes of saves that ended since the last call.
+        Collective. Return, like `wait`, the outcomes of saves that ended since the last call.
         """
         outcomes = self.wait()
 
@@ -116,7 +120,7 @@ class LocalTier:
         return outcomes
 
     def end(self) -> list[SaveOutcome]:
-        """Remove all states and their folder. Call at the end of the run. Returns outcomes like `wait`."""
+        """Remove all states and their folder, at the end of the run. Collective. Return outcomes like `wait`."""
         outcomes = self.forget_after(-1)
         if self.nodes.leads:
             for folder in (self.folder, self.folder.parent):
@@ -136,9 +140,9 @@ class LocalTier:
         return found
 
     def _is_whole(self, step: int, holders: Collection[int]) -> bool:
-        """Return whether all files of the state of `step` exist, undamaged, on some node.
+        """Return whether each file of the state of `step` exists undamaged on at least one node.
 
-        holders: ranks with its manifest.
+        Collective. Copies the small files to every node. holders: ranks whose node has the state's manifest.
         """
         folder, nodes = self.path(step), self.nodes
 

@@ -153,7 +153,7 @@ def compose(step: int, world_size: int, layout: dict[str, Any], files: dict[str,
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint.
 
-    Raises Damaged if it is not as written, or names a file outside the folder. Not collective.
+    Raises Damaged if the manifest has changed since it was written, or names a file outside the folder. Not collective.
     """
     try:
         with _reading(MANIFEST):

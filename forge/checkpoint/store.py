@@ -92,7 +92,7 @@ class Checkpoints:
         files: Mapping[str, bytes],
         layout: Mapping[str, Any],
     ) -> list[SaveOutcome]:
-        """Save the checkpoint of `step`. Parameters may change after the return.
+        """Save the checkpoint of `step`. Collective. Parameters may change after the return.
 
         state: JSON content of trainer.json. files: further files, relative path -> content. Rank 0 writes both. layout:
         JSON, recorded in the manifest. First waits for the save in flight. Does nothing if the step already has a
@@ -129,20 +129,20 @@ class Checkpoints:
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
     def wait(self) -> list[SaveOutcome]:
-        """Wait for the save in flight, if any; return the outcomes of saves that ended since the last call."""
+        """Wait for the save in flight, if any. Return the outcomes of saves that ended since the last call. Collective."""
         self._join()
         return self.poll()
 
     def steps(self) -> list[int]:
-        """Return the steps with a complete checkpoint, the newest first."""
+        """Return the steps with a complete checkpoint, the newest first. Collective."""
         self._join()
         return on_first_rank("listing checkpoints", lambda: folders.steps(self.folder)[::-1], self._group)
 
     def latest(self, verify: bool = True, at_most: int | None = None) -> int | None:
         """Return the newest step, up to `at_most`, with an undamaged checkpoint; None without one.
 
-        A damaged checkpoint is logged as an error, added to `fallbacks` and renamed `.damaged-step-n`; then the next
-        older checkpoint is tried. Without `verify`, only the names and sizes of tensor files are checked.
+        Collective. A damaged checkpoint is logged as an error, added to `fallbacks` and renamed `.damaged-step-n`; then
+        the next older checkpoint is tried. Without `verify`, only the names and sizes of tensor files are checked.
 
         Raises UserError (exit 77) if a rank cannot read a checkpoint or, without `at_most`, if all checkpoints are
         damaged. An unreadable checkpoint may be intact, so it is not renamed.
@@ -183,16 +183,19 @@ class Checkpoints:
         return None
 
     def verify(self, path: Path, contents: bool = True) -> str | None:
-        """Return a description of the damage of the checkpoint at `path`, or None (see `manifest.find_damage`)."""
+        """Return a description of the damage of the checkpoint at `path`, or None.
+
+        Collective (see `manifest.find_damage`).
+        """
         return find_damage(path, contents=contents, group=self._group)
 
     def load(self, path: Path, tensors: NamedTensors) -> None:
-        """Fill `tensors` in place from the checkpoint at `path` (see `loading.load`)."""
+        """Fill `tensors` in place from the checkpoint at `path`. Collective (see `loading.load`)."""
         self._join()
         loading.load(path, tensors, self._group)
 
     def set_aside_after(self, step: int) -> list[str]:
-        """Rename every checkpoint after `step` (-1: all) to `.aside-step-n`; return the new names."""
+        """Rename every checkpoint after `step` (-1: all) to `.aside-step-n`. Return the new names. Collective."""
         self._join()
 
         def rename() -> list[str]:

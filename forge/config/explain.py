@@ -83,7 +83,7 @@ def explain(error: ValidationError, values: Values) -> dict[KeyPath, Problem | N
 def _locate(location: KeyPath, table: type[Section]) -> tuple[KeyPath, type[Section], FieldInfo | None]:
     """Return the path of the key at fault, its section class, and its field (None for an unknown key).
 
-    For an error inside a value, e.g. in an item of a list, this is the key of the whole value.
+    For an error inside a value, e.g. in an item of a list, the path is that of the whole value.
     """
     for depth, part in enumerate(location, start=1):
         if isinstance(part, int):

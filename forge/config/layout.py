@@ -180,7 +180,7 @@ class Precision(Section):
     reduce: Dtype = "float32"
     """Format of gradients when they are summed over ranks."""
     fp32_modules: ListOf[Text] = ("*.router", "*.decay")
-    """Glob patterns of modules computing in float32, or in precision.compute if it is wider."""
+    """Glob patterns of modules computing in float32, or in precision.compute, if wider."""
     mixed_storage_rule: Annotated[
         Literal["uniform_storage", "per_parameter"], unused("all parameters have one storage format")
     ] = "uniform_storage"

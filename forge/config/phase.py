@@ -17,7 +17,7 @@ Epsilon = Annotated[float, Ge(1e-30)]
 class Phase(Section):
     """A part of the run; phases follow each other in order.
 
-    A key not set in a phase has its value from the other sections. So do all keys after the last phase.
+    A key absent from a phase has its value from the other sections. After the last phase, all keys have these values.
     """
 
     until_tokens: Count = 0

@@ -234,9 +234,10 @@ def with_steps(config: Config) -> Config:
 
 
 def variants(config: Config) -> Iterator[tuple[int, Config]]:
-    """Yield (number of the phase, from 1; a config without phases, with the phase's step sizes).
+    """Yield a config without phases for each phase that changes a step size.
 
-    Sizes equal to earlier ones are skipped.
+    Yields (number of the phase, counted from 1; config with the phase's batch sizes and sequence length). Sizes equal
+    to those of [train] or of an earlier phase are skipped.
     """
     train = config.train
     seen = {(train.global_batch_size, train.micro_batch_size, train.seq_len)}

@@ -99,7 +99,7 @@ class OptimizerConfig(Section):
     """Parameters with a separate learning rate or weight decay: a list of tables with the keys names (glob patterns),
     lr_scale and weight_decay. See docs/reference/optimizers.md."""
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Format of both moments. float32: precision.storage if it is wider. bfloat16 and int8 are rounded stochastically,
+    """Format of both moments. float32: or precision.storage, if wider. bfloat16 and int8 are rounded stochastically,
     with the same noise for any layout. int8 is only for adamw and has a scale for every 64 elements."""
     ema: Beta = 0.0
     """Decay rate of an exponential mean of the weights, kept in addition to the weights. scripts/average.py --ema

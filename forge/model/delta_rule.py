@@ -46,7 +46,7 @@ class Chunks(NamedTuple):
 def divide(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, resets: Tensor | None, size: int
 ) -> Chunks:
-    """Prepare all chunks of `size` tokens.
+    """Divide the sequence into chunks of `size` tokens, and prepare every chunk for the recurrence.
 
     q, k `[batch, seq, heads, key_dim]`, v `[batch, seq, heads, value_dim]`, log_decay (<= 0) `[batch, seq, heads,
     decays]`, beta `[batch, seq, heads]`. resets: bool `[batch, seq]`, true for tokens that start from an empty state;

@@ -160,7 +160,7 @@ def weigh_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `weigh_choices` with respect to rows and weights.
 
-    grad: gradient of its result, `[tokens, dim]`.
+    grad: gradient of the result of `weigh_choices`, `[tokens, dim]`.
     """
     grad = grad.to(promoted(rows.dtype))
     missing = rows.shape[0] < places.numel()

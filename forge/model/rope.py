@@ -18,8 +18,9 @@ from forge.model.norm import promoted
 def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of every position's angles: two float64 CPU tensors `[tables, seq_len, rope_dim / 2]`.
 
-    If `config.sliding_rope_theta` is set, there is a second table for sliding-window layers, with this base and without
-    scaling. Both tensors include YaRN's attention factor, so attention scores are multiplied by its square.
+    If `config.sliding_rope_theta` is set, there is a second table for sliding-window layers, with this theta and
+    without scaling. Both tensors include YaRN's attention factor, so attention scores are multiplied by the square of
+    the factor.
     """
     bases = [(config.rope_theta, config.rope_scaling)]
     if config.sliding_rope_theta:

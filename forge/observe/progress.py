@@ -100,7 +100,7 @@ class StepTimes:
             self._pause_per_step = self._paused / self._count
 
     def eta(self, remaining_steps: float) -> float | None:
-        """Return the estimated seconds for `remaining_steps` and their pauses; None before the first step."""
+        """Return the estimated seconds for `remaining_steps`, including pauses; None before the first step."""
         if not self._seconds:
             return None
         step = sum(self._seconds) / len(self._seconds)

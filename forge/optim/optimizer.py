@@ -34,6 +34,8 @@ class Optimizer(Protocol):
     def step(self, lr: float, skip: Tensor) -> None:
         """Make one update with the shards' gradients.
 
+        All ranks call `step` together, so an optimizer may use collectives.
+
         If the device scalar `skip` is 1.0, leave every bit of state unchanged.
         """
 

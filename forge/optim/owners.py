@@ -85,7 +85,7 @@ class MatrixRun:
 
     @property
     def work(self) -> int:
-        """Return the multiplications of one orthogonalisation step of all matrices.
+        """Return the number of multiplications in one orthogonalisation step of all matrices of the run.
 
         A step computes the Gram matrix, its square, and one product with the matrix.
         """

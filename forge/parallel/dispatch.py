@@ -28,7 +28,10 @@ from forge.runtime import compat
 
 
 class AllToAllDispatcher:
-    """A Dispatcher (forge/model/dispatch.py) for experts distributed over `group`: in order, equally many on each rank."""
+    """A Dispatcher (forge/model/dispatch.py) for experts distributed over `group`: in order, equally many on each rank.
+
+    Calls are collective over `group`, in forward and in backward.
+    """
 
     def __init__(self, group: dist.ProcessGroup, n_experts: int):
         self.group, self.n_experts = group, n_experts

@@ -133,7 +133,7 @@ def _read(written: bytes) -> Alarm:
 
 
 class RollCall:
-    """A roll call of all ranks after a failure, from this rank's side.
+    """A roll call after a failure, for one rank: every rank still running enters its own failure in the store.
 
     Not collective. store: must not be used by another thread. name: unique to this start of the run.
     """
@@ -163,7 +163,7 @@ class RollCall:
             self._store.set(done, "done")
 
     def raise_alarm(self, alarm: Alarm) -> None:
-        """Raise an alarm, which ends every waiting rank. Only the first alarm counts."""
+        """Raise an alarm, which makes every waiting rank exit. Only the first alarm counts."""
         self._store.compare_set(f"{self._name}/alarm", "", json.dumps(alarm))
 
     def alarm(self) -> Alarm | None:

@@ -26,7 +26,10 @@ class History:
         self._trainer, self._checkpoints = trainer, checkpoints
 
     def start(self, start: Start) -> None:
-        """Load the state of `start` into the trainer: a checkpoint, the weights of `checkpoint.init`, or nothing."""
+        """Load the state of `start` into the trainer. Collective.
+
+        The state is a checkpoint, the weights of `checkpoint.init`, or nothing (initial weights).
+        """
         trainer, init = self._trainer, self._trainer.config.checkpoint.init
         if start.point is None and init:
             load_weights(Path(init), trainer.model)
@@ -35,9 +38,9 @@ class History:
         self._restart(start)
 
     def roll_back(self, required: RollbackRequired) -> None:
-        """Roll back to the newest good checkpoint before the first bad step.
+        """Roll back to the newest good checkpoint before the first bad step. Collective.
 
-        Raises UserError (exit 1) if there is none, or after too many roll-backs.
+        Raises UserError (exit 1) without such a checkpoint, or after too many roll-backs.
         """
         trainer = self._trainer
         progress, reporter = trainer.progress, trainer.reporter
@@ -62,7 +65,7 @@ class History:
     def _restart(self, start: Start, rollbacks: Sequence[Rollback] = ()) -> None:
         """Load the checkpoint of `start`, set aside later checkpoints and metrics, and open the data at this step.
 
-        rollbacks: new roll-backs to record. Checkpoints and metrics of another history are set aside too.
+        Collective. rollbacks: new roll-backs to record. Checkpoints and metrics of another history are set aside too.
         """
         trainer, reporter = self._trainer, self._trainer.reporter
         if start.point is not None:

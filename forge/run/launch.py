@@ -124,7 +124,10 @@ def _run_in(
     hooks: list[tuple[str, type[Hook]]],
     fallback: str,
 ) -> int:
-    """Train in the locked run directory under the watchdog, and report the end of the run, whatever its kind."""
+    """Train in the locked run directory under the watchdog, and report the end of the run. Return the exit code.
+
+    Collective. fallback: as for `run`. An error is reported too, and raised again.
+    """
     setup_logging(world.rank, directory.logs, config.metrics.live)
     if world.size > 1:
         at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -171,7 +174,10 @@ def _train(
     signals: StopSignals,
     hooks: list[tuple[str, type[Hook]]],
 ) -> str | None:
-    """Find the start, build the model and train. Return None when all steps are done, else the reason for an early stop."""
+    """Find the start, build the model and train. Collective.
+
+    Return None when all steps are done, else the reason for an early stop.
+    """
     world, directory = reporter.world, reporter.directory
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -45,7 +45,7 @@ class Saves(Hook):
                 self._trainer.request_save()
 
     def after_step(self, step: int) -> None:
-        """Save if a save is due. After the last step, save and wait for its end."""
+        """Save if a save is due. After the last step, save and wait for the end of the save. Collective."""
         trainer, interval = self._trainer, self._config.interval
         due = trainer.results.save_requested or (interval is not None and trainer.is_due(interval))
         if due and step < trainer.config.train.steps:
@@ -58,7 +58,7 @@ class Saves(Hook):
         self._saved_step = step
 
     def prepare(self, step: int) -> None:
-        """Write all pending output about the step, and compare replicas.
+        """Write all pending output about the step, and compare replicas. Collective.
 
         Raises RollbackRequired if the state is known to be bad.
         """
@@ -82,7 +82,7 @@ class Saves(Hook):
                 self.save()
 
     def save(self) -> None:
-        """Start a checkpoint of the current step; return once the state has been copied.
+        """Start a checkpoint of the current step, and return once the state has been copied. Collective.
 
         Raises UserError (exit 1) on every rank after checkpoint.max_failed_saves failed saves in a row.
         """
@@ -105,9 +105,9 @@ class Saves(Hook):
         return tensors, state, self._files, layout
 
     def save_and_wait(self) -> None:
-        """Save the current step, unless it is already saved, and wait until it is on disk.
+        """Save the current step, unless already saved, and wait until the checkpoint is on disk.
 
-        Raises UserError (exit 1) on failure.
+        Collective. Raises UserError (exit 1) on failure.
         """
         self._wait()
         step = self._trainer.progress.step

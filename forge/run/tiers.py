@@ -62,7 +62,7 @@ class Tiers:
     def find_start(self, earlier: Earlier, reporter: Reporter) -> Start:
         """Return the start of the run from the newest complete checkpoint, on the nodes or on shared storage.
 
-        Raises UserError like `resume.find_start`.
+        Collective. Raises UserError like `resume.find_start`.
         """
         config, checkpoints, directory = self._config, self._checkpoints, self._directory
         start = None
@@ -99,7 +99,10 @@ class Tiers:
         return step
 
     def _follow(self, start: Start) -> None:
-        """Keep the local states of the history continued by `start`, and remove all other local states of this run."""
+        """Keep the local states of the history continued by `start`, and remove this run's other local states.
+
+        Collective.
+        """
         point, local = start.point, self.local
         from_nodes = local is not None and point is not None and point.path == local.path(point.step)
         finished = point is not None and point.step >= self._config.train.steps and not from_nodes
@@ -128,7 +131,7 @@ class Tiers:
         return number, places
 
     def _remove_states(self) -> None:
-        """Remove all local states of this run on every node."""
+        """Remove all local states of this run on every node. Collective."""
 
         def remove() -> None:
             for place in {*self._places, str(self._place)}:
@@ -139,7 +142,7 @@ class Tiers:
             on_every_rank("removing local states", remove)
 
     def _open(self, history: str) -> None:
-        """Open the local states of `history` on all nodes, and remove those of this run's other histories."""
+        """Open the local states of `history`, and remove the states of this run's other histories. Collective."""
         folder = self._place / self._run / history
 
         def make() -> PrivateFolder:

@@ -127,8 +127,8 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
 def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
     """Create the default process group, also for a single process, so later code needs no special case.
 
-    Raises UserError if this node has more processes than GPUs, if srun does not name the first node, if the port is
-    taken, or if not all processes have arrived after `timeout`.
+    Collective. Raises UserError if this node has more processes than GPUs, if srun does not name the first node, if the
+    port is taken, or if not all processes have arrived after `timeout`.
     """
     if world.device.type == "cuda":
         use_expandable_segments(os.environ)

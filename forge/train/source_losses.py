@@ -40,8 +40,8 @@ class LossCounter:
     def count(self, losses: Tensor) -> None:
         """Add the losses of the forward's next tokens, `[n]`, in the order of `[batch, seq]`.
 
-        Losses beyond the number of the forward's tokens belong to multi-token prediction, because each module calls the
-        loss again.
+        Losses beyond the number of the forward's tokens belong to multi-token prediction, because each of its modules
+        calls the loss again.
         """
         inputs, first = self._inputs, self._done
         assert inputs is not None and inputs.sources is not None
@@ -64,7 +64,7 @@ class LossCounter:
 class SourceLosses(Hook):
     """Adds `sources`, `positions` and, with multi-token prediction, `mtp_sources` to the training lines of the metrics.
 
-    All are mean losses over the valid tokens of the step.
+    All are mean losses over the valid tokens of the step. `after_gradients` is collective.
     """
 
     def __init__(self, trainer: Trainer):

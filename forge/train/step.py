@@ -16,7 +16,7 @@ from forge.parallel.step.routers import RouterReport
 def optimizer_step(
     model: ParallelModel, optimizer: Optimizer, batch: Batch, lr: float, max_norm: float
 ) -> tuple[Sums, GradientReport, RouterReport | None]:
-    """Make one step on the global batch; skip a non-finite step.
+    """Make one step on the global batch; skip a non-finite step. Collective.
 
     batch: this data rank's part of the global batch. Return the sums of losses, the gradient report and the routers'
     report.
@@ -27,7 +27,7 @@ def optimizer_step(
 
 
 def compute_gradients(model: ParallelModel, batch: Batch) -> Sums:
-    """Compute the gradient of the global batch into the shards; return the sums of losses."""
+    """Compute the gradient of the global batch into the shards. Return the sums of losses. Collective."""
     sums = model.forward_backward(batch, model.count_tokens(batch))
     model.finalize_gradients()
     return sums
@@ -43,8 +43,8 @@ def apply_gradients(
 ) -> RouterReport | None:
     """Clip the gradients, update parameters and routers unless `report.skip`, and discard the gradients.
 
-    max_norm: bound of the global gradient norm; 0: no clipping. around_update: context manager for only the optimizer's
-    update. Return the routers' report.
+    Collective. max_norm: bound of the global gradient norm; 0: no clipping. around_update: context manager for only the
+    optimizer's update. Return the routers' report.
     """
     clip_gradients(model.shards, report.norm, max_norm, optimizer)
     if model.largest_logits and hasattr(optimizer, "bound_logits"):

@@ -84,8 +84,8 @@ class Trainer:
     def train(self, hooks: Sequence[Hook], roll_back: Callable[[RollbackRequired], None]) -> str | None:
         """Train until `train.steps`.
 
-        Return None after the last step, otherwise the reason for an early stop. roll_back: returns this trainer to an
-        earlier state; raises UserError (exit 1) if there is none.
+        Collective. Return None after the last step, otherwise the reason for an early stop. roll_back: returns this
+        trainer to an earlier state, or raises UserError (exit 1) without such a state.
         """
         self.hooks = Hooks(hooks)
         with self.hooks.around_run(self.progress.step):
@@ -104,7 +104,10 @@ class Trainer:
         return self.signals.reason or "another rank was asked to stop"
 
     def step(self) -> None:
-        """Make one optimizer step. The host waits for the device to finish the previous step, but not for this step."""
+        """Make one optimizer step.
+
+        Collective. The host waits for the end of the previous step on the device, not of this one.
+        """
         config, step, plan = self.config, self.progress.step + 1, self.plan
         lr = planned_rate(config, self.phases, step, self.progress.tokens)
         with self.hooks.around("data", step):
@@ -126,7 +129,10 @@ class Trainer:
         )
 
     def compute_gradients(self, batch: Batch) -> tuple[Sums, GradientReport]:
-        """Compute the gradient of the global batch into the shards; return the sums of losses and the gradient report."""
+        """Compute the gradient of the global batch into the shards. Collective.
+
+        Return the sums of losses and the gradient report.
+        """
         sums = compute_gradients(self.model, batch)
         stop = self.signals.reason is not None
         self._reported_save = self._wants_save
@@ -136,8 +142,8 @@ class Trainer:
     def process_last_result(self) -> bool:
         """Wait for the last step's result and act on it, unless already done.
 
-        Call before an evaluation or a save. Return True if the current gradients were discarded and must be recomputed.
-        Raises RollbackRequired if a roll-back is needed.
+        Collective. Call before an evaluation or a save. Return True if the current gradients were discarded and must be
+        recomputed. Raises RollbackRequired if a roll-back is needed.
         """
         result = self.results.pop()
         if result is None:
@@ -174,7 +180,10 @@ class Trainer:
         self.optimizer = self._make_optimizer()
 
     def _make_optimizer(self) -> Optimizer:
-        """Build the optimizer of this rank's shards. Raises UserError on every rank if it cannot update a parameter."""
+        """Build the optimizer of this rank's shards. Collective.
+
+        Raises UserError on every rank if the optimizer cannot update a parameter.
+        """
         config = self.config
         compiled = config.compile if config.compile.optimizer else None
         return on_every_rank(

@@ -19,7 +19,10 @@ from forge.runtime import compat
 
 
 class AllGatherAttention:
-    """Attention of this rank's queries to the keys and values of the whole sequence, computed by `inner`."""
+    """Attention of this rank's queries to the keys and values of the whole sequence, computed by `inner`.
+
+    Calls are collective over the cp ranks: they gather keys and values.
+    """
 
     def __init__(self, split: SequenceSplit, inner: SdpaAttention = sdpa_attention):
         self.split, self._inner = split, inner

@@ -25,7 +25,10 @@ from forge.runtime import compat
 
 
 class PassedStates:
-    """A `Recurrence` over the whole sequence, for this rank's part of it. Calls are collective over the cp ranks."""
+    """A `Recurrence` on this rank's part of the sequence, starting from the state after the preceding tokens.
+
+    Calls are collective over the cp ranks.
+    """
 
     def __init__(self, split: SequenceSplit):
         self.split = split

@@ -98,12 +98,15 @@ class ParallelModel:
     def count_tokens(self, batch: Batch) -> Tensor:
         """Return the number of valid labels in the global batch: a float64 device scalar, equal on all ranks.
 
-        Call before the first forward, because the loss is divided by this number before backward.
+        Collective. Call before the first forward, because the loss is divided by this number before backward.
         """
         return _sum_over(_valid_tokens(self._split.part(batch.labels)), self._meshes.loss)
 
     def forward_backward(self, batch: Batch, tokens: Tensor) -> Sums:
-        """Accumulate the gradient of (sum of losses / tokens) over all microbatches; return the sums of losses."""
+        """Accumulate the gradient of (sum of losses / tokens) over all microbatches. Collective.
+
+        Return the sums of losses over the global batch.
+        """
         microbatches = [self._split.local_part(micro) for micro in batch.microbatches(self.micro_batch_size)]
         # A batch without valid tokens has loss 0 and gradient 0, not 0/0.
         divisor = tokens.clamp(min=1)
@@ -116,7 +119,10 @@ class ParallelModel:
         return Sums(torch.cat([_sum_over(losses, self._meshes.pipeline), tokens.reshape(1)]))
 
     def finalize_gradients(self) -> None:
-        """Complete the sums of gradients over all mesh axes. The shards then hold the gradient of the global batch."""
+        """Complete the sums of gradients over all mesh axes. Collective.
+
+        The shards then hold the gradient of the global batch.
+        """
         for engine in self._engines:
             engine.finish_gradient_sync()
         if self._partial:

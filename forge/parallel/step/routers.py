@@ -85,7 +85,7 @@ class Routers:
         return torch.cat([counts, losses / tokens, dropped, *ends], dim=1)
 
     def shards(self) -> list[Shard]:
-        """Return the routers' state for checkpoints. Every rank holds it whole."""
+        """Return the routers' state for checkpoints. Every rank holds the whole state."""
         copies = self._stage if self._stage.size() > 1 else None
         return [
             Shard(

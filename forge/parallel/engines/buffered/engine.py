@@ -179,7 +179,10 @@ def _replace_parameters(model: nn.Module, new: dict[nn.Parameter, nn.Parameter])
 
 
 def _forbid_moving(model: nn.Module) -> None:
-    """Make moving parameters out of the buffers, and loading values past the masters, raise RuntimeError."""
+    """Make `model.to`, `model.load_state_dict` and the like raise RuntimeError.
+
+    Moving or casting would take parameters out of the buffers; loading would bypass the master copies.
+    """
 
     def move(*_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(

@@ -89,9 +89,9 @@ class Gathering:
         self._wait_for(last)
 
     def _restart(self) -> None:
-        """Copy masters into this rank's part of each bucket, unless a view or already copied.
+        """Copy masters into this rank's part of each bucket, unless the part is the master or already has the values.
 
-        All buckets must then be gathered again.
+        All buckets must then be gathered again. Collective at the first call, which makes replicas equal.
         """
         if not self._begun:
             # Replicas of a part begin with the values of the group's first rank.
