@@ -7,8 +7,8 @@ are ready. Each method below is called at one point of the run. Within a step th
     before_step  before_data  after_data  before_gradients  after_gradients  before_optimizer  after_optimizer  after_step
 
 The device computes step n while the host launches step n + 1. So `after_result` of step n is called after the gradients
-of step n + 1 are launched and before the update of step n + 1. If an evaluation or a save waits for the result, it is
-called earlier.
+of step n + 1 are launched and before the update of step n + 1. If an evaluation or a save waits for the result, the
+call is earlier.
 
 A hook may:
 

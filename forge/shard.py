@@ -78,7 +78,7 @@ class Shard:
 
     @property
     def data(self) -> Tensor:
-        """Return the local elements. Writing to them changes the parameter."""
+        """Return the local elements. Writing to the result changes the parameter."""
         return local(self.parameter).detach()
 
     @property

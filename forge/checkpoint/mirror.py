@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Copies checkpoints of `root` to `url` in the background. Only one process may do so.
+    """Copies checkpoints of `root` to `url` in the background. Only one process may copy to `url`.
 
     Methods return at once unless their docstring says otherwise. The store keeps the newest `keep_last` checkpoints (0:
     all) and steps divisible by `keep_every` (0: none). A failed copy is logged and not repeated; the next checkpoint is

@@ -229,7 +229,7 @@ class Checkpoints:
     def _join(self) -> None:
         """Wait for the save in flight and update `failures_in_row`.
 
-        All ranks do so in the same call, so their counts agree. Raises a failure not known to all ranks.
+        All ranks wait in the same call, so the counts agree. Raises a failure not known to all ranks.
         """
         if self._thread is not None:
             self._thread.join()

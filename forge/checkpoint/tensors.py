@@ -1,8 +1,8 @@
 """A rank's part of a checkpoint's tensors, presented to DCP (torch.distributed.checkpoint) as boxes of global tensors.
 
-DCP calls three methods of an object in a state dict (protocol `_Checkpointable`). They return the items to write, the
-chunks to read, and the memory of one chunk. `ShardTensor` returns boxes. So a checkpoint can be loaded into any layout:
-a DTensor's rows, a contiguous buffer's flat slices, or whole tensors.
+DCP calls three methods of an object in a state dict (protocol `_Checkpointable`). The three methods return the items to
+write, the chunks to read, and the memory of one chunk. `ShardTensor` returns boxes. So a checkpoint can be loaded into
+any layout: a DTensor's rows, a contiguous buffer's flat slices, or whole tensors.
 """
 
 from __future__ import annotations

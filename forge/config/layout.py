@@ -93,8 +93,9 @@ class Parallel(Section):
     reshard_after_forward: Annotated[
         Literal["auto", "always", "never"] | Positive, used_if("parallel.data_parallel", "fsdp2")
     ] = "auto"
-    """fsdp2: free gathered parameters after forward. auto: yes, except in a pipeline. never: keep them until the end of
-    the step. A number: keep them sharded over this number of ranks; experts are freed."""
+    """fsdp2: free gathered parameters after forward. auto: yes, except in a pipeline. never: keep parameters gathered
+    until the end of the step. A number: after forward, keep parameters sharded over this number of ranks; experts are
+    freed."""
     shard_optimizer_over: Literal["dp_shard", "dp"] = "dp_shard"
     """zero1, zero2: shard the optimizer state over the ranks of one replica (dp_shard) or of all replicas (dp)."""
     prefetch: Count = 1

@@ -62,7 +62,7 @@ class RopeScalingConfig(Section):
     attention_factor: Annotated[PositiveNumber | None, WITH_YARN] = Field(
         default=None, json_schema_extra={"default": "0.1 ln(factor) + 1"}
     )
-    """yarn: multiplies the rotary tables, so attention scores are multiplied by its square."""
+    """yarn: multiplies the rotary tables, so attention scores are multiplied by the square of this factor."""
     mscale_all_dim: Annotated[NonNegativeNumber, WITH_MLA, WITH_YARN] = 0.0
     """yarn, with model.attention = mla: attention scores are multiplied by (0.1 mscale_all_dim ln(factor) + 1)^2. 0: off."""
 

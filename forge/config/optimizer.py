@@ -18,7 +18,7 @@ class MuonConfig(Section):
     """
 
     lr: NonNegativeNumber = Field(default=0.0, json_schema_extra={"default": "optimizer.lr"})
-    """Peak learning rate of the matrices; the schedule applies to it too. 0: optimizer.lr."""
+    """Peak learning rate of the matrices, with the same schedule as optimizer.lr. 0: optimizer.lr."""
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.95
     """Decay rate of the momentum, an exponential mean of the gradients."""
     nesterov: bool = True
@@ -67,5 +67,5 @@ class MupConfig(Section):
     base_depth: Annotated[Count, used_if("optimizer.parametrization", "completep")] = 0
     """completep: model.n_layers of the base model."""
     base_head_dim: Annotated[Count, unused_if("optimizer.parametrization", "standard")] = 0
-    """model.head_dim of the base model (with mla: the size of a query head). 0: the same as in this model, so a wider
+    """model.head_dim of the base model (with mla: the size of a query head). 0: the head size of this model, so a wider
     model has more heads."""

@@ -1,6 +1,6 @@
 """The settings of each step: batch size, learning rate, window and other values controlled by [[phase]] tables.
 
-They are a pure function of the number of tokens trained before the step.
+The settings are a pure function of the number of tokens trained before the step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find valid keys not used by the chosen options. They are not errors: a run logs them in one line at its start."""
+"""Find valid keys not used by the chosen options. These keys are not errors: a run logs them in one line at its start."""
 
 from __future__ import annotations
 

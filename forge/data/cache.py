@@ -97,7 +97,7 @@ class BlockCache:
             )
 
     def block(self, file: RemoteFile, number: int) -> bytes:
-        """Return block `number` of `file`. It is fetched once for all processes using the folder."""
+        """Return block `number` of `file`. The block is fetched once for all processes using the folder."""
         name = f"{file.key}-{number}"
         with self._memory_lock:
             if (data := self._memory.get(name)) is not None:
@@ -245,7 +245,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _is_unmarked_cache(folder: Path) -> bool:
     """Return whether `folder` is a block cache of an earlier forge, which wrote no marker files.
 
-    Such a folder holds a layout, and otherwise only cache files.
+    Such a folder holds layout.json, and otherwise only cache files.
     """
     names = [name for name in os.listdir(folder) if name != MARKER]
     try:

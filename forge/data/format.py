@@ -99,9 +99,9 @@ class TokenDataset:
     verified when this process first reads it (forge/data/integrity.py verifies all blocks). cache: keeps blocks of
     remote files.
 
-    vocab_size: the model's; None: not checked. Opening refuses a dataset whose recorded largest id is not below it.
-    `read` checks every id again, because a damaged file may contain any id. Every problem raises UserError with the
-    file's name.
+    vocab_size: the model's; None: not checked. Opening refuses a dataset whose recorded largest id is `vocab_size` or
+    more. `read` checks every id again, because a damaged file may contain any id. Every problem raises UserError with
+    the file's name.
     """
 
     def __init__(self, path: str | Path, vocab_size: int | None = None, cache: BlockCache | None = None):

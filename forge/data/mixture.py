@@ -27,11 +27,11 @@ _SMALLEST_SHARE = Fraction(1, 10**6)
 
 
 class Mixture:
-    """The order of the sources' turns, in proportion to `weights`.
+    """The order in which the sources supply samples, in proportion to `weights`. A source's sample is called its turn.
 
-    weights: may have any sum; 0: the source is never read. block: number of samples per shuffled block. It is raised to
-    at least 1 / (smallest positive share), because in a smaller block the rounded cumulative shares could take a sample
-    back from a source. Raises UserError for a share below 1e-6.
+    weights: may have any sum; 0: the source is never read. block: number of samples per shuffled block. The number is
+    raised to at least 1 / (smallest positive share), because in a smaller block the rounded cumulative shares could
+    take a sample back from a source. Raises UserError for a share below 1e-6.
     """
 
     def __init__(self, weights: Sequence[float], seed: int, block: int = 1024):

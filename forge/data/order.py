@@ -7,8 +7,8 @@ the next epoch begins. An exhausted source, or a source smaller than a batch, co
 A history is a list of segments, each with a mixture (forge/data/mixture.py). Under a new mixture each source continues
 at its own position, even if it was left out in between. Sources are identified by their content.
 
-A roll-back skips a range of global samples. It also skips, under any later mixture, the corresponding range of m of
-each source.
+A roll-back skips a range of global samples. The roll-back also skips, under any later mixture, the corresponding range
+of m of each source.
 
 For a given seed, segments and ranges, everything is a pure function of i, with O(sources x changes) state.
 """

@@ -93,9 +93,9 @@ def held_out_windows(windows: int, sequences: int) -> Sequence[int]:
 
     windows: number of windows in the source.
 
-    A fixed permutation selects them, because neighbouring windows would cover only a few documents. The result depends
-    only on `windows` and `sequences`, so all runs, seeds, steps and layouts read the same windows. A smaller evaluation
-    reads a subset of a larger evaluation's windows.
+    A fixed permutation selects the windows, because neighbouring windows would cover only a few documents. The result
+    depends only on `windows` and `sequences`, so all runs, seeds, steps and layouts read the same windows. A smaller
+    evaluation reads a subset of a larger evaluation's windows.
     """
     if sequences >= windows:
         return range(windows)

@@ -65,7 +65,7 @@ def part_of(window: Row, part: int, seq_len: int) -> Row:
 class StepSizes:
     """The samples of a step: `windows` whole samples of `dataset`, beginning with global sample `sample`.
 
-    They are cut into `batch` rows of `seq_len` tokens.
+    The samples are cut into `batch` rows of `seq_len` tokens.
     """
 
     dataset: PackedDataset

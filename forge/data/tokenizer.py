@@ -219,9 +219,9 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer.json and the SETTINGS_FILES next to it, given as file name -> content.
 
-    A document ends with the settings' eos_token. It begins with the token added before every text by the tokenizer
-    itself, or with bos_token if the settings have add_bos_token = true. Text that spells a special token is encoded as
-    text. Byte-level tokenizers decode every text exactly; normalising tokenizers do not.
+    A document ends with the settings' eos_token. A document begins with the token that the tokenizer itself adds before
+    every text, or with bos_token if the settings have add_bos_token = true. Text that spells a special token is encoded
+    as text. Byte-level tokenizers decode every text exactly; normalising tokenizers do not.
     """
 
     def __init__(self, files: dict[str, bytes], name: str):

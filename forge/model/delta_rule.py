@@ -202,8 +202,8 @@ def _chunked(x: Tensor, size: int) -> Tensor:
 def affine_scan(transition: Tensor, addition: Tensor, initial: Tensor) -> Tensor:
     """Return all states of S_{n+1} = transition_n S_n + addition_n: `[steps + 1, ..., rows, columns]`, S_0 = initial.
 
-    transition `[steps, ..., rows, rows]`, addition `[steps, ..., rows, columns]`, initial `[..., rows, columns]`. It is
-    a custom operator, so a compiler sees one node for any number of steps.
+    transition `[steps, ..., rows, rows]`, addition `[steps, ..., rows, columns]`, initial `[..., rows, columns]`. The
+    scan is a custom operator, so a compiler sees one node for any number of steps.
     """
     states = initial.new_empty(len(transition) + 1, *initial.shape)
     states[0] = initial
@@ -223,7 +223,10 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _scan_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients. Those of the states are a reverse `affine_scan`: G_n = transition_n^T G_{n+1} + grad_n."""
+    """Compute the gradients.
+
+    The gradients of the states are a reverse `affine_scan`: G_n = transition_n^T G_{n+1} + grad_n.
+    """
     transition, states = ctx.saved_tensors
     back = affine_scan(transition.mT.flip(0), grad[:-1].flip(0), grad[-1]).flip(0)
     return back[1:] @ states[:-1].mT, back[1:], back[0]

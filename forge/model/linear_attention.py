@@ -8,8 +8,8 @@ In place of attention over all keys, each head has a state of fixed size, which 
 causal convolution along the sequence; the output is normalised and gated. There is no position embedding: the
 recurrence itself depends on the order of the tokens.
 
-Only the convolution and the recurrence look across tokens. They are an extension point: context parallelism and the
-generation cache replace only `LinearAttention.attend`.
+Only the convolution and the recurrence look across tokens. These two operations are an extension point: context
+parallelism and the generation cache replace only `LinearAttention.attend`.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ class Decay(nn.Module):
         """Return the initial distribution of `name`.
 
         For decays per head, the values are Qwen3-Next's: rates from 0.01 to 16, time steps of softplus(1). For decays
-        per channel they are Mamba 2's, as in Kimi Linear: rates from 1 to 16, time steps from 0.001 to 0.1. With a
-        bound, dt_bias is 0, the middle of the sigmoid.
+        per channel, the values are Mamba 2's, as in Kimi Linear: rates from 1 to 16, time steps from 0.001 to 0.1. With
+        a bound, dt_bias is 0, the middle of the sigmoid.
         """
         if self.channels == 1:
             return Uniform(0.01, 16.0, torch.log) if name == "a_log" else 1.0

@@ -50,7 +50,7 @@ class AttentionMask:
 def visible(window: int, documents: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Return the mask's rule as a function of index tensors (batch, head, query, key).
 
-    They broadcast. The result is bool: true where the query sees the key.
+    The index tensors broadcast. The result is bool: true where the query sees the key.
     """
 
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

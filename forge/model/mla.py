@@ -1,4 +1,6 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1; details missing there follow its code).
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
+
+Details missing in the paper follow the authors' code.
 
 The keys and values of all heads are projected from one small vector per token, the latent. A further part of the keys,
 with RoPE, is shared by all heads. Generation caches only the latent and this part.

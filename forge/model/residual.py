@@ -87,8 +87,8 @@ def mixed_of(block: type[nn.Module]) -> type[nn.Module]:
 class _Mix(torch.autograd.Function):
     """Autograd function of the mix over depth.
 
-    It saves references to the streams, and two numbers per token and stream. Plain autograd would save float32 copies
-    of the streams.
+    Saved for backward: references to the streams, and two numbers per token and stream. Plain autograd would save
+    float32 copies of the streams.
     """
 
     @staticmethod

@@ -107,7 +107,7 @@ class RunDirectory:
         return None
 
     def release(self) -> None:
-        """Release the lock, if it is held."""
+        """Release the lock, if held."""
         if self._descriptor is not None:
             self._descriptor = None
             self._finalizer()

@@ -46,7 +46,7 @@ class Service(Protocol):
 
 
 class Wandb:
-    """A run at Weights & Biases in the project `where`. With WANDB_MODE=offline it is kept in `folder`."""
+    """A run at Weights & Biases in the project `where`. With WANDB_MODE=offline, the run is written to `folder`."""
 
     def __init__(self, where: str, folder: Path):
         self._project, self._folder = where, folder

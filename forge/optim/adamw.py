@@ -1,8 +1,8 @@
 """AdamW over shards, in one fused kernel per group, with the skip of a step decided on the device.
 
 Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. The arithmetic is PyTorch's own
-(torch.optim.adamw.adamw with fused=True). It runs on local shards instead of DTensors, so one code path serves every
-engine. Moments are allocated at the start, so a checkpoint can be loaded into them.
+(torch.optim.adamw.adamw with fused=True). The arithmetic runs on local shards instead of DTensors, so one code path
+serves every engine. Moments are allocated at the start, so a checkpoint can be loaded into them.
 """
 
 from __future__ import annotations

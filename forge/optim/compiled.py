@@ -143,7 +143,7 @@ def update_elements(
 def _at_its_start(tensor: Tensor) -> Tensor:
     """Return a view of the same memory without a storage offset.
 
-    Otherwise the compiler would make a kernel for each offset.
+    With storage offsets, the compiler would make a kernel for each offset.
     """
     return tensor if tensor.storage_offset() == 0 else from_dlpack(to_dlpack(tensor))
 

@@ -176,7 +176,10 @@ def first_visits(nodes: Tensor, n_nodes: int) -> Tensor:
 def node_sizes_from_counts(
     to_nodes: Tensor, from_nodes: Tensor, leaving: Tensor, arriving: Tensor
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return four lists: rows to each node, rows from each node, rows to each rank of this node, rows from each rank of it.
+    """Return four lists of numbers of rows.
+
+    The lists are: rows to each node, rows from each node, rows to each rank of this node, rows from each rank of this
+    node.
 
     to_nodes, from_nodes: int64 `[nodes]`. leaving, arriving: int64 `[ranks, local experts]`. Synchronises with the
     device, except in recomputation.

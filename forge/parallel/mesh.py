@@ -6,7 +6,8 @@
 
 All are views of the same ranks in the same order, and ep_shard * ep = dp_shard * cp * tp. tp is the fastest axis, so
 its ranks are neighbours on one node. `make_meshes` makes all meshes and groups once; no other code slices meshes by
-axis name. Axes of size 1 stay, so no code tests whether an axis exists. They share one group and issue no collective.
+axis name. Axes of size 1 stay, so no code tests whether an axis exists. Such axes share one group and issue no
+collective.
 """
 
 from __future__ import annotations

@@ -144,7 +144,10 @@ class Stragglers(Hook):
             self._timing_forward = False
 
     def _now(self) -> Any:
-        """Return a point in time. On CUDA it is an event; its time is known once the stream has passed the event."""
+        """Return the current time: in seconds on the CPU, as an event on CUDA.
+
+        The time of an event is known once the stream has passed the event.
+        """
         if not self._on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

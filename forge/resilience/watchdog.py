@@ -1,9 +1,9 @@
 """Watchdog: end a hanging process after writing its stacks.
 
-PyTorch's own timeouts end a waiting collective. They do not detect a sleeping rank, an unresponsive file system or an
-endless compilation, and they write no stacks. The watchdog's thread knows the current phase of the process and the
-phase's time limit. Every rank has a watchdog. If one rank hangs, the others soon wait for it, so all ranks write their
-stacks at about the same time.
+PyTorch's own timeouts end a waiting collective. These timeouts do not detect a sleeping rank, an unresponsive file
+system or an endless compilation, and write no stacks. The watchdog's thread knows the current phase of the process and
+the phase's time limit. Every rank has a watchdog. If one rank hangs, the others soon wait for it, so all ranks write
+their stacks at about the same time.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def step_bound(configured: float, seconds: Sequence[float]) -> float:
 def collective_timeout_s(config: Resilience) -> float:
     """Return the timeout of collectives in seconds, for hangs not detected by the watchdog.
 
-    It is longer than the limit of every phase, so the watchdog acts first and its report has the stacks.
+    The timeout is longer than the limit of every phase, so the watchdog acts first and its report has the stacks.
     """
     default = 1800.0
     return max(seconds or default for seconds, _ in bounds(config).values()) + 2 * NET_S
@@ -89,9 +89,9 @@ class Watchdog:
     `step_bound`.
 
     When a bound is exceeded, the watchdog writes to `folder`: `stacks-rank-R.txt` (Python stacks of all threads) and
-    `collectives-rank-R` (PyTorch's flight recorder, for `torchfrtrace FOLDER --prefix collectives-rank-`). Then it
-    calls `report(alarm, step)` in a separate thread, which may write, or wait for other ranks, for at most `grace_s`
-    seconds.
+    `collectives-rank-R` (PyTorch's flight recorder, for `torchfrtrace FOLDER --prefix collectives-rank-`). Then the
+    watchdog calls `report(alarm, step)` in a separate thread, which may write, or wait for other ranks, for at most
+    `grace_s` seconds.
 
     `alarm()` is called every `alarm_s` seconds. If it returns an alarm, the watchdog ends the process in the same way,
     with the alarm's exit code. Without `alarm` a rank could wait too long: a collective does not always fail after a

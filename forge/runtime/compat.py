@@ -54,8 +54,8 @@ def communication_memory(
 ) -> Iterator[None]:
     """Allocate the body's memory as NCCL symmetric memory, at the same address on every rank of `groups`.
 
-    NCCL's kernels then need fewer multiprocessors. With `symmetric`, this needs CUDA and is collective. Without
-    `symmetric`, it does nothing.
+    NCCL's kernels then need fewer multiprocessors. With `symmetric`, the function needs CUDA and is collective. Without
+    `symmetric`, the function does nothing.
     """
     if not (symmetric and groups):
         yield
@@ -81,7 +81,7 @@ def training_device(local_rank: int) -> torch.device:
 
 
 def communication_backend(device: torch.device) -> str:
-    """Return the process-group backend for tensors on `device`. It always includes gloo, for objects."""
+    """Return the process-group backend for tensors on `device`. The backend always includes gloo, for objects."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 

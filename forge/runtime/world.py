@@ -227,9 +227,9 @@ def die_with_parent() -> None:
 def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
     """Make PyTorch's CUDA allocator use expandable segments, unless the user has configured it.
 
-    Call before CUDA allocates. Otherwise batches and gathered weights of different sizes leave gaps too small for later
-    tensors. Source: https://docs.pytorch.org/docs/stable/notes/cuda.html (PYTORCH_ALLOC_CONF; before PyTorch 2.9
-    PYTORCH_CUDA_ALLOC_CONF).
+    Call before CUDA allocates. In fixed segments, batches and gathered weights of different sizes leave gaps too small
+    for later tensors. Source: https://docs.pytorch.org/docs/stable/notes/cuda.html (PYTORCH_ALLOC_CONF; before PyTorch
+    2.9 PYTORCH_CUDA_ALLOC_CONF).
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -18,10 +18,10 @@ from forge.runtime import compat
 
 
 class UlyssesAttention:
-    """Each rank computes heads / cp heads over the whole sequence, by `inner`.
+    """Attention in which each rank computes heads / cp heads over the whole sequence, by `inner`.
 
-    cp must divide the number of query heads. If cp does not divide the number of key/value heads, these are repeated,
-    so every rank gets the key/value heads of its query heads.
+    Calls are collective over the cp ranks. cp must divide the number of query heads. If cp does not divide the number
+    of key/value heads, these are repeated, so every rank gets the key/value heads of its query heads.
     """
 
     def __init__(self, split: SequenceSplit, inner: SdpaAttention = sdpa_attention):

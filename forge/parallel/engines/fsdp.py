@@ -202,8 +202,8 @@ def _degree(mesh: DeviceMesh) -> int:
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
     """Return the dimension along which an expert parameter is sharded.
 
-    Normally this is dimension 0, the experts. With fewer experts than ranks it is dimension 1, if `ranks` divides its
-    size.
+    Normally this is dimension 0, the experts. With fewer experts than ranks, the dimension is 1, if `ranks` divides the
+    size of dimension 1.
     """
     n_experts = local(parameter).shape[0]
     return Split(1 if n_experts < ranks and parameter.shape[1] % ranks == 0 else 0)
@@ -218,8 +218,8 @@ def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: 
     """Return FSDP2's `reshard_after_forward`: True, False, or the number of ranks to reshard over.
 
     `auto` frees gathered parameters after forward if the unit is sharded, except in the first units of backward
-    (`last`). In a pipeline `auto` never frees them, because they would be gathered again for every microbatch. If the
-    key is a number, experts are freed: FSDP2 cannot reshard over fewer ranks if parameters are also split over ep.
+    (`last`). In a pipeline `auto` never frees gathered parameters, because every microbatch would gather them again. If
+    the key is a number, experts are freed: FSDP2 cannot reshard over fewer ranks if parameters are also split over ep.
     degree: number of ranks sharding the unit.
     """
     choice = layout.parallel.reshard_after_forward
@@ -305,8 +305,8 @@ def replicated_parameters(
 ) -> set[nn.Parameter]:
     """Return the parameters that stay whole on every rank.
 
-    These are the parameters of routers with equal storage and compute dtype, and of decays, which cast them inside. The
-    set is empty if nothing is sharded, or under cpu_offload.
+    These are the parameters of routers with equal storage and compute dtype, and of decays, because a decay casts its
+    parameters itself. The set is empty if nothing is sharded, or under cpu_offload.
     """
     if layout.meshes.fsdp.size() == 1 or layout.parallel.cpu_offload:
         return set()

@@ -10,8 +10,8 @@ shorter.
 
 Rounding: values are converted to float32.
 Blockwise scale: multiplier m = float32(448 / max(amax, 1e-12)), scale = 1 / m.
-MX scale: the smallest power of two with amax / scale <= 448. It is rounded up, like Blackwell's cvt.rp and torchao's
-RCEIL; the specification's floor rule would saturate values above 448.
+MX scale: the smallest power of two with amax / scale <= 448. The scale is rounded up, like Blackwell's cvt.rp and
+torchao's RCEIL; the specification's floor rule would saturate values above 448.
 Codes: value / scale, saturated to +-448, rounded to the nearest code, ties to even.
 
 A block with a NaN dequantises to NaN. A block with an infinity dequantises to non-finite values in float32. An MX block

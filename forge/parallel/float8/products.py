@@ -7,7 +7,7 @@ A linear layer y = x W^T has three products, each summing over a different dimen
     weight gradient  dW = dy^T x   over the tokens    dy and x along the tokens of each sequence
 
 So x, dy and (under mxfp8) W are quantised twice, once for each product they are used in. Blocks of tokens begin at the
-start of a sequence. They do not depend on the microbatch, nor on the layout, if every rank has whole blocks.
+start of a sequence. The blocks do not depend on the microbatch, nor on the layout, if every rank has whole blocks.
 
 For routed experts, output and input gradient are each one grouped product over all experts. The weight gradient is
 computed from unquantised values: blocks along the tokens of an expert would depend on the set of arriving tokens, so on

@@ -249,7 +249,7 @@ class _ProgramRun:
 class Messages:
     """Activations and their gradients between stages. A tensor is sent only if the neighbour stage is on another rank.
 
-    Each tensor is kept under the action that needs it. For F, it is the input of the action's stage; for B, the
+    Each tensor is kept under the action that needs it. For F, the tensor is the input of the action's stage; for B, the
     gradient of the stage's output. Only `take` waits, and only for the tensor it returns.
     """
 
@@ -285,7 +285,7 @@ class Messages:
     def receive(self, user: Action, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Start receiving the tensor needed by action `user`.
 
-        For F it is the activation from the previous stage, for B the gradient from the next stage.
+        For F, the tensor is the activation from the previous stage; for B, the gradient from the next stage.
         """
         source = user.stage - 1 if user.kind == "F" else user.stage + 1
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
@@ -296,8 +296,8 @@ class Messages:
     def _with(self, stage: int, key: str) -> dict[str, Any]:
         """Return the keyword arguments of a send or receive between this rank and the rank of `stage`.
 
-        They are the group of the two ranks and, under `key` (group_src or group_dst), the other rank's index in the
-        group.
+        The arguments are the group of the two ranks and, under `key` (group_src or group_dst), the other rank's index
+        in the group.
         """
         group = self._groups[self._rank_of[stage]]
         return {"group": group, key: 1 - group.rank()}

@@ -1,6 +1,6 @@
 """Gradients between backward and the optimizer: the global norm, the decision whether to skip, and clipping.
 
-Nothing in this file synchronises with the device: norm, decision and clip coefficient stay on it.
+Nothing in this file synchronises with the device: norm, decision and clip coefficient stay on the device.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class PlacedParameter:
     """A parameter of the model, in its slot of a buffer.
 
     gradient: the parameter's slot in the gradient buffer; None if this rank keeps only part of the gradients (zero2).
-    During a step's first microbatch, `.grad` is None or autograd's own tensor. From then on it is `gradient`. place:
-    the local tensor of `gradient`, which may be a DTensor.
+    During a step's first microbatch, `.grad` is None or autograd's own tensor. From then on `.grad` is `gradient`.
+    place: the local tensor of `gradient`, which may be a DTensor.
     """
 
     def __init__(self, parameter: nn.Parameter, slot: Slot, gradient: Tensor | None):

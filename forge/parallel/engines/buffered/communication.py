@@ -57,7 +57,7 @@ class AsyncCollectives:
     """Collectives to run one after another.
 
     On CUDA the constructor enqueues all of them on `stream`, after the work already in the current stream. On the CPU
-    (no stream) it starts the first; `advance` and `finish` start the others.
+    (no stream) the constructor starts the first collective; `advance` and `finish` start the others.
     """
 
     def __init__(self, collectives: Iterator[dist.Work], stream: torch.cuda.Stream | None):

@@ -60,8 +60,8 @@ class Bucket:
     def kept(self, slot: Slot, part: int) -> tuple[int, int, int]:
         """Return (start, stop, at) for the rank of `part`.
 
-        The rank keeps elements [start, stop) of the flattened parameter in `slot`. They begin at element `at` of the
-        rank's part of the bucket. (0, 0, 0): the rank keeps none.
+        The rank keeps elements [start, stop) of the flattened parameter in `slot`. These elements begin at element `at`
+        of the rank's part of the bucket. (0, 0, 0): the rank keeps none.
         """
         begin = self.start + part * self.part_numel
         start, stop = max(slot.start, begin), min(slot.stop, begin + self.part_numel)

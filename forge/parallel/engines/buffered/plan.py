@@ -133,7 +133,7 @@ def _groups_of(layout: Layout, *, expert: bool) -> Groups:
 def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -> Formats:
     """Return the dtypes of a parameter's buffer.
 
-    Gradients are reduced in `precision.reduce`. They are accumulated in the widest of `precision.reduce`, float32 and
+    Gradients are reduced in `precision.reduce`, and accumulated in the widest of `precision.reduce`, float32 and
     `compute`.
     """
     reduce = layout.reduce
@@ -145,8 +145,8 @@ def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -
 def _slot_numel(parameter: nn.Parameter) -> int:
     """Return the parameter's largest number of elements on any rank.
 
-    Slots of this size give all ranks the same layout. Otherwise tensor-parallel ranks would keep different elements of
-    a replicated parameter.
+    Slots of this size give all ranks the same layout. With different layouts, tensor-parallel ranks would keep
+    different elements of a replicated parameter.
     """
     sizes = list(parameter.shape)
     if isinstance(parameter, DTensor):
