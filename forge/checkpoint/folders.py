@@ -39,7 +39,7 @@ def step_of(name: str) -> int | None:
 def steps(root: Path, *, complete: bool = True) -> list[int]:
     """Return the steps with a checkpoint folder, ascending; empty if `root` does not exist.
 
-    complete: only with a manifest.
+    complete: only steps whose folder has a manifest.
     """
     if not root.is_dir():
         return []

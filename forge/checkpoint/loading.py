@@ -1,7 +1,8 @@
 """Load a checkpoint: its tensors into shards of any layout, and its JSON. Loading never runs code from the checkpoint.
 
 Every rank reads DCP's index and the saved pieces overlapping its own boxes, from the files of all saving ranks. Ranks
-communicate only to agree, first, that the checkpoint fits the model, and at the end, that every rank could read it.
+communicate only twice: at the start they agree that the checkpoint fits the model, and at the end that every rank could
+read its pieces.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class TensorReader(dcp.FileSystemReader):
 def read_index(folder: Path) -> Metadata:
     """Return DCP's index of the checkpoint in `folder`.
 
-    Raises Damaged if its content is invalid. Not collective. A valid index refers only to bytes within files of the
+    Raises Damaged if the index is invalid. Not collective. A valid index refers only to bytes within files of the
     manifest, and to no tensor larger than these files together.
     """
     content = (folder / ".metadata").read_bytes()

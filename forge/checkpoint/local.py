@@ -2,7 +2,7 @@
 
 A local state is one checkpoint in the usual format, with its files distributed over the nodes. On each node, `step-N`
 holds the manifest, DCP's index, all small files, the tensor files of the node's ranks, and copies of the tensor files
-of nodes whose peer it is. A restart needs every file on at least one surviving node.
+of other nodes (see `Nodes.peers`). A restart needs every file on at least one surviving node.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class TokenDataset:
     def document_ids(self, start: int, count: int) -> np.ndarray:
         """Return the document of each of `count` tokens, int32 `[count]`.
 
-        The first token's document is 0, the next one is 1, ...
+        The document of the first token has number 0, the next document has number 1, and so on.
         """
         assert start >= 0 and start + count <= self.tokens
         steps = np.zeros(count, np.int32)

@@ -31,8 +31,8 @@ Ranges = tuple[tuple[int, int], ...]
 class Segment:
     """A mixture of sources: `weights` apply from global sample `start` on, in shuffled blocks of `block` samples.
 
-    drawn: number of samples number of samples of each source before `start`. weights and drawn have one entry for each
-    source of the history so far, in the order of first use.
+    drawn: number of samples of each source before `start`. weights and drawn have one entry for each source of the
+    history so far, in the order of first use.
     """
 
     start: int
@@ -207,9 +207,9 @@ class Order:
         return Order(self.seed, self.sources, self.segments, ranges)
 
     def between(self, first: int, end: int, later: Order | None = None) -> dict[str, list[int]]:
-        """Return source -> [first, end): the source's own samples read by global samples `first` ...
+        """Return source -> [first, end): the source's own samples read by global samples `first` to `end` - 1.
 
-        `end` - 1. later: the order at `end`, if the mixture has changed since `first`; None: this order.
+        later: the order at `end`, if the mixture has changed since `first`; None: this order.
         """
         later = later or self
         ranges = zip(later.sources, later._padded(self.drawn(first)), later.drawn(end), strict=True)

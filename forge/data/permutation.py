@@ -38,9 +38,9 @@ def _scramble_all(values: np.ndarray) -> np.ndarray:
 
 
 def hash_positions(start: int, stop: int, key: int) -> np.ndarray:
-    """Return 64 random bits for each position start ...
+    """Return 64 random bits for each position from start to stop - 1: uint64 `[stop - start]`.
 
-    stop - 1: uint64 `[stop - start]`, by `scramble` of a keyed counter.
+    The bits are the `scramble` of a keyed counter.
     """
     bits = np.uint64(key) + np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return _scramble_all(bits)

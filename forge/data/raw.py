@@ -80,10 +80,9 @@ class MappedIds:
         self.tokens = len(self._ids)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return ids start ...
+        """Return ids start to start + count - 1: `[count]` in the file's dtype, as a view of the file.
 
-        start + count - 1: `[count]` in the file's dtype, as a view of the file. Raises UserError, naming the first id
-        outside the model's vocabulary.
+        Raises UserError, naming the first id outside the model's vocabulary.
         """
         assert start >= 0 and start + count <= self.tokens
         ids = self._ids[start : start + count]
@@ -131,7 +130,7 @@ class RawTokens(MappedIds):
     def document_ids(self, start: int, count: int) -> np.ndarray:
         """Return the document of each of `count` tokens, int32 `[count]`.
 
-        The first token's document is 0, the next one is 1, ...
+        The document of the first token has number 0, the next document has number 1, and so on.
         """
         if self._eos_id is None:
             return np.zeros(count, np.int32)
@@ -192,7 +191,7 @@ class MegatronTokens(MappedIds):
     def document_ids(self, start: int, count: int) -> np.ndarray:
         """Return the document of each of `count` tokens, int32 `[count]`.
 
-        The first token's document is 0, the next one is 1, ...
+        The document of the first token has number 0, the next document has number 1, and so on.
         """
         documents = range(self.documents)
         low = bisect_left(documents, start, key=self._start_of)

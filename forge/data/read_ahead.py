@@ -111,7 +111,7 @@ def is_remote(source: Source) -> bool:
 def _next_use(
     dataset: PackedDataset, name: str, position: list[int], first: np.ndarray, end: np.ndarray
 ) -> np.ndarray:
-    """Return, for each range of tokens first ... end - 1, the approximate number of global samples until its next read."""
+    """Return, for each range of tokens [first, end), the approximate number of global samples until its next read."""
     order, windows = dataset.order, dataset.samples[name]
     number = order.sources.index(name)
     ranges = windows.over(first, end)
@@ -152,11 +152,10 @@ def wait_for(batches: queue.Queue[Result]) -> tuple[Result, Stall | None]:
 def next_uses(
     first: np.ndarray, end: np.ndarray, drawn: int, windows: int, permutation: Callable[[int], Permutation]
 ) -> np.ndarray:
-    """Return, for each range of windows first ...
+    """Return, for each range of windows [first, end), the number of samples of the source until its next read.
 
-    end - 1, the number of samples of the source until its next read. first, end: non-empty ranges of about equal
-    length, int64 `[n]`. drawn: number of samples of the source read so far. permutation: maps an epoch number to the
-    permutation of `windows` windows.
+    first, end: non-empty ranges of about equal length, int64 `[n]`. drawn: number of samples of the source read so far.
+    permutation: maps an epoch number to the permutation of `windows` windows.
     """
     epoch, now = divmod(drawn, windows)
     width = int((end - first).max())

@@ -36,7 +36,7 @@ class Source(Protocol):
     def document_ids(self, start: int, count: int) -> np.ndarray:
         """Return the document of each of `count` tokens, int32 `[count]`.
 
-        Documents are numbered from 0, the first token's.
+        Documents are numbered from 0; number 0 is the document of token `start`.
         """
 
 

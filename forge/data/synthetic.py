@@ -52,7 +52,7 @@ class SyntheticSource:
     def document_ids(self, start: int, count: int) -> np.ndarray:
         """Return the document of each of `count` tokens, int32 `[count]`.
 
-        Documents are numbered from 0, the first token's.
+        Documents are numbered from 0; number 0 is the document of token `start`.
         """
         bits, jump = self._draw(start, start + count)
         starts = jump & ((bits >> np.uint64(1)) & np.uint64(63) == 0)

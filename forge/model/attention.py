@@ -21,9 +21,7 @@ from forge.model.sdpa import sdpa_attention
 
 
 class Shared:
-    """Inputs shared by all blocks in one forward, e.g.
-
-    RoPE's tables at the forward's positions and the mask of each window.
+    """Inputs shared by all blocks in one forward: RoPE's tables and the mask of each window.
 
     cos, sin: `[tables, seq, 1, head_dim / 2]` or `[tables, batch, seq, 1, head_dim / 2]`, promote(float32, compute).
     masks: window (0: none) -> AttentionMask. labels: int64 `[batch, seq]`; tokens labelled IGNORE do not count in load

@@ -35,9 +35,9 @@ class Past:
 def read_past(events: Path, status: Path) -> Past:
     """Return the totals from events.jsonl and status.json.
 
-    Call before this start writes to them. A goodput event has all seconds so far, but is written only occasionally. The
-    time of a killed process after its last goodput event is estimated from its later events and its status. Torn lines
-    are skipped.
+    Call before this start writes to these files. A goodput event has all seconds so far, but is written only
+    occasionally. The time of a killed process after its last goodput event is estimated from its later events and its
+    status. Torn lines are skipped.
     """
     past, kind = Past(), "set-up"
     for line in events.read_bytes().splitlines() if events.exists() else ():

@@ -163,8 +163,8 @@ class JsonLines:
 def warn_of_gap(path: Path, step: int, interval: int) -> None:
     """Warn that training lines before `step` are missing, if the file's last line is too far back.
 
-    interval: the usual distance of two lines in steps. If the last lines of the file are further apart, their distance
-    is used.
+    interval: the usual distance of two lines in steps. If the last two lines of the file are further apart, their
+    distance takes the place of `interval`.
     """
     steps = [0, *(line["step"] for line in read_lines(path, "loss"))]
     usual = max(interval, *map(operator.sub, steps[-10:], [0, *steps][-11:-1]))

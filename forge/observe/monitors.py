@@ -50,10 +50,10 @@ def is_monitored(config: Metrics, step: int) -> bool:
 class Monitors:
     """The monitors `chosen` of a model. Each monitored step starts with `begin`.
 
-    parts, shards: those of this rank. names: the parameters of the whole model. n_layers: number of layers of the whole
-    model. units: the largest number of units of a feed-forward. world: (this rank, number of ranks). tp: (rank, number
-    of ranks) within tensor parallelism. compiled: blocks are compiled; attention and feed-forward units are inside the
-    graphs and are not measured.
+    parts, shards: the pipeline stages and shards of this rank. names: the parameters of the whole model. n_layers:
+    number of layers of the whole model. units: the largest number of units of a feed-forward. world: (this rank, number
+    of ranks). tp: (rank, number of ranks) within tensor parallelism. compiled: blocks are compiled; attention and
+    feed-forward units are inside the graphs and are not measured.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ def learning_rate(schedule: ScheduleConfig, *, lr: float, step: int, steps: int)
     - warm-up: lr * step / warmup_steps up to step = warmup_steps, so step 1 has a rate above 0;
     - plateau: lr, up to the step of `decay_start`;
     - decay: lr * (m + (1 - m) * f(p)), with m = min_lr_ratio, f the shape, and p the completed fraction of the decay. p
-      = 1 at step = steps, so the last step has rate m * lr. So does every later step.
+      = 1 at step = steps, so the last step and every later step have rate m * lr.
     """
     assert step >= 1
     warmup = warmup_steps(schedule, steps)

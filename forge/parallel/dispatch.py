@@ -151,10 +151,9 @@ class NodeDispatcher:
 
 
 def _counts(experts: Tensor, n_experts: int) -> Tensor:
-    """Count the occurrences of 0, 1, ...
+    """Return the number of choices of each expert in `experts` (int64): int64 `[n_experts]`.
 
-    n_experts - 1 in `experts` (int64). Shape `[n_experts]`, int64. Unlike bincount, this does not synchronise with the
-    device.
+    Unlike bincount, this does not synchronise with the device.
     """
     flat = experts.flatten()
     return flat.new_zeros(n_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:-1]

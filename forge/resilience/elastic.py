@@ -48,8 +48,8 @@ def exit_code_after_stop(
     If the launcher has restarts left, the exit code of a planned stop is 0, because after any other code the launcher
     would restart the run at once. Job scripts find the reason in status.json. In an elastic run, a signal to the ranks
     of some nodes means that these nodes leave, or that all agents are about to repeat the rendezvous. A rank without a
-    signal then waits for its agent's signal, up to `patience_s` seconds. If none comes, the exit code is 75, so the
-    agent joins the rendezvous again.
+    signal then waits for its agent's signal, up to `patience_s` seconds. Without such a signal, the exit code is 75, so
+    the agent joins the rendezvous again.
     """
     code = FINISHED if restarts_left > 0 else STOPPED
     if not is_elastic():

@@ -33,9 +33,9 @@ def load_training_state(
 ) -> bool:
     """Load parameters and optimizer state from the checkpoint. Collective.
 
-    name: name of `optimizer`. Slots in STARTS_ALONE may be missing from the checkpoint, and then start from their
-    initial value, or from the optimizer, and are then ignored. If the checkpoint has the state of another kind of
-    optimizer, load only the parameters and return False; the caller must build a new optimizer.
+    name: name of `optimizer`. A slot in STARTS_ALONE keeps its initial value if missing from the checkpoint, and is
+    ignored if missing from the optimizer. If the checkpoint has the state of another kind of optimizer, load only the
+    parameters and return False; the caller must build a new optimizer.
     """
     fresh = _fresh_slots(point.path, point.state.get("optimizer_name"), optimizer, name)
     if fresh is None:

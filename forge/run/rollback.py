@@ -79,7 +79,7 @@ def sync_rollback_history(
 ) -> None:
     """Merge the roll-backs in `progress` (loaded from `start`) with those in `rollbacks.json`.
 
-    Collective. Afterwards both contain the union, followed by the `new` roll-backs.
+    Collective. Afterwards `progress` and the file contain the union, followed by the `new` roll-backs.
     """
     own = start.kept >= 0
 

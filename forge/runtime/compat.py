@@ -100,7 +100,7 @@ def split_group(world: dist.ProcessGroup, sets: list[list[int]], backend: str | 
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather `x` `[n, ...]` in rank order: `[ranks * n, ...]`. Backward reduce-scatters the gradient."""
+    """All-gather `x` `[n, ...]` in rank order: `[ranks * n, ...]`. Collective. Backward reduce-scatters the gradient."""
     # PyTorch 2.13 renamed the function; 2.11 has only the old name.
     name = "all_gather_single_autograd"
     gather = getattr(collectives, name, None) or collectives.all_gather_tensor_autograd
@@ -115,8 +115,9 @@ def all_to_all(
 ) -> Tensor:
     """All-to-all: send `x[r]` of x `[ranks, ...]` to rank r; `result[r]` is from rank r.
 
-    Backward is another all-to-all. With `sends` and `receives`, the first sends[0] rows of x `[sum(sends), ...]` go to
-    rank 0, the next sends[1] rows to rank 1, and so on. The result is `[sum(receives), ...]`, in the order of ranks.
+    Collective. Backward is another all-to-all. With `sends` and `receives`, the first sends[0] rows of x `[sum(sends),
+    ...]` go to rank 0, the next sends[1] rows to rank 1, and so on. The result is `[sum(receives), ...]`, in the order
+    of ranks.
     """
     return collectives.all_to_all_single_autograd(x.contiguous(), receives, sends, group)
 

@@ -12,7 +12,7 @@ Points:
     step                 every rank, with the step's batch, before any computation
     evaluation           every rank, before the first batch of an evaluation after that step
     save.begin           every rank, before anything is copied or written
-    save.between_shards  every rank, after its own shard file is on disk and before the shards' index is
+    save.between_shards  every rank, after its own shard file is on disk, before rank 0 writes the index
     local.before_manifest every rank, after the files of a node-local state, with peers' copies, are on all nodes
     save.before_manifest rank 0, after every file except the manifest is on disk
     save.before_rename   rank 0, after the partial folder is complete and before its final name

@@ -50,9 +50,9 @@ class PrivateFolder:
             return None
 
     def make(self, *names: str) -> Path:
-        """Make the directory `path`/names[0]/names[1]/...
+        """Make and return the directory `path`/names[0]/names[1]/... below the private folder.
 
-        and return it. Raises OSError if one of these directories is a link or a file.
+        Raises OSError if one of these directories is a link or a file.
         """
         made = self.path
         for name in names:

@@ -103,7 +103,8 @@ class AnomalyPolicy:
     def check_replicas(self, step: int, replicas: Iterable[Copy]) -> None:
         """Compare replicas across ranks before a checkpoint of `step`. Collective.
 
-        Raises RollbackRequired if they differ. Any replica may be the wrong one, but all were equal at the last save.
+        Raises RollbackRequired if replicas differ. Any replica may be the wrong one, but all were equal at the last
+        save.
         """
         if not self._config.check_replicas:
             return
