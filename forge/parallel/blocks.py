@@ -23,8 +23,8 @@ Activation checkpointing frees activations after forward and computes them again
     selective      keeps the results of the operators in KEPT and recomputes the cheap rest. Compiled parts of a mixture
                    of experts are recomputed as a whole
     memory_budget  the compiler chooses, block by block, under a budget for kept memory
-    In the first two modes, `every` = n checkpoints only every n-th block. `modules` checkpoints only the named children
-    of blocks.
+
+In the first two modes, `every` = n checkpoints only every n-th block, and `modules` only the named children of blocks.
 """
 
 from __future__ import annotations

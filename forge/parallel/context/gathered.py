@@ -1,7 +1,7 @@
-"""Context parallelism by gathering keys and values: every rank holds all of a layer's during its attention.
+"""Context parallelism by gathering keys and values: during attention, every rank holds a layer's keys and values whole.
 
-One all-gather per layer in forward, one reduce-scatter in backward. Grouped-query attention keeps both small: only
-key/value heads are sent (Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2).
+One all-gather per layer in forward, one reduce-scatter in backward. Grouped-query attention keeps both messages small:
+only key/value heads are sent (Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers (global indices). embed: the embedding comes before them. head: norm and head come after them."""
+    """Consecutive layers (global indices). embed: the embedding precedes the layers. head: norm and head follow them."""
 
     index: int
     layers: range

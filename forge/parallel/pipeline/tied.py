@@ -22,9 +22,7 @@ class Tied:
     """Keeps the first and the last stage's copy of the tied weight equal.
 
     first, last: this rank's shards of the two copies; None on ranks without that stage.
-
     ends: the pp ranks of both stages.
-
     watched: detect and count unexpected changes of the last stage's copy between two updates, e.g. a flipped bit.
     """
 
@@ -91,7 +89,7 @@ class Tied:
     ) -> Tensor | None:
         """Return `source` on the receiving rank, where `target` is not None; None without a source.
 
-        Sends and receives only if the two are on different ranks.
+        Sends and receives only if `sender` and `receiver` differ.
         """
         if source is not None and target is None:
             dist.send(source.contiguous(), group=self._group, group_dst=receiver)

@@ -155,7 +155,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Sums:
-        """Return the sums of losses of `batch`, without gradients."""
+        """Return the sums of losses of `batch`, without gradients. Collective."""
         inputs = self._split.local_part(batch)
         values = torch.zeros(4, dtype=torch.float64, device=inputs.tokens.device)
         losses = self._forward(inputs)
@@ -166,7 +166,10 @@ class ParallelModel:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return next-token logits `[batch, seq, vocab]` of `tokens` `[batch, seq]`. All ranks pass the same tokens."""
+        """Return next-token logits `[batch, seq, vocab]` of `tokens` `[batch, seq]`.
+
+        Collective. All ranks pass the same tokens.
+        """
         return self._split.logits(self._logits, tokens)
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:

@@ -283,7 +283,7 @@ class LocalSinks(Sinks):
 
 
 def split_indices(indices: HeadIndices, place: ModulePlace) -> HeadIndices:
-    """Keep only this rank's heads in `indices`, in place, and return it."""
+    """Keep only this rank's heads in `indices`, in place, and return `indices`."""
     share = len(indices.heads) // place.mesh.size()
     indices.heads = indices.heads[share * place.mesh.get_local_rank() :][:share]
     return indices

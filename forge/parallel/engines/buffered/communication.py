@@ -91,7 +91,7 @@ class TemporaryBuckets:
     """At most two temporary buckets, shared by all buckets of an engine.
 
     sizes: bytes needed by each bucket. Memory is allocated at its first use and kept until `free`. With `symmetric`
-    groups, the constructor allocates it in their symmetric memory, and it is never freed.
+    groups, the constructor allocates the memory in the groups' symmetric memory, and never frees this memory.
     """
 
     def __init__(self, sizes: Collection[int], device: torch.device, symmetric: ProcessGroups = ()):

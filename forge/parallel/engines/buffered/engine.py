@@ -4,10 +4,9 @@
     zero1   each rank updates its part               one reduce-scatter and one all-gather per bucket and step
     zero2   like zero1, with sharded gradients       one reduce-scatter per bucket and microbatch, one all-gather per step
 
-All three share one implementation. The three engines differ in the groups over which parameters are sharded and
-replicated (plan.py), and in whether gradients are summed before or after accumulation (reduction.py). With dp_replicate
-> 1 gradients are also summed over the copies of the model or, with parallel.shard_optimizer_over = "dp", sharded over
-them.
+The three engines share one implementation. They differ in the groups over which parameters are sharded and replicated
+(plan.py), and in whether gradients are summed before or after accumulation (reduction.py). With dp_replicate > 1
+gradients are also summed over the copies of the model or, with parallel.shard_optimizer_over = "dp", sharded over them.
 
 The counterpart of Megatron-Core's DistributedDataParallel with its distributed optimizer (Rajbhandari et al., "ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models", 2020, stages 1 and 2).

@@ -81,7 +81,7 @@ class BucketGradients:
     def place_all(self) -> None:
         """Move all gradients of the step's first backward into the buffer, with zeros for missing gradients.
 
-        No effect later.
+        Has no effect in later backwards of the step.
         """
         if self.collected or not self._empty:
             return
@@ -104,7 +104,7 @@ class BucketGradients:
     def arrive(self, placed: PlacedParameter) -> None:
         """Record the arrival of the parameter's gradient.
 
-        Copy it to its slot if the temporary bucket is already allocated.
+        Copy the gradient to its slot if the temporary bucket is already allocated.
         """
         self.arrived.add(placed.name)
         if self.collected and self.temporary is not None:
@@ -313,9 +313,9 @@ class Reduction:
 class GradientCheck:
     """`parallel.check_gradients`: check each bucket's gradients before they are summed over ranks.
 
-    finite: raise UserError (exit 1), naming parameter and rank, if a gradient is NaN or infinite. plausible: raise it
-    also if a bucket's norm exceeds IMPLAUSIBLE times its largest norm so far. Synchronises with the device at every
-    bucket.
+    finite: raise UserError (exit 1), naming parameter and rank, if a gradient is NaN or infinite. plausible: raise
+    UserError also if a bucket's norm exceeds IMPLAUSIBLE times its largest norm so far. Synchronises with the device at
+    every bucket.
     """
 
     # A bucket's norm changes by a small factor from step to step, and by about ten at a bad batch.
