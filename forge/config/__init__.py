@@ -1,6 +1,6 @@
 """The configuration of a run: a typed schema, loaded from TOML and the command line, with explained errors.
 
-It does not import torch, so help and errors appear at once. Schema: section.py, model.py, data.py, layout.py,
+The package does not import torch, so help and errors appear at once. Schema: section.py, model.py, data.py, layout.py,
 optimizer.py, phase.py, schema.py. Loading: load.py, extensions.py. Explanations: problem.py, explain.py, keys.py,
 help.py, unused.py. Checks across keys: checks.py, float8.py, phases.py, pipeline.py, world.py.
 """

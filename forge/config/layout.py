@@ -73,7 +73,8 @@ class Parallel(Section):
     """Expert parallelism: number of ranks splitting the experts of a layer. Must divide dp_shard * cp * tp."""
     ep_node_size: Annotated[Literal["auto"] | Positive, unused_if("parallel.ep", 1)] = "auto"
     """With ep: number of ep ranks on one node; must divide ep. If ep is larger, a token is sent to each node at most
-    once, even if several of its experts are there. auto: the number of processes per node, if it divides ep."""
+    once, even if several of the token's experts are on this node. auto: the number of processes per node, if it divides
+    ep."""
     sequence_parallel: Annotated[bool, WITH_TP] = True
     """With tp: shard the norms' inputs and the residual stream along the sequence."""
     loss_parallel: Annotated[bool, WITH_TP] = True
@@ -179,7 +180,7 @@ class Precision(Section):
     compute: Dtype = "bfloat16"
     """Format of parameters and activations in forward and backward."""
     reduce: Dtype = "float32"
-    """Format of gradients when they are summed over ranks."""
+    """Format of gradients in sums over ranks."""
     fp32_modules: ListOf[Text] = ("*.router", "*.decay")
     """Glob patterns of modules computing in float32, or in precision.compute, if wider."""
     mixed_storage_rule: Annotated[

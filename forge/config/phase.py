@@ -22,11 +22,11 @@ class Phase(Section):
 
     until_tokens: Count = 0
     """The phase ends after the step that reaches this number of tokens, counted from the start of the run. 0 (only in
-    the last phase): it does not end."""
+    the last phase): the phase does not end."""
     ramp: Literal["none", "linear"] = "none"
-    """linear: values change gradually from those before the phase to the phase's values, reached at its end. The batch
-    size changes in increments of the greatest common divisor of both sizes. Weights and windows change in 16 stages.
-    seq_len, micro_batch_size and document_mask change at once."""
+    """linear: values change gradually, from the values before the phase to the phase's values at the end of the phase.
+    The batch size changes in increments of the greatest common divisor of both sizes. Weights and windows change in 16
+    stages. seq_len, micro_batch_size and document_mask change at once."""
     global_batch_size: Positive | None = None
     """Overrides train.global_batch_size."""
     micro_batch_size: Positive | None = None

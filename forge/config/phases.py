@@ -73,7 +73,7 @@ class _Span:
 
     @property
     def batches(self) -> tuple[int, int]:
-        """Return the increment of a ramped batch size (negative if it shrinks) and the number of increments."""
+        """Return the increment of a ramped batch size (negative for a shrinking batch) and the number of increments."""
         first, last = self.first["global_batch_size"], self.last["global_batch_size"]
         unit = gcd(first, last)
         return (unit if last > first else -unit), abs(last - first) // unit

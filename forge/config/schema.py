@@ -156,7 +156,7 @@ class Train(Section):
     grad_clip_norm: NonNegativeNumber = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to this norm. 0: off."""
     z_loss_coef: NonNegativeNumber = 0.0
-    """Weight of the z-loss, the mean squared logsumexp of the output logits. It keeps logits from drifting."""
+    """Weight of the z-loss, the mean squared logsumexp of the output logits. The z-loss keeps logits from drifting."""
     loss_chunk_tokens: Positive = 1024
     """Number of tokens whose logits are computed at once. A smaller number needs less memory."""
     gc_interval: Count = 100
@@ -213,20 +213,20 @@ class Evaluate(Section):
     """Held-out loss and text samples while training."""
 
     interval: Annotated[Count, VALIDATION] = 1000
-    """Steps between evaluations on data.validation; there is another after the last step. 0: never."""
+    """Steps between evaluations on data.validation. Another evaluation follows the last step. 0: never."""
     sequences: Annotated[Positive, unused_if("evaluate.interval", 0), VALIDATION] = 64
     """Number of sequences per held-out source, spread over the whole source. Every evaluation reads the same sequences."""
     tasks: ListOf[Text] = ()
     """Names of lm-eval tasks, or of your own tasks, on which to score the model. Needs the extra forge[eval] and a
     tokenizer."""
     tasks_interval: Annotated[Count, TASKS] = 1000
-    """Steps between scorings of `tasks`; there is another after the last step. 0: never."""
+    """Steps between scorings of `tasks`. Another scoring follows the last step. 0: never."""
     tasks_path: Annotated[str, TASKS] = ""
     """Folder with your own tasks, as for lm-eval's --include_path. Empty: none."""
     tasks_limit: Annotated[Count, TASKS] = 0
     """Number of questions to score in each task, beginning with the first. 0: all."""
     sample_interval: Annotated[Count, TOKENIZER] = 0
-    """Steps between generated text samples; there is another after the last step. 0: never."""
+    """Steps between generated text samples. Another sample follows the last step. 0: never."""
     sample_prompt: Annotated[str, SAMPLES] = ""
     """Prompt of the samples. Empty: samples begin like a document; this needs a tokenizer with a begin or end token."""
     sample_tokens: Annotated[Positive, SAMPLES] = 64
@@ -290,7 +290,7 @@ class Resilience(Section):
     """Watchdog limit in seconds for the first step, which compiles. 0: off."""
     step_timeout_s: NonNegativeNumber = 1800.0
     """Watchdog limit in seconds for every other step, including the wait for data. After a few steps, the limit becomes
-    the larger of five minutes and 20 times their median, but at most this number. 0: off."""
+    the larger of five minutes and 20 times the median step time, but at most this number. 0: off."""
     evaluate_timeout_s: NonNegativeNumber = 3600.0
     """Watchdog limit in seconds for an evaluation and its samples. 0: off."""
     save_timeout_s: NonNegativeNumber = 3600.0
@@ -314,8 +314,8 @@ class Resilience(Section):
     spike_window: Positive = 128
     """Number of previous steps for the median loss and gradient norm. No spike is reported before half of these steps."""
     check_replicas: bool = True
-    """Before each save, compare digests of replicated tensors between ranks. If they differ, nothing is saved and the
-    run rolls back, without skipping data."""
+    """Before each save, compare digests of replicated tensors between ranks. If digests differ, nothing is saved and
+    the run rolls back, without skipping data."""
     straggler_interval: Count = 100
     """Steps between comparisons of the speed of all ranks. 0: never."""
     straggler_factor: Annotated[float, Gt(1), STRAGGLERS] = 1.3

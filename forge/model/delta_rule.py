@@ -111,8 +111,8 @@ def lower_triangle(diagonal: Tensor, quarters: Sequence[Tensor]) -> Tensor:
     """Return matrices `[..., size, size]` with `diagonal` `[..., size]`, `quarters` below it, and zeros above it.
 
     quarters[n] `[..., size / 2^(n + 1), 2^n, 2^n]`: the lower left quarters of the diagonal blocks of size 2^(n + 1). A
-    custom operator, because a compiler would turn its code into a kernel whose length is exponential in the number of
-    quarters.
+    custom operator, because a compiler would turn the function's code into a kernel whose length is exponential in the
+    number of quarters.
     """
     matrix = diagonal.new_zeros(*diagonal.shape, diagonal.shape[-1])
     matrix.diagonal(dim1=-2, dim2=-1).copy_(diagonal)

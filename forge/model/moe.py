@@ -19,7 +19,7 @@ from forge.model.router import Router
 class Piecewise(nn.Linear):
     """A linear layer applied to tokens one by one.
 
-    Under tensor parallelism, each rank applies it to its piece of the sequence.
+    Under tensor parallelism, each rank applies the layer to its piece of the sequence.
     """
 
 

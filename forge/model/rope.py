@@ -79,9 +79,9 @@ def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tens
     """YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models").
 
     Each frequency is interpolated between its original value and this value divided by `factor`. In the paper,
-    interpolation is linear in the number of rotations. In the authors' code and in transformers, it is linear in the
-    pair's index, from the index with beta_fast rotations to the index with beta_slow rotations. Both indices are
-    rounded outward unless `truncate` is off. Trained models follow the code, and so does this function.
+    interpolation is linear in the number of rotations. In the authors' code and in transformers, interpolation is
+    linear in the pair's index, from the index with beta_fast rotations to the index with beta_slow rotations. Both
+    indices are rounded outward unless `truncate` is off. Trained models follow the code, and so does this function.
     """
     pairs = len(frequencies)
 

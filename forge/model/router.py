@@ -84,8 +84,8 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return experts and weights like `forward`, and a dictionary of the values to add to the state.
 
-        Its keys are `counts`, `losses`, `dropped` and `required`. Changes no state, so it can be compiled. noise
-        `[batch, seq, n_experts]` is added to the logits.
+        The dictionary's keys are `counts`, `losses`, `dropped` and `required`. The method changes no state, so it can
+        be compiled. noise `[batch, seq, n_experts]` is added to the logits.
         """
         config = self.config
         logits = self.logits(x)  # [batch, seq, n_experts]
