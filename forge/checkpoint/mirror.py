@@ -69,8 +69,8 @@ class Mirror:
         The copy is skipped if a newer checkpoint completes before the copy begins.
         """
         self._newest, self._count = step, self._count + 1
-        # Hard links, because the checkpoint may be removed before it is copied. They are numbered, because a step may
-        # be saved again.
+        # Hard links, because the checkpoint may be removed before it is copied. The links are numbered, because a step
+        # may be saved again.
         links = self._root / f".mirrored-{folders.step_name(step)}.{self._count}"
         try:
             shutil.copytree(self._root / folders.step_name(step), links, copy_function=_link)

@@ -75,5 +75,5 @@ ImportPath = Annotated[
 ]
 NO_EXPERTS = Unused("there is no [model.moe]", lambda config: config.model.moe is None)
 Dtype = Annotated[Literal["float64", "float32", "bfloat16"], BeforeValidator(_no_float16)]
-# TOML has lists, not tuples, so the list itself is not strict. Its items are.
+# TOML has lists, not tuples, so the list itself is not strict. The items of the list are strict.
 ListOf = Annotated[tuple[T, ...], Strict(False)]

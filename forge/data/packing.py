@@ -72,7 +72,7 @@ class PackingPlan:
     def __init__(self, index: PlanIndex, starts: Array, pieces: Array):
         self.index, self._starts, self._pieces = index, starts, pieces
         self.sequences, self.name = index.sequences, plan_name(index.kind, index.seq_len)
-        # Only the sequences, because another version may report other counts.
+        # The digest covers only the sequences, because another version of forge may report other counts.
         content = f"{index.sequence_file.sha256}{index.piece_file.sha256}"
         self.digest = hashlib.sha256(content.encode()).hexdigest()
 

@@ -196,8 +196,8 @@ class _RowMoments:
     def normalize(self, matrices: Tensor, batch: MatrixBatch, skip: Tensor) -> Tensor:
         """Divide each row of `[n, rows, columns]` by the square root of its moment; keep the norm of each matrix.
 
-        The paper instead scales to norm 0.2 sqrt(rows * columns); for an orthogonal matrix under match_rms_adamw this
-        is equal.
+        The paper instead scales to norm 0.2 sqrt(rows * columns); for an orthogonal matrix under match_rms_adamw, the
+        two scales are equal.
         """
         moments = torch.cat(self._of_batch[id(batch)])
         wide = matrices.to(moments.dtype)

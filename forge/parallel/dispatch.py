@@ -153,7 +153,7 @@ class NodeDispatcher:
 def _counts(experts: Tensor, n_experts: int) -> Tensor:
     """Return the number of choices of each expert in `experts` (int64): int64 `[n_experts]`.
 
-    Unlike bincount, this does not synchronise with the device.
+    Unlike bincount, the function does not synchronise with the device.
     """
     flat = experts.flatten()
     return flat.new_zeros(n_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:-1]

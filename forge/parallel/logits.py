@@ -6,8 +6,8 @@ A wrapper around each attention function takes the maximum over this rank's quer
 all-reduce per step takes the maximum over ranks. A maximum does not depend on microbatches, on the split of heads,
 sequences and batches, or on recomputation.
 
-The wrapper computes the logits a second time, ROWS queries at a time. This costs half as many FLOPs as attention's
-forward, and memory for the logits of ROWS queries against all keys.
+The wrapper computes the logits a second time, ROWS queries at a time. The second computation costs half as many FLOPs
+as attention's forward, and memory for the logits of ROWS queries against all keys.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
     old = _config_of(path)
     changes: list[str] = []
     for key in changed:
-        # A changed tokenizer is never accepted, because it changes the meaning of ids. A changed data.mixture_block is,
-        # because blocks grow if weights need it (data/mixture.py).
+        # A changed tokenizer is never accepted, because it changes the meaning of ids. A changed data.mixture_block is
+        # accepted, because small weights make blocks larger (data/mixture.py).
         free = key.startswith("data.sources") or key == "data.mixture_block"
         for name, there, now in _as_written(key, before.get(key), inputs.get(key), old, new):
             change = f"{name} differs from {path}: {there} in the checkpoint, {now} now"

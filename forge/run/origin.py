@@ -68,7 +68,7 @@ def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
         elif event["event"] == "fresh" or (event["event"] == "resumed" and event.get("new")):
             saved = 0
     if not saved and (finished or status.get("state") == "stopped"):
-        saved = int(status.get("step") or 0)  # both states are written after a save
+        saved = int(status.get("step") or 0)  # a run gets these two states only after a save
     if not events:
         # The event file is missing. Metrics prove that a history exists, although not which steps were saved.
         saved = saved or max((int(line["step"]) for line in read_lines(directory.metrics, "step")), default=0)
@@ -159,7 +159,7 @@ def _changed_settings(config: Config, directory: RunDirectory) -> str:
 def refuse_moved_run(command: CommandLine, config: Config) -> None:
     """Raise UserError if --config is the config.toml of a run directory, but its keys name another run directory.
 
-    This happens after a run directory has been moved or renamed.
+    Such a command results from moving or renaming a run directory.
     """
     path, target = Path(command.config or ""), Path(config.run.output_dir) / config.run.name
     home = path.resolve().parent

@@ -16,8 +16,8 @@ from forge.runtime.errors import NO_CHECKPOINT, UserError
 from forge.train.state import all_tensors, model_tensors
 
 # Optimizer slots that may start from initial values while other slots continue: the weight average, and NorMuon's row
-# moments, whose common scale has no effect. AdamW's moments may not, because their bias correction depends on the
-# number of updates since they were zero.
+# moments, whose common scale has no effect. AdamW's moments may not start alone, because their bias correction depends
+# on the number of updates since the moments were zero.
 STARTS_ALONE = {"ema", "row_moment"}
 log = logging.getLogger(__name__)
 

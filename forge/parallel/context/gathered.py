@@ -72,7 +72,8 @@ def lower_right(split: SequenceSplit, tokens: int) -> tuple[Any, ...]:
 
     tokens: number of tokens in both chunks together.
     """
-    # This loads PyTorch's compiler, which takes most of a second, so only runs with context parallelism get here.
+    # This loads PyTorch's compiler, which takes most of a second, so only runs with context parallelism reach this
+    # line.
     from torch.nn.attention.bias import causal_lower_right
 
     size = tokens // 2

@@ -105,8 +105,9 @@ def _alone(layout: Layout) -> bool:
 def _buffers_take_no_more_memory(layout: Layout) -> bool:
     """Return whether contiguous buffers take no more memory than fsdp2.
 
-    This holds if their gradients are no wider than fsdp2's, and no key makes fsdp2 hold less in one process. fsdp2
-    accumulates gradients in `storage`. Between microbatches it holds them in the wider of `storage` and `reduce`.
+    The result is True if the buffers' gradients are no wider than fsdp2's, and no key makes fsdp2 hold less in one
+    process. fsdp2 accumulates gradients in `storage`. Between microbatches it holds them in the wider of `storage` and
+    `reduce`.
     """
     gradient = torch.promote_types(promoted(layout.compute), layout.reduce)
     held = layout.storage

@@ -202,7 +202,7 @@ def _degree(mesh: DeviceMesh) -> int:
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
     """Return the dimension along which an expert parameter is sharded.
 
-    Normally this is dimension 0, the experts. With fewer experts than ranks, the dimension is 1, if `ranks` divides the
+    Normally the dimension is 0, the experts. With fewer experts than ranks, the dimension is 1, if `ranks` divides the
     size of dimension 1.
     """
     n_experts = local(parameter).shape[0]

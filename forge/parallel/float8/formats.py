@@ -99,7 +99,7 @@ def _power_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     """Return each MX scale's biased exponent (int32) and reciprocal (float32) for amax (float32).
 
     Works on the bits of amax = (1 + mantissa) * 2^(exponent bits - 127), with 448 = 1.75 * 2^8. Unlike division, this
-    is exact on every device.
+    arithmetic is exact on every device.
     """
     bits = amax.view(torch.int32)
     field, mantissa = bits >> 23, bits & 0x7FFFFF

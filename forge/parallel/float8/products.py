@@ -11,7 +11,7 @@ start of a sequence. The blocks do not depend on the microbatch, nor on the layo
 
 For routed experts, output and input gradient are each one grouped product over all experts. The weight gradient is
 computed from unquantised values: blocks along the tokens of an expert would depend on the set of arriving tokens, so on
-the layout and the microbatch. torchao's recipe MXFP8_RCEIL_WGRAD_WITH_HP does this too.
+the layout and the microbatch. torchao's recipe MXFP8_RCEIL_WGRAD_WITH_HP also uses unquantised values.
 
 Implementations of `Products`: `Emulated` in this file, for any device, and the GPU's kernels in kernels.py.
 """

@@ -28,7 +28,7 @@ def own_part(whole: Tensor, groups: ProcessGroups) -> Tensor:
 def address(tensor: Tensor) -> tuple[int, int]:
     """Return the identity of the tensor's storage, and the tensor's offset in it.
 
-    Unlike `data_ptr`, this works for fake tensors.
+    Unlike `data_ptr`, the function also works for fake tensors.
     """
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
