@@ -183,8 +183,8 @@ class Checkpoint(Section):
     """URL to which complete checkpoints are copied in the background, as run.name/step-n. If the local folder is lost,
     resume = "auto" continues from the mirror. Empty: no mirror."""
     local_interval: Count = 0
-    """Steps between local states: checkpoints kept on the nodes themselves. A restart uses a local state if it is newer
-    than every checkpoint. 0: no local states."""
+    """Steps between local states: checkpoints kept on the nodes themselves. A restart uses a local state newer than
+    every checkpoint. 0: no local states."""
     local_dir: Annotated[str, LOCAL] = ""
     """Folder on each node for local states; the last two are kept. The folder is private to the user (mode 0700) and
     must be new, empty, or made by forge. Empty: /dev/shm/forge-UID, in memory."""

@@ -152,7 +152,7 @@ class ShortConvolution(nn.Module):
         return list(F.silu(mixed).split([x.shape[-1] for x in (q, k, v)], dim=-1))
 
     def weights(self) -> list[Tensor]:
-        """Return the weights of queries, keys and values; tensor parallelism overrides this."""
+        """Return the weights of queries, keys and values; tensor parallelism overrides this method."""
         return [self.q, self.k, self.v]
 
     def initial_value(self, name: str) -> Uniform:
@@ -184,7 +184,7 @@ class Decay(nn.Module):
         return -self.bound * torch.sigmoid(rates * sums) if self.bound else -rates * F.softplus(sums)
 
     def weights(self) -> list[Tensor]:
-        """Return a_log and dt_bias; tensor parallelism overrides this."""
+        """Return a_log and dt_bias; tensor parallelism overrides this method."""
         return [self.a_log, self.dt_bias]
 
     def initial_value(self, name: str) -> float | Uniform:

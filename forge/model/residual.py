@@ -38,7 +38,7 @@ class DepthMix(nn.Module):
         return _Mix.apply(self.weight(), self.eps, *saved, x)
 
     def weight(self) -> Tensor:
-        """Return the query; tensor parallelism overrides this."""
+        """Return the query; tensor parallelism overrides this method."""
         return self.query
 
     def initial_value(self, name: str) -> float:

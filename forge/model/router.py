@@ -74,7 +74,7 @@ class Router(nn.Module):
             noise = self.config.router_noise * noise
         experts, weights, sums = self.route(x, labels, noise)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            # Not in backward, where recomputation would count a forward again.
+            # Add nothing in backward, where recomputation would count a forward again.
             for name, value in sums.items():
                 getattr(self, name).add_(value)
         return experts, weights
@@ -106,7 +106,8 @@ class Router(nn.Module):
         weights, sums = self._balance(weights, logits, scores, chosen, valid)
         if config.balance == "quantile":
             sums["required"] = count_required(scores.detach(), chosen, self.bias, valid)
-        # Not in evaluation: drops depend on the other rows of the microbatch, padding included.
+        # Evaluation has returned above and drops nothing, because drops depend on the other rows of the microbatch,
+        # padding included.
         if config.capacity_factor:
             experts, sums["dropped"] = self._drop(experts, weights.detach(), valid)
         return experts, weights, sums

@@ -103,7 +103,7 @@ def flex_for(device_type: str) -> Callable[..., Tensor]:
 def capped(soft_cap: float) -> Callable[..., Tensor] | None:
     """Return flex_attention's score_mod for a soft cap; None: no cap.
 
-    Each cap has one function object, so it is compiled once.
+    Each cap has one function object, so each is compiled once.
     """
     if not soft_cap:
         return None

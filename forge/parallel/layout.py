@@ -55,8 +55,8 @@ class Layout:
     def sequence_pieces(self) -> int:
         """Return the number of pieces into which tensor parallelism divides the sequence.
 
-        Sequence parallelism divides the residual stream. Mixtures of experts divide routing even without sequence
-        parallelism.
+        Sequence parallelism divides the residual stream. A mixture of experts divides its tokens for routing even
+        without sequence parallelism.
         """
         divided = self.parallel.sequence_parallel or self.model.moe is not None
         return self.parallel.tp if divided else 1

@@ -39,7 +39,7 @@ class SpikeWindow:
     entries: list[tuple[int, float, float]] = field(default_factory=list)
 
     def add(self, step: int, loss: float, grad_norm: float) -> None:
-        """Add a step. Ignored if a number is not finite."""
+        """Add a step. A step with a non-finite number is ignored."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.entries.append((step, loss, grad_norm))
             # Keep one more than `size`, because `limits` may leave the latest step out.

@@ -93,11 +93,11 @@ class Watchdog:
     watchdog calls `report(alarm, step)` in a separate thread, which may write, or wait for other ranks, for at most
     `grace_s` seconds.
 
-    `alarm()` is called every `alarm_s` seconds. If it returns an alarm, the watchdog ends the process in the same way,
-    with the alarm's exit code. Without `alarm` a rank could wait too long: a collective does not always fail after a
-    participant has raised, and ranks waiting for a hanging rank may be in a phase with a longer bound. If `alarm`
-    itself raises repeatedly, the process with the rendezvous store is gone. This process then ends too, unless it is
-    already in the phase "end".
+    `alarm()` is called every `alarm_s` seconds. When `alarm` returns an alarm, the watchdog ends the process in the
+    same way, with the alarm's exit code. Without `alarm` a rank could wait too long: a collective does not always fail
+    after a participant has raised, and ranks waiting for a hanging rank may be in a phase with a longer bound. If
+    `alarm` itself raises repeatedly, the process with the rendezvous store is gone. This process then ends too, unless
+    it is already in the phase "end".
     """
 
     def __init__(

@@ -65,7 +65,7 @@ def _fresh_slots(
 
     None: the checkpoint has the state of another kind of optimizer. Collective.
 
-    The kind is the same if the optimizer has the same `name` (None: not compared) and the slots differ only by
+    Two optimizers are of one kind if their names are equal (`name` None: not compared) and their slots differ only by
     STARTS_ALONE. Logs ignored state. Raises UserError (exit 77) if the checkpoint cannot be read.
     """
 

@@ -201,8 +201,8 @@ def share_memory(group: dist.ProcessGroup) -> None:
 def weigh_meshes_as_nothing() -> bool:
     """Make the compiler's memory budget count tensor parallelism's device meshes as zero bytes.
 
-    Return whether this is possible. Since PyTorch 2.12, meshes are among the values saved for backward. PyTorch 2.13
-    has a setting for their size, 2.12 has none.
+    Since PyTorch 2.12, meshes are among the values saved for backward. PyTorch 2.13 has a setting for the size of
+    meshes. Return False under 2.12, which has no such setting.
     """
     key = "unsafe_treat_script_objects_as_zero_size"
     if hasattr(torch._functorch.config, key):

@@ -123,8 +123,8 @@ def _overlap_collectives(mesh: DeviceMesh) -> None:
 class TensorLoss(FusedLoss):
     """FusedLoss for a head whose weight is a DTensor over `mesh`. Sums and logits are equal on all ranks. Collective.
 
-    pieces: hidden states are pieces of the sequence. first_row: the first row of this rank's part of the vocabulary.
-    None: the loss is not divided; the weight is gathered and every rank computes the whole loss.
+    pieces: hidden states are pieces of the sequence. first_row: the first row of this rank's part of the vocabulary;
+    None: the vocabulary is not divided, so the weight is gathered and every rank computes the whole loss.
     """
 
     def __init__(self, plain: FusedLoss, mesh: DeviceMesh, *, pieces: bool, first_row: int | None):

@@ -251,7 +251,7 @@ class LocalNarrow(LocalLinear):
 class SharedLatents(Latents):
     """Gathers the latents' pieces of the sequence in one collective.
 
-    partial: the heads are split over ranks, so gradients are summed over them; otherwise every rank has all heads.
+    partial: the heads are split over ranks, so gradients are summed over the ranks; otherwise every rank has all heads.
     """
 
     def __init__(self, plain: Latents, place: ModulePlace):
