@@ -243,7 +243,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is_unmarked_cache(folder: Path) -> bool:
-    """Return whether `folder` is a block cache of an earlier forge, which wrote no marker files.
+    """Return whether `folder` is a block cache of an earlier forge version without marker files.
 
     Such a folder holds layout.json, and otherwise only cache files.
     """

@@ -158,7 +158,7 @@ class Order:
         configured = tuple(float(weights.get(name, 0.0)) for name in sources)
         limits = [caps.get(name) for name in sources]
         wanted = _uncapped(configured, drawn, limits) or configured
-        # Drop later segments, which were planned for the old caps.
+        # Drop later segments, planned for the old caps.
         past = [segment for segment in self.segments if segment.start <= position]
         order = (
             Order(self.seed, self.sources, past, self.passed_over) if len(past) < len(self.segments) else self

@@ -1,7 +1,7 @@
 """A keyed permutation of range(n) without memory: shuffles any number of samples.
 
 A Feistel network permutes range(4^k), for the smallest k with 4^k >= n. Values >= n are permuted again until they are
-below n (cycle walking), which gives a bijection on range(n).
+below n (cycle walking), for a bijection on range(n).
 """
 
 from __future__ import annotations

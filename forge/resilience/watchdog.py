@@ -90,7 +90,7 @@ class Watchdog:
 
     When a bound is exceeded, the watchdog writes to `folder`: `stacks-rank-R.txt` (Python stacks of all threads) and
     `collectives-rank-R` (PyTorch's flight recorder, for `torchfrtrace FOLDER --prefix collectives-rank-`). Then the
-    watchdog calls `report(alarm, step)` in a separate thread, which may write, or wait for other ranks, for at most
+    watchdog calls `report(alarm, step)` in a separate thread. `report` may write, or wait for other ranks, for at most
     `grace_s` seconds.
 
     `alarm()` is called every `alarm_s` seconds. When `alarm` returns an alarm, the watchdog ends the process in the

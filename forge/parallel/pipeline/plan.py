@@ -184,7 +184,7 @@ def split_by_cost(costs: Costs, stages: int) -> list[int]:
 
         @cache
         def rest(index: int, begin: int) -> tuple[float, list[int]]:
-            """Solve for the stages from number `index` on, which begin with layer `begin`."""
+            """Solve for the stages from number `index` on, beginning with layer `begin`."""
             if index == stages - 1:
                 return price(cost_of(index, begin, n_layers)), [n_layers]
             totals = {

@@ -17,7 +17,7 @@ from forge.shard import Shard
 
 
 def sum_gradients(shards: Sequence[Shard], ranks: dist.ProcessGroup) -> None:
-    """Sum the gradients of `shards` over `ranks`, which hold the same elements.
+    """Sum the gradients of `shards` over `ranks`, a group of ranks with the same elements.
 
     Collective: one all-reduce. A missing gradient counts as zeros: on some ranks, no token may have reached a router.
     """

@@ -69,7 +69,7 @@ class Gathering:
             self.finish()
 
     def wait(self) -> None:
-        """Wait for the running gathers, which read the current values. Call before writing masters or their copies."""
+        """Wait for the running gathers of the current values. Call before writing masters or their copies."""
         self._wait_for(len(self._launched) - 1)
 
     def finish(self) -> None:
