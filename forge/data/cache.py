@@ -1,6 +1,6 @@
 """A bounded disk cache for blocks of remote files, shared by all processes of a node and kept between runs.
 
-    FOLDER/lock, layout.json      the limit for which the folder was made
+    FOLDER/lock, layout.json      the lock of the folder, and its size limit
     FOLDER/.forge-private         marks the folder as private to this user (forge/runtime/private.py)
     FOLDER/0042/KEY-7             block 7 of the file with key KEY, then its CRC-32
     FOLDER/0042/.KEY-7            block 7 while it is fetched, locked by the fetching thread

@@ -27,7 +27,7 @@ _SMALLEST_SHARE = Fraction(1, 10**6)
 
 
 class Mixture:
-    """The order in which the sources supply samples, in proportion to `weights`. A source's sample is called its turn.
+    """The order of the sources' samples, in proportion to `weights`. A sample of a source is also called its turn.
 
     weights: may have any sum; 0: the source is never read. block: number of samples per shuffled block. The number is
     raised to at least 1 / (smallest positive share), because in a smaller block the rounded cumulative shares could

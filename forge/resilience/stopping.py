@@ -95,7 +95,7 @@ class StopSignals:
     def _count_requests(self, listening: int) -> None:
         """Print the effect of each request, and end the process after the third one, or after the first before `defer`.
 
-        listening: read end of the pipe to which the interpreter writes the number of each signal. Returns when the
+        listening: read end of a pipe; the interpreter writes the number of each signal to the pipe. Returns when the
         write end is closed.
         """
         requests, last = 0, -math.inf

@@ -146,7 +146,7 @@ class TensorLoss(FusedLoss):
 
 
 class SplitVocabulary(Vocabulary):
-    """A split vocabulary, of which this rank has the rows from `first_row` on and their logits. Methods are collective."""
+    """A split vocabulary. This rank has the rows from `first_row` on, and their logits. Methods are collective."""
 
     def __init__(self, mesh: DeviceMesh, first_row: int):
         self.mesh = mesh

@@ -171,7 +171,7 @@ def _complete(placed: PlacedParameter, gradient: Tensor) -> Tensor:
 
 
 class Reduction:
-    """Sums the gradients of `buckets`, given in the order in which backward finishes them.
+    """Sums the gradients of `buckets`, given in the order of their completion in backward.
 
     overlap: run collectives during backward; otherwise wait for each. check: called with each bucket's gradients before
     they are sent. symmetric_memory: allocate temporary buckets in NCCL's symmetric memory.
