@@ -1,4 +1,4 @@
-"""`Batch`: sequences on their way from the loader to the model."""
+"""`Batch`: the token sequences passed from the loader to the model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 class Batch:
     """Rows of tokens: one step's batch of a data rank, a microbatch, or a context-parallel rank's part of a microbatch.
 
-    tokens, labels: int64 `[batch, seq]`. A label is the next token or IGNORE (-100).
-    positions: int64 `[batch, seq]`, or None for 0, 1, ...
+    tokens, labels: int64 `[batch, seq]`. A label is the next token, or IGNORE (-100).
+    positions: int64 `[batch, seq]`; None: 0, 1, ...
     documents: int32 `[batch, seq]`, the document of each token; None if all tokens of a row may attend to each other. A
     context-parallel rank keeps the documents of the whole sequence.
     sources: int64 `[batch]`, the source of each row, or None.
@@ -38,12 +38,15 @@ class Batch:
         return plain if self.ahead is None else (*plain, self.ahead)
 
     def microbatches(self, size: int) -> Iterator[Batch]:
-        """Yield views of `size` rows each, in order. The last one is smaller if `size` does not divide the rows."""
+        """Yield views of `size` rows each, in order.
+
+        The last view is smaller if `size` does not divide the number of rows.
+        """
         for start in range(0, len(self.tokens), size):
             yield self._map(itemgetter(slice(start, start + size)), self.first_sample + start)
 
     def to(self, device: torch.device) -> Batch:
-        """Return a copy on the device. The copy is asynchronous from pinned memory."""
+        """Return a copy on `device`; asynchronous from pinned memory."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True), self.first_sample)
 
     def pin_memory(self) -> Batch:

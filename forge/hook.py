@@ -1,24 +1,27 @@
-"""`Hook`: the extension point of the training loop, for forge's own parts (forge/run/hooks.py lists them) and for yours.
+"""`Hook`: the extension point of the training loop, for forge's own hooks (forge/run/hooks.py) and for yours.
 
-`train.hooks = ["package.module:Class"]` adds hooks to a run. Each class is a subclass of `Hook`. Every rank constructs it
-with one argument, the `Trainer` (forge/train/trainer.py), once data, model, optimizer and state are ready. Each method
-below is called at one point of the run. Within one step the order is:
+`train.hooks = ["package.module:Class"]` adds hooks to a run. Each class must be a subclass of `Hook`. Every rank
+constructs the class with one argument, the `Trainer` (forge/train/trainer.py), once data, model, optimizer and state
+are ready. Each method below is called at one point of the run. Within a step the order is:
 
     before_step  before_data  after_data  before_gradients  after_gradients  before_optimizer  after_optimizer  after_step
 
-The device computes step n while the host launches step n + 1. So `after_result` of step n comes after the launch of the
-gradients of step n + 1 and before its update. It comes earlier if an evaluation or a save waits for it.
+The device computes step n while the host launches step n + 1. So `after_result` of step n is called after the gradients
+of step n + 1 are launched and before the update of step n + 1. If an evaluation or a save waits for the result, the
+call is earlier.
 
 A hook may:
 
-- Read everything of the trainer. Changes there (gradients, parameters) are the hook's own responsibility.
-- Use collectives on all ranks or on none, in the same order. So decide by values that are equal on all ranks: the step, the
-  config, a `StepResult`.
-- Write on the first rank only (`trainer.reporter.world.rank == 0`); `trainer.metrics.scalars` does so by itself.
+- Read everything in the trainer. Changes (of gradients, parameters) are the hook's own responsibility.
+- Use collectives, on all ranks in the same order. So decide by values equal on all ranks: the step, the config, a
+  `StepResult`.
+- Write files, on the first rank only (`trainer.reporter.world.rank == 0`). `trainer.metrics.scalars` checks the rank
+itself.
 - Request the end of the run, on any rank: `trainer.request_stop(reason)`. All ranks make one more step, save, and stop.
-- Raise: the run fails, and the message names the hook.
+- Raise an exception: the run fails, and the message names the hook.
 
-A hook should not wait for the device in a step (`tensor.item()`, `print(tensor)`): that delays the launch of further work.
+A hook should not synchronise with the device in a step (`tensor.item()`, `print(tensor)`), because this delays the
+launch of further work.
 """
 
 from __future__ import annotations
@@ -40,9 +43,9 @@ NOTE = Cause.NOTE.mark
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Facts about a step that the host knows at launch.
+    """Facts about a step known to the host at launch.
 
-    tokens: positions trained on so far, this step included. next_sample: the first global sample after the step.
+    tokens: number of trained token positions, including this step. next_sample: the first global sample after the step.
     """
 
     step: int
@@ -55,10 +58,10 @@ class StepInfo:
 class StepResult(StepInfo):
     """The device's numbers of a step, equal on all ranks.
 
-    loss, z_loss, objective: means over the `valid_tokens` of the global batch. grad_norm: before clipping. skipped: the step
-    changed nothing, and its loss and norm are arbitrary. waited_s: seconds that the host waited for the result.
-    routers: in steps that report them, the rows of a RouterReport (forge/parallel/step/routers.py), one for each of
-    `router_layers`.
+    loss, z_loss, objective: means over the `valid_tokens` of the global batch. grad_norm: before clipping. skipped: the
+    step changed nothing, and its loss and norm are arbitrary. waited_s: seconds the host waited for the result.
+    routers: in steps with router statistics, the rows of a RouterReport (forge/parallel/step/routers.py), one for each
+    of `router_layers`.
     """
 
     loss: float
@@ -73,13 +76,13 @@ class StepResult(StepInfo):
 
 
 class Hook:
-    """Does nothing. Override the methods you need; the others cost nothing."""
+    """A hook that does nothing. Override the methods you need; the others cost nothing."""
 
     name = ""
-    """The import path of a hook from the config; empty for forge's own."""
+    """The import path of a hook from the config; empty for forge's own hooks."""
 
     def before_run(self, step: int) -> None:
-        """At the start of the run, with everything built and `step` steps made (0: a new history)."""
+        """At the start of the run, with everything built and `step` steps done (0: a new history)."""
 
     def after_rollback(self, step: int) -> None:
         """After the run has rolled back to the state after `step`.
@@ -88,7 +91,7 @@ class Hook:
         """
 
     def after_run(self) -> None:
-        """At the end of the run, also after an error. Called in reverse order for hooks whose `before_run` has returned."""
+        """At the end of the run, also after an error. Called in reverse order, for hooks whose `before_run` has returned."""
 
     def before_step(self, step: int) -> None:
         """Before step `step`, counted from 1."""
@@ -106,7 +109,10 @@ class Hook:
         """After the gradients of the global batch are complete in `trainer.model.shards`, before they are clipped."""
 
     def before_optimizer(self, step: int) -> None:
-        """Before the parameters are updated. Gradients are clipped; with `compile.optimizer` the update clips them."""
+        """Before the parameters are updated.
+
+        Gradients are already clipped; with `compile.optimizer` the update itself clips them.
+        """
 
     def after_optimizer(self, step: int) -> None:
         """After the optimizer has updated its shards of the parameters."""
@@ -121,13 +127,13 @@ class Hook:
         """After an evaluation of the state after `step`. losses: held-out loss by name, equal on all ranks."""
 
     def before_save(self, step: int) -> None:
-        """Before a checkpoint after `step` is made. Flush your files: a run that is killed later resumes at this step."""
+        """Before a checkpoint of `step` is made. Flush your files, because a killed run resumes at this step."""
 
     def after_save(self, step: int) -> None:
-        """After the checkpoint of `step` is complete and on disk. Training may have made later steps in the meantime."""
+        """After the checkpoint of `step` is complete and on disk. Training may already have made later steps."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this hook's state for the checkpoint, as JSON, equal on all ranks. The first rank's is saved.
+        """Return this hook's state for the checkpoint as JSON, equal on all ranks; the first rank's is saved.
 
         Called on all ranks after `before_save`, only for hooks from the config.
         """
@@ -136,8 +142,8 @@ class Hook:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`.
 
-        Called on all ranks, in any layout, before `before_run` of a resumed run and before `after_rollback`. Not called
-        if the checkpoint has no state of this hook.
+        Called on all ranks before `before_run` of a resumed run and before `after_rollback`. The layout may have
+        changed. Not called if the checkpoint has no state of this hook.
         """
 
 
@@ -145,7 +151,7 @@ EVENTS = tuple(name for name in vars(Hook) if name.startswith(("before_", "after
 
 
 class Hooks:
-    """Calls hooks in order."""
+    """Calls a list of hooks in order."""
 
     def __init__(self, hooks: Sequence[Hook] = ()):
         self._hooks = list(hooks)
@@ -160,7 +166,7 @@ class Hooks:
             _call(hook, event, *arguments)
 
     def state(self) -> dict[str, Any]:
-        """Return the states of all hooks that have one, by name. RuntimeError if a state is not JSON."""
+        """Return name -> state for all hooks with state. Raises RuntimeError if a state is not JSON."""
         found = {}
         for name, hook in self._with_state():
             found[name] = _call(hook, "state_dict")
@@ -173,7 +179,7 @@ class Hooks:
         return found
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Restore each hook from its part of the result of `state`. Log hooks that start without state, and unused states."""
+        """Restore each hook from its entry in the result of `state`. Log hooks without an entry, and unused entries."""
         names = dict(self._with_state())
         for name, hook in names.items():
             if name in saved:
@@ -192,9 +198,9 @@ class Hooks:
             )
 
     def _with_state(self) -> Iterator[tuple[str, Hook]]:
-        """Yield (path, hook) for each hook from the config that has state.
+        """Yield (name, hook) for each hook from the config with state.
 
-        The second hook of one path is named `PATH (2)`.
+        The name is the import path; a second hook of the same path is `PATH (2)`.
         """
         seen: Counter[str] = Counter()
         for hook in self._hooks:
@@ -212,7 +218,7 @@ class Hooks:
 
     @contextmanager
     def around_run(self, step: int) -> Iterator[None]:
-        """Call `before_run`, and `after_run` at the end, also after an exception."""
+        """Call `before_run` before the body, and `after_run` after it, also after an exception."""
         with ExitStack() as stack:
             for hook in self._hooks:
                 _call(hook, "before_run", step)

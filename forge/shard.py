@@ -1,8 +1,8 @@
 """`Shard`: this rank's part of one parameter, in any engine and layout.
 
-Initialisation, gradient norm, optimizers, checkpoints, digests and the memory report walk `list[Shard]`, so they do not
-depend on the layout. PyTorch's placement class `Shard` (the dimension along which a DTensor is split) is imported as `Split`
-throughout.
+Initialisation, gradient norm, optimizers, checkpoints, digests and the memory report work on `list[Shard]`, so they do
+not depend on the layout. PyTorch's placement class `Shard` (a DTensor split along a dimension) is imported as `Split`
+throughout forge.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Box:
 class Rates:
     """Factors for one parameter.
 
-    lr, orthogonal: factors of the learning rate for elementwise and for orthogonalised updates; weight decay is divided by
-    them. eps: factor of the optimizer's epsilon. forge/parallel/parametrization.py sets these three. scale: factor of the
-    learning rate, for update and weight decay, set by optimizer.groups.
+    lr, orthogonal: factors of the learning rate for elementwise and for orthogonalised updates; weight decay is divided
+    by the same factor. eps: factor of the optimizer's epsilon. forge/parallel/parametrization.py sets lr, orthogonal
+    and eps. scale: factor of the learning rate for both update and weight decay, from optimizer.groups.
     """
 
     lr: float = 1.0
@@ -49,14 +49,15 @@ class Rates:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The local part of the parameter `name`: constant metadata, and the tensor.
+    """The local part of the parameter `name`: constant metadata and the tensor.
 
-    parameter: the leaf that training updates: a DTensor under fsdp2, a flat slice under a contiguous-buffer engine.
+    parameter: the leaf tensor updated by training: a DTensor under fsdp2, a flat slice under a contiguous-buffer
+    engine.
     boxes: the local elements, one box after another, each in row-major order; empty if the rank holds none.
-    replicas: group of ranks with copies of the same elements; None: only this rank holds them.
+    replicas: group of ranks with the same elements; None: only this rank has these elements.
     heads: number of attention heads in the rows, one head after another; 1 if the rows do not belong to heads.
     rates: factors of the parameter's updates.
-    boxes_on: function from a global rank to its boxes, if they can be computed; None: only that rank knows them.
+    boxes_on: function from a global rank to its boxes; None: boxes of other ranks are unknown without communication.
     """
 
     name: str
@@ -77,18 +78,21 @@ class Shard:
 
     @property
     def data(self) -> Tensor:
-        """The local elements. Writing to them changes the parameter."""
+        """Return the local elements. Writing to the result changes the parameter."""
         return local(self.parameter).detach()
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient of the local elements, complete only after `finalize_gradients`; None before backward."""
+        """Return the gradient of the local elements, complete only after `finalize_gradients`; None before backward."""
         grad = self.parameter.grad
         return None if grad is None else local(grad)
 
     @property
     def is_primary_replica(self) -> bool:
-        """True on exactly one of the ranks with these elements: the one that contributes to sums over all ranks."""
+        """Return whether this rank contributes these elements to sums over all ranks.
+
+        True on exactly one of the ranks with these elements.
+        """
         return self.replicas is None or self.replicas.rank() == 0
 
     def pieces(self, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
@@ -105,7 +109,7 @@ _PLAIN = (Tensor, nn.Parameter)
 def local(tensor: Tensor) -> Tensor:
     """Return this process's part of `tensor`: a DTensor's local tensor, any other tensor itself."""
     if type(tensor) in _PLAIN:
-        return tensor  # common case: called for every parameter several times per step
+        return tensor  # fast path, because this is called for every parameter several times per step
     mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    # torchao wraps a weight that FSDP gathers in float8. Return the plain tensor inside.
+    # torchao wraps weights gathered by FSDP in float8. Return the plain tensor inside.
     return getattr(mine, "_tensor", mine)

@@ -1,4 +1,4 @@
-"""Checkpoints: saving, finding, verifying, loading into any layout. Start reading at `store.Checkpoints`."""
+"""Checkpoints: save, find, verify, and load into any layout. Start reading at `store.Checkpoints`."""
 
 from forge.checkpoint.folders import find_checkpoint
 from forge.checkpoint.loading import load, read_config, read_state

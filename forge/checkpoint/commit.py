@@ -6,7 +6,7 @@
     -> rename to the final name, sync the parent folder
     -> prune old checkpoints
 
-Before each arrow all ranks agree on the success of the previous stage on every rank.
+Before each arrow, all ranks agree that the previous stage succeeded on every rank.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ RANK_BYTES = 1024
 class Contents:
     """The contents of the checkpoint of `step`.
 
-    Each rank gives its own tensors, by name. Rank 0 writes `files`, by relative path, and `layout`.
+    layout: JSON for the manifest. files: relative path -> content. Rank 0 writes layout and files. tensors: name ->
+    this rank's tensor, written by this rank.
     """
 
     step: int
     layout: dict[str, Any]
     files: dict[str, bytes]
     tensors: dict[str, ShardTensor]
-    # DCP buffers a whole file in memory until it is complete. Tensors that are computed only when they are written need a
+    # DCP buffers a whole file in memory until it is complete. Tensors computed lazily, while they are written, need a
     # file each.
     file_per_tensor: bool = False
 
@@ -61,10 +62,11 @@ def write_checkpoint(
     keep_every: int,
     group: dist.ProcessGroup | None = None,
 ) -> bool:
-    """Write one checkpoint. Return False if the step already has a complete one, which is kept. Collective over `group`.
+    """Write one checkpoint.
 
-    A rank may pass an exception in place of `contents`. Then, and after a failure on any rank, every rank raises
-    RanksFailed, and nothing is left on the disk.
+    Return False if the step already has a complete checkpoint, which is kept. Collective over `group`. A rank may pass
+    an exception in place of `contents`. In this case, and after a failure on any rank, every rank raises RanksFailed,
+    and no partial checkpoint remains on disk.
     """
     partial, final = root / f".partial-{folders.step_name(step)}", root / folders.step_name(step)
     rank = dist.get_rank(group)
@@ -72,7 +74,7 @@ def write_checkpoint(
     def begin() -> int | None:
         """Make the partial folder on rank 0.
 
-        Return an upper bound of the bytes to write; None if the step has a complete checkpoint.
+        Return an upper bound of the bytes to write by this rank; None if the step already has a complete checkpoint.
         """
         if isinstance(contents, Exception):
             raise contents
@@ -100,7 +102,7 @@ def write_checkpoint(
         on_first_rank("looking for room", lambda: make_room(root, needed, keep_last, keep_every), group)
         fill_folder(partial, final, contents, group)
     except RanksFailed:
-        # Collective: no rank may continue before the partial folder is gone and its space is free again.
+        # Collective, because no rank may continue before the partial folder is gone and its space is free again.
         on_first_rank(
             "removing the partial checkpoint", lambda: shutil.rmtree(partial, ignore_errors=True), group
         )
@@ -108,7 +110,7 @@ def write_checkpoint(
     if rank == 0:
         try:
             folders.prune(root, keep_last, keep_every, step)
-        # Of any kind: the checkpoint is complete, and the other ranks have gone on already.
+        # No exception is raised, because the checkpoint is complete and the other ranks have already continued.
         except Exception as error:
             message = "could not remove old checkpoints in %s: %s"
             logger.error(message, root, describe(error), extra=Cause.NOT_REMOVED.mark)
@@ -118,15 +120,15 @@ def write_checkpoint(
 def fill_folder(
     partial: Path, final: Path, contents: Contents, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Fill the empty folder `partial` and rename it to `final` once it is complete. Collective over `group`.
+    """Fill the empty folder `partial`, and rename it to `final` once complete.
 
-    On RanksFailed the caller removes `partial`.
+    Collective over `group`. Raises RanksFailed; the caller then removes `partial`.
     """
     save_tensors(partial, contents, group)
     rank = dist.get_rank(group)
 
     def own_files() -> dict[str, dict[str, Any]]:
-        """Read back and hash the files that DCP wrote on this rank, including DCP's index on rank 0."""
+        """Read back and hash the files written by DCP on this rank, including DCP's index on rank 0."""
         names = [path.name for path in partial.glob(f"__{rank}_*.distcp")] + [".metadata"] * (rank == 0)
         return {name: entry(partial / name) for name in names}
 
@@ -135,9 +137,9 @@ def fill_folder(
 
 
 def make_room(root: Path, needed: int, keep_last: int, keep_every: int) -> None:
-    """Remove old checkpoints early if the disk has no room for a new one of `needed` bytes.
+    """Remove old checkpoints early if the disk has no room for a new checkpoint of `needed` bytes.
 
-    The newest complete checkpoint always stays. Raises OSError if the room still does not suffice.
+    The newest complete checkpoint always stays. Raises OSError if there is still too little room.
     """
     try:
         require_room(root, needed)
@@ -153,8 +155,8 @@ def make_room(root: Path, needed: int, keep_last: int, keep_every: int) -> None:
 def require_room(root: Path, needed: int) -> None:
     """Raise OSError if the disk has no room for a checkpoint of `needed` bytes.
 
-    A full disk would also stop metrics and other runs. Quotas cannot be checked in advance: they show only during
-    writing.
+    The check is made in advance, because a full disk would also stop metrics and other runs. Quotas cannot be checked:
+    exceeding them fails only during writing.
     """
     free = shutil.disk_usage(root).free
     if free < needed:
@@ -165,10 +167,10 @@ def require_room(root: Path, needed: int) -> None:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer with a fault point for tests. It keeps the absolute path out of the checkpoint."""
+    """DCP's writer, with a fault-injection point, and without the absolute path in the checkpoint."""
 
     def __init__(self, folder: Path, step: int, file_per_tensor: bool):
-        # With a copy-ahead other than 0 DCP opens CUDA streams in this thread, although all tensors are on the CPU.
+        # With a copy-ahead other than 0, DCP opens CUDA streams in this thread, although all tensors are on the CPU.
         super().__init__(
             folder, thread_count=1, per_thread_copy_ahead=0, single_file_per_rank=not file_per_tensor
         )
@@ -178,7 +180,7 @@ class _Writer(dcp.FileSystemWriter):
         try:
             written = super().write_data(plan, planner)
         except RuntimeError as error:
-            # PyTorch's archive writer reports its own position, and the system's error only as the context.
+            # PyTorch's archive writer raises an error about its own position. The system's error is only its context.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -190,7 +192,10 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def save_tensors(partial: Path, contents: Contents, group: dist.ProcessGroup | None) -> None:
-    """Write this rank's tensors into the folder `partial`, and on the first rank DCP's index. Collective over `group`."""
+    """Write this rank's tensors and, on the first rank, DCP's index to `partial`.
+
+    Collective over `group`. Raises RanksFailed.
+    """
     try:
         dcp.save(
             dict(contents.tensors),
@@ -205,7 +210,7 @@ def save_tensors(partial: Path, contents: Contents, group: dist.ProcessGroup | N
 
 
 def _complete(partial: Path, final: Path, contents: Contents, parts: list[dict[str, dict[str, Any]]]) -> None:
-    """Add the other files and the manifest, and give the folder its final name. Call on rank 0."""
+    """Write the other files and the manifest, and rename `partial` to `final`. Call on rank 0."""
     files = {name: described for part in parts for name, described in part.items()}
     for name, content in contents.files.items():
         path = partial / name
@@ -215,7 +220,7 @@ def _complete(partial: Path, final: Path, contents: Contents, parts: list[dict[s
     # DCP syncs files, but not their folder.
     for folder in {(partial / name).parent for name in files}:
         sync_folder(folder)
-    # The manifest makes the folder complete, so all its files must be on the disk before it.
+    # The manifest makes the folder complete, so all other files must be on disk before it.
     fault_point("save.before_manifest", contents.step)
     manifest = compose(contents.step, len(parts), contents.layout, files)
     replace_atomically(partial / MANIFEST, manifest.encode())

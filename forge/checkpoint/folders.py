@@ -1,10 +1,10 @@
-"""The folders below `checkpoints/` of a run, by name, and the functions that find, rename and remove them.
+"""The folders in a run's `checkpoints/`, and the functions to find, rename and remove them.
 
 step-00000100            complete if it holds manifest.json
-.partial-step-00000100   being written or restored, or left by a dead process: worthless
-.pruned-step-00000100    being removed: worthless
+.partial-step-00000100   being written or restored, or left by a dead process; safe to delete
+.pruned-step-00000100    being removed; safe to delete
 .damaged-step-00000100   found damaged and no longer used; kept for the user
-.aside-step-00000100     later than the step to which a run went back; kept for the user
+.aside-step-00000100     set aside because the run went back to an earlier step; kept for the user
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forge.runtime.fault import fault_point
 
 logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d{8,})")
-# Reported leftovers that cannot be removed: once per process is enough.
+# Leftovers that cannot be removed and have been reported; each is reported once per process.
 _reported: set[Path] = set()
 
 
@@ -37,7 +37,10 @@ def step_of(name: str) -> int | None:
 
 
 def steps(root: Path, *, complete: bool = True) -> list[int]:
-    """Return the steps with a (complete) checkpoint folder, ascending; an empty list if `root` does not exist."""
+    """Return the steps with a checkpoint folder, ascending; empty if `root` does not exist.
+
+    complete: only steps whose folder has a manifest.
+    """
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if step_of(path.name) is not None]
@@ -45,9 +48,9 @@ def steps(root: Path, *, complete: bool = True) -> list[int]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint at `path`, which may be a checkpoint, or a run whose newest complete checkpoint is returned.
+    """Return the checkpoint at `path`: `path` itself, or the newest complete checkpoint of the run directory `path`.
 
-    Does not verify it. Raises UserError (exit 2) if there is none.
+    The checkpoint is not verified. Raises UserError (exit 2) without a checkpoint.
     """
     if (path / MANIFEST).is_file():
         return path
@@ -61,9 +64,9 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def is_empty(root: Path) -> bool:
-    """Return whether `root` holds no folder of a complete, incomplete or damaged checkpoint.
+    """Return whether `root` has no folder of a complete, incomplete or damaged checkpoint.
 
-    Checkpoints that are set aside (`.aside-step-n`) do not count.
+    Checkpoints set aside (`.aside-step-n`) do not count.
     """
     if not root.is_dir():
         return True
@@ -72,14 +75,14 @@ def is_empty(root: Path) -> bool:
 
 
 def set_aside(root: Path, step: int, why: str) -> str:
-    """Rename `step-n` to `.{why}-step-n`, or `.{why}-step-n.k` if that exists; return the new name."""
+    """Rename `step-n` to `.{why}-step-n`, or to `.{why}-step-n.k` if the name is taken; return the new name."""
     target = _unused(root / f".{why}-{step_name(step)}")
     (root / step_name(step)).rename(target)
     return target.name
 
 
 def start_partial(root: Path, step: int) -> Path:
-    """Make and return the empty folder `.partial-step-n`. A leftover of that name is removed or renamed."""
+    """Make and return the empty folder `.partial-step-n`. A leftover of the same name is removed or renamed."""
     partial = root / f".partial-{step_name(step)}"
     if partial.exists() and not _remove(partial):
         partial.rename(_unused(root / f".pruned-{step_name(step)}"))
@@ -88,9 +91,10 @@ def start_partial(root: Path, step: int) -> Path:
 
 
 def sweep(root: Path) -> None:
-    """Remove the leftovers of killed saves and removals, and log each one. Only one run may use the folder.
+    """Remove the leftovers of killed saves and removals, and log each.
 
-    NFS keeps `.nfs*` files in a removed folder as long as any process has them open.
+    Only one run may use the folder. A removal may fail on NFS, which keeps `.nfs*` files in a folder as long as a
+    process has them open.
     """
     for pattern in (".partial-step-*", ".pruned-step-*"):
         for path in root.glob(pattern):
@@ -101,9 +105,9 @@ def sweep(root: Path) -> None:
 
 
 def prune(root: Path, keep_last: int, keep_every: int, step: int = -1) -> None:
-    """Remove checkpoints, except the newest `keep_last` (0: keep all) and those whose step is a multiple of `keep_every`.
+    """Remove checkpoints, except the newest `keep_last` (0: keep all) and those of steps divisible by `keep_every`.
 
-    step: the last saved one, for fault injection. Raises OSError if a manifest cannot be removed.
+    step: the last saved step, for fault injection. Raises OSError if a manifest cannot be removed.
     """
     if keep_last == 0:
         return
@@ -113,7 +117,7 @@ def prune(root: Path, keep_last: int, keep_every: int, step: int = -1) -> None:
         if not kept or old >= kept[0] or (keep_every and old % keep_every == 0):
             continue
         path, removed = root / step_name(old), _unused(root / f".pruned-{step_name(old)}")
-        # The manifest first: if the process dies below, the folder no longer counts as a checkpoint.
+        # Remove the manifest first: if the process dies afterwards, the folder no longer counts as a checkpoint.
         (path / MANIFEST).unlink(missing_ok=True)
         fault_point("save.during_prune", step)
         path.rename(removed)
@@ -121,7 +125,7 @@ def prune(root: Path, keep_last: int, keep_every: int, step: int = -1) -> None:
 
 
 def _unused(path: Path) -> Path:
-    """Return `path`, or `path.k` with the first k that does not exist."""
+    """Return `path`, or `path.k` with the smallest k = 1, 2, ... that does not exist."""
     taken, free = 0, path
     while free.exists():
         taken += 1
@@ -130,7 +134,7 @@ def _unused(path: Path) -> Path:
 
 
 def _remove(path: Path) -> bool:
-    """Remove a folder that nobody needs; return whether it is gone. A failure is logged once per folder and process."""
+    """Remove the folder at `path`; return whether it is gone. A failure is logged once per folder and process."""
     try:
         shutil.rmtree(path)
         return True

@@ -1,7 +1,8 @@
 """Load a checkpoint: its tensors into shards of any layout, and its JSON. Loading never runs code from the checkpoint.
 
-Every rank reads DCP's index and, from the files of all saving ranks, the pieces that overlap its own boxes. Ranks
-communicate only to agree that the checkpoint fits the model, and at the end that all of them could read it.
+Every rank reads DCP's index and the saved pieces overlapping its own boxes, from the files of all saving ranks. Ranks
+communicate only twice: at the start they agree that the checkpoint fits the model, and at the end that every rank could
+read its pieces.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> str:
-    """Return the TOML config of the saving run. Not collective."""
+    """Return the saving run's config as TOML. Not collective."""
     return (path / "config.toml").read_text("utf-8")
 
 
 Fetch: TypeAlias = Callable[[set[str]], None]
-"""Brings the files with these names into a checkpoint's folder. Collective."""
+"""Function that copies the named files into a checkpoint's folder on this node. Collective."""
 
 
 def load(
@@ -58,16 +59,14 @@ def load(
     unused: Collection[str] = (),
     fetch: Fetch | None = None,
 ) -> None:
-    """Fill `tensors` in place from the checkpoint at `path`, cast to their own dtypes. Collective over `group`.
+    """Fill `tensors` in place from the checkpoint at `path`, cast to the dtypes of `tensors`. Collective over `group`.
 
-    fetch: called with the names of the files that this rank is about to read.
+    fetch: called with the names of the files needed by this rank. The section of a tensor is its name up to the first
+    dot: `model` or `optimizer`. Sections without a requested tensor are ignored, so weights can be loaded alone.
 
-    The section of a tensor is its name up to the first dot: `model` or `optimizer`. The checkpoint's sections without
-    any wanted tensor are ignored, so weights can be loaded alone.
-
-    Raises UserError on every rank. Exit 2: the checkpoint lacks a wanted tensor, a shape differs, or the checkpoint has
-    a tensor in a wanted section that no rank wants (except names that end with an entry of `unused`). Exit 77: a rank
-    cannot read the checkpoint.
+    Raises UserError with exit 2 on every rank if the checkpoint lacks a requested tensor, a shape differs, or a
+    requested section has a tensor requested by no rank (except for names whose last component is in `unused`). Raises
+    UserError with exit 77 if a rank cannot read the checkpoint.
     """
     reader = TensorReader(path)
     wanted = {name: pair for name, pair in tensors.items() if pair[0].global_shape.numel()}
@@ -101,23 +100,24 @@ def _read(reader: TensorReader, wanted: NamedTensors) -> None:
 def _plan(index: Metadata, targets: dict[str, ShardTensor]) -> tuple[DefaultLoadPlanner, LoadPlan]:
     """Return a planner, and a plan with one item for each overlap of a saved chunk with a box of this rank.
 
-    The layout of the saving run may be another one.
+    The saving run may have had another layout.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), index, is_coordinator=False)
-    return planner, planner.create_local_plan()  # no collective: each rank needs only its own
+    return planner, planner.create_local_plan()  # not collective: each rank needs only its own plan
 
 
 class TensorReader(dcp.FileSystemReader):
-    """DCP's reader of the checkpoint at `path` with a safe index; it also reads single tensors in one process.
+    """DCP's reader of the checkpoint at `path`, with safe unpickling of the index.
 
-    (DCP reads tensors with `torch.load(weights_only=True)`.) The caller has verified all files but the index.
+    Also reads single tensors in one process. DCP itself reads tensors with `torch.load(weights_only=True)`. The caller
+    must have verified all files except the index.
     """
 
     _index: Metadata | None = None
 
     def tensors(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return the shape and dtype of every tensor by name."""
+        """Return name -> (shape, dtype) of every tensor."""
         saved = self.index().state_dict_metadata.items()
         return {
             name: (entry.size, entry.properties.dtype)
@@ -126,7 +126,7 @@ class TensorReader(dcp.FileSystemReader):
         }
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor `name` in its own dtype. At most one saved piece is in memory besides the tensor itself."""
+        """Return the tensor `name` in its saved dtype. In memory at once: the tensor and at most one saved piece."""
         shape, dtype = self.tensors()[name]
         values = torch.empty(shape, dtype=dtype)
         _read(self, {name: (Shard.whole(name, values), values)})
@@ -154,7 +154,7 @@ class TensorReader(dcp.FileSystemReader):
         return reader
 
     def files_of(self, wanted: NamedTensors) -> set[str]:
-        """Return the names of the files with pieces of these shards."""
+        """Return the names of the files with pieces of the `wanted` shards."""
         targets = {
             name: ShardTensor(shard, local(values).detach().contiguous())
             for name, (shard, values) in wanted.items()
@@ -172,9 +172,10 @@ class TensorReader(dcp.FileSystemReader):
 
 
 def read_index(folder: Path) -> Metadata:
-    """Return the index of the checkpoint in `folder`. Raises Damaged if its content is implausible. Not collective.
+    """Return DCP's index of the checkpoint in `folder`.
 
-    A valid index refers only to bytes of files in the manifest, and to no tensor larger than these files.
+    Raises Damaged if the index is invalid. Not collective. A valid index refers only to bytes within files of the
+    manifest, and to no tensor larger than these files together.
     """
     content = (folder / ".metadata").read_bytes()
     files = read_manifest(folder)["files"]
@@ -214,16 +215,16 @@ _ADMITTED = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
-    # DCP's own writer adds the folder's path.
+    # DCP's own writer stores the folder's path.
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Replace `getattr` in an unpickler, but return members of enums only.
+    """Replace `getattr` in an unpickler; return only members of enums.
 
-    Python 3.11.0 to 3.11.3 pickle an enum member as a call of `getattr` with its class and name.
+    Python 3.11.0 to 3.11.3 pickle an enum member as a call of `getattr` with the enum class and the member's name.
     """
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
         return kind[name]
@@ -249,15 +250,15 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class IndexComparison:
-    """The result of comparing one rank's wanted tensors with the index. Small, because it is sent to every rank."""
+    """The result of comparing one rank's requested tensors with the index. Small, because it is sent to every rank."""
 
     missing: list[str]
     shapes: list[str]
-    asked: int  # bit i: this rank wants the i-th name of the index
+    asked: int  # bit i: this rank requests the i-th name of the index
 
 
 def compare(index: Metadata, wanted: NamedTensors) -> IndexComparison:
-    """Compare this rank's wanted tensors with the `index` of a checkpoint."""
+    """Compare this rank's requested tensors with the `index` of a checkpoint. Not collective."""
     saved = index.state_dict_metadata
     missing, shapes = [], []
     for name, (shard, _) in wanted.items():
@@ -269,14 +270,18 @@ def compare(index: Metadata, wanted: NamedTensors) -> IndexComparison:
                 f"{name} is {_shape(has.size)} in the checkpoint and {_shape(shard.global_shape)} in the model"
             )
     asked = sum((name in wanted) << i for i, name in enumerate(saved))
-    # One more than is shown, to report further ones.
+    # One more than is shown, so the message can say that there are more.
     return IndexComparison(missing[: _SHOWN + 1], shapes[: _SHOWN + 1], asked)
 
 
 def refuse_misfits(
     path: Path, index: Metadata, comparisons: list[IndexComparison], unused: Collection[str]
 ) -> None:
-    """Raise UserError (exit 2), the same on every rank, if the `comparisons` of all ranks show a misfit."""
+    """Raise UserError (exit 2) if `comparisons` show that the checkpoint does not fit the model.
+
+    Not collective: every rank passes the comparisons of all ranks, so all raise the same error. unused: last components
+    of tensor names that may be missing in the model.
+    """
     names = list(index.state_dict_metadata)
     missing = list(dict.fromkeys(name for comparison in comparisons for name in comparison.missing))
     shapes = list(dict.fromkeys(text for comparison in comparisons for text in comparison.shapes))
@@ -309,10 +314,10 @@ def _some(items: list[str], separator: str = ", ") -> str:
 
 
 def require_tiled(plan: LoadPlan, targets: dict[str, ShardTensor]) -> None:
-    """Check that the pieces to read cover each element of the targets exactly once. Raises ValueError.
+    """Raise ValueError unless the pieces to read cover each element of the targets exactly once.
 
-    DCP skips uncovered elements, which would keep their old values. The check uses corners, each with the sign of its
-    parity: pieces tile a box exactly if their signed corners add up to the signed corners of the box.
+    DCP skips uncovered elements, which would keep their old values. The check counts the corners of pieces, with
+    alternating signs: pieces tile a box exactly if their signed corners add up to the signed corners of the box.
     """
     corners: dict[tuple[str, tuple[int, ...]], Counter[tuple[int, ...]]] = defaultdict(Counter)
 

@@ -1,8 +1,8 @@
 """`LocalTier`: the newest states of a run in the memory or on the disks of its nodes, in addition to shared storage.
 
-A state is one checkpoint in the usual format whose files are spread over the nodes. On each node, `step-N` holds the
-manifest, DCP's index, all small files, and the tensor files of the node's own ranks. It also holds copies of the tensor
-files of other nodes, as their peer. A restart needs every file on at least one surviving node.
+A local state is one checkpoint in the usual format, with its files distributed over the nodes. On each node, `step-N`
+holds the manifest, DCP's index, all small files, the tensor files of the node's ranks, and copies of the tensor files
+of other nodes (see `Nodes.peers`). A restart needs every file on at least one surviving node.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from forge.runtime.distributed import RanksFailed, describe, gather_from_ranks, 
 from forge.runtime.fault import fault_point
 
 log = logging.getLogger(__name__)
-# While one state is being written, an older one must remain.
+# An older state must remain while a new one is being written.
 KEPT = 2
 _INDEX = ".metadata"
 
 
 class LocalTier:
-    """The newest checkpoints of a run, each spread over the folders `folder` of all nodes.
+    """The local states of a run, each distributed over the folders `folder` of all nodes.
 
-    A copy of each file is kept by `peers` other nodes. Methods are collective over all ranks.
+    peers: number of other nodes with a copy of each file. Methods are collective over all ranks unless their docstring
+    says otherwise.
     """
 
     def __init__(self, folder: Path, peers: int):
@@ -51,7 +52,7 @@ class LocalTier:
             folder, keep_last=KEPT, group=self._group, write=partial(write_parts, self.nodes, peers)
         )
         self.save, self.poll, self.wait = self._writer.save, self._writer.poll, self._writer.wait
-        # For the state returned by `newest`: file -> nodes with that file.
+        # For the state returned by `newest`: file name -> nodes with the file.
         self._holders: dict[str, list[int]] = {}
         self._files: dict[str, dict[str, Any]] = {}
 
@@ -60,10 +61,10 @@ class LocalTier:
         return self.folder / folders.step_name(step)
 
     def newest(self, after: int) -> int | None:
-        """Return the newest step later than `after` whose state is complete over all nodes and undamaged.
+        """Return the newest step after `after` with a complete and undamaged local state; None without one.
 
-        Files are read and compared with their checksums. Afterwards every node has all small files; `fetch` copies tensor
-        files.
+        Collective. Verifies the checksums of all files. Afterwards every node has all small files; `fetch` copies
+        tensor files.
         """
         self.problems = []
         held = gather_from_ranks("listing local states", lambda: self._held(after), self._group)
@@ -76,11 +77,16 @@ class LocalTier:
         return None
 
     def fetch(self, step: int, names: set[str]) -> None:
-        """Copy the files `names`, which this rank needs, from other nodes. Files that its own node has are left out."""
+        """Copy the files `names`, needed by this rank, from other nodes. Files already on this node are not copied.
+
+        Collective over all ranks. Raises RanksFailed on every rank if a rank cannot send, write or verify a file.
+        """
         nodes, folder = self.nodes, self.path(step)
         lacking = {name for name in names if nodes.own not in self._holders[name]}
         wanted = gather_from_ranks("asking for files", lambda: sorted(lacking), self._group)
-        of_nodes: dict[tuple[str, int], int] = {}  # (file, node) -> first rank there that needs it
+        of_nodes: dict[
+            tuple[str, int], int
+        ] = {}  # (file, node) -> first rank of the node that needs the file
         for rank, of_rank in enumerate(wanted):
             for name in of_rank:
                 of_nodes.setdefault((name, nodes.node_of(rank)), rank)
@@ -101,7 +107,7 @@ class LocalTier:
     def forget_after(self, step: int) -> list[SaveOutcome]:
         """Remove the states of all steps after `step` (-1: all states).
 
-        Return the outcomes of saves that ended since the last call, like `wait`.
+        Collective. Return, like `wait`, the outcomes of saves that ended since the last call.
         """
         outcomes = self.wait()
 
@@ -114,7 +120,7 @@ class LocalTier:
         return outcomes
 
     def end(self) -> list[SaveOutcome]:
-        """Remove all states and their folder. Call at the end of the run. Returns the outcomes of saves, like `wait`."""
+        """Remove all states and their folder, at the end of the run. Collective. Return outcomes like `wait`."""
         outcomes = self.forget_after(-1)
         if self.nodes.leads:
             for folder in (self.folder, self.folder.parent):
@@ -123,18 +129,21 @@ class LocalTier:
         return outcomes
 
     def _held(self, after: int) -> dict[int, str]:
-        """Return the steps of this node's states, each with its manifest's digest; empty except on the node's first rank."""
+        """Return step -> manifest's digest for this node's states after `after`; empty except on the node's first rank."""
         found = {}
         for step in folders.steps(self.folder) if self.nodes.leads else ():
             if step > after:
                 try:
                     found[step] = str(read_manifest(self.path(step))["digest"])
                 except (Damaged, OSError):
-                    _discard(self.path(step) / MANIFEST)  # the other nodes' manifests are the same
+                    _discard(self.path(step) / MANIFEST)  # another node's manifest will replace it
         return found
 
     def _is_whole(self, step: int, holders: Collection[int]) -> bool:
-        """Return whether all files of the state of `step` exist and are undamaged. holders: ranks with its manifest."""
+        """Return whether each file of the state of `step` exists undamaged on at least one node.
+
+        Collective. Copies the small files to every node. holders: ranks whose node has the state's manifest.
+        """
         folder, nodes = self.path(step), self.nodes
 
         def intact() -> list[str]:
@@ -176,7 +185,7 @@ class LocalTier:
         return True
 
     def _complete(self, step: int, contents: Mapping[str, bytes]) -> None:
-        """Write the small files that the node lacks."""
+        """Write the small files missing on this node."""
         folder = self.path(step)
         if self.nodes.leads:
             for name, content in contents.items():
@@ -189,9 +198,9 @@ class LocalTier:
     def _check(
         self, step: int, files: Mapping[str, dict[str, Any]], tensors: list[str]
     ) -> tuple[list[str], list[str]]:
-        """Hash this rank's share of its node's tensor files. Return the good files, and a problem for each damaged one.
+        """Hash this rank's share of its node's tensor files.
 
-        Damaged files are removed, so that a copy can replace them.
+        Return the good files, and one problem per damaged file. Damaged files are removed, so copies can replace them.
         """
         good: list[str] = []
         damaged: list[str] = []
@@ -231,9 +240,9 @@ def write_parts(
     _keep_every: int,
     group: dist.ProcessGroup,
 ) -> None:
-    """Write each node's part of one checkpoint with the protocol of commit.py. Collective over `group`.
+    """Write each node's part of one local state, with the protocol of commit.py.
 
-    If anything fails on any rank, every rank raises RanksFailed, and no part is left.
+    Collective over `group`. After a failure on any rank, every rank raises RanksFailed, and no part remains.
     """
     part, final = root / f".partial-{folders.step_name(step)}", root / folders.step_name(step)
     own = nodes.own
@@ -244,13 +253,13 @@ def write_parts(
         if nodes.leads:
             root.mkdir(parents=True, exist_ok=True)
             folders.sweep(root)
-            # Left by an earlier start. It was incomplete over all nodes, or the run would have resumed from it.
+            # Left by an earlier start. The state was incomplete, otherwise the run would have resumed from it.
             shutil.rmtree(final, ignore_errors=True)
             folders.start_partial(root, step)
         return sum(tensor.written_bytes for tensor in contents.tensors.values())
 
     def copies() -> list[Transfer]:
-        """Return the transfers of each rank's files to one rank on every peer node."""
+        """Return the transfers of every rank's files to one rank on each peer node."""
         found = []
         for node, ranks in enumerate(nodes.ranks):
             for peer in nodes.peers(node, peers):
@@ -295,7 +304,9 @@ def write_parts(
     if nodes.leads:
         try:
             folders.prune(root, keep_last, 0, step)
-        except Exception as error:  # the state is complete, and the other ranks have continued
+        except (
+            Exception
+        ) as error:  # not raised, because the state is complete and the other ranks have continued
             message = "could not remove old states in %s: %s"
             log.error(message, root, describe(error), extra=Cause.NOT_REMOVED.mark)
 
@@ -307,7 +318,7 @@ def _own_files(part: Path, rank: int) -> dict[str, dict[str, Any]]:
 def _listing(
     part: Path, contents: Contents, parts: list[dict[str, dict[str, Any]]]
 ) -> tuple[bytes, dict[str, bytes], bytes]:
-    """Return DCP's index, the small files and the manifest, which are the same on all nodes. Call on the first rank."""
+    """Return DCP's index, the small files and the manifest, for all nodes. Call on the first rank."""
     index = (part / _INDEX).read_bytes()
     files = {name: file for of_rank in parts for name, file in of_rank.items()}
     files |= {name: _entry(content) for name, content in {_INDEX: index, **contents.files}.items()}

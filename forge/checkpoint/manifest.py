@@ -1,7 +1,7 @@
-"""manifest.json: every file of a complete checkpoint with its size and SHA-256, and the one check for damage.
+"""manifest.json, with the size and SHA-256 of every file of a complete checkpoint, and the check for damage.
 
 A folder is a complete checkpoint exactly when it has a manifest, which is written last. The manifest contains its own
-digest and has only one valid byte sequence, so a flipped bit in the manifest is found, too.
+digest and has only one valid byte sequence, so a flipped bit in the manifest is also found.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from forge.runtime.files import read_json
 MANIFEST = "manifest.json"
 FORMAT = 1
 _BLOCK, _READ_AHEAD = 1 << 20, 1 << 25
-# Errors of a missing or broken file. All others come from its file system or from permissions.
+# Errors that prove a missing or broken file. All others come from the file system or from permissions.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}
 
 
 class Damaged(Exception):
-    """A checkpoint differs from its saved content; the message names the file and the problem."""
+    """A checkpoint differs from its saved content. The message names the file and the problem."""
 
 
 def find_damage(
@@ -43,17 +43,15 @@ def find_damage(
 ) -> str | None:
     """Return a description of the damage of the checkpoint in `folder`, or None. Collective over `group`.
 
-    Sizes are compared first. Then the ranks divide the files among themselves and hash them. With `contents` they hash
-    all files, otherwise all but tensor files. `report` gets the number of bytes hashed so far on this rank, and the
-    number to hash.
-
-    Raises UserError (exit 77) for a manifest in another format version. Raises RanksFailed if files cannot be read for
-    a reason other than damage, e.g. an unmounted file system.
+    First, sizes are compared. Then the ranks divide the files among themselves and hash them: all files with
+    `contents`, otherwise all except tensor files. report: called with the number of bytes hashed on this rank so far,
+    and their total. Raises UserError (exit 77) for a manifest in another format version. Raises RanksFailed if files
+    cannot be read for a reason other than damage, e.g. an unmounted file system.
     """
     files, problem = on_first_rank("reading the manifest", lambda: _read_files(folder), group)
     if problem is not None:
         return problem
-    # Dealt out by size, so that no rank gets all large files.
+    # Distributed by size, so no rank gets all large files.
     names = [name for name in files if contents or not name.endswith(".distcp")]
     names.sort(key=lambda name: (-files[name]["size"], name))
     share = {name: files[name] for name in names[dist.get_rank(group) :: dist.get_world_size(group)]}
@@ -64,7 +62,7 @@ def find_damage(
 
 
 def _read_files(folder: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the manifest's entries after a check of every file's size, and the damage, if any."""
+    """Check the manifest and every file's size. Return (entries of the manifest, damage or None)."""
     try:
         manifest = read_manifest(folder)
         if manifest["format"] != FORMAT:
@@ -77,7 +75,7 @@ def _read_files(folder: Path) -> tuple[dict[str, Any], str | None]:
                 raise Damaged(f"{name} is not a regular file")
             if status.st_size != expected["size"]:
                 raise Damaged(f"{name} has {status.st_size} bytes instead of {expected['size']}")
-        # A pipe or a device blocks its reader, listed or not.
+        # Also check files not in the manifest: a pipe or a device would block its reader.
         for root, _, names in os.walk(folder):
             for path in (Path(root, name) for name in names):
                 name = path.relative_to(folder).as_posix()
@@ -91,7 +89,7 @@ def _read_files(folder: Path) -> tuple[dict[str, Any], str | None]:
 def _find_changed(
     folder: Path, files: dict[str, dict[str, Any]], report: Callable[[int, int], None]
 ) -> list[str]:
-    """Hash these files; return one sentence for each file whose content has changed since the save."""
+    """Hash `files`; return one sentence for each file whose content has changed since the save."""
     problems, done, total = [], 0, sum(expected["size"] for expected in files.values())
     for name, expected in files.items():
         try:
@@ -108,9 +106,9 @@ def _find_changed(
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Turn an OSError of the body into Damaged if it shows damage of the file `name`.
+    """Turn an OSError of the body into Damaged if it proves damage of the file `name`.
 
-    Any other OSError becomes an OSError with that name.
+    Any other OSError is raised again with `name` in its message.
     """
     try:
         yield
@@ -122,7 +120,7 @@ def _reading(name: str) -> Iterator[None]:
 def entry(path: Path) -> dict[str, Any]:
     """Return the manifest's entry for one file: its size in bytes and its SHA-256.
 
-    The kernel reads ahead while this process hashes. So the call takes as long as the slower of reading and hashing.
+    The kernel reads ahead while this process hashes, so reading and hashing overlap.
     """
     digest, size, asked = hashlib.sha256(), 0, 0
     buffer = memoryview(bytearray(_BLOCK))
@@ -139,7 +137,7 @@ def entry(path: Path) -> dict[str, Any]:
 
 
 def compose(step: int, world_size: int, layout: dict[str, Any], files: dict[str, dict[str, Any]]) -> str:
-    """Return the manifest's text; `files` maps relative paths to `entry`s."""
+    """Return the manifest's text. files: relative path -> `entry`."""
     return _spell(
         {
             "format": FORMAT,
@@ -153,7 +151,10 @@ def compose(step: int, world_size: int, layout: dict[str, Any], files: dict[str,
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint. Raises `Damaged` if it differs from the written one. Not collective."""
+    """Return the manifest of a checkpoint.
+
+    Raises Damaged if the manifest has changed since it was written, or names a file outside the folder. Not collective.
+    """
     try:
         with _reading(MANIFEST):
             if (folder / MANIFEST).exists() and not (folder / MANIFEST).is_file():
@@ -172,7 +173,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_digest(path: Path) -> str | None:
-    """Return the digest of the checkpoint's manifest, which identifies the checkpoint; None without a manifest.
+    """Return the digest of the checkpoint's manifest, which identifies the checkpoint; None without a valid manifest.
 
     Not collective.
     """

@@ -1,7 +1,7 @@
-"""Mirror: a thread copies complete checkpoints to a store, and `restore` brings them back.
+"""`Mirror`: a thread copies complete checkpoints to a remote store. `restore` copies the newest one back.
 
 URL/mirror.json              steps of this run's history with a complete copy, ascending; written last
-URL/step-00000100/...        the files of the local folder of that name; manifest.json is written last and removed first
+URL/step-00000100/...        the files of the local folder; manifest.json is written last and removed first
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Copies checkpoints of `root` to `url`. Only one process may do so. Methods return at once unless they say otherwise.
+    """Copies checkpoints of `root` to `url` in the background. Only one process may copy to `url`.
 
-    The store keeps the newest `keep_last` (0: all) and the multiples of `keep_every` (0: none). A failed copy is logged and
-    not repeated; the next checkpoint is copied as usual.
+    Methods return at once unless their docstring says otherwise. The store keeps the newest `keep_last` checkpoints (0:
+    all) and steps divisible by `keep_every` (0: none). A failed copy is logged and not repeated; the next checkpoint is
+    copied as usual.
     """
 
     def __init__(self, url: str, root: Path, keep_last: int, keep_every: int):
@@ -65,10 +66,11 @@ class Mirror:
     def copy(self, step: int) -> None:
         """Copy the complete checkpoint of `step` in the background.
 
-        The copy is left out if a newer checkpoint is complete before the copy begins.
+        The copy is skipped if a newer checkpoint completes before the copy begins.
         """
         self._newest, self._count = step, self._count + 1
-        # Links, because the checkpoint may be removed before its copy; numbered, because a step may be saved again.
+        # Hard links, because the checkpoint may be removed before it is copied. The links are numbered, because a step
+        # may be saved again.
         links = self._root / f".mirrored-{folders.step_name(step)}.{self._count}"
         try:
             shutil.copytree(self._root / folders.step_name(step), links, copy_function=_link)
@@ -87,7 +89,7 @@ class Mirror:
         self._work.put(work)
 
     def forget_after(self, step: int) -> None:
-        """Exclude checkpoints after `step` from a later restore: the history continues without them."""
+        """Remove copies after `step` from the index, because the history continues without them."""
         self._newest = min(self._newest, step)
         self._work.put(lambda: self._forget_after(step))
 
@@ -135,9 +137,9 @@ class Mirror:
                     self._remove(later, recursive=False)
 
     def _remove(self, step: int, recursive: bool) -> None:
-        """Remove the manifest of a copy that the index no longer lists, so a rebuilt index omits the copy.
+        """Remove the manifest of a copy no longer in the index, so a rebuilt index omits the copy.
 
-        recursive: remove the copy's other files, too.
+        recursive: also remove the copy's other files.
         """
         folder = join(self._url, folders.step_name(step))
         try:
@@ -157,7 +159,7 @@ class Mirror:
         content, url = json.dumps({"version": 1, "steps": steps}).encode(), join(self._url, INDEX)
 
         def put() -> None:
-            if url.startswith("file://"):  # the only kind of store with overwriting in place
+            if url.startswith("file://"):  # the only store that overwrites files in place
                 path = Path(self._files._strip_protocol(url))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 replace_atomically(path, content)
@@ -169,12 +171,11 @@ class Mirror:
 
 
 def restore(url: str, root: Path) -> int | None:
-    """Copy the newest checkpoint of the mirror at `url` into `root`; return its step, or None if there is none.
+    """Copy the newest checkpoint of the mirror at `url` into `root`; return its step, or None if the mirror is empty.
 
-    An incomplete or damaged copy is skipped with an error in the log. The mirror is not changed.
-
-    Raises UserError: exit 77 if no copy is usable; exit 1 if the store does not answer or `root` has too little room. The
-    same command then starts the restore again.
+    An incomplete or damaged copy is logged as an error and skipped. The mirror is not changed. Raises UserError with
+    exit 77 if no copy is usable, and with exit 1 if the store does not answer or `root` has too little room. After exit
+    1 the same command restores again.
     """
     steps = copied_steps(url)
     for step in reversed(steps):
@@ -211,8 +212,7 @@ def restore(url: str, root: Path) -> int | None:
 def copied_steps(url: str) -> list[int]:
     """Return the steps with a complete copy in the mirror at `url`, ascending.
 
-    They are read from the mirror's index. If the index is missing or unreadable, they are found by the copies'
-    manifests.
+    The mirror's index lists them. If the index is missing or unreadable, the manifests of the copies are searched.
     """
     index = join(url, INDEX)
     try:
@@ -264,7 +264,7 @@ def _size(files: Any, url: str) -> int | None:
     try:
         return int(files.info(url)["size"])
     except FileNotFoundError as error:
-        if is_transient(error):  # some stores report an unreachable server so
+        if is_transient(error):  # some stores report an unreachable server as a missing file
             raise
         return None
 

@@ -1,4 +1,4 @@
-"""Ranks grouped by shared node-local folder, and the exchange of files between nodes."""
+"""Ranks grouped by node-local folder, and the exchange of files between nodes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ _CHUNK = 1 << 28
 
 @dataclass(frozen=True)
 class Nodes:
-    """The ranks of each node, ascending. Nodes are in the order of their first ranks. rank: this process's rank."""
+    """Nodes and their ranks.
+
+    ranks: the ranks of each node, ascending; nodes are in the order of their first ranks. rank: this process's rank.
+    """
 
     ranks: tuple[tuple[int, ...], ...]
     rank: int
 
     @classmethod
     def of(cls, folder: Path, group: dist.ProcessGroup) -> Nodes:
-        """Group ranks whose machine and absolute path of `folder` are equal. Collective over `group`, which has all ranks."""
+        """Group ranks with the same host name and absolute path of `folder`.
+
+        Collective over `group`, which must contain all ranks.
+        """
         place = (socket.gethostname(), os.path.realpath(folder))
         places = gather_from_ranks("comparing local folders", lambda: place, group)
         ranks: dict[tuple[str, str], list[int]] = {}
@@ -36,31 +42,31 @@ class Nodes:
 
     @property
     def own(self) -> int:
-        """The index of this rank's node."""
+        """Return the index of this rank's node."""
         return self.node_of(self.rank)
 
     @property
     def leads(self) -> bool:
-        """True if this rank manages its node's folder."""
+        """Return whether this rank manages its node's folder."""
         return self.rank == self.ranks[self.own][0]
 
     def node_of(self, rank: int) -> int:
         return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
 
     def share(self, names: Sequence[str]) -> list[str]:
-        """Divide `names` among the ranks of this node; return this rank's share."""
+        """Divide `names` among the ranks of this node and return this rank's share. Not collective."""
         ranks = self.ranks[self.own]
         return list(names[ranks.index(self.rank) :: len(ranks)])
 
     def peers(self, node: int, copies: int) -> list[int]:
-        """Return the nodes that keep copies of the files of `node`: the next `copies` nodes, or all others if fewer."""
+        """Return the nodes with copies of the files of `node`: the next `copies` nodes, or all others if fewer."""
         count = len(self.ranks)
         return [(node + step) % count for step in range(1, min(copies, count - 1) + 1)]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A file of `size` bytes, sent from one rank to a rank on another node."""
+    """A file of `size` bytes to send from rank `source` to rank `target` on another node."""
 
     name: str
     size: int
@@ -69,9 +75,10 @@ class Transfer:
 
 
 def exchange(folder: Path, transfers: Sequence[Transfer], rank: int, group: dist.ProcessGroup) -> list[str]:
-    """Send and receive files of `folder`; return the names received. All ranks pass the same transfers in the same order.
+    """Send and receive files of `folder`; return the names of received files.
 
-    Files are mapped into memory, so only the network transfer copies data.
+    Collective: all ranks pass the same transfers in the same order. Files are mapped into memory, so only the network
+    transfer copies data.
     """
     works, received, mapped = [], [], []
     for number, one in enumerate(transfers):
@@ -94,5 +101,5 @@ def exchange(folder: Path, transfers: Sequence[Transfer], rank: int, group: dist
 
 
 def _map(path: Path, size: int, writes: bool) -> Tensor:
-    """Map the file at `path` as a tensor of bytes. writes: create the file; writes to the tensor go to the file."""
+    """Map the file at `path` as a uint8 tensor `[size]`. writes: create the file; writes to the tensor go to the file."""
     return torch.from_file(str(path), shared=writes, size=size, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Host-memory copies of this rank's checkpoint tensors, so that a save can write while training continues."""
+"""Host-memory copies of this rank's checkpoint tensors, for writing while training continues."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from torch import Tensor
 from forge.checkpoint.tensors import NamedTensors, ShardTensor, writes
 from forge.shard import local
 
-# PyTorch rounds pinned memory up to a power of two, so tensors share blocks of such sizes.
+# PyTorch rounds pinned allocations up to a power of two, so tensors share blocks of such sizes.
 BLOCK = 1 << 30
 _ALIGNMENT = 64
 
 
 class Stager:
-    """Copies tensors into CPU buffers that are reused by every save, so only the latest copy is valid."""
+    """Copies tensors into CPU buffers. Every save reuses the buffers, so only the latest copy is valid."""
 
     def __init__(self) -> None:
         self._form: object = None
         self._buffers: dict[str, Tensor] = {}
 
     def stage(self, tensors: NamedTensors) -> dict[str, ShardTensor]:
-        """Copy the tensors that this rank will write. The originals may change after the return."""
+        """Copy the tensors to be written by this rank.
+
+        Synchronises with the device; the originals may change after the return.
+        """
         own = {
             name: (shard, local(values).detach())
             for name, (shard, values) in tensors.items()
@@ -37,9 +40,9 @@ class Stager:
         return {name: ShardTensor(shard, self._buffers[name]) for name, (shard, _) in own.items()}
 
     def _allocate(self, tensors: dict[str, Tensor]) -> None:
-        """Make `_buffers`: for each of `tensors` a buffer of its shape, within a few large blocks of memory.
+        """Make `_buffers`: a buffer for each of `tensors`, within a few large blocks of memory.
 
-        Does nothing while the shapes stay the same.
+        Does nothing if names, shapes and dtypes are unchanged.
         """
         form = [(name, values.shape, values.dtype) for name, values in tensors.items()]
         if form == self._form:
@@ -49,21 +52,21 @@ class Stager:
         pinned = any(values.is_cuda for values in tensors.values())
         blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy() for size in sizes]
         for (name, values), (block, start) in zip(tensors.items(), places, strict=True):
-            # Via NumPy each buffer has its own storage. DCP would copy a part of a larger storage before writing it.
+            # Through NumPy, each buffer has its own storage. DCP would copy a slice of a larger storage before writing.
             flat = torch.from_numpy(blocks[block][start : start + values.nbytes])
             self._buffers[name] = flat.view(values.dtype).view(values.shape)
         self._form = form
 
 
 def blocks_for(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the sizes of blocks for tensors of `sizes` bytes, and (block index, first byte in the block) of each tensor.
+    """Return the block sizes for tensors of `sizes` bytes, and (block index, first byte in the block) of each tensor.
 
-    Blocks are powers of two, of BLOCK bytes at most unless a tensor is larger.
+    Block sizes are powers of two, at most BLOCK bytes unless a tensor is larger.
     """
     rounded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     left, blocks, used = sum(rounded), list[int](), list[int]()
     places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
-    # The largest first: smaller ones fill the rest of their blocks.
+    # The largest tensors first; smaller tensors then fill the remaining space.
     for number in sorted(range(len(sizes)), key=lambda number: -rounded[number]):
         size = rounded[number]
         block = next(
@@ -72,7 +75,7 @@ def blocks_for(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
         )
         if block is None:
             block = len(blocks)
-            # No larger than the remaining sizes, so that the last blocks are full as well.
+            # No larger than the remaining tensors together, so the last blocks are nearly full too.
             most = min(BLOCK, 1 << max(left, 1).bit_length() - 1)
             blocks.append(max(most, 1 << max(size - 1, 0).bit_length()))
             used.append(0)

@@ -29,7 +29,7 @@ from forge.runtime.fault import fault_point
 
 logger = logging.getLogger(__name__)
 
-# A rank may write for a long time while others wait. The watchdog decides whether the run hangs.
+# A rank may write for a long time while others wait. Detecting hangs is the watchdog's task.
 _TIMEOUT = timedelta(hours=2)
 
 
@@ -37,8 +37,7 @@ _TIMEOUT = timedelta(hours=2)
 class SaveOutcome:
     """The result of a save.
 
-    seconds: from the call of `save` to its end on this rank; all other fields are equal on every rank.
-
+    seconds: from the call of `save` to the end of the save on this rank; all other fields are equal on every rank.
     error: None if the checkpoint of `step` is complete. cause: the cause of a failure.
     """
 
@@ -49,11 +48,11 @@ class SaveOutcome:
 
 
 class Checkpoints:
-    """The checkpoints in `folder`. Every method is collective over all ranks, unless it says otherwise.
+    """The checkpoints in `folder`. Methods are collective over all ranks unless their docstring says otherwise.
 
-    mode: "async" writes in a background thread while training continues, "sync" before `save` returns. keep_last: number of
-    newest checkpoints to keep (0: all). keep_every: keep all steps that are multiples of it (0: none).
-    group: gloo group of all ranks for the main thread; made if absent. write: writes one checkpoint.
+    mode: "async" writes in a background thread while training continues, "sync" before `save` returns. keep_last:
+    number of newest checkpoints to keep (0: all). keep_every: also keep steps divisible by this number (0: none).
+    group: gloo group of all ranks for the main thread; made if None. write: function that writes one checkpoint.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Checkpoints:
         """Failed saves since the last successful one, as of the last `save` or `wait`. Equal on every rank."""
         self._keep_last, self._keep_every, self._mode, self._write_one = keep_last, keep_every, mode, write
         self._group = group or dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        # Saving has its own group: two threads may not share one.
+        # Saving has its own group, because two threads must not share a group.
         self._saving_group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         self._stager = Stager()
         self._thread: threading.Thread | None = None
@@ -82,7 +81,7 @@ class Checkpoints:
         self._outcomes: deque[SaveOutcome] = deque()
 
     def path(self, step: int) -> Path:
-        """Return the folder for the checkpoint of `step`, which need not exist. Not collective."""
+        """Return the folder for the checkpoint of `step`, existing or not. Not collective."""
         return self.folder / folders.step_name(step)
 
     def save(
@@ -93,14 +92,15 @@ class Checkpoints:
         files: Mapping[str, bytes],
         layout: Mapping[str, Any],
     ) -> list[SaveOutcome]:
-        """Save the checkpoint of `step`. Parameters may change after the return.
+        """Save the checkpoint of `step`. Collective. Parameters may change after the return.
 
-        `state` (JSON) becomes trainer.json and `files` (by relative path) are added; rank 0 writes both. `layout` (JSON) is
-        recorded in the manifest. Waits for a save in flight first. Does nothing if the step has a complete checkpoint.
+        state: JSON content of trainer.json. files: further files, relative path -> content. Rank 0 writes both. layout:
+        JSON, recorded in the manifest. First waits for the save in flight. Does nothing if the step already has a
+        complete checkpoint.
 
-        Return the outcome of every save that ended since the last call of `save`, `poll` or `wait`. A failure that all
-        ranks know of is an outcome. Any other failure, e.g. a lost rank, is raised here and by all methods that wait for
-        the save.
+        Return the outcome of every save that ended since the last call of `save`, `poll` or `wait`. A failure known to
+        all ranks is an outcome. Any other failure, e.g. a lost rank, is raised by this method and by all methods
+        waiting for the save.
         """
         began = time.monotonic()
         self._join()
@@ -109,7 +109,7 @@ class Checkpoints:
             fault_point("save.begin", step)
             all_files = {loading.TRAINER: json.dumps(state, indent=1).encode(), **files}
             contents = Contents(step, dict(layout), all_files, self._stager.stage(tensors))
-        except Exception as error:  # raised later, where all ranks learn of it
+        except Exception as error:  # raised in `_write_one`, where all ranks learn of it
             contents = error
         if self._mode == "async":
             self._thread = threading.Thread(
@@ -124,34 +124,34 @@ class Checkpoints:
     def poll(self) -> list[SaveOutcome]:
         """Return the outcomes of saves that ended since the last call.
 
-        Not collective: ranks may see an end at different times.
+        Not collective: ranks may see the end of a save at different times.
         """
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
     def wait(self) -> list[SaveOutcome]:
-        """Wait for the save in flight, if any; return the outcomes of saves that ended since the last call."""
+        """Wait for the save in flight, if any. Return the outcomes of saves that ended since the last call. Collective."""
         self._join()
         return self.poll()
 
     def steps(self) -> list[int]:
-        """Return the steps with a complete checkpoint, the newest first."""
+        """Return the steps with a complete checkpoint, the newest first. Collective."""
         self._join()
         return on_first_rank("listing checkpoints", lambda: folders.steps(self.folder)[::-1], self._group)
 
     def latest(self, verify: bool = True, at_most: int | None = None) -> int | None:
-        """Return the newest step, up to `at_most`, with an undamaged checkpoint; None if there is none.
+        """Return the newest step, up to `at_most`, with an undamaged checkpoint; None without one.
 
-        A damaged checkpoint is renamed `.damaged-step-n` with an error in the log, and the next older one is tried; see
-        `fallbacks`. Without `verify`, tensor files are compared by name and size only.
+        Collective. A damaged checkpoint is logged as an error, added to `fallbacks` and renamed `.damaged-step-n`; then
+        the next older checkpoint is tried. Without `verify`, only the names and sizes of tensor files are checked.
 
-        Raises UserError (exit 77) if a rank cannot read a checkpoint or, without `at_most`, if all checkpoints are damaged.
-        An unreadable checkpoint may be intact, so it is not renamed.
+        Raises UserError (exit 77) if a rank cannot read a checkpoint or, without `at_most`, if all checkpoints are
+        damaged. An unreadable checkpoint may be intact, so it is not renamed.
         """
         self._join()
         self.fallbacks = []
         try:
-            # A folder without a manifest counts as damaged. To start over because somebody deleted that one file would be
-            # worse.
+            # A folder without a manifest counts as damaged, so a run whose manifests were deleted does not silently
+            # start over.
             candidates, damaged = on_first_rank(
                 "listing checkpoints",
                 lambda: (
@@ -183,16 +183,19 @@ class Checkpoints:
         return None
 
     def verify(self, path: Path, contents: bool = True) -> str | None:
-        """Return the damage of the checkpoint at `path`, or None: see `manifest.find_damage`."""
+        """Return a description of the damage of the checkpoint at `path`, or None.
+
+        Collective (see `manifest.find_damage`).
+        """
         return find_damage(path, contents=contents, group=self._group)
 
     def load(self, path: Path, tensors: NamedTensors) -> None:
-        """Fill `tensors` in place from the checkpoint at `path`: see `loading.load`."""
+        """Fill `tensors` in place from the checkpoint at `path`. Collective (see `loading.load`)."""
         self._join()
         loading.load(path, tensors, self._group)
 
     def set_aside_after(self, step: int) -> list[str]:
-        """Rename every checkpoint of a later step (-1: all of them) to `.aside-step-n`; return the new names."""
+        """Rename every checkpoint after `step` (-1: all) to `.aside-step-n`. Return the new names. Collective."""
         self._join()
 
         def rename() -> list[str]:
@@ -208,7 +211,7 @@ class Checkpoints:
         return on_first_rank("setting checkpoints aside", rename, self._group)
 
     def _write(self, step: int, contents: Contents | Exception, began: float) -> None:
-        """Write a checkpoint in the background thread. A failure that all ranks know of becomes an outcome."""
+        """Write a checkpoint, in the background thread if "async". A failure known to all ranks becomes an outcome."""
         error, cause = None, Cause.SAVE_FAILED
         try:
             self._write_one(
@@ -226,7 +229,7 @@ class Checkpoints:
     def _join(self) -> None:
         """Wait for the save in flight and update `failures_in_row`.
 
-        All ranks do this in the same call, so their counts agree.
+        All ranks wait in the same call, so the counts agree. Raises a failure not known to all ranks.
         """
         if self._thread is not None:
             self._thread.join()

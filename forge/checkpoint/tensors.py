@@ -1,8 +1,8 @@
-"""A rank's part of a checkpoint's tensors, presented to DCP as boxes of global tensors.
+"""A rank's part of a checkpoint's tensors, presented to DCP (torch.distributed.checkpoint) as boxes of global tensors.
 
-DCP calls three methods of an object in a state dict (the protocol `_Checkpointable`). They return the items to write, the
-chunks to read, and the memory of one chunk. `ShardTensor` returns boxes. So a checkpoint can move between a DTensor's rows,
-a contiguous buffer's flat slices and whole tensors.
+DCP calls three methods of an object in a state dict (protocol `_Checkpointable`). The three methods return the items to
+write, the chunks to read, and the memory of one chunk. `ShardTensor` returns boxes. So a checkpoint can be loaded into
+any layout: a DTensor's rows, a contiguous buffer's flat slices, or whole tensors.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from forge.shard import Shard
 
-# An upper bound of the bytes that DCP's format and index add to a piece of a tensor.
+# An upper bound of the bytes added by DCP's format and index to each piece of a tensor.
 PIECE_BYTES = 2048
 
 NamedTensors: TypeAlias = dict[str, tuple[Shard, Tensor]]
-"""Name in the checkpoint -> the shard and this rank's values, laid out like `shard.data`."""
+"""Name in the checkpoint -> (shard, this rank's values). Values are laid out like `shard.data`."""
 
 
 class ShardTensor(torch.Tensor):
-    """A tensor of the shard's global shape without its own storage, for DCP only.
+    """A tensor of the shard's global shape without storage, only for DCP.
 
-    DCP writes or loads `values` (contiguous, laid out like `shard.data`) box by box. A rank without boxes writes and reads
-    nothing.
+    DCP writes or loads `values` (contiguous, laid out like `shard.data`) box by box. A rank without boxes writes and
+    reads nothing.
     """
 
     _pieces: dict[tuple[int, ...], Tensor]
@@ -40,7 +40,7 @@ class ShardTensor(torch.Tensor):
 
     def __init__(self, shard: Shard, values: Tensor):
         assert values.is_contiguous(), f"{shard.name}: pieces of non-contiguous values would be copies"
-        # Boxes of one rank never overlap, so without the empty ones their offsets are unique.
+        # Boxes of one rank never overlap, so the offsets of its non-empty boxes are unique.
         self._pieces = {box.offsets: piece for box, piece in shard.pieces(values) if box.numel}
 
     @classmethod
@@ -82,7 +82,7 @@ class ShardTensor(torch.Tensor):
 def writes(name: str, shard: Shard) -> bool:
     """Return whether this rank writes its part of the tensor `name`.
 
-    Exactly one replica of each part writes the part. A hash of the name selects the replica.
+    Of each part's replicas, exactly one is written. A hash of the name selects it.
     """
     copies = shard.replicas
     return copies is None or crc32(name.encode()) % copies.size() == copies.rank()

@@ -1,8 +1,8 @@
-"""The configuration of a run: a typed schema, its loading from TOML and the command line, and explained errors.
+"""The configuration of a run: a typed schema, loaded from TOML and the command line, with explained errors.
 
-Needs no torch, so that help and errors appear at once. Schema: section, model, data, layout, optimizer, phase, schema.
-Load: load, extensions. Explain: problem, explain, keys, help, unused, and the checks across keys (checks, phases, pipeline,
-world).
+The package does not import torch, so help and errors appear at once. Schema: section.py, model.py, data.py, layout.py,
+optimizer.py, phase.py, schema.py. Loading: load.py, extensions.py. Explanations: problem.py, explain.py, keys.py,
+help.py, unused.py. Checks across keys: checks.py, float8.py, phases.py, pipeline.py, world.py.
 """
 
 from forge.config.help import help_text

@@ -1,7 +1,7 @@
 """Invalid combinations of keys.
 
-Each check yields problems: `model.n_kv_heads = 3: must divide model.n_heads = 8; use one of 1, 2, 4, 8`. A key that the
-chosen options do not use may have any valid value, so a check first tests whether its keys are used.
+Each check yields problems: `model.n_kv_heads = 3: must divide model.n_heads = 8; use one of 1, 2, 4, 8`. A key unused
+by the chosen options may have any valid value, so a check first tests whether its keys are used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EVEN = "must be even, because RoPE rotates pairs"
 
 
 def check(config: Config) -> list[Problem]:
-    """Return every problem of a config. Each of its keys must be valid by itself."""
+    """Return every problem of `config`. Each key must already be valid by itself."""
     first = (_heads, _layers, _tensor, _tensor_plan, _rope_scaling, _moe)
     then = (_engine, check_stages, _precision, check_float8, _optimizer, _others, check_phases)
     found = with_values((one for some in (*first, *then) for one in some(config)), config)
@@ -30,7 +30,7 @@ def check(config: Config) -> list[Problem]:
 
 
 def _each_phase(config: Config) -> Iterator[Problem]:
-    """Check the rules on step sizes with the sizes of each phase."""
+    """Yield violations of the rules on step sizes, with the sizes of each phase."""
     for number, variant in variants(config):
         yield from with_values(
             (*_tensor(variant), *check_float8(variant), *_others(variant)), variant, number
@@ -38,7 +38,7 @@ def _each_phase(config: Config) -> Iterator[Problem]:
 
 
 def divisors(number: int) -> str:
-    """Return all divisors of `number`, for a message."""
+    """Return all divisors of `number` as text for a message."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
@@ -259,7 +259,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             none = f"has no effect with model.qk_norm = true, {undone}"
             yield problem("optimizer.muon.qk_clip", none, "use 0, or model.qk_norm = false", "model.qk_norm")
         return
-    # With another optimizer, values in muon's table are a mistake.
+    # With another optimizer, non-default values in [optimizer.muon] are a mistake.
     for key, value in optimizer.muon:
         if value != getattr(default, key):
             needed = f"needs optimizer.name = muon, but it is {optimizer.name}"

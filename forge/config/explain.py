@@ -1,4 +1,4 @@
-"""Explain values that the schema refuses: allowed values, the nearest name, and the origin of the value."""
+"""Explain values refused by the schema: allowed values, the nearest name, and the origin of the value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from forge.runtime.errors import nearest
 
 @dataclass
 class Values:
-    """Values as read, before validation, and their origin: the file `source`, or an override."""
+    """Values as read, before validation, with their origin: the file `source`, or an override."""
 
     tree: dict[str, Any]
     source: str = ""
@@ -55,9 +55,9 @@ def key_path(path: KeyPath) -> KeyPath:
 
 
 def explain(error: ValidationError, values: Values) -> dict[KeyPath, Problem | None]:
-    """Return path -> problem of each key or section that pydantic refused.
+    """Return path -> problem for each key or section refused by pydantic.
 
-    None in place of a problem: a required key is missing because no file is given.
+    A problem of None: a required key is missing because no file is given.
     """
     problems: dict[KeyPath, Problem | None] = {}
     for item in error.errors(include_url=False):
@@ -72,7 +72,7 @@ def explain(error: ValidationError, values: Values) -> dict[KeyPath, Problem | N
             problems[path] = _missing(path, field, values)
         else:
             problems[path] = values.problem(path, *_wrong(path, field, value, reason))
-    # A list is refused together with its items; the problems of the items are more precise.
+    # pydantic refuses a list together with its items. Keep the problems of the items, which are more precise.
     return {
         path: problem
         for path, problem in problems.items()
@@ -81,9 +81,9 @@ def explain(error: ValidationError, values: Values) -> dict[KeyPath, Problem | N
 
 
 def _locate(location: KeyPath, table: type[Section]) -> tuple[KeyPath, type[Section], FieldInfo | None]:
-    """Return the path of the key that an error is about, its table in the schema, and its field.
+    """Return the path of the key at fault, its section class, and its field (None for an unknown key).
 
-    An error inside a value, e.g. in an item of a list, is about the key. The field of an unknown key is None.
+    For an error inside a value, e.g. in an item of a list, the path is that of the whole value.
     """
     for depth, part in enumerate(location, start=1):
         if isinstance(part, int):
@@ -98,7 +98,8 @@ def _locate(location: KeyPath, table: type[Section]) -> tuple[KeyPath, type[Sect
 
 
 def _missing(path: KeyPath, field: FieldInfo, values: Values) -> Problem | None:
-    # Both the file and the command line may give a part of a section; a table in a list comes from one of them.
+    # A section may come partly from the file and partly from the command line. A table in a list comes from only one of
+    # them.
     in_list = len(key_path(path)) < len(path)
     source = values.origin(path[:-1]) if in_list else values.source
     if not source:
@@ -111,7 +112,7 @@ def _missing(path: KeyPath, field: FieldInfo, values: Values) -> Problem | None:
 
 
 def _wrong(path: KeyPath, field: FieldInfo, value: Any, reason: str) -> tuple[str, str]:
-    """Return the allowed values and the remedy for a refused value. reason: the message of one of forge's own validators."""
+    """Return the allowed values and the remedy for a refused value. reason: the message of forge's own validator, or ""."""
     if section := section_class(field):
         return f"must be a section, a table with the keys {', '.join(section.model_fields)}", ""
     allowed, remedies = describe(show(path), field).allowed, []
@@ -126,7 +127,7 @@ def _wrong(path: KeyPath, field: FieldInfo, value: Any, reason: str) -> tuple[st
 
 
 def _unknown(path: KeyPath, table: type[Section], value: Any) -> tuple[str, str]:
-    """Return the problem of an unknown key and a hint: sections that have the key, or else the nearest name."""
+    """Return the complaint about an unknown key, and a hint: the sections with this key, or the nearest name."""
     *parents, name = path
     section, kind = show(parents), "section" if isinstance(value, dict) else "key"
     homes = [full.rpartition(".")[0] for full in (*keys(), *sections()) if full.endswith(f".{name}")]

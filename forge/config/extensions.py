@@ -1,4 +1,4 @@
-"""The keys that a user's own optimizer adds to the configuration."""
+"""Import paths in the configuration, and the keys added by a user's own optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIMIZER_METHODS = ("step", "tensors", "state", "load_state")
 
 
 def import_paths(config: Config) -> dict[str, str]:
-    """Return key -> import path for every class and function that a configuration names."""
+    """Return key -> import path for every class and function named by a configuration."""
     plan = config.parallel.tp_plan
     named: dict[str, Sequence[str]] = {
         "model.kind": [config.model.kind],
@@ -32,9 +32,8 @@ def import_paths(config: Config) -> dict[str, str]:
 def require_trust(config: Config, source: str, keys: Collection[str] | None = None) -> None:
     """Raise UserError if a configuration names import paths.
 
-    source: the opened file. keys: only these keys count; None: all.
-
-    Importing a module runs its code, so a folder from someone else may not choose the module.
+    Importing a module runs its code, so a folder from another user must not choose the module. source: the opened file,
+    for the message. keys: the keys to check; None: all.
     """
     for key, path in import_paths(config).items():
         if keys is None or key in keys:
@@ -51,8 +50,8 @@ class _Unchecked(Section):
 def schema_for(tree: dict[str, Any], import_classes: bool) -> tuple[type[Config], str | None]:
     """Return the schema of the configuration `tree`, and the error in its optimizer class, if any.
 
-    An optimizer named by import path adds its table of keys to [optimizer]. If its class is invalid, or `import_classes` is
-    false, the table is accepted unchecked.
+    An optimizer named by import path adds its table of keys to [optimizer]. If the optimizer's class is invalid, or
+    `import_classes` is false, the table is accepted unchecked.
     """
     table = tree.get("optimizer")
     name = table.get("name") if isinstance(table, dict) else None
@@ -72,7 +71,10 @@ def schema_for(tree: dict[str, Any], import_classes: bool) -> tuple[type[Config]
 
 @cache
 def _schema_with_optimizer(path: str) -> type[Config]:
-    """Return `Config` with the table of the optimizer at `path`. Raises ValueError if the class is not an optimizer."""
+    """Return `Config` extended by the table of the optimizer at import path `path`.
+
+    Raises ValueError if the class lacks an optimizer's interface.
+    """
     cls, help_page = load_class(path), "docs/internals/extending/optimizer.md says what an optimizer needs"
     missing = [f"{name}()" for name in OPTIMIZER_METHODS if not callable(getattr(cls, name, None))]
     if missing:
@@ -93,7 +95,7 @@ def _schema_with_optimizer(path: str) -> type[Config]:
 
 
 def _extend(tables: dict[str, type[Section]]) -> type[Config]:
-    """Return `Config` with `tables` in [optimizer]."""
+    """Return `Config` with `tables` added to [optimizer]."""
     fields = {name: _field(table) for name, table in tables.items()}
     optimizer = _derive("OptimizerConfig", OptimizerConfig, fields)
     return _derive("Config", Config, {"optimizer": _field(optimizer)})
@@ -104,6 +106,6 @@ def _derive(name: str, base: type[Any], fields: dict[str, Any]) -> Any:
 
 
 def _field(section: type[Section]) -> Any:
-    """Return the type and default of a field for `section`. The section is required if one of its keys is required."""
+    """Return (type, default) of a field for `section`. The section is required if one of its keys is."""
     required = any(field.is_required() for field in section.model_fields.values())
     return section, ... if required else section()

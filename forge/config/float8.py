@@ -10,12 +10,12 @@ from forge.config.model import ModelConfig
 from forge.config.problem import Problem, multiples, problem
 from forge.config.schema import Config
 
-# Elements of a block of the formats in blocks (forge/parallel/float8/formats.py).
+# Block size of the block formats (forge/parallel/float8/formats.py).
 BLOCKS = {"blockwise": 128, "mxfp8": 32}
 
 
 def check_float8(config: Config) -> Iterator[Problem]:
-    """Yield the problems of precision.float8 with the other keys."""
+    """Yield the conflicts between precision.float8 and other keys."""
     precision, train, parallel = config.precision, config.train, config.parallel
     if precision.float8 == "none":
         return
@@ -41,9 +41,9 @@ def check_float8(config: Config) -> Iterator[Problem]:
 
 
 def _blocks_of_tokens(config: Config, block: int) -> Iterator[Problem]:
-    """Check that each rank has whole blocks of tokens: a block shared by two ranks would have two scales."""
+    """Yield a problem unless each rank has whole blocks of tokens. A block shared by two ranks would have two scales."""
     parallel, seq_len = config.parallel, config.train.seq_len
-    # Context parallelism deals out 2 * cp chunks. Latent attention multiplies pieces of the sequence.
+    # Context parallelism distributes 2 * cp chunks. Latent attention computes products on pieces of the sequence.
     chunks = 2 * parallel.cp if parallel.cp > 1 else 1
     pieces = parallel.tp if config.model.latent is not None and parallel.sequence_parallel else 1
     parts = lcm(chunks, parallel.cp * pieces)
@@ -55,9 +55,9 @@ def _blocks_of_tokens(config: Config, block: int) -> Iterator[Problem]:
 
 
 def _partial_gradients(config: Config) -> Iterator[Problem]:
-    """Refuse context parallelism with latent attention in float8, unless "*.wkv_b" is excluded.
+    """Yield a problem for context parallelism with latent attention in float8, unless "*.wkv_b" is excluded.
 
-    Every cp rank expands all gathered latents, so each rank's gradients of wkv_b are only terms of a sum.
+    Every cp rank expands all gathered latents, so each rank has only a partial gradient of wkv_b.
     """
     excluded = any(fnmatchcase("layers.0.attention.wkv_b", p) for p in config.precision.float8_exclude)
     if config.parallel.cp > 1 and config.model.latent is not None and not excluded:
@@ -67,7 +67,7 @@ def _partial_gradients(config: Config) -> Iterator[Problem]:
 
 
 def _blocks_of_features(config: Config, block: int) -> Iterator[Problem]:
-    """Check that each rank has whole blocks of the features that the model's own plan splits."""
+    """Yield a problem unless each rank has whole blocks of the features split by the model's own plan."""
     tp = config.parallel.tp
     if tp == 1 or config.parallel.tp_plan != "auto":
         return
@@ -82,9 +82,10 @@ def _blocks_of_features(config: Config, block: int) -> Iterator[Problem]:
 
 
 def cut_block(recipe: str, sides: Mapping[str, int], tp: int) -> tuple[str, str] | None:
-    """Return the complaint and the remedy if a boundary between `tp` ranks cuts a block of `recipe`; None otherwise.
+    """Return (complaint, remedy) if a boundary between `tp` ranks cuts a block of `recipe`; None otherwise.
 
-    A block shared by two ranks would have two scales. sides: the features that tensor parallelism splits, by layer.
+    A block shared by two ranks would have two scales. sides: layer name -> number of features split by tensor
+    parallelism.
     """
     block = BLOCKS[recipe]
     first = next((name for name, side in sides.items() if side % (block * tp)), None)
@@ -100,7 +101,7 @@ def cut_block(recipe: str, sides: Mapping[str, int], tp: int) -> tuple[str, str]
 
 
 def _split_features(model: ModelConfig) -> Iterator[tuple[str, int]]:
-    """Yield each linear layer that tensor parallelism splits: its name within a layer, and the split features."""
+    """Yield (name within a block, number of split features) of each linear layer split by tensor parallelism."""
     linear, moe, pattern = model.linear_attention, model.moe, model.layer_pattern
     if linear is not None:
         yield "attention.wk", linear.n_key_heads * linear.key_head_dim

@@ -54,7 +54,7 @@ in the table of an optimizer that is not chosen is refused."""
 
 
 def help_text() -> str:
-    """Return the output of --help: usage, examples, exit codes, and every key with its type, default and meaning."""
+    """Return the output of --help: usage, examples, exit codes, and the type, default and meaning of every key."""
     blocks = [USAGE]
     for name, section in sections().items():
         heading = textwrap.fill(f"{_brackets(name)}  {title(section)}", WIDTH, subsequent_indent="  ")
@@ -63,7 +63,7 @@ def help_text() -> str:
 
 
 def docs_text() -> str:
-    """Return docs/reference/configuration.md: one table for each section."""
+    """Return the text of docs/reference/configuration.md: one table for each section."""
     blocks = [DOCS_HEAD]
     for name, section in sections().items():
         head = ["| key | type | default | meaning |", "|---|---|---|---|"]

@@ -1,4 +1,4 @@
-"""The schema as data: sections and keys with types, defaults and meanings; configurations compared and written by key."""
+"""The schema as data: sections and keys with types, defaults and meanings. Compare and write configurations by key."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from forge.config.section import Phrase, Section
 from forge.runtime.errors import redact, redact_all
 
 BOUNDS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
-# `to_toml` writes a list of tables that is longer than this with one table per line.
+# `to_toml` splits a longer list into one item per line.
 LINE_WIDTH = 100
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key. default: TOML, or words if the default follows from other keys (`in_words`) or does not exist."""
+    """One key of the schema. default: a TOML literal; with `in_words`, text, e.g. a rule by other keys, or "required"."""
 
     name: str  # dotted: "model.moe.top_k"
     section: str  # "model.moe"
@@ -39,7 +39,7 @@ class Key:
 
 
 def describe(name: str, field: FieldInfo) -> Key:
-    """Return the key with the dotted name `name` that `field` declares."""
+    """Return the `Key` declared by `field`. name: its dotted name."""
     section, _, last = name.rpartition(".")
     extra, required = field.json_schema_extra, field.is_required()
     words = str(extra["default"]) if isinstance(extra, dict) else "required" if required else ""
@@ -58,7 +58,7 @@ def describe(name: str, field: FieldInfo) -> Key:
 
 @cache
 def sections(schema: type[Config] = Config) -> dict[str, type[Section]]:
-    """Return dotted section name -> its class, in schema order, a parent before its children, then `lists`."""
+    """Return dotted section name -> section class: parents before children, in schema order, then `lists`."""
     found: dict[str, type[Section]] = {}
 
     def walk(parent: type[Section], prefix: str) -> None:
@@ -72,14 +72,14 @@ def sections(schema: type[Config] = Config) -> dict[str, type[Section]]:
 
 
 def lists(schema: type[Config] = Config) -> dict[str, type[Section]]:
-    """Return name -> table class of each top-level list of tables, e.g. [[phase]]."""
+    """Return name -> table class for each top-level list of tables, e.g. [[phase]]."""
     found = {name: item_class(field) for name, field in schema.model_fields.items()}
     return {name: table for name, table in found.items() if table is not None}
 
 
 @cache
 def keys(schema: type[Config] = Config) -> dict[str, Key]:
-    """Return dotted key name -> key, in schema order, a section's own keys before its children's."""
+    """Return dotted key name -> `Key` in schema order, a section's own keys before those of its children."""
     found = [
         describe(f"{section}.{name}", field)
         for section, table in sections(schema).items()
@@ -90,12 +90,12 @@ def keys(schema: type[Config] = Config) -> dict[str, Key]:
 
 
 def title(section: type[Section]) -> str:
-    """Return a section's docstring in one line."""
+    """Return a section's docstring as one line."""
     return " ".join((section.__doc__ or "").split())
 
 
 def value_at(tree: Any, path: Iterable[Any]) -> Any:
-    """Return the value at `path` in nested tables and lists; None if there is none."""
+    """Return the value at `path` in nested tables and lists; None if the path does not exist."""
     for part in path:
         try:
             tree = tree[part]
@@ -105,7 +105,7 @@ def value_at(tree: Any, path: Iterable[Any]) -> Any:
 
 
 def tables(config: Config) -> dict[str, dict[str, Any]]:
-    """Return dotted section name -> its keys with TOML values, in schema order, without absent sections."""
+    """Return dotted section name -> {key: TOML value}, in schema order, without absent sections."""
     tree, found = config.model_dump(mode="json"), dict(sections(type(config)))
     for name in lists(type(config)):
         del found[name]
@@ -118,11 +118,9 @@ def tables(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Return (key, old value, new value) for every key that differs, in schema order.
+    """Return (key, old value, new value) for every differing key, in schema order.
 
-    The value of a key in an absent section is None.
-
-    Secrets of URLs are redacted, and do not count as a difference.
+    The value of a key in an absent section is None. Secrets in URLs are redacted and do not count as a difference.
     """
     before, after = (
         {
@@ -140,9 +138,10 @@ def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
 
 
 def to_toml(config: Config) -> str:
-    """Return `config` as TOML with every key, in schema order. Absent keys and sections (None) are left out.
+    """Return `config` as TOML with every key, in schema order.
 
-    Secrets of URLs are redacted, because the text is written into run directories and checkpoints.
+    Absent keys and sections (None) are left out. Secrets in URLs are redacted, because the text is written to run
+    directories and checkpoints.
     """
     blocks = []
     for section, table in tables(config).items():
@@ -157,7 +156,7 @@ def to_toml(config: Config) -> str:
 
 
 def _lists_of(config: Config) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return (name, tables) for each top-level array of tables. Keys of a table that are None are left out."""
+    """Return (name, tables) for each top-level list of tables, without keys of value None."""
     tree = config.model_dump(mode="json", exclude_none=True)
     return [(name, tree[name]) for name in lists(type(config))]
 
@@ -170,7 +169,7 @@ def _assignment(key: str, value: Any) -> str:
 
 
 def allowed(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Describe the values that a type admits."""
+    """Describe the values allowed by a type, for help and messages."""
     for item in metadata:
         if isinstance(item, Phrase):
             return str(item)
@@ -201,12 +200,12 @@ def allowed(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def literals(annotation: Any) -> list[Any]:
-    """Return the values of the `Literal`s in a type."""
+    """Return the values of all `Literal`s in a type."""
     return [value for part in members(annotation) if get_origin(part) is Literal for value in get_args(part)]
 
 
 def members(annotation: Any) -> list[Any]:
-    """Return the members of a union, without their annotations, or else the type itself."""
+    """Return the members of a union without their metadata; for another type, the type itself."""
     if get_origin(annotation) is Annotated:
         return members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -215,12 +214,12 @@ def members(annotation: Any) -> list[Any]:
 
 
 def section_class(field: FieldInfo) -> type[Section] | None:
-    """Return the section that a field holds, or None."""
+    """Return the section class of a field; None for other fields."""
     return next(filter(_is_section, members(field.annotation)), None)
 
 
 def item_class(field: FieldInfo) -> type[Section] | None:
-    """Return the table class of the items of a list field; None for other fields."""
+    """Return the section class of the items of a list field; None for other fields."""
     items = get_args(field.annotation)[:1] if get_origin(field.annotation) is tuple else ()
     return next(filter(_is_section, items), None)
 
@@ -238,7 +237,7 @@ BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def read_toml(text: str) -> dict[str, Any]:
-    """Parse a TOML document. Raises ValueError with a message of one sentence."""
+    """Parse a TOML document. Raises ValueError with a one-sentence message."""
     try:
         return loads(text)
     except RecursionError:
@@ -250,7 +249,7 @@ def to_literal(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, except that TOML also wants DEL escaped.
+        # JSON's escapes are valid in TOML, but TOML also requires DEL to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, int | float):
         return repr(value)
@@ -264,10 +263,10 @@ def to_literal(value: Any) -> str:
 
 
 def from_literal(text: str, is_text: bool) -> Any:
-    """Return the value of the TOML literal `text`, or `text` itself if it is none. is_text: the result must be a string.
+    """Return the value of the TOML literal `text`, or `text` itself if it is not a literal.
 
-    Raises ValueError if `text` is not valid Unicode, or, unless `is_text`, begins like a quoted string, list or table but is
-    not one.
+    is_text: the result must be a string. Raises ValueError if `text` is not valid Unicode. Without `is_text`, it also
+    raises ValueError if `text` begins like a quoted string, list or table but cannot be parsed.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError("not UTF-8 text")
@@ -278,6 +277,6 @@ def from_literal(text: str, is_text: bool) -> Any:
             return text
         reason = re.sub(r" *[(]at .*", "", str(error))
         raise ValueError(f"not a TOML literal: {reason}; quote the strings in lists and tables") from None
-    # Text with a line break may read as several keys.
+    # Text with a line break may parse as several keys.
     value = table["value"] if len(table) == 1 else text
     return text if is_text and not isinstance(value, str) else value

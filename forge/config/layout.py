@@ -1,4 +1,4 @@
-"""Distribution of one model over ranks, and the number formats of its computation."""
+"""[parallel], [pipeline], [precision], [activation_checkpoint] and [compile]: the layout and the number formats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from forge.config.section import (
 
 TensorStyle = Literal["colwise", "rowwise", "colwise_rep", "rowwise_rep", "sequence_parallel"]
 TENSOR_STYLES: tuple[str, ...] = get_args(TensorStyle)
-# Only keys that do not change the course of the training.
+# Only keys without influence on the training results.
 Override = Annotated[
     str,
     StringConstraints(
@@ -50,74 +50,81 @@ COMPILES = Unused(
 
 
 class Parallel(Section):
-    """Degrees of parallelism. The number of processes is pp * dp_replicate * dp_shard * cp * tp."""
+    """Degrees of parallelism. The world size is pp * dp_replicate * dp_shard * cp * tp."""
 
     data_parallel: Literal["fsdp2", "zero2", "zero1", "ddp"] = "fsdp2"
-    """Sharded state. fsdp2: parameters, gradients and optimizer state; zero2: gradients and optimizer state; zero1:
-    optimizer state; ddp: nothing."""
+    """Data-parallel engine, by the sharded state. fsdp2: parameters, gradients and optimizer state; zero2: gradients
+    and optimizer state; zero1: optimizer state; ddp: nothing."""
     dp_replicate: Positive = 1
-    """Number of copies of the sharded model. With fsdp2, more than one is HSDP."""
+    """Number of replicas of the sharded model. Above 1 with fsdp2: HSDP."""
     dp_shard: Literal[-1] | Positive = -1
-    """Ranks that one copy of the model is sharded over (ddp: data-parallel ranks). -1: all remaining ranks."""
+    """Number of data-parallel ranks sharding one replica of the model (ddp: number of data-parallel ranks). -1: all
+    remaining ranks."""
     fallbacks: ListOf[Override] = ()
-    """Overrides for a layout that does not fit the number of processes, e.g. ["parallel.tp=2", "parallel.tp=1
-    train.micro_batch_size=1"]: the first that fits is used."""
+    """Overrides to try, in order, if the layout does not fit the number of processes, e.g. ["parallel.tp=2",
+    "parallel.tp=1 train.micro_batch_size=1"]. The first one that fits is used."""
     tp: Positive = 1
-    """Tensor parallelism: ranks that each matrix product is split over."""
+    """Tensor parallelism: number of ranks splitting each matrix product."""
     cp: Positive = 1
-    """Context parallelism: ranks that each sequence is split over."""
+    """Context parallelism: number of ranks splitting each sequence."""
     pp: Positive = 1
-    """Pipeline parallelism: ranks that the layers are split over."""
+    """Pipeline parallelism: number of ranks splitting the layers."""
     ep: Annotated[Positive, NO_EXPERTS] = 1
-    """Expert parallelism: ranks that the experts of a layer are split over. Must divide dp_shard * cp * tp."""
+    """Expert parallelism: number of ranks splitting the experts of a layer. Must divide dp_shard * cp * tp."""
     ep_node_size: Annotated[Literal["auto"] | Positive, unused_if("parallel.ep", 1)] = "auto"
-    """With ep: ranks of the ep axis on one node, a divisor of ep. If ep is larger, a token is sent to each node once, however
-    many of its experts are there. auto: the processes that the launcher starts per node, if they divide ep."""
+    """With ep: number of ep ranks on one node; must divide ep. If ep is larger, a token is sent to each node at most
+    once, even if several of the token's experts are on this node. auto: the number of processes per node, if it divides
+    ep."""
     sequence_parallel: Annotated[bool, WITH_TP] = True
-    """With tp: shard norms and residual stream along the sequence."""
+    """With tp: shard the norms' inputs and the residual stream along the sequence."""
     loss_parallel: Annotated[bool, WITH_TP] = True
-    """With tp: keep logits sharded along the vocabulary."""
+    """With tp: keep the logits sharded along the vocabulary."""
     tp_plan: Annotated[Literal["auto"] | ImportPath | dict[Text, TensorStyle], WITH_TP] = "auto"
     """With tp: how modules are split. auto: the model's own plan. A table maps module names to styles; `*` matches one
-    component of a name, and other modules are not split. A function takes (model, config) and returns such a table."""
+    component of a name; unmatched modules are not split. An import path names a function from (model, config) to such a
+    table."""
     tp_plan_styles: Annotated[dict[Text, TensorStyle], WITH_TP, unused("replaced by parallel.tp_plan")] = {}
-    """Former key of a table for tp_plan. Used if tp_plan is auto."""
+    """Former key for a tp_plan table. Used if tp_plan is auto."""
     async_tp: Annotated[bool, WITH_TP] = False
     """With tp: overlap matrix products with their collectives in compiled blocks. Needs CUDA and compile.enabled.
     Experimental: not yet run on a GPU."""
     context: Annotated[Literal["allgather", "ulysses", "ring"], unused_if("parallel.cp", 1)] = "allgather"
-    """With cp: how attention reads the keys and values of other ranks."""
+    """With cp: how attention gets keys and values from other ranks: gather all of them (allgather), exchange heads
+    (ulysses), or pass them around a ring (ring)."""
     reshard_after_forward: Annotated[
         Literal["auto", "always", "never"] | Positive, used_if("parallel.data_parallel", "fsdp2")
     ] = "auto"
-    """Free gathered parameters after forward. auto: yes, except in a pipeline. never: keep them until the step ends. A
-    number: keep them sharded over that many ranks; experts are freed."""
+    """fsdp2: free gathered parameters after forward. auto: yes, except in a pipeline. never: keep parameters gathered
+    until the end of the step. A number: after forward, keep parameters sharded over this number of ranks; experts are
+    freed."""
     shard_optimizer_over: Literal["dp_shard", "dp"] = "dp_shard"
-    """zero1, zero2: shard the optimizer state over the ranks of one copy (dp_shard) or of all copies (dp)."""
+    """zero1, zero2: shard the optimizer state over the ranks of one replica (dp_shard) or of all replicas (dp)."""
     prefetch: Count = 1
-    """fsdp2: number of units whose parameters are gathered in advance, while an earlier one computes; 0: PyTorch's default.
-    The other engines hold all parameters anyway, and gather all in advance."""
+    """fsdp2: number of units whose parameters are gathered ahead of the computing unit. 0: PyTorch's default. The other
+    engines ignore this key: they hold full parameters anyway and gather all of them ahead."""
     defer_gradient_reduction: bool = False
-    """Reduce gradients once per step, not once per microbatch: less communication, but each rank holds full gradients."""
+    """fsdp2: reduce gradients once per step instead of once per microbatch. Less communication, but each rank holds
+    full gradients."""
     bucket_size: Literal["auto"] | Count = "auto"
-    """Not fsdp2: number of parameters in a bucket, the unit of communication. auto: 40 million, or 1 million times the ranks
-    if that is more. 0: one bucket."""
+    """ddp, zero1, zero2: number of parameters in a bucket, the unit of communication. auto: the larger of 40 million
+    and 1 million times the number of ranks. 0: one bucket."""
     overlap_gradients: bool = True
-    """Not fsdp2: overlap the reduction of buckets with backward."""
+    """ddp, zero1, zero2: overlap the reduction of buckets with backward."""
     overlap_parameters: bool = True
-    """Not fsdp2: overlap the gathering of buckets with the next forward."""
+    """ddp, zero1, zero2: overlap the gathering of buckets with the next forward."""
     check_gradients: Literal["none", "finite", "plausible"] = "none"
-    """Not fsdp2: stop and name the parameter if a rank's gradient is not finite (finite), or also if it is a thousand times
-    larger than before (plausible). Waits for the device at every bucket."""
+    """ddp, zero1, zero2: check each rank's gradients before they are summed. finite: stop and name the parameter if a
+    gradient is not finite. plausible: also stop if a bucket's norm is over 1000 times its largest norm so far.
+    Synchronises with the device at every bucket."""
     symmetric_memory: bool = False
-    """Not fsdp2: allocate the buffers in NCCL's symmetric memory. Needs CUDA. Experimental: not yet run on a GPU."""
+    """ddp, zero1, zero2: allocate the buffers in NCCL's symmetric memory. Needs CUDA. Experimental: not yet run on a GPU."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory."""
+    """fsdp2: keep parameters, gradients and optimizer state in host memory."""
 
     @model_validator(mode="before")
     @classmethod
     def _from_styles(cls, values: Any) -> Any:
-        """Copy tp_plan from its former key. An invalid style is reported under that key."""
+        """Set tp_plan from its former key. An invalid style is reported under the former key."""
         styles = values.get("tp_plan_styles") if isinstance(values, dict) else None
         if not isinstance(styles, dict) or not styles or values.get("tp_plan", "auto") != "auto":
             return values
@@ -125,7 +132,7 @@ class Parallel(Section):
 
 
 class Pipeline(Section):
-    """With pp > 1: the split of layers into stages, and the order in which the stages run."""
+    """With pp > 1: the split of layers into stages, and the schedule of the stages."""
 
     schedule: Annotated[
         Literal[
@@ -140,24 +147,25 @@ class Pipeline(Section):
         | CsvPath,
         WITH_PP,
     ] = "1F1B"
-    """Order of forward and backward passes: a name, or a CSV file with one row of actions per rank."""
+    """Schedule of forward and backward passes: a name, or a CSV file with one row of actions per rank."""
     layers_per_stage: Annotated[Count | Annotated[ListOf[Count], MinLen(1)], WITH_PP] = 0
-    """Layers in one stage, or a list of the layers in each. 0: balance the cost of the stages, including embedding, head and
-    experts."""
+    """Number of layers in each stage, or a list with one number per stage. 0: balance the cost of the stages, including
+    embedding, head and experts."""
     module_names: Annotated[
         ListOf[ListOf[Text]], WITH_PP, unused("replaced by pipeline.layers_per_stage")
     ] = ()
-    """Former key: a list of the modules in each stage. If layers_per_stage is 0, each stage gets as many layers as its list
-    names."""
+    """Former key: a list of module names for each stage. If layers_per_stage is 0, the number of layers in each list is
+    used."""
     round: Annotated[
         Literal["up", "down", "error"], WITH_PP, unused_if("pipeline.layers_per_stage", 0), LISTED
     ] = "error"
-    """If layers_per_stage gives a number of stages that pp does not divide: use more stages, fewer, or report an error."""
+    """If pp does not divide the number of stages given by layers_per_stage: use more stages (up), use fewer (down), or
+    report an error."""
 
     @model_validator(mode="before")
     @classmethod
     def _from_names(cls, values: Any) -> Any:
-        """Count layers_per_stage in its former key."""
+        """Set layers_per_stage from its former key, by counting layers."""
         names = values.get("module_names") if isinstance(values, dict) else None
         if not isinstance(names, list | tuple) or not names or values.get("layers_per_stage", 0) != 0:
             return values
@@ -165,46 +173,49 @@ class Pipeline(Section):
 
 
 class Precision(Section):
-    """Number formats. Softmax, norms, rotary tables and loss always use at least float32."""
+    """Number formats. Softmax, norms, rotary tables and the loss always use at least float32."""
 
     storage: Dtype = "float32"
     """Format of the stored parameters. bfloat16 loses updates smaller than 1/256 of a weight."""
     compute: Dtype = "bfloat16"
     """Format of parameters and activations in forward and backward."""
     reduce: Dtype = "float32"
-    """Format of the sums of gradients over ranks."""
+    """Format of gradients in sums over ranks."""
     fp32_modules: ListOf[Text] = ("*.router", "*.decay")
-    """Glob patterns of module names that compute in float32, or in precision.compute if that is wider."""
+    """Glob patterns of modules computing in float32, or in precision.compute, if wider."""
     mixed_storage_rule: Annotated[
         Literal["uniform_storage", "per_parameter"], unused("all parameters have one storage format")
     ] = "uniform_storage"
     """No effect: all parameters are stored in precision.storage."""
     float8: Literal["none", "tensorwise", "rowwise", "blockwise", "mxfp8"] = "none"
-    """Float8 matrix products, with one scale per tensor, per row, per 128 values (128 x 128 weights), or per 32 values."""
+    """Float8 matrix products. tensorwise: one scale per tensor; rowwise: per row; blockwise: per 128 values (128 x 128
+    in weights); mxfp8: per 32 values."""
     float8_experts: Annotated[Literal["auto"] | bool, WITH_FLOAT8] = "auto"
-    """Also use float8 in routed experts. auto: with blockwise and mxfp8. Their weight gradients stay in precision.compute."""
+    """Also use float8 in routed experts. auto: with blockwise and mxfp8. Weight gradients of routed experts stay in
+    precision.compute."""
     float8_emulate: Annotated[Literal["auto"] | bool, WITH_FLOAT8] = "auto"
-    """Round operands to float8 and multiply them in a wider format. auto: if the hardware has no kernel, e.g. on a
-    CPU."""
+    """Emulate float8: round operands to float8 and multiply them in a wider format. auto: only if the hardware has no
+    kernel, e.g. on a CPU."""
     float8_all_gather: Annotated[Literal["auto"] | bool, WITH_FLOAT8] = "auto"
-    """Gather parameters in float8. auto: only with fsdp2, tp = 1, and not rowwise; with blockwise and mxfp8 also only
-    with ep = 1, without compilation, and if each rank has whole blocks."""
+    """Gather parameters in float8. auto: with fsdp2, tp = 1 and any recipe except rowwise. blockwise and mxfp8 also
+    require ep = 1, no compilation, and whole blocks on each rank."""
     float8_exclude: Annotated[ListOf[Text], WITH_FLOAT8] = ("head", "*.router", "*.wa", "*.wa_down", "*.wb")
-    """Glob patterns of linear layers and routed experts that do not use float8. With tensorwise and rowwise, layers never
-    use it if 16 does not divide one of their sizes."""
+    """Glob patterns of linear layers and routed experts to keep out of float8. With tensorwise and rowwise, layers
+    whose sizes are not multiples of 16 never use float8."""
 
 
 class ActivationCheckpoint(Section):
     """Save memory by recomputing activations in backward."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """Recompute nothing, whole blocks, cheap operations, or as much as memory_budget requires (needs compile.enabled)."""
+    """none: recompute nothing. full: recompute whole blocks. selective: recompute cheap operations. memory_budget: the
+    compiler recomputes as much as memory_budget requires (needs compile.enabled)."""
     modules: Annotated[ListOf[Text], BY_BLOCK] = ()
-    """full, selective: recompute only these parts of a block, such as `attention`. []: the whole block."""
+    """full, selective: recompute only these submodules of a block, e.g. `attention`. []: the whole block."""
     every: Annotated[Positive, BY_BLOCK] = 1
     """full, selective: recompute only in every n-th block."""
     memory_budget: Annotated[Share, used_if("activation_checkpoint.mode", "memory_budget")] = 0.5
-    """memory_budget: fraction of a block's activations to keep. 0: recompute all."""
+    """memory_budget: fraction of a block's activations to keep. 0: recompute everything."""
 
 
 class Compile(Section):
@@ -215,7 +226,7 @@ class Compile(Section):
     loss: bool = False
     """Compile the head and the loss."""
     optimizer: bool = False
-    """Compile AdamW's update to one pass over the memory, which also clips and writes the copy that the model computes
-    with; with muon, the update of the parameters that AdamW updates. Not for moments in int8."""
+    """Compile AdamW's update into one pass over memory, including clipping and the write of the compute copy. With
+    muon, this applies to the parameters updated by AdamW. Not available with int8 moments."""
     backend: Annotated[Text, COMPILES] = "inductor"
-    """Compiler backend. inductor generates kernels; aot_eager only traces, which finds the same errors within a second."""
+    """Compiler backend. inductor generates kernels. aot_eager only traces, and finds the same errors within a second."""

@@ -32,7 +32,7 @@ from forge.runtime.errors import UserError, nearest
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 CommandAction = Literal["run", "help", "print_config", "plan"]
-# If several are given, the first in this order counts.
+# If several are given, the first in this order is used.
 ACTIONS: dict[str, CommandAction] = {"--help": "help", "--plan": "plan", "--print-config": "print_config"}
 SWITCHES = (*ACTIONS, "--json", "--search")
 FLAGS = (*SWITCHES, "--config", "--world-size", "--hardware")
@@ -40,10 +40,10 @@ FLAGS = (*SWITCHES, "--config", "--world-size", "--hardware")
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The contents of argv.
+    """A parsed command line.
 
-    `raw`: the overrides in order, each a dotted key and its text as typed. `problems`: the invalid arguments, which
-    `load_config` reports together with the errors in the file.
+    raw: the overrides in order, each as (dotted key, text as typed). problems: the invalid arguments, reported by
+    `load_config` together with the errors in the file.
     """
 
     action: CommandAction = "run"
@@ -119,7 +119,7 @@ def parse_command_line(argv: list[str]) -> CommandLine:
 
 
 def _suggestion(option: str) -> str:
-    """Return a suggestion for an option without a dot: a key of a section, or a flag."""
+    """Return a suggestion for an unknown option without a dot: a key of a section, or a flag."""
     name = option.removeprefix("--").replace("-", "_")
     single = [key for key in keys().values() if key.section not in lists()]
     for key in single:
@@ -133,7 +133,7 @@ def _suggestion(option: str) -> str:
 
 
 def load_config(argv: list[str]) -> Config:
-    """Return the configuration of `argv` (without the program's name). Raises UserError as `load_command` does."""
+    """Return the configuration of `argv` (without the program's name). Raises UserError like `load_command`."""
     return load_command(parse_command_line(argv))
 
 
@@ -154,11 +154,11 @@ def load_command(command: CommandLine) -> Config:
 
 
 def parse_toml_text(text: str, source: str = "the config text", *, import_classes: bool = True) -> Config:
-    """Return the configuration in `text`, which must be complete; `source` names it in messages.
+    """Return the configuration in the TOML document `text`.
 
-    Without `import_classes`, classes named by import path are not imported and their keys not checked, e.g. to read
-    the configuration of a checkpoint whose optimizer is not needed.
-    Raises UserError (exit 2) with every error in the text.
+    source: name of the document in messages. import_classes: import classes named by import path and check their keys;
+    false to read, e.g., the configuration of a checkpoint without its optimizer. Raises UserError (exit 2) with every
+    error in the text.
     """
     return _validated(_read_text(text, source), [], import_classes)
 
@@ -180,7 +180,7 @@ def _validated(values: Values, problems: list[Problem], import_classes: bool = T
 
 
 def examine(values: Values, import_classes: bool = True) -> tuple[Config | None, list[Problem]]:
-    """Return the config, if the schema admits it, and every problem that the schema and `check` find."""
+    """Return the config, or None if the schema refuses it, and every problem found by the schema and by `check`."""
     config, name = None, ("optimizer", "name")
     refused: dict[KeyPath, Problem | None] = {}
     values.schema, wrong_class = schema_for(values.tree, import_classes)
@@ -190,7 +190,7 @@ def examine(values: Values, import_classes: bool = True) -> tuple[Config | None,
         checked = config = values.schema.model_validate(values.tree)
     except ValidationError as error:
         refused |= explain(error, values)
-        # Combinations of the other keys may be wrong, too: check them with a valid value for each refused one.
+        # Also check combinations of the other keys, with a valid value in place of each refused one.
         checked = values.schema.model_validate(_repaired(values, {key_path(path) for path in refused}))
     problems = [one for one in refused.values() if one is not None]
     for one in check(checked):
@@ -201,7 +201,7 @@ def examine(values: Values, import_classes: bool = True) -> tuple[Config | None,
 
 
 def _repaired(values: Values, refused: set[KeyPath]) -> dict[str, Any]:
-    """Return the tree of `values` without the keys in `refused` and with an example for every missing required key."""
+    """Return the tree of `values` without `refused`, and with an example value for every missing required key."""
     repaired = copy.deepcopy(values.tree)
     for *parents, name in refused:
         (value_at(repaired, parents) or {}).pop(name, None)
@@ -209,7 +209,7 @@ def _repaired(values: Values, refused: set[KeyPath]) -> dict[str, Any]:
 
 
 def _add_examples(table: dict[str, Any], schema: type[Section]) -> dict[str, Any]:
-    """Add a valid value for every required key that is missing in `table` or its sections. Return the table."""
+    """Add a valid value for every required key missing from `table` or its sections, in place. Return `table`."""
     for name, field in schema.model_fields.items():
         section, item = section_class(field), item_class(field)
         if field.is_required() and name not in table:
@@ -221,7 +221,10 @@ def _add_examples(table: dict[str, Any], schema: type[Section]) -> dict[str, Any
 
 
 def _find_config(command: CommandLine, problems: list[Problem]) -> Path | None:
-    """Return the file that --config names: a path, else a name in configs/, each with or without .toml."""
+    """Return the file named by --config: a path, else a name in configs/, each with or without .toml.
+
+    None: a problem was added.
+    """
     names = sorted(path.stem for path in CONFIGS.glob("*.toml"))
     shipped = f"configs/ has {', '.join(names)}"
     if command.config is None:
@@ -263,7 +266,7 @@ def _read_text(text: str, source: str) -> Values:
 
 
 def _let_length_replace(values: Values) -> None:
-    """Drop the file's run length if an override sets the other unit: train.steps replaces train.tokens, and vice versa."""
+    """Drop the file's run length if an override gives the other unit: steps replace tokens, and vice versa."""
     train = values.tree.get("train")
     for given, other in (("tokens", "steps"), ("steps", "tokens")):
         replaces = ("train", given) in values.overridden and ("train", other) not in values.overridden
@@ -272,7 +275,7 @@ def _let_length_replace(values: Values) -> None:
 
 
 def _override(values: Values, key: str, text: str) -> Problem | None:
-    """Set `key` to the value of `text`, and create its section if needed. Return the problem, if any."""
+    """Set `key` to the value of `text`, creating its section if needed. Return the problem, or None."""
     path, argument = tuple(key.split(".")), (f"--{key}={text}",)
     table = values.tree
     for depth, part in enumerate(path[:-1], start=1):

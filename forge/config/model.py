@@ -1,4 +1,4 @@
-"""[model]: the architecture. Nothing here depends on how the model is distributed."""
+"""[model]: the architecture. No key in this section depends on the distribution over ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from forge.config.section import (
 LayerKind = Literal["full", "sliding", "nope", "linear"]
 WITH_YARN, WITH_LLAMA3 = (used_if("model.rope_scaling.kind", kind) for kind in ("yarn", "llama3"))
 WITH_MLA, NOT_WITH_MLA = used_if("model.attention", "mla"), unused_if("model.attention", "mla")
-# Without a value of their own these two follow from other keys.
+# If not set, n_kv_heads and head_dim are derived from other keys.
 KV_HEADS = Unused(NOT_WITH_MLA.reason, lambda c: c.model.latent and c.model.n_kv_heads != c.model.n_heads)
 HEAD_DIM = Unused(
     NOT_WITH_MLA.reason, lambda c: c.model.latent and c.model.head_dim * c.model.n_heads != c.model.dim
@@ -42,12 +42,12 @@ class RopeScalingConfig(Section):
     """RoPE scaling for contexts longer than the original training context. Absent: plain RoPE."""
 
     kind: Literal["linear", "llama3", "yarn"]
-    """`linear` divides every frequency; `llama3` scales low ones; `yarn` interpolates by the number of rotations and scales
-    attention."""
+    """`linear` divides all frequencies by the factor. `llama3` scales low frequencies. `yarn` interpolates by the
+    number of rotations, and also scales attention."""
     factor: PositiveNumber
-    """How many times longer the new context is."""
+    """Length of the new context divided by the original training context."""
     original_max_position: Annotated[Count, unused_if("model.rope_scaling.kind", "linear")] = 0
-    """llama3, yarn: original training context in tokens. Required by both."""
+    """llama3, yarn: original training context in tokens. Required for these kinds."""
     low_freq_factor: Annotated[PositiveNumber, WITH_LLAMA3] = 1.0
     """llama3: wavelengths longer than original_max_position / low_freq_factor are fully scaled."""
     high_freq_factor: Annotated[PositiveNumber, WITH_LLAMA3] = 4.0
@@ -57,76 +57,80 @@ class RopeScalingConfig(Section):
     beta_slow: Annotated[PositiveNumber, WITH_YARN] = 1.0
     """yarn: frequencies with fewer rotations than this over the original context are fully scaled."""
     truncate: Annotated[bool, WITH_YARN] = True
-    """yarn: round the first and the last index of the partly scaled frequencies outwards, as its authors do. gpt-oss does
-    not."""
+    """yarn: round the range of partly scaled frequencies outwards to whole indices, as in the YaRN paper. gpt-oss does
+    not round."""
     attention_factor: Annotated[PositiveNumber | None, WITH_YARN] = Field(
         default=None, json_schema_extra={"default": "0.1 ln(factor) + 1"}
     )
-    """yarn: multiplies the rotary tables, and so attention scores by its square."""
+    """yarn: multiplies the rotary tables, so attention scores are multiplied by the square of this factor."""
     mscale_all_dim: Annotated[NonNegativeNumber, WITH_MLA, WITH_YARN] = 0.0
-    """yarn, with model.attention = mla: multiplies scores by (0.1 mscale_all_dim ln(factor) + 1) squared. 0: by 1."""
+    """yarn, with model.attention = mla: attention scores are multiplied by (0.1 mscale_all_dim ln(factor) + 1)^2. 0: off."""
 
 
 class MLAConfig(Section):
-    """Multi-head latent attention, with model.attention = mla: keys and values are products of one small vector per token."""
+    """Multi-head latent attention (model.attention = mla): keys and values are projected from one small latent per token."""
 
     q_lora_rank: Annotated[Count, WITH_MLA] = 1536
-    """Size of the latent vector of queries. 0: queries are projected from the input."""
+    """Size of the latent for queries. 0: queries are projected directly from the input."""
     kv_lora_rank: Annotated[Positive, WITH_MLA] = 512
-    """Size of the latent vector of keys and values."""
+    """Size of the latent for keys and values."""
     qk_nope_head_dim: Annotated[Positive, WITH_MLA] = 128
-    """Elements of a head of queries and keys without positions."""
+    """Number of elements without RoPE in each query and key head."""
     qk_rope_head_dim: Annotated[Positive, WITH_MLA] = 64
-    """Elements rotated by RoPE in each query head, and in the one key part shared by all heads. Must be even."""
+    """Number of elements with RoPE in each query head, and in the key part shared by all heads. Must be even."""
     v_head_dim: Annotated[Positive, WITH_MLA] = 128
-    """Size of a head of values."""
+    """Size of a value head."""
 
 
 class MoEConfig(Section):
-    """Mixture of experts in place of the feed-forward, except in the first n_dense_layers. Absent: a dense model."""
+    """Mixture of experts in place of the feed-forward, except in the first n_dense_layers layers. Absent: a dense model."""
 
     n_experts: Positive
     """Routed experts per layer."""
     top_k: Positive = 2
     """Routed experts per token."""
     n_shared_experts: Count = 0
-    """Experts that every token uses, in addition to the routed ones."""
+    """Shared experts, used by every token in addition to its routed experts."""
     n_expert_groups: Positive = 1
-    """Number of groups of consecutive experts. Must divide n_experts."""
+    """Number of groups into which consecutive experts are divided. Must divide n_experts."""
     n_limited_groups: Count = 0
-    """Each token chooses its experts from this number of groups with the highest scores. 0: all groups."""
+    """Each token chooses its experts only from this number of groups: those with the highest scores. 0: from all groups."""
     shared_expert_gate: bool = False
-    """Multiply the output of the shared experts by the sigmoid of a projection of their input to one number (Qwen)."""
+    """Multiply the output of the shared experts by a gate: the sigmoid of a projection of their input to one number
+    (Qwen)."""
     expert_dim: Count = 0
     """Hidden size of an expert. 0: model.ffn_dim."""
     latent_dim: Count = 0
-    """Width of routed experts' inputs and outputs, and of the rows sent by dispatch. A projection and a norm convert each
-    token to it and back. 0: model.dim, without projections."""
+    """Width of the inputs and outputs of routed experts, and of the rows sent by dispatch. A projection and a norm map
+    each token to this width; another projection maps it back. 0: model.dim, without projections."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """Function that turns router logits into scores."""
+    """Function from router logits to scores."""
     normalize_top_k: bool = True
-    """Normalize the scores of a token's chosen experts to sum to one. Has no effect with top_k = 1."""
+    """Normalize the scores of a token's chosen experts to a sum of 1. No effect with top_k = 1."""
     route_scale: PositiveNumber = 1.0
-    """Multiplies the weights of routed experts, after normalization."""
+    """Factor of the weights of routed experts, applied after normalization."""
     router_noise: NonNegativeNumber = 0.0
-    """Standard deviation of noise added to router logits in training. 0: none. With noise, results depend on the layout."""
+    """Standard deviation of the noise added to router logits in training. With noise, results depend on the layout. 0:
+    no noise."""
     capacity_factor: NonNegativeNumber = 0.0
-    """Limit on the tokens per expert in training, as a multiple of an equal share of a process's microbatch. Tokens with the
-    smallest weights are dropped, so training depends on the microbatch and on how tp and cp divide it. Evaluation drops
-    nothing. 0: no limit."""
+    """Limit on the tokens per expert in training, as a multiple of an expert's equal share of the tokens in a process's
+    microbatch. Tokens with the smallest weights are dropped, so results depend on micro_batch_size, tp and cp.
+    Evaluation drops no tokens. 0: no limit."""
     balance: Literal["bias", "quantile", "aux_loss", "sequence_aux_loss", "none"] = "bias"
-    """How load is balanced: by a bias on expert selection, which moves by a fixed step (bias) or is solved once per step for
-    an even load of its tokens (quantile, Kimi K3), by a loss over the global batch or over each sequence, or not."""
+    """How expert load is balanced. bias: a bias on expert selection moves by a fixed amount in each step. quantile
+    (Kimi K3): the bias is solved once per step for an even load. aux_loss: a loss over the global batch.
+    sequence_aux_loss: a loss over each sequence. none: no balancing."""
     aux_loss_coef: Annotated[NonNegativeNumber, BALANCING_LOSS] = 0.01
     """aux_loss, sequence_aux_loss: weight of the balancing loss."""
     z_loss_coef: NonNegativeNumber = 0.0
     """Weight of the router z-loss: the mean squared logsumexp of the router logits."""
     bias_update_rate: Annotated[NonNegativeNumber, used_if("model.moe.balance", "bias")] = 0.001
-    """bias: change of the selection bias per optimizer step."""
+    """bias: change of the selection bias in each optimizer step."""
     n_dense_layers: Count = 0
-    """Number of first layers with a dense feed-forward."""
+    """Number of layers at the beginning with a dense feed-forward."""
     every: Positive = 1
-    """n: after the first n_dense_layers, only layers n - 1, 2n - 1, ... have experts, and the others are dense. 1: all do."""
+    """If n: only layers n - 1, 2n - 1, ... (counted from 0, and after the first n_dense_layers) have experts; the
+    others are dense. 1: all layers have experts."""
     expert_bias: bool = False
     """Add biases to both projections of routed experts."""
     router_bias: bool = False
@@ -134,49 +138,50 @@ class MoEConfig(Section):
 
     @property
     def biased(self) -> bool:
-        """Whether a bias is added to the scores when experts are chosen, to balance their load."""
+        """Return whether expert selection adds a bias to the scores, for load balancing."""
         return self.balance in ("bias", "quantile")
 
 
 class MTPConfig(Section):
-    """Multi-token prediction: modules after the model that predict tokens further ahead, in training. Absent: none."""
+    """Multi-token prediction: extra modules that predict further tokens ahead in training. Absent: none."""
 
     depth: Positive = 1
-    """Number of modules; the k-th predicts the token k places after the next one."""
+    """Number of modules. Module k = 1, 2, ... predicts the token k places after the next token."""
     loss_coef: PositiveNumber = 0.3
-    """Weight of their loss, a mean over the modules."""
+    """Weight of the multi-token prediction loss, a mean over the modules."""
 
 
 class LinearAttentionConfig(Section):
-    """The linear-attention layers of model.layer_pattern. Absent: there are none."""
+    """The linear-attention layers of model.layer_pattern. Absent: no such layers."""
 
     kind: Literal["gated_delta", "kimi_delta"] = "gated_delta"
-    """gated_delta: Gated DeltaNet, one decay per head. kimi_delta: Kimi Delta Attention, one decay per key channel, with
-    decays and output gates from low-rank projections."""
+    """gated_delta: Gated DeltaNet, with one decay per head. kimi_delta: Kimi Delta Attention, with one decay per key
+    channel, and low-rank projections for decays and output gates."""
     n_key_heads: Positive
     """Number of query and key heads."""
     n_value_heads: Count = 0
-    """Number of value heads, each with a state. A multiple of n_key_heads. 0: n_key_heads."""
+    """Number of value heads, each with a recurrent state. Must be a multiple of n_key_heads. 0: n_key_heads."""
     key_head_dim: Positive
     """Size of a query or key head."""
     value_head_dim: Count = 0
     """Size of a value head. 0: key_head_dim."""
     full_rank_gate: Annotated[bool, KIMI_DELTA] = False
-    """kimi_delta: output gates from one projection (Kimi K3) instead of two through value_head_dim features."""
+    """kimi_delta: compute output gates by one full-rank projection (Kimi K3), not by a low-rank pair through
+    value_head_dim features."""
     decay_bound: Annotated[NonNegativeNumber, KIMI_DELTA] = 0.0
-    """kimi_delta: the decay factor of a token comes from a sigmoid and is at least exp(-decay_bound); Kimi K3 has 5. 0: it
-    comes from a softplus, without a bound."""
+    """kimi_delta: compute the decay factor of a token by a sigmoid, with the lower bound exp(-decay_bound); 5 in Kimi
+    K3. 0: by a softplus, without a bound."""
     conv_size: Positive = 4
-    """Tokens that the convolution of queries, keys and values spans, including the token itself."""
+    """Width in tokens of the convolution of queries, keys and values, including the token itself."""
     chunk_size: Positive = 64
-    """Tokens that are computed together; changes speed and memory only."""
+    """Number of tokens computed together. Changes only speed and memory."""
 
 
 class ModelConfig(Section):
     """The model: a Transformer decoder."""
 
     kind: Text = "transformer"
-    """A registered model, or an import path `package.module:Class`."""
+    """Name of a registered model, or an import path `package.module:Class`."""
     dim: Annotated[int, Ge(1), Le(2**18)]
     """Width of the residual stream."""
     n_layers: Annotated[int, Ge(1), Le(10_000)]
@@ -190,72 +195,77 @@ class ModelConfig(Section):
     ffn_dim: Positive
     """Hidden size of the dense feed-forward."""
     vocab_size: Annotated[int, Ge(1), Le(10**8)]
-    """Rows of the embedding, at least the size of the tokenizer's vocabulary."""
+    """Number of rows of the embedding; at least the size of the tokenizer's vocabulary."""
     norm_position: Literal["pre", "post", "sandwich"] = "pre"
-    """RMSNorm on the input of attention and feed-forward (pre), on their output before it is added to the stream (post, as
-    OLMo 2), or on both (sandwich, as Gemma 2)."""
+    """Position of RMSNorm. pre: on the inputs of attention and feed-forward. post (OLMo 2): on their outputs, before
+    these are added to the residual stream. sandwich (Gemma 2): on both."""
     residual: Literal["add", "attention"] = "add"
-    """add: each half of a block adds to the stream and reads it. attention: it reads a mix over depth, by softmax, of the
-    stream and its values at the beginnings of residual blocks, with a learned query (attention residuals, Kimi K3)."""
+    """Input of attention and feed-forward. add: the residual stream. attention (attention residuals, Kimi K3): a
+    softmax-weighted mix over depth of the stream and its values at the beginning of each residual block, by a learned
+    query. Both add their output to the stream."""
     residual_block_size: Annotated[Positive, used_if("model.residual", "attention")] = 12
-    """attention residuals: layers in a block, within which they add to the stream."""
+    """attention: number of layers in a residual block. Within a block, layers add to the stream."""
     norm_eps: PositiveNumber = 1e-5
-    """Added to the mean square in RMSNorm."""
+    """Epsilon of RMSNorm, added to the mean square."""
     zero_centered_norms: bool = False
-    """Norms multiply by 1 + weight, and their weights begin at 0 (Gemma)."""
+    """Norms multiply by 1 + weight, with weights initialised to 0 (Gemma)."""
     activation: Literal["silu", "gelu_tanh", "relu2", "clamped_swiglu", "situ"] = "silu"
-    """The feed-forward, dense and of experts. silu, gelu_tanh (GELU by its tanh formula): w2(f(w1 x) * w3 x); clamped_swiglu
-    (gpt-oss): the same with gate and up clamped, f(g) = g sigmoid(1.702 g), and 1 added to up; situ (Kimi K3): the same with
-    smooth bounds, f(g) = sigmoid(g) limit tanh(g / limit), and up_limit tanh(up / up_limit) in place of up; relu2:
-    w2(relu(w1 x)^2), without w3."""
+    """Formula of the dense feed-forward and of experts, with gate g = w1 x and up u = w3 x. silu, gelu_tanh (GELU by
+    its tanh formula): w2(f(g) * u). clamped_swiglu (gpt-oss): w2(f(g) * (u + 1)) with clamped g and u, and f(g) = g
+    sigmoid(1.702 g). situ (Kimi K3): w2(f(g) * h(u)) with the smooth bounds f(g) = sigmoid(g) limit tanh(g / limit) and
+    h(u) = up_limit tanh(u / up_limit). relu2: w2(relu(g)^2), without w3."""
     activation_limit: Annotated[PositiveNumber, used_if("model.activation", "clamped_swiglu", "situ")] = 7.0
-    """clamped_swiglu: gate is at most this, and up within plus and minus this. situ: the bound of the gate; Kimi K3 has 4."""
+    """clamped_swiglu: upper limit of the gate, and limit of the absolute value of up. situ: bound of the gate; 4 in
+    Kimi K3."""
     activation_up_limit: Annotated[PositiveNumber, used_if("model.activation", "situ")] = 25.0
-    """situ: the bound of up."""
+    """situ: bound of up."""
     ffn_bias: bool = False
     """Add biases to the projections of the dense feed-forward and of shared experts."""
     rope_theta: PositiveNumber = 500000.0
-    """Base of the rotary frequencies."""
+    """Base of the RoPE frequencies."""
     rope_fraction: Annotated[PositiveShare, NOT_WITH_MLA] = 1.0
-    """Share of each head's elements that RoPE rotates, the first ones. head_dim times it must be an even number."""
+    """Fraction of each head's elements rotated by RoPE, beginning with the first element. head_dim * rope_fraction must
+    be even."""
     sliding_rope_theta: Annotated[NonNegativeNumber, WITH_WINDOW, SLIDING] = 0.0
-    """Base of the rotary frequencies in layers with a sliding window, which rope_scaling then leaves alone. 0: as in other
-    layers."""
+    """Base of the RoPE frequencies in layers with a sliding window; rope_scaling then does not apply to them. 0: same
+    as in other layers."""
     tie_embeddings: bool = False
-    """Use the embedding matrix as the output projection."""
+    """Use the embedding matrix as the output head."""
     scale_embeddings: bool = False
-    """Multiply embeddings by sqrt(dim), rounded to the format they are computed in (Gemma)."""
+    """Multiply embeddings by sqrt(dim), rounded to their compute format (Gemma)."""
     qk_norm: Annotated[bool, NOT_WITH_MLA] = False
     """Apply RMSNorm to queries and keys before RoPE."""
     qk_norm_over: Annotated[Literal["head", "projection"], unused_if("model.qk_norm", False)] = "head"
-    """qk_norm: over each head by itself with one weight for all, or over all heads of a token together (OLMo 2)."""
+    """qk_norm: head: normalise each head separately, with one weight shared by all heads. projection: normalise all
+    heads of a token together (OLMo 2)."""
     attention: Literal["gqa", "mla"] = "gqa"
-    """gqa: grouped-query attention, n_kv_heads heads of keys and values. mla: multi-head latent attention, [model.mla]."""
+    """gqa: grouped-query attention with n_kv_heads key/value heads. mla: multi-head latent attention, see [model.mla]."""
     attention_gate: Literal["none", "head", "element"] = "none"
-    """Multiply attention's output by the sigmoid of a projection of its input. head: one number per head; element: one per
-    element of a head."""
+    """Multiply attention's output by a gate: the sigmoid of a projection of attention's input. head: one number per
+    head. element: one number per element of a head. none: no gate."""
     attention_sinks: bool = False
-    """Add a learned logit per head to the softmax, so that a token may attend to nothing."""
+    """Add a learned logit per head to the softmax (attention sink), so a token may attend to nothing."""
     attention_bias: bool = False
     """Add biases to the query, key and value projections."""
     attention_output_bias: bool = False
     """Add a bias to the output projection of attention."""
     sliding_window: Annotated[Count, SLIDING] = 0
-    """Number of tokens that a token attends to, including itself. 0: all previous tokens."""
+    """Number of tokens visible to a token, including itself. 0: all previous tokens."""
     layer_pattern: ListOf[LayerKind] = ()
-    """Kinds of layers, repeated over the depth: full (attends to the whole context), sliding (to the last sliding_window
-    tokens), nope (to the whole context, without positions), linear (see [model.linear_attention]). []: all layers slide, or
-    all are full if sliding_window is 0."""
+    """Kinds of layers, repeated over the depth. full: attention to the whole context. sliding: attention to the last
+    sliding_window tokens. nope: attention to the whole context, without RoPE. linear: linear attention, see
+    [model.linear_attention]. []: all layers are sliding, or full if sliding_window is 0."""
     sliding_window_pattern: Annotated[Count, NO_PATTERN, WITH_WINDOW] = 0
-    """With sliding_window and without layer_pattern: every n-th layer attends to the whole context. 0: no layer does."""
+    """With sliding_window and without layer_pattern: every n-th layer is full. 0: all layers are sliding."""
     logit_soft_cap: NonNegativeNumber = 0.0
     """Output logits become cap * tanh(logits / cap). 0: off."""
     attention_scale_dim: NonNegativeNumber = 0.0
-    """Attention scores are divided by the root of this number. 0: the size of a head (Gemma's 27B models have others)."""
+    """Attention scores are divided by the square root of this number. 0: the size of a head. (Gemma's 27B models use
+    other numbers.)"""
     attention_soft_cap: NonNegativeNumber = 0.0
     """Attention scores become cap * tanh(scores / cap). 0: off."""
     init_std: PositiveNumber = 0.02
-    """Standard deviation of initial weights. For wo and w2 it is init_std / sqrt(2 n_layers)."""
+    """Standard deviation of initial weights; init_std / sqrt(2 n_layers) for wo and w2."""
     rope_scaling: RopeScalingConfig | None = None
     linear_attention: LinearAttentionConfig | None = None
     mla: MLAConfig | None = None
@@ -264,23 +274,23 @@ class ModelConfig(Section):
 
     @property
     def embedding_at_both_ends(self) -> bool:
-        """Whether the pipeline stage with the head needs the embedding, too."""
+        """Return whether the pipeline stage with the head also needs the embedding."""
         return self.tie_embeddings or self.mtp is not None
 
     @property
     def rope_dim(self) -> int:
-        """How many elements of each head RoPE rotates."""
+        """Return the number of elements of each head rotated by RoPE."""
         mla = self.latent
         return round(self.head_dim * self.rope_fraction) if mla is None else mla.qk_rope_head_dim
 
     @property
     def latent(self) -> MLAConfig | None:
-        """[model.mla], if attention is multi-head latent attention."""
+        """Return [model.mla] for multi-head latent attention, otherwise None."""
         return self.mla if self.attention == "mla" else None
 
     @property
     def pattern(self) -> tuple[LayerKind, ...]:
-        """The repeating sequence of layer kinds, from whichever keys define it."""
+        """Return the repeating sequence of layer kinds, from layer_pattern or from the sliding-window keys."""
         if self.layer_pattern:
             return self.layer_pattern
         if not self.sliding_window:
@@ -295,25 +305,25 @@ class ModelConfig(Section):
         return 0 if self.mtp is None else self.mtp.depth
 
     def streams_into(self, layer: int) -> int:
-        """Return the number of tensors that enter the layer: the stream, and earlier saved ones. layer: its global index."""
+        """Return the number of tensors entering layer `layer` (global index): the stream and its saved earlier values."""
         saved = -(-layer // self.residual_block_size) if self.residual == "attention" else 0
         return 1 + saved
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether the layer with this global index has a mixture of experts."""
+        """Return whether layer `layer` (global index) has a mixture of experts."""
         moe = self.moe
         return moe is not None and layer >= moe.n_dense_layers and (layer + 1) % moe.every == 0
 
     def kind_of(self, layer: int) -> LayerKind:
-        """Return the kind of the layer with this global index."""
+        """Return the kind of layer `layer` (global index)."""
         return self.pattern[layer % len(self.pattern)]
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        """Fill in values that follow from other keys.
+        """Fill in values derived from other keys.
 
-        A value that would not be an integer stays 0, and checks.py reports it.
+        A derived value that would not be an integer stays 0; checks.py then reports the key.
         """
         if not isinstance(values, dict):
             return values

@@ -1,4 +1,4 @@
-"""[[phase]]: a stretch of a run with other values of some keys."""
+"""[[phase]]: a part of a run with different values of some keys."""
 
 from __future__ import annotations
 
@@ -10,42 +10,45 @@ from pydantic import Strict
 from forge.config.section import Count, ListOf, NonNegativeNumber, Positive, PositiveNumber, Section
 
 Beta = Annotated[float, Ge(0), Lt(1)]
-# A smaller value is 0 in float32, and divides 0 by 0 for a gradient of 0.
+# A smaller epsilon is 0 in float32, and a gradient of 0 would give 0 / 0.
 Epsilon = Annotated[float, Ge(1e-30)]
 
 
 class Phase(Section):
-    """A stretch of the run; phases follow in order.
+    """A part of the run; phases follow each other in order.
 
-    Keys that a phase leaves out, and all keys after the last phase, have the values of the other sections.
+    A key absent from a phase has its value from the other sections. After the last phase, all keys have these values.
     """
 
     until_tokens: Count = 0
-    """The phase ends after the step that reaches this number of tokens of the whole run. 0: never, in the last phase."""
+    """The phase ends after the step that reaches this number of tokens, counted from the start of the run. 0 (only in
+    the last phase): the phase does not end."""
     ramp: Literal["none", "linear"] = "none"
-    """linear: numbers move from their previous values to the phase's, reached at its end. Batches grow by the
-    greatest common divisor of both, weights and windows in sixteenths; seq_len and micro_batch_size change at once."""
+    """linear: values change gradually, from the values before the phase to the phase's values at the end of the phase.
+    The batch size changes in increments of the greatest common divisor of both sizes. Weights and windows change in 16
+    stages. seq_len, micro_batch_size and document_mask change at once."""
     global_batch_size: Positive | None = None
-    """Instead of train.global_batch_size."""
+    """Overrides train.global_batch_size."""
     micro_batch_size: Positive | None = None
-    """Instead of train.micro_batch_size."""
+    """Overrides train.micro_batch_size."""
     seq_len: Positive | None = None
-    """Instead of train.seq_len, which it must divide: each sample is cut into parts of this length, all in the same batch."""
+    """Overrides train.seq_len and must divide it. Each sample is cut into parts of this length, all in the same batch."""
     weights: Annotated[ListOf[NonNegativeNumber], MinLen(1)] | None = None
-    """Weights of data.sources, one for each."""
+    """Weights of data.sources, one for each source."""
     lr: PositiveNumber | None = None
-    """Instead of optimizer.lr: the peak that the schedule multiplies."""
+    """Overrides optimizer.lr, the peak of the schedule."""
     weight_decay: NonNegativeNumber | None = None
-    """Instead of optimizer.weight_decay."""
+    """Overrides optimizer.weight_decay."""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] | None = None
-    """Instead of optimizer.betas."""
+    """Overrides optimizer.betas."""
     eps: Epsilon | None = None
-    """Instead of optimizer.eps."""
+    """Overrides optimizer.eps."""
     ema: Beta | None = None
-    """Instead of optimizer.ema, which must be above 0, so that the run keeps a mean from the start."""
+    """Overrides optimizer.ema. Allowed only if optimizer.ema is above 0, because a run keeps the mean from its start or
+    not at all."""
     momentum: Beta | None = None
-    """Instead of optimizer.muon.momentum."""
+    """Overrides optimizer.muon.momentum."""
     sliding_window: Positive | None = None
-    """Instead of model.sliding_window, in the layers that have one."""
+    """Overrides model.sliding_window in sliding layers."""
     document_mask: bool | None = None
-    """Instead of data.document_mask."""
+    """Overrides data.document_mask."""

@@ -1,6 +1,6 @@
-"""The settings of each step: batch size, learning rate, window and other values that [[phase]] tables may change.
+"""The settings of each step: batch size, learning rate, window and other values controlled by [[phase]] tables.
 
-They are a pure function of the number of tokens trained before the step.
+The settings are a pure function of the number of tokens trained before the step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from forge.config.phase import Phase
 from forge.config.problem import Problem
 from forge.config.schema import Config, OptimizerConfig
 
-# A ramp of source weights or of the window has this many stages: each stage is a segment of the order of samples, or
-# compiles the blocks again.
+# Number of stages in a ramp of source weights or of the window. More stages would cost more: each stage of weights is a
+# segment of the sample order, and each stage of the window compiles the blocks again.
 STAGES = 16
 STEPWISE = ("micro_batch_size", "seq_len", "document_mask")
 RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
@@ -27,8 +27,9 @@ RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 class StepPlan:
     """The settings of one step.
 
-    lr: the peak learning rate, by schedule.lr_rule. windows: the number of windows of train.seq_len tokens that the step
-    reads. weights: one for each source with a weight above 0 in some phase; None: the weights of [data].
+    lr: the peak learning rate, after schedule.lr_rule. windows: the number of windows of train.seq_len tokens read by
+    the step. weights: one for each source with a weight above 0 in some phase; None: no phase changes the weights of
+    [data].
     """
 
     global_batch_size: int
@@ -43,13 +44,17 @@ class StepPlan:
 
     @property
     def tokens(self) -> int:
-        """Positions that the step trains on."""
+        """Return the number of token positions in the step."""
         return self.global_batch_size * self.seq_len
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Values from token `start` up to `end` (None: no end). first: for keys in `ramped`, the value before the ramp."""
+    """Values from token `start` up to `end` (None: no end).
+
+    first: the values before the ramp, for keys in `ramped`. last: the values at the end of the ramp, and throughout for
+    other keys.
+    """
 
     start: int
     end: int | None
@@ -58,21 +63,24 @@ class _Span:
     ramped: frozenset[str]
 
     def share(self, tokens: int, stages: int = 0) -> float:
-        """Return the completed share of the span after `tokens`, from 0 to 1; with `stages`, rounded down to whole stages."""
+        """Return the completed fraction of the span after `tokens`, 0 to 1.
+
+        stages: round down to this number of stages; 0: do not round.
+        """
         assert self.end is not None
         done, length = tokens - self.start, self.end - self.start
         return done * stages // length / stages if stages else done / length
 
     @property
     def batches(self) -> tuple[int, int]:
-        """The increment of a ramped batch size (negative: the batch shrinks), and the number of increments."""
+        """Return the increment of a ramped batch size (negative for a shrinking batch) and the number of increments."""
         first, last = self.first["global_batch_size"], self.last["global_batch_size"]
         unit = gcd(first, last)
         return (unit if last > first else -unit), abs(last - first) // unit
 
 
 class Phases:
-    """The phases of `config`, whose keys are valid; see `check_phases`."""
+    """The phases of `config`. The config must pass `check_phases`."""
 
     def __init__(self, config: Config):
         self._config = config
@@ -105,16 +113,16 @@ class Phases:
         else:
             self._spans.append(_Span(start, None, before, base, frozenset()))
         self._starts = [span.start for span in self._spans]
-        # Plans of spans without a ramp are made once, so that their steps compute nothing here.
+        # Make the plans of spans without a ramp once, not in every step.
         self._constant = [None if span.ramped else self._plan(span.last) for span in self._spans]
 
     def at(self, tokens: int) -> StepPlan:
-        """Return the plan of the next step after `tokens` positions have been trained on."""
+        """Return the plan of the step that follows after `tokens` trained positions."""
         number = bisect_right(self._starts, tokens) - 1
         return self._constant[number] or self._plan(self._ramped(self._spans[number], tokens))
 
     def tokens_after(self, steps: int, tokens: int = 0) -> int:
-        """Return the total of trained tokens after `steps` further steps."""
+        """Return the total number of tokens after `steps` further steps, beginning at `tokens`."""
         while steps > 0:
             plan, border = self.at(tokens), self._next_change(tokens)
             some = steps if border is None else min(steps, -(-(border - tokens) // plan.tokens))
@@ -122,7 +130,7 @@ class Phases:
         return tokens
 
     def steps_to(self, total: int, tokens: int = 0) -> int:
-        """Return how many further steps reach `total` tokens."""
+        """Return the number of further steps from `tokens` to at least `total` tokens."""
         steps = 0
         while tokens < total:
             plan, border = self.at(tokens), self._next_change(tokens)
@@ -131,9 +139,9 @@ class Phases:
         return steps
 
     def sizes(self) -> Iterator[tuple[int, tuple[int, int, int]]]:
-        """Yield (number of the phase, from 1; (batch size, microbatch size, sequence length) of its steps).
+        """Yield (number of the phase, from 1; (batch size, microbatch size, sequence length)).
 
-        For a ramp it yields the first batch size, the last one, and the increment: all its batch sizes are sums of these.
+        A ramp yields its first and last batch size and its increment: all its batch sizes are sums of these.
         """
         for number, span in enumerate(self._spans, 1):
             batches = {span.last["global_batch_size"]}
@@ -143,17 +151,14 @@ class Phases:
                 yield number, (batch, span.last["micro_batch_size"], span.last["seq_len"])
 
     def stretches(self) -> Iterator[tuple[int, StepPlan]]:
-        """Yield the first token and the plan of each phase.
-
-        A phase with a ramp yields two: the values before and after the ramp.
-        """
+        """Yield (first token, plan) of each phase. A phase with a ramp yields two plans: before and after the ramp."""
         for span, constant in zip(self._spans, self._constant, strict=True):
             yield span.start, constant or self._plan(span.first)
             if constant is None:
                 yield span.start, self._plan(span.last)
 
     def _next_change(self, tokens: int) -> int | None:
-        """Return the next number of tokens at which the size of a step may change; None if it never changes again."""
+        """Return the next number of tokens at which the step size may change; None if it never changes again."""
         span = self._spans[bisect_right(self._starts, tokens) - 1]
         if span.end is None or "global_batch_size" not in span.ramped:
             return span.end
@@ -201,7 +206,7 @@ class Phases:
 
 
 def used_sources(config: Config) -> list[int]:
-    """Return the indices of the sources that have a weight above 0 in some phase."""
+    """Return the indices of all sources with a weight above 0 in some phase."""
     weights = [
         tuple(source.weight for source in config.data.sources),
         *(phase.weights for phase in config.phase if phase.weights),
@@ -210,7 +215,7 @@ def used_sources(config: Config) -> list[int]:
 
 
 def _weights(config: Config) -> tuple[float, ...] | None:
-    """Return the weights outside of phases; None if no phase changes them."""
+    """Return the weights outside phases, of the used sources; None if no phase changes weights."""
     if not any(phase.weights for phase in config.phase):
         return None
     return tuple(config.data.sources[number].weight for number in used_sources(config))
@@ -221,7 +226,7 @@ def _between(first: float, last: float, share: float) -> float:
 
 
 def with_steps(config: Config) -> Config:
-    """Return `config` with `train.steps` computed from `train.tokens`, if that is set."""
+    """Return `config` with `train.steps` computed from `train.tokens`; unchanged if `train.tokens` is 0."""
     if not config.train.tokens:
         return config
     steps = Phases(config).steps_to(config.train.tokens)
@@ -229,7 +234,11 @@ def with_steps(config: Config) -> Config:
 
 
 def variants(config: Config) -> Iterator[tuple[int, Config]]:
-    """Yield (number of the phase, from 1; a config without phases that has the phase's step sizes)."""
+    """Yield a config without phases for each phase that changes a step size.
+
+    Yields (number of the phase, counted from 1; config with the phase's batch sizes and sequence length). Sizes equal
+    to those of [train] or of an earlier phase are skipped.
+    """
     train = config.train
     seen = {(train.global_batch_size, train.micro_batch_size, train.seq_len)}
     for number, sizes in Phases(config).sizes():
@@ -243,7 +252,7 @@ def variants(config: Config) -> Iterator[tuple[int, Config]]:
 
 
 def check_phases(config: Config) -> Iterator[Problem]:
-    """Yield the problems of [[phase]] by itself."""
+    """Yield the problems of the [[phase]] tables."""
     problems = [
         Problem(("phase", index, key), allowed, remedy, tuple(tuple(other.split(".")) for other in others))
         for index, phase in enumerate(config.phase)
@@ -266,7 +275,7 @@ def check_phases(config: Config) -> Iterator[Problem]:
 
 
 def _problems(config: Config, phase: Phase) -> Iterator[tuple[str, ...]]:
-    """Yield the problems of one phase: key, allowed values, remedy, and the other keys involved."""
+    """Yield the problems of one phase, each as (key, allowed values, remedy, *other keys involved)."""
     train, sources = config.train, len(config.data.sources)
     if phase.ramp == "linear" and not phase.until_tokens:
         yield "ramp", "needs until_tokens, the end of the ramp", "set until_tokens"

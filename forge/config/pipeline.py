@@ -1,7 +1,8 @@
 """The stages and microbatches of a pipeline: arithmetic on the configuration.
 
-A stage is a run of layers on one rank of the pp axis. GPipe and 1F1B have one stage per rank; the looped schedules give
-each rank several in turn (stage s is on rank s mod pp); the V-shaped ones give rank r the stages r and 2 pp - 1 - r.
+A stage is a range of consecutive layers on one pp rank. GPipe and 1F1B have one stage per rank. Looped schedules assign
+several stages to each rank in turn: stage s is on rank s mod pp. V-shaped schedules assign stages r and 2 pp - 1 - r to
+rank r.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from forge.config.schema import Config
 
 ONE_PER_RANK = ("GPipe", "1F1B")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-# These compute input gradients first and send them on, and compute the weights' gradients later.
+# These schedules compute and send input gradients first, and compute weight gradients later.
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-# These order microbatches in rounds of about pp.
+# These schedules order microbatches in rounds of about pp microbatches.
 IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 
 
@@ -40,9 +41,9 @@ def _fewest_stages(config: Config) -> int:
 
 
 def _accepts(config: Config, stages: int) -> bool:
-    """Return whether the schedule works with this many stages.
+    """Return whether the schedule works with `stages` stages.
 
-    Each stage must get a layer, unless pipeline.layers_per_stage is set.
+    Each stage must have a layer, unless pipeline.layers_per_stage is a list.
     """
     fewest, pp = _fewest_stages(config), config.parallel.pp
     if stages > config.model.n_layers and not isinstance(config.pipeline.layers_per_stage, tuple):
@@ -53,7 +54,7 @@ def _accepts(config: Config, stages: int) -> bool:
 
 
 def check_stages(config: Config) -> Iterator[Problem]:
-    """Yield why the requested stages are impossible."""
+    """Yield the reasons why the requested stages are impossible."""
     pp, layers, chosen = config.parallel.pp, config.model.n_layers, config.pipeline.layers_per_stage
     stages, fewest, schedule = number_of_stages(config), _fewest_stages(config), config.pipeline.schedule
     key, others = "pipeline.layers_per_stage", ("pipeline.schedule", "parallel.pp", "model.n_layers")
@@ -94,7 +95,7 @@ def _remedy(config: Config) -> str:
 
 
 def check_microbatches(config: Config, microbatches: int) -> Iterator[Problem]:
-    """Yield the reasons why the schedule is impossible with this many microbatches per optimizer step."""
+    """Yield the reasons why the schedule is impossible with `microbatches` microbatches per optimizer step."""
     schedule, pp = config.pipeline.schedule, config.parallel.pp
     if pp == 1 or schedule.endswith(".csv"):
         return

@@ -1,4 +1,4 @@
-"""`Problem`: one mistake in a configuration, and the sentence that reports it."""
+"""`Problem`: one mistake in a configuration, and its message."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ KeyPath: TypeAlias = tuple[Any, ...]
 class Problem:
     """A mistake of the user, reported as `key = value (source): allowed; remedy`.
 
-    key: path of the key at fault, or one argument of the command line. allowed: the rule that its value breaks.
-    others: paths of the keys that the rule compares it with. value: None if there is none. source: origin of the value.
-    phase: number of the phase that breaks the rule, from 1; 0: the run without phases.
+    key: path of the key at fault, or one argument of the command line. allowed: the violated rule. others: paths of the
+    other keys in the rule. value: the key's value; None: no value. source: origin of the value. phase: number of the
+    phase violating the rule, from 1; 0: not a phase.
     """
 
     key: KeyPath
@@ -55,14 +55,14 @@ def problem(key: str, allowed: str, remedy: str = "", *others: str) -> Problem:
 
 
 def with_values(problems: Iterable[Problem], config: Config, phase: int = 0) -> list[Problem]:
-    """Return `problems` with the values of their keys in `config`, the configuration of the phase with number `phase`."""
+    """Return `problems` with values of their keys from `config` and with the phase number `phase`."""
     found = list(problems)
     tree = config.model_dump(mode="json") if found else {}
     return [replace(one, value=value_at(tree, one.key), phase=phase) for one in found]
 
 
 def raise_all(problems: Sequence[Problem]) -> None:
-    """Raise UserError with a line for every problem; do nothing if there is none."""
+    """Raise UserError with a line for every problem. Do nothing without problems."""
     if len(problems) == 1:
         raise UserError(str(problems[0]))
     if problems:
@@ -71,11 +71,11 @@ def raise_all(problems: Sequence[Problem]) -> None:
 
 
 def show(path: Sequence[Any]) -> str:
-    """Write ("data", "sources", 0, "path") as data.sources[0].path."""
+    """Format a key path: ("data", "sources", 0, "path") -> data.sources[0].path."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def multiples(number: int, unit: int) -> str:
-    """Return the two multiples of `unit` that are nearest to `number`, below it (if positive) and above it."""
+    """Return, as text, the nearest multiples of `unit` below `number` (if positive) and above it."""
     lower = number // unit * unit
     return " or ".join(str(n) for n in (lower, lower + unit) if n)

@@ -1,4 +1,4 @@
-"""The whole configuration: one typed section per concern. [model], [data] and the parallel layout have their own files."""
+"""The whole configuration: one typed section per concern. [model], [data] and the layout sections have their own files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FileName = Annotated[
 S = TypeVar("S", bound=Section)
 Monitor = Literal["activations", "gradients", "weights", "updates", "attention", "experts"]
 MONITORS: tuple[Monitor, ...] = ("activations", "gradients", "weights", "updates", "attention", "experts")
-# When a key has no effect.
+# Conditions under which keys have no effect.
 SAMPLES, TASKS = unused_if("evaluate.sample_interval", 0), unused_if("evaluate.tasks", ())
 LOCAL, STRAGGLERS = unused_if("checkpoint.local_interval", 0), unused_if("resilience.straggler_interval", 0)
 PROFILES, WSD = unused_if("profile.span", ()), used_if("schedule.name", "wsd")
@@ -62,26 +62,27 @@ class Run(Section):
     name: FileName = Field(
         default="run", json_schema_extra={"default": "the config's file name without .toml"}
     )
-    """Name of the run. Its files are in output_dir/name."""
+    """Name of the run. The run directory is output_dir/name."""
     output_dir: Text = "runs"
-    """Folder that holds all runs."""
+    """Parent folder of all run directories."""
     seed: Count = 0
-    """Random seed of the initial weights and of the order of the data."""
+    """Random seed for the initial weights and the data order."""
     deterministic: bool = False
-    """Use only deterministic kernels, so that a repeated run on the same hardware is bit-identical. Slower."""
+    """Use only deterministic kernels: a repeated run on the same hardware is bit-identical. Slower."""
 
 
 class OptimizerConfig(Section):
     """The optimizer."""
 
     name: Literal["adamw", "lion", "muon"] | ImportPath = "adamw"
-    """Update rule, or your own class, which has its own table of keys; see docs/internals/extending/optimizer.md."""
+    """Optimizer, or the import path of your own optimizer class, which may have its own table of keys; see
+    docs/internals/extending/optimizer.md."""
     lr: PositiveNumber = 3e-4
     """Peak learning rate."""
     weight_decay: NonNegativeNumber = 0.1
     """Decoupled weight decay: each step multiplies weights by 1 - lr * weight_decay."""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
-    """Decay rates of the first and second moment; lion: of the mean that gives the direction, and of the momentum."""
+    """Decay rates of the first and second moment. lion: decay rates for the update's direction and for the momentum."""
     eps: Annotated[Epsilon, unused_if("optimizer.name", "lion")] = 1e-8
     """Added to the square root of the second moment."""
     no_decay: Annotated[ListOf[Text], unused_if("optimizer.weight_decay", 0)] = (
@@ -95,22 +96,22 @@ class OptimizerConfig(Section):
     )
     """Glob patterns of parameter names without weight decay."""
     groups: ListOf[GroupConfig] = ()
-    """Parameters with a learning rate or weight decay of their own, by glob patterns of their names: a list of tables with
-    the keys names, lr_scale and weight_decay. See docs/reference/optimizers.md."""
+    """Parameters with a separate learning rate or weight decay: a list of tables with the keys names (glob patterns),
+    lr_scale and weight_decay. See docs/reference/optimizers.md."""
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Format of both moments. With float32, precision.storage if that is wider. bfloat16 and int8 are rounded
-    stochastically, with the same noise on any layout. int8, for adamw, has a scale for every 64 elements."""
+    """Format of both moments. float32: or precision.storage, if wider. bfloat16 and int8 are rounded stochastically,
+    with the same noise for any layout. int8 is only for adamw and has a scale for every 64 elements."""
     ema: Beta = 0.0
-    """Decay rate of a mean of the weights over steps, kept beside them; scripts/average.py --ema makes weights of it. 0: no
-    mean."""
+    """Decay rate of an exponential mean of the weights, kept in addition to the weights. scripts/average.py --ema
+    exports it as weights. 0: no mean."""
     parametrization: Literal["standard", "mup", "completep"] = "standard"
-    """Dependence of initial weights and learning rates on the sizes of the model. mup: on its width, so that the best
-    learning rate does not change; completep: also on its depth. See docs/guides/learning-rates.md."""
+    """How initial weights and learning rates depend on the model's size. mup: on the width, so the best learning rate
+    is the same at any width. completep: also on the depth. See docs/guides/learning-rates.md."""
     muon: MuonConfig = MuonConfig()
     mup: MupConfig = MupConfig()
 
     def table(self, keys: type[S]) -> S:
-        """Return the table within [optimizer] whose class is `keys`, e.g. MuonConfig."""
+        """Return the table within [optimizer] of class `keys`, e.g. MuonConfig."""
         return next(value for _, value in self if isinstance(value, keys))
 
 
@@ -118,114 +119,120 @@ class ScheduleConfig(Section):
     """The learning rate schedule: warmup, plateau, decay."""
 
     name: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
-    """wsd decays only at the end, cosine and linear decay after the warmup, constant does not decay."""
+    """wsd: constant, with a decay at the end. cosine, linear: decay from the end of the warmup. constant: no decay."""
     warmup_steps: Count | None = Field(
         default=None, json_schema_extra={"default": "1% of train.steps, at most 2000"}
     )
-    """Steps of linear warmup to the peak. A shorter run ends during the warmup."""
+    """Steps of linear warmup to the peak. A run shorter than the warmup ends during it."""
     decay_fraction: Annotated[Share, WSD] = 0.2
-    """wsd: length of the final decay, as a fraction of train.steps."""
+    """wsd: length of the final decay as a fraction of train.steps."""
     decay_shape: Annotated[Literal["linear", "cosine", "sqrt"], WSD] = "linear"
     """wsd: shape of the final decay."""
     min_lr_ratio: Annotated[Share, unused_if("schedule.name", "constant")] = 0.1
-    """Learning rate of the last step, as a fraction of the peak."""
+    """Learning rate of the last step as a fraction of the peak."""
     unit: Annotated[Literal["steps", "tokens"], PHASES] = "steps"
-    """Unit of warmup, plateau and decay; it matters if phases change the size of steps. With tokens,
-    warmup_steps are steps of the size in [train]."""
+    """Unit of warmup, plateau and decay, if phases change the step size. tokens: warmup_steps counts steps of the size
+    in [train]."""
     lr_rule: Annotated[Literal["none", "sqrt", "linear"], PHASES] = "none"
-    """How the learning rate follows a batch that phases change: times (batch / train.global_batch_size) to the power of 0,
-    1/2 or 1."""
+    """How the learning rate follows batch sizes changed by phases: multiply it by (batch size /
+    train.global_batch_size) to the power of 0 (none), 1/2 (sqrt) or 1 (linear)."""
 
 
 class Train(Section):
     """The batch size, the sequence length and the number of steps."""
 
     steps: Annotated[int, Ge(1), Le(10**9)]
-    """Total number of optimizer steps, including those before a resume."""
+    """Total number of optimizer steps of the run, including steps before a resume."""
     seq_len: Annotated[int, Ge(1), Le(10**9)]
     """Tokens per sequence."""
     global_batch_size: Annotated[int, Ge(1), Le(10**7)]
-    """Sequences per optimizer step: micro_batch_size * data-parallel ranks * gradient accumulation, which follows."""
+    """Sequences per optimizer step. The number of gradient accumulation steps is global_batch_size / (micro_batch_size
+    * data-parallel ranks)."""
     micro_batch_size: Positive = 1
     """Sequences per rank and forward pass."""
     tokens: Annotated[int, Ge(0), Le(10**16)] = 0
-    """Total number of tokens, in place of `steps`, which follow from it and from the phases. 0: use `steps`. On the
-    command line, each of the two replaces the other one in the file."""
+    """Total number of tokens. `steps` is then computed from tokens and phases. 0: use `steps`. On the command line,
+    `tokens` replaces the file's `steps` and vice versa."""
     grad_clip_norm: NonNegativeNumber = 1.0
-    """Maximum global gradient norm: larger gradients are scaled down to it. 0: off."""
+    """Maximum global gradient norm; larger gradients are scaled down to this norm. 0: off."""
     z_loss_coef: NonNegativeNumber = 0.0
-    """Weight of the z-loss: the mean squared logsumexp of the output logits, which keeps them from drifting."""
+    """Weight of the z-loss, the mean squared logsumexp of the output logits. The z-loss keeps logits from drifting."""
     loss_chunk_tokens: Positive = 1024
-    """Number of tokens whose logits are computed at once. Fewer need less memory."""
+    """Number of tokens whose logits are computed at once. A smaller number needs less memory."""
     gc_interval: Count = 100
-    """Steps between Python garbage collections, which all ranks run at the same time. 0: Python decides."""
+    """Steps between Python garbage collections, at the same step on all ranks. 0: Python decides."""
     hooks: ListOf[ImportPath] = ()
-    """Import paths of your own hooks: subclasses of forge.hook.Hook, called before and after each phase of a step. See
+    """Import paths of your own hooks: subclasses of forge.hook.Hook, called at fixed points of every step. See
     docs/internals/extending/hook.md."""
 
 
 class Checkpoint(Section):
-    """The saves of a run, and its initial state."""
+    """Checkpoints of the run, and its initial state."""
 
     interval: Count | None = Field(default=None, json_schema_extra={"default": "by interval_minutes"})
-    """Steps between checkpoints. 0: save only at the end, and when the run is asked to stop."""
+    """Steps between checkpoints. 0: save only at the end of the run and at a requested stop."""
     interval_minutes: Annotated[NonNegativeNumber, BY_TIME] = 30.0
-    """Minutes between checkpoints if `interval` is not set. 0: the same as interval = 0."""
+    """Minutes between checkpoints if `interval` is not set. 0: as with interval = 0."""
     keep_last: Count = 3
-    """Number of newest checkpoints to keep. 0: all."""
+    """Number of newest checkpoints to keep. 0: keep all."""
     keep_every: Count = 0
     """Never remove checkpoints at multiples of this step. 0: off."""
     mode: Literal["async", "sync"] = "async"
     """async: write in the background while training continues; sync: wait."""
     mirror: str = ""
-    """Complete checkpoints are copied in the background to this URL, as run.name/step-n. If the local folder is gone,
-    resume = "auto" continues from there. Empty: none."""
+    """URL to which complete checkpoints are copied in the background, as run.name/step-n. If the local folder is lost,
+    resume = "auto" continues from the mirror. Empty: no mirror."""
     local_interval: Count = 0
-    """Steps between states that the nodes keep themselves, which a restart prefers to older checkpoints. 0: none."""
+    """Steps between local states: checkpoints kept on the nodes themselves. A restart uses a local state newer than
+    every checkpoint. 0: no local states."""
     local_dir: Annotated[str, LOCAL] = ""
-    """Folder on each node for these states; the last two are kept. It is private to the user (mode 0700): new,
-    empty, or made by forge. Empty: /dev/shm/forge-UID, in memory."""
+    """Folder on each node for local states; the last two are kept. The folder is private to the user (mode 0700) and
+    must be new, empty, or made by forge. Empty: /dev/shm/forge-UID, in memory."""
     peers: Annotated[Count, LOCAL] = 1
-    """Number of other nodes that keep a copy of a node's part of such a state."""
+    """Number of other nodes with a copy of a node's part of a local state."""
     resume: Text = "auto"
-    """`auto`: resume from the newest valid checkpoint of this run, if any; `none`: start a new history. Or a checkpoint
-    to resume from. `none` and a checkpoint apply once: repeating the command continues the history they began."""
+    """`auto`: resume from the newest valid checkpoint of this run, if any. `none`: start a new history. Any other
+    value: the checkpoint to resume from. `none` and a checkpoint apply once: when the command is repeated, the run
+    continues the history begun by them."""
     init: str = ""
-    """A checkpoint or imported folder to take the initial weights from, in a new training history. Empty: random weights."""
+    """Checkpoint or imported folder with the initial weights for a new training history. Empty: random weights."""
     init_changes: Annotated[ListOf[Text], unused_if("checkpoint.init", "")] = ()
-    """Keys of [model] that may differ from the training of `init`'s weights, e.g. ["model.norm_eps"]. A longer context
-    (rope_theta, rope_scaling, sliding_window, layer_pattern) needs no entry; other differences are refused."""
+    """Keys of [model] whose values may differ from those in the checkpoint `init`, e.g. ["model.norm_eps"]. The keys of
+    a longer context (rope_theta, rope_scaling, sliding_window, layer_pattern) need no entry. Any other difference is an
+    error."""
     verify: bool = True
-    """Verify all checksums before loading. false: skip those of the tensor files."""
+    """Verify all checksums before loading. false: skip the checksums of tensor files."""
     max_failed_saves: Count = 5
-    """End the run after this many failed saves in a row. 0: never."""
+    """End the run after this number of failed saves in a row. 0: never."""
     allow_changed_data: bool = False
-    """Allow a resume with other sources or weights than the checkpoint's. Each source continues at its position."""
+    """Allow a resume with data sources or weights that differ from the checkpoint's. Each source continues at its
+    position."""
 
 
 class Evaluate(Section):
     """Held-out loss and text samples while training."""
 
     interval: Annotated[Count, VALIDATION] = 1000
-    """Steps between evaluations on data.validation, if any, with another after the last step. 0: never."""
+    """Steps between evaluations on data.validation. Another evaluation follows the last step. 0: never."""
     sequences: Annotated[Positive, unused_if("evaluate.interval", 0), VALIDATION] = 64
-    """Sequences per held-out source, from all over it and the same in every evaluation."""
+    """Number of sequences per held-out source, spread over the whole source. Every evaluation reads the same sequences."""
     tasks: ListOf[Text] = ()
-    """Names of lm-eval's tasks, or of your own, that the model is scored on; needs the extra forge[eval] and a tokenizer."""
+    """Names of lm-eval tasks, or of your own tasks, on which to score the model. Needs the extra forge[eval] and a
+    tokenizer."""
     tasks_interval: Annotated[Count, TASKS] = 1000
-    """Steps between scores on the tasks, with another after the last step. 0: never."""
+    """Steps between scorings of `tasks`. Another scoring follows the last step. 0: never."""
     tasks_path: Annotated[str, TASKS] = ""
-    """A folder with tasks of your own, as lm-eval's --include_path. Empty: none."""
+    """Folder with your own tasks, as for lm-eval's --include_path. Empty: none."""
     tasks_limit: Annotated[Count, TASKS] = 0
-    """Number of questions to score in each task, from its first one on. 0: all."""
+    """Number of questions to score in each task, beginning with the first. 0: all."""
     sample_interval: Annotated[Count, TOKENIZER] = 0
-    """Steps between generated text samples, with another after the last step. 0: never."""
+    """Steps between generated text samples. Another sample follows the last step. 0: never."""
     sample_prompt: Annotated[str, SAMPLES] = ""
-    """Prompt of the samples. Empty: they begin as a document does, which needs a tokenizer with a begin or end token."""
+    """Prompt of the samples. Empty: samples begin like a document; this needs a tokenizer with a begin or end token."""
     sample_tokens: Annotated[Positive, SAMPLES] = 64
     """Tokens per sample."""
     sample_temperature: Annotated[NonNegativeNumber, SAMPLES] = 0.8
-    """Sampling temperature. Below 1 favours likely tokens; 0 always takes the likeliest."""
+    """Sampling temperature. Values below 1 favour likely tokens; 0: always take the likeliest token."""
 
 
 class Metrics(Section):
@@ -236,37 +243,39 @@ class Metrics(Section):
     tensorboard: bool = True
     """Write TensorBoard files."""
     expert_map_interval: Annotated[Count, NO_EXPERTS] = 1000
-    """Mixture of experts: steps between images of the load per layer and expert in TensorBoard, with their counts in
-    metrics.jsonl. 0: never."""
+    """Mixture of experts: steps between reports of the load per layer and expert, as images in TensorBoard and as
+    counts in metrics.jsonl. 0: never."""
     monitor_interval: Count = 0
-    """Steps between reports from inside the model: see docs/guides/monitors.md. 0: never."""
+    """Steps between reports of the monitors, see docs/guides/monitors.md. 0: never."""
     monitors: Annotated[ListOf[Monitor], MinLen(1), unused_if("metrics.monitor_interval", 0)] = MONITORS
-    """Monitored quantities, for each layer or matrix: activations (with dead and saturated units), gradients, weights,
-    updates, attention (logits and entropy), experts (entropy of scores and load)."""
+    """Monitored quantities, for each layer or matrix: activations (including dead and saturated units), gradients,
+    weights, updates, attention (logits and entropy), experts (entropy of scores and load)."""
     sources: bool = False
-    """Report the loss of each of data.sources, and by position in the sequence, on each line."""
+    """Also report the loss of each source in data.sources and the loss by position in the sequence, in each line of
+    metrics."""
     wandb: str = ""
-    """Project at Weights & Biases that gets the curves; needs the package wandb. Empty: none."""
+    """Weights & Biases project for the curves. Needs the package wandb. Empty: none."""
     mlflow: str = ""
-    """Experiment at MLflow that gets the curves; needs the package mlflow. Empty: none."""
+    """MLflow experiment for the curves. Needs the package mlflow. Empty: none."""
     live: bool = False
-    """On a terminal, show a view that is redrawn instead of a line for each step; elsewhere lines, as without it."""
+    """On a terminal, redraw a live view instead of writing log lines. Elsewhere: no effect."""
     peak_tflops: NonNegativeNumber = 0.0
-    """Peak of one device in TFLOP/s, for MFU. 0: look it up by the GPU's name; without an entry, MFU is not reported."""
+    """Peak speed of one device in TFLOP/s, for MFU. 0: look up the GPU's name in a table; MFU is not reported for
+    unknown GPUs."""
 
     @property
     def trackers(self) -> dict[str, str]:
-        """Return name of the tracker -> its project or experiment; empty if it is off."""
+        """Return tracker name -> project or experiment ("": off)."""
         return {"wandb": self.wandb, "mlflow": self.mlflow}
 
 
 class Profile(Section):
-    """Traces of selected steps, to find the time and memory of each operation."""
+    """Traces of selected steps, with the time and memory of each operation."""
 
     span: StepRange = ()
-    """First and last step to profile, such as [10, 12]. []: none."""
+    """First and last step to profile, e.g. [10, 12]. []: none."""
     ranks: Annotated[ListOf[Count], PROFILES] = (0,)
-    """Ranks that write a trace. Tracing many steps or ranks is slow and takes much space."""
+    """Ranks to trace. Tracing many steps or ranks is slow and takes much disk space."""
     memory_snapshot: Annotated[bool, PROFILES] = False
     """Also record every CUDA memory allocation in these steps."""
 
@@ -275,45 +284,45 @@ class Resilience(Section):
     """Timeouts, skipped steps, rollbacks and checks for faults."""
 
     setup_timeout_s: NonNegativeNumber = 3600.0
-    """Limit in seconds from the start to the first step, including the loading of a checkpoint. After it, the watchdog
-    writes the stacks of every rank and ends the run with exit code 76. 0: off."""
+    """Time limit in seconds from the start to the first step, including the loading of a checkpoint. If exceeded, the
+    watchdog writes the stacks of every rank and ends the run with exit code 76. 0: off."""
     first_step_timeout_s: NonNegativeNumber = 3600.0
-    """The same limit for the first step, which compiles. 0: off."""
+    """Watchdog limit in seconds for the first step, which compiles. 0: off."""
     step_timeout_s: NonNegativeNumber = 1800.0
-    """The same limit for every other step, including the wait for data. After some steps a step may take 20 times their
-    median, or five minutes if that is longer, and never longer than this. 0: off."""
+    """Watchdog limit in seconds for every other step, including the wait for data. After a few steps, the limit becomes
+    the larger of five minutes and 20 times the median step time, but at most this number. 0: off."""
     evaluate_timeout_s: NonNegativeNumber = 3600.0
-    """The same limit for an evaluation and its samples. 0: off."""
+    """Watchdog limit in seconds for an evaluation and its samples. 0: off."""
     save_timeout_s: NonNegativeNumber = 3600.0
-    """The same limit for the part of a save that blocks training, including a wait for the save before it. 0: off."""
+    """Watchdog limit in seconds for the blocking part of a save, including the wait for the previous save. 0: off."""
     time_limit_s: NonNegativeNumber = 0.0
-    """Limit of the run in seconds: it saves and stops with exit code 75 before then, early enough for its slowest save so
-    far. 0: off."""
+    """Time limit of the run in seconds. The run saves and stops with exit code 75 before the limit, early enough for
+    the slowest save so far. 0: off."""
     max_skipped_steps: Positive = 10
-    """Roll back after this many skipped steps in a row."""
+    """Roll back after this number of skipped steps in a row."""
     max_rollbacks: Count = 2
-    """Maximum number of rollbacks without a new checkpoint in between; after these the run fails with a report. A rollback
-    returns to the last good checkpoint and skips the data of the steps since."""
+    """Maximum number of rollbacks without a new checkpoint in between; at the next one, the run fails with a report. A
+    rollback returns to the last good checkpoint and skips the data of the steps since then."""
     rerun_skipped_steps: bool = True
-    """Recompute the gradient of a skipped step, to find out whether the fault is transient or caused by data or parameters,
-    and to name tensors and ranks. Other steps are not slowed."""
+    """Recompute the gradient of a skipped step, to find out whether the fault is transient or caused by data or
+    parameters, and to name the tensors and ranks. Other steps are not slower."""
     spikes: Literal["report", "skip", "rollback"] = "report"
-    """Reaction to a loss or gradient norm far above the usual. report: write an event; skip: also skip the step, as if it
-    were not finite; rollback: roll back at once."""
+    """Reaction to a spike, i.e. a loss or gradient norm far above the recent median. report: write an event. skip: also
+    skip the step, as for non-finite gradients. rollback: roll back at once."""
     spike_threshold: PositiveNumber = 10.0
-    """Distance of a spike above the median, in standard deviations, which are estimated robustly from the window."""
+    """Distance above the median, in standard deviations (robustly estimated from the window), that counts as a spike."""
     spike_window: Positive = 128
-    """Number of previous steps that define the usual loss and gradient norm. No spike is reported before half of them."""
+    """Number of previous steps for the median loss and gradient norm. No spike is reported before half of these steps."""
     check_replicas: bool = True
-    """Before each save, compare digests of the tensors that several ranks hold copies of. If they differ, nothing is saved
-    and the run rolls back, without skipping data."""
+    """Before each save, compare digests of replicated tensors between ranks. If digests differ, nothing is saved and
+    the run rolls back, without skipping data."""
     straggler_interval: Count = 100
     """Steps between comparisons of the speed of all ranks. 0: never."""
     straggler_factor: Annotated[float, Gt(1), STRAGGLERS] = 1.3
-    """Report a rank that makes steps longer by this factor and by at least 10 ms."""
+    """Report a rank that lengthens steps by this factor and by at least 10 ms."""
     drain_stragglers: Annotated[Count, STRAGGLERS] = 0
-    """In an elastic run: after N consecutive reports for a rank, its node leaves the run, if enough others remain.
-    0: never."""
+    """Elastic runs: after this number of consecutive straggler reports for a rank, its node leaves the run, if enough
+    nodes remain. 0: never."""
 
 
 class Config(Section):

@@ -1,8 +1,8 @@
 """The base class of all sections, and the types of their keys.
 
 Types are strict: an integer is accepted as a number, but a boolean is not an integer and a string is not a number. The
-docstring under a key is its only documentation: `--help` and docs/reference/configuration.md are generated from it.
-`Unused` in the type of a key says when the key has no effect.
+docstring under a key is the key's only documentation: `--help` and docs/reference/configuration.md are generated from
+it. `Unused` in the type of a key gives the condition under which the key has no effect.
 """
 
 from __future__ import annotations
@@ -28,34 +28,31 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Unused:
-    """Metadata of a key: the reason why it may have no effect.
-
-    holds(config): whether the reason applies to a configuration.
-    """
+    """Metadata of a key: a reason why the key may have no effect. holds(config): whether the reason applies to `config`."""
 
     reason: str
     holds: Callable[[Any], bool]
 
 
 def unused(reason: str) -> Unused:
-    """Mark a key that never has an effect."""
+    """Mark a key without any effect."""
     return Unused(reason, lambda config: True)
 
 
 def used_if(key: str, *values: str) -> Unused:
-    """Mark a key that has an effect only if another `key` has one of `values`."""
+    """Mark a key with an effect only if another key, `key`, has one of `values`."""
     value_in = attrgetter(key)
     return Unused(f"{key} is not {' or '.join(values)}", lambda config: value_in(config) not in values)
 
 
 def unused_if(key: str, value: object) -> Unused:
-    """Mark a key that has no effect if another `key` has `value`."""
+    """Mark a key without effect if another key, `key`, has `value`."""
     value_in, shown = attrgetter(key), "empty" if value in ("", ()) else str(value).lower()
     return Unused(f"{key} is {shown}", lambda config: value_in(config) == value)
 
 
 class Phrase(str):
-    """Metadata of a type: how messages and help describe the allowed values."""
+    """Metadata of a type: the description of its allowed values in messages and help."""
 
 
 def _no_float16(value: object) -> object:
@@ -78,5 +75,5 @@ ImportPath = Annotated[
 ]
 NO_EXPERTS = Unused("there is no [model.moe]", lambda config: config.model.moe is None)
 Dtype = Annotated[Literal["float64", "float32", "bfloat16"], BeforeValidator(_no_float16)]
-# TOML has lists, not tuples; the items are as strict as elsewhere.
+# TOML has lists, not tuples, so the list itself is not strict. The items of the list are strict.
 ListOf = Annotated[tuple[T, ...], Strict(False)]

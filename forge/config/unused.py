@@ -1,4 +1,4 @@
-"""Find valid keys that the chosen options do not use. They are not errors: a run logs them in one line at its start."""
+"""Find valid keys not used by the chosen options. These keys are not errors: a run logs them in one line at its start."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from forge.config.section import Unused
 
 
 def unused_keys(config: Config, parameters: Iterable[str]) -> list[str]:
-    """Return a text `keys (reason)` for each reason why keys have no effect. parameters: names of the model's parameters.
+    """Return a text `keys (reason)` for each reason why keys have no effect.
 
-    A key with its default value is not listed: it requests nothing.
+    Keys with their default value are not listed. parameters: names of the model's parameters.
     """
     by_reason: dict[str, list[str]] = defaultdict(list)
     for key, field in _changed(config):
@@ -34,7 +34,7 @@ def unused_keys(config: Config, parameters: Iterable[str]) -> list[str]:
 
 
 def _changed(config: Config) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the keys of present sections whose value differs from their default."""
+    """Yield (dotted name, field) of the keys with a value other than the default, in present sections."""
     for section, table in sections(type(config)).items():
         value: Any = config
         for part in section.split("."):

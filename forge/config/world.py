@@ -1,4 +1,4 @@
-"""The layout of a configuration on a number of processes, checked before any process group exists."""
+"""The layout of a configuration for a world size, checked before any process group exists."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from forge.runtime.errors import UserError
 
 @dataclass(frozen=True)
 class Degrees:
-    """The layout of a run: world = pp * dp_replicate * dp_shard * cp * tp, all resolved.
+    """The resolved degrees of a run: world = pp * dp_replicate * dp_shard * cp * tp.
 
-    `accumulation` is the number of microbatches per data-parallel rank and optimizer step:
-    global_batch_size = accumulation * micro_batch_size * dp. `ep_nodes` is the number of nodes of an ep group; 1 if
-    dispatch ignores nodes.
+    accumulation: number of microbatches per data-parallel rank and optimizer step, so global_batch_size = accumulation
+    * micro_batch_size * dp. ep_nodes: number of nodes of an ep group; 1 if dispatch ignores nodes.
     """
 
     world: int
@@ -36,16 +35,19 @@ class Degrees:
 
     @property
     def dp(self) -> int:
-        """Ranks that read different data."""
+        """Return the number of data-parallel ranks."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def ep_shard(self) -> int:
-        """The number of ranks that share one expert's parameters: ep_shard * ep = dp_shard * cp * tp."""
+        """Return the number of ranks sharding one expert's parameters: ep_shard * ep = dp_shard * cp * tp."""
         return self.dp_shard * self.cp * self.tp // self.ep
 
     def on_nodes(self, config: Config, size: int) -> Degrees:
-        """Resolve `parallel.ep_node_size` = auto for nodes with `size` ranks each. size 0: unknown, or nodes differ."""
+        """Return the degrees with `parallel.ep_node_size` = auto resolved.
+
+        size: ranks per node; 0: unknown, or nodes differ.
+        """
         if config.parallel.ep_node_size != "auto" or size < 1 or self.ep % size or self.world % size:
             return self
         return replace(self, ep_nodes=self.ep // size)
@@ -54,12 +56,12 @@ class Degrees:
 def check_world(config: Config, world_size: int) -> Degrees:
     """Return the layout of `config` on `world_size` processes.
 
-    Raises UserError with each equation that does not hold, its numbers and a remedy.
+    Raises UserError with each violated equation, its numbers and a remedy.
     """
     assert world_size >= 1
     parallel, train = config.parallel, config.train
     others = {name: getattr(parallel, name) for name in ("pp", "dp_replicate", "cp", "tp")}
-    # First and alone: every other equation contains dp_shard.
+    # Check dp_shard first and alone, because every other equation contains it.
     raise_all(with_values(_check_dp_shard(config, world_size, others), config))
     dp_shard = world_size // prod(others.values())
     dp = parallel.dp_replicate * dp_shard
@@ -141,8 +143,8 @@ def _check_batch(config: Config, dp: int) -> Iterator[Problem]:
 def choose_layout(command: CommandLine, config: Config, world_size: int) -> tuple[Config, Degrees, str]:
     """Return the config to train with on `world_size` processes, its layout, and the chosen fallback ("": none).
 
-    command: the command line that `config` was loaded from. Raises UserError if a fallback is invalid, or if neither the
-    config nor any fallback fits.
+    command: the command line from which `config` was loaded. Raises UserError if a fallback is invalid, or if neither
+    the config nor any fallback fits.
     """
     fallbacks = [(text, _with(command, text)) for text in config.parallel.fallbacks]
     try:
@@ -160,7 +162,7 @@ def choose_layout(command: CommandLine, config: Config, world_size: int) -> tupl
 
 
 def _with(command: CommandLine, text: str) -> Config:
-    """Return the configuration of `command` with the overrides in `text` after its own."""
+    """Return the configuration of `command` with the overrides in `text` appended. Raises UserError."""
     pairs = (override.partition("=") for override in text.split())
     raw = (*command.raw, *((key, value) for key, _, value in pairs))
     try:

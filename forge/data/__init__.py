@@ -3,8 +3,8 @@
 (forge/tools/prepare makes token shards from text.)
 
     format.py      opens a dataset folder (docs/reference/data-format.md)
-    raw.py, synthetic.py    token files of other programs, and a stream without a file
-    sources.py     opens any of them by path
+    raw.py, synthetic.py    token files of other programs, and a generated stream
+    sources.py     opens any kind of source by path
     array.py, cache.py      arrays in local and remote files, and a disk cache of remote blocks
     tokenizer.py   text <-> ids
     mixture.py     global sample number -> source, under one mixture
@@ -12,10 +12,11 @@
     permutation.py the order of a source in an epoch
     windows.py, packing.py  division of a source into samples
     dataset.py     global sample number -> tokens
-    read_ahead.py  the same for many samples at once, if reads wait for a store
-    loader.py      this data rank's rows of each step, prefetched by a thread, on the device
+    read_ahead.py  reads many samples at once, if reads wait for a remote store
+    loader.py      this data rank's rows of each step: prefetched by a thread, copied to the device
     held_out.py    batches of held-out sources
-    build.py       all of it from a config
+    build.py       builds all of these from a config
 
-All are pure functions. The only state is the number of the next global sample and the short history of mixtures.
+Samples are pure functions of their number. The only state is the number of the next global sample and the short history
+of mixtures.
 """

@@ -1,4 +1,4 @@
-"""Arrays in files: memory-mapped locally, fetched by blocks from a store; verified if there are checksums."""
+"""Arrays in files: local files are memory-mapped, remote files fetched by blocks. Verified if there are checksums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forge.runtime.remote import BLOCK_BYTES, RemoteFile
 
 
 class Array(Protocol):
-    """A one-dimensional array, read by slices, single indices and lists of indices; `len` is its length."""
+    """A one-dimensional array, indexed by slices, single indices and index arrays. `len` is its length."""
 
     def __len__(self) -> int: ...
     @overload
@@ -24,7 +24,7 @@ class Array(Protocol):
 
 
 class RemoteArray:
-    """An `Array` of `count` numbers in a remote file, starting at byte `offset`. count None: up to the end of the file."""
+    """An `Array` of `count` numbers in a remote file, beginning at byte `offset`. count None: up to the end of the file."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class RemoteArray:
 
 
 def map_array(path: str | Path, dtype: np.dtype, offset: int = 0, count: int | None = None) -> np.ndarray:
-    """Return an `Array` in a local file, mapped into memory. UserError if it cannot be read."""
+    """Return an `Array` in a local file, mapped into memory. Raises UserError if the file cannot be read."""
     shape = None if count is None else (count,)
     try:
         return np.memmap(path, dtype, "r", offset, shape).view(np.ndarray)
@@ -70,10 +70,10 @@ def map_array(path: str | Path, dtype: np.dtype, offset: int = 0, count: int | N
 
 
 class CheckedArray:
-    """An `Array` in a local file, mapped into memory. Each block is compared with its checksum at the first read.
+    """An `Array` in a local file, mapped into memory. The first read of each block verifies its checksum.
 
-    expected: index of a block -> its checksum; digest: the checksum of bytes. A read that finds a changed block raises
-    UserError with file and block. Safe for concurrent threads.
+    expected: maps a block's index to its checksum. digest: computes the checksum of bytes. Reading a changed block
+    raises UserError, naming file and block. Safe for concurrent threads.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Open the data of a config and check it against its model and tokenizer. Files of disabled features are not opened."""
+"""Open the data of a config and check it against model and tokenizer. Files of disabled features are not opened."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_TOKENIZER = "none"
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run, and the fingerprints with which a resumed run compares them."""
+    """The data of a run. fingerprints: identify the data, for comparison at a resume."""
 
     dataset: PackedDataset
     validation: dict[str, Source]
@@ -38,7 +38,7 @@ class RunData:
 
 @caused_by(Cause.DATA)
 def open_data(config: Config) -> RunData:
-    """Open and check all data. Collective: an error on any rank is raised on every rank."""
+    """Open and check all data of a run. Collective: an error on any rank is raised on every rank."""
     dataset = on_every_rank("opening the data", lambda: build_dataset(config))
     validation = on_every_rank("opening the held-out data", lambda: build_validation(config))
     tokenizer = on_every_rank("opening the tokenizer", lambda: build_tokenizer(config))
@@ -48,7 +48,7 @@ def open_data(config: Config) -> RunData:
 def build_dataset(config: Config) -> PackedDataset:
     """Open the training samples.
 
-    UserError if a source is missing, damaged or too short, or was made with another tokenizer.
+    Raises UserError if a source is missing, damaged or too short, or was made with another tokenizer.
     """
     used = [config.data.sources[number] for number in used_sources(config)]
     sources = _open(config, used, "train")
@@ -71,7 +71,8 @@ def build_dataset(config: Config) -> PackedDataset:
 def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]) -> list[float]:
     """Return the sources' weights with `data.temperature` applied.
 
-    Results of a temperature above 0 have six significant digits, to keep messages short.
+    With a temperature above 0, weights are rounded to six significant digits, to keep messages short. Raises UserError
+    if a source has no size.
     """
     temperature = config.data.temperature
     if not temperature:
@@ -106,7 +107,8 @@ def build_validation(config: Config) -> dict[str, Source]:
 def build_tokenizer(config: Config) -> Tokenizer | None:
     """Load the tokenizer of the data, for checkpoints and text samples.
 
-    Returns None if all data is synthetic, or `data.tokenizer` is "none".
+    Returns None if all data is synthetic or `data.tokenizer` is "none". Raises UserError if its ids exceed
+    model.vocab_size.
     """
     paths = [config.data.sources[number].path for number in used_sources(config)]
     if all(path == SYNTHETIC for path in paths) or config.data.tokenizer == NO_TOKENIZER:
@@ -121,9 +123,9 @@ def build_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def input_fingerprints(dataset: PackedDataset, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return key -> fingerprint (JSON) of the inputs that a resume must not change.
+    """Return key -> fingerprint (JSON) of the inputs that must not change at a resume.
 
-    Equal fingerprints give the same samples.
+    Equal fingerprints mean equal samples.
     """
     fingerprints: dict[str, Any] = {
         "data.tokenizer": tokenizer.fingerprint if tokenizer else None,
@@ -146,7 +148,7 @@ def open_cache(config: Config) -> BlockCache:
 
 
 def _open(config: Config, streams: Sequence[Stream], purpose: str) -> list[Source]:
-    """Open the sources. All synthetic sources have the same Markov chain; each draws its own stream."""
+    """Open the sources of `streams`. All synthetic sources share one Markov chain; each is a different sample of it."""
     vocab_size = config.model.vocab_size
     sources = []
     cache = open_cache(config) if any(is_url(stream.path) for stream in streams) else None

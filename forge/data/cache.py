@@ -1,14 +1,14 @@
-"""A bounded disk cache for blocks of remote files, shared by all processes of the machine and kept between runs.
+"""A bounded disk cache for blocks of remote files, shared by all processes of a node and kept between runs.
 
-    FOLDER/lock, layout.json      the limit for which the folder was made
+    FOLDER/lock, layout.json      the lock of the folder, and its size limit
     FOLDER/.forge-private         marks the folder as private to this user (forge/runtime/private.py)
-    FOLDER/0042/KEY-7             block 7 of the file with that key, then its CRC-32
-    FOLDER/0042/.KEY-7            the same while it is fetched, locked by the fetching thread
+    FOLDER/0042/KEY-7             block 7 of the file with key KEY, then its CRC-32
+    FOLDER/0042/.KEY-7            block 7 while it is fetched, locked by the fetching thread
 
-The folders are sets of equal size. A hash of a block's name selects its set, and a full set evicts one of its blocks. So the
-limit holds without a counter shared by processes. A process may die at any point: the kernel releases its locks, and an
-incomplete block is fetched again. A block of a dataset with checksums is compared with its checksum at every read from the
-disk. The blocks of other files have only their CRC-32 and the private folder.
+The numbered folders are sets of equal size. A hash of a block's name selects its set, and a full set evicts one of its
+blocks. So the limit holds without a counter shared by processes. A process may die at any point: the kernel releases
+its locks, and an incomplete block is fetched again. If the dataset has block checksums, every read from disk verifies
+the block's checksum. Blocks of other files are protected only by the CRC-32 and the private folder.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ _IN_MEMORY = 64  # blocks
 _SET = re.compile(r"\d{4}")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 NextUse = Callable[[np.ndarray], np.ndarray]
-"""Indices of blocks of a file, int64 `[n]` -> distance of each to its next use, float64 `[n]`, in any common unit."""
+"""Function of block indices in a file, int64 `[n]` -> distance of each block to its next use, float64 `[n]`, in any unit."""
 log = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """Return the folder for blocks if `data.cache_dir` is not set: one per user on this machine."""
+    """Return the default of `data.cache_dir`: one folder per user on this node."""
     return Path(tempfile.gettempdir()) / f"forge-cache-{os.geteuid()}"
 
 
 class BlockCache:
-    """Blocks in `folder`, of at most `gib` GiB and one more block for each fetching thread.
+    """A cache of blocks in `folder`, of at most `gib` GiB, plus one block for each fetching thread.
 
-    Safe for threads and processes. UserError if the folder cannot be used, or another process uses it with another limit.
+    Safe for threads and processes. Raises UserError if the folder cannot be used, or if another process uses it with
+    another limit.
     """
 
     def __init__(self, folder: Path | None = None, gib: float = 16.0):
@@ -63,7 +64,7 @@ class BlockCache:
         self._sets = min(_SETS, -(-blocks // _SET_BLOCKS))
         self._set_blocks = blocks // self._sets
         self.next_uses: dict[str, NextUse] = {}
-        """Key of a file -> next uses of its blocks. Blocks of files without an entry are evicted first."""
+        """File key -> next uses of the file's blocks. Blocks of files without an entry are evicted first."""
         self._memory: OrderedDict[str, bytes] = OrderedDict()
         self._memory_lock = threading.Lock()
         self._is_full = False
@@ -80,8 +81,7 @@ class BlockCache:
     def _take(self, layout: bytes, gib: float) -> None:
         """Lock the folder and record `layout` in it.
 
-        If the folder has another layout, empty it, provided that no other process uses the folder. Otherwise raise
-        UserError.
+        If the folder has another layout, empty it if no other process uses the folder; otherwise raise UserError.
         """
         path = self.folder / "layout.json"
         with suppress(BlockingIOError):
@@ -97,7 +97,7 @@ class BlockCache:
             )
 
     def block(self, file: RemoteFile, number: int) -> bytes:
-        """Return a block of a file, fetched once for all processes that use the folder."""
+        """Return block `number` of `file`. The block is fetched once for all processes using the folder."""
         name = f"{file.key}-{number}"
         with self._memory_lock:
             if (data := self._memory.get(name)) is not None:
@@ -134,7 +134,10 @@ class BlockCache:
             return file.fetch(number)
 
     def _store(self, path: Path, partial: int, data: bytes) -> None:
-        """Write a block and give it its name. If the disk is full, drop the block without an error."""
+        """Write a block to the file descriptor `partial` and rename it to `path`.
+
+        If the disk is full, warn and drop the block.
+        """
         content = data + zlib.crc32(data).to_bytes(4, "little")
         with _locked(path.parent / ".lock"):
             for room in (0, 1):
@@ -165,7 +168,7 @@ class BlockCache:
             )
 
     def _make_room(self, folder: Path, more: int) -> None:
-        """Evict blocks until the set has room for one more block. Evict at least `more` blocks, or all that there are.
+        """Evict blocks until the set has room for one more block; at least `more` blocks, or all.
 
         `in_order_of_need` chooses them.
         """
@@ -180,7 +183,7 @@ class BlockCache:
                 os.unlink(folder / name)
 
     def in_order_of_need(self, folder: Path, names: list[str]) -> list[str]:
-        """Return the blocks of a set in the order of their next use. The block with the latest next use is last."""
+        """Return the blocks of a set in the order of their next use: the block to evict first is last."""
         need = np.full(len(names), np.inf)
         of_file: dict[str, list[int]] = {}
         for place, name in enumerate(names):
@@ -202,9 +205,9 @@ def _partial(path: Path) -> Path:
 
 @contextmanager
 def _claim(path: Path) -> Iterator[int | None]:
-    """Claim the right to fetch a block.
+    """Claim the right to fetch a block, waiting for other claims.
 
-    Yield the file to write. Yield None if another thread or process has fetched the block.
+    Yield the descriptor of the file to write, or None if another thread or process has fetched the block.
     """
     partial = _partial(path)
     while True:
@@ -215,7 +218,7 @@ def _claim(path: Path) -> Iterator[int | None]:
             if not _is_same(file, partial):
                 continue
             try:
-                # Only under the lock: the block may have arrived before we made the file.
+                # Test under the lock, because the block may have arrived before we made the file.
                 yield None if path.exists() else file
             finally:
                 if _is_same(file, partial):
@@ -240,9 +243,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is_unmarked_cache(folder: Path) -> bool:
-    """Return whether `folder` is a block cache of an earlier forge, which did not write marker files.
+    """Return whether `folder` is a block cache of an earlier forge version without marker files.
 
-    True if the folder holds a layout and otherwise only cache files.
+    Such a folder holds layout.json, and otherwise only cache files.
     """
     names = [name for name in os.listdir(folder) if name != MARKER]
     try:
@@ -257,7 +260,7 @@ def _is_unmarked_cache(folder: Path) -> bool:
 
 
 def _load(path: Path, file: RemoteFile, number: int) -> bytes | None:
-    """Return block `number` of `file` from the disk; if it is damaged, remove it and return None."""
+    """Return block `number` of `file` from disk; None if missing. A damaged block is removed, and None is returned."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

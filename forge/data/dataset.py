@@ -17,9 +17,9 @@ from forge.runtime.errors import UserError
 
 
 class PackedDataset:
-    """`dataset[i]` is global sample i, for any i >= 0 that `dataset.order` (forge/data/order.py) does not skip.
+    """`dataset[i]` is global sample i, for any i >= 0 not skipped by `dataset.order` (forge/data/order.py).
 
-    `packing` divides a source into samples (forge/data/windows.py).
+    packing: the division of a source into samples (forge/data/windows.py).
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class PackedDataset:
     ):
         cut = [windows_of(source, seq_len, packing) for source in sources]
         self.samples = dict(zip(numbered(windows.fingerprint for windows in cut), cut, strict=True))
-        """Samples by the source's name in `order`, like all attributes below."""
+        """Source name in `order` -> samples. The dictionaries below have the same keys."""
         self.labels = {name: windows.source.name for name, windows in self.samples.items()}
-        """Names for messages: the path, or the name in the config."""
+        """Names for messages: the path, or the source's name in the config."""
         self.sources = {name: windows.source for name, windows in self.samples.items()}
         self.weights = dict(zip(self.sources, weights, strict=True))
         self.seq_len = seq_len
@@ -48,26 +48,26 @@ class PackedDataset:
             for name, most in zip(self.samples, max_epochs, strict=False)
             if most
         }
-        """Samples after which a source is left out, for sources with such a limit."""
+        """Number of samples after which a source is left out, for sources with max_epochs."""
         self._block = block
         self.block = Mixture(weights, seed, block).block
         beginning = Order.beginning(seed, list(self.sources), weights, self.block)
         self.order = self.continuing(beginning, 0)
         """The order of a new history."""
-        # One or two epochs of each source are in use at a time.
+        # One or two epochs of each source are in use at the same time.
         self._permutation = lru_cache(maxsize=2 * len(self.sources) + 2)(Permutation)
 
     def following(self, order: Order, document_mask: bool | None = None) -> PackedDataset:
-        """Return a dataset of the same sources in another order and, if given, with another document mask."""
+        """Return a dataset of the same sources with another order and, if not None, another document mask."""
         dataset = copy(self)
         dataset.order = order
         dataset.document_mask = self.document_mask if document_mask is None else document_mask
         return dataset
 
     def continuing(self, order: Order, position: int, weights: Sequence[float] | None = None) -> Order:
-        """Return an order that follows `order` up to global sample `position`, then reads this dataset's sources.
+        """Return an order equal to `order` up to global sample `position`, then with this dataset's sources.
 
-        weights: one per source, from `position` on; None: the sources' own weights.
+        weights: one per source, from `position` on; None: the configured weights.
         """
         if weights is None:
             return order.continued(self.weights, self.block, position, self.caps)
@@ -75,7 +75,7 @@ class PackedDataset:
         return order.continued(dict(zip(self.sources, weights, strict=True)), block, position, self.caps)
 
     def locate(self, global_sample: int) -> tuple[str, int, int]:
-        """Return (name of the source, epoch, window within the source); UserError if this data lacks that source."""
+        """Return (source name, epoch, window within the source). Raises UserError if the source is no longer configured."""
         number, sample = self.order.locate(global_sample)
         name = self.order.sources[number]
         if name not in self.sources:
@@ -89,7 +89,7 @@ class PackedDataset:
     def __getitem__(self, global_sample: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return tokens `[seq_len + 1]`, and with `document_mask` each token's document, int32 `[seq_len + 1]`, from 0.
 
-        With a packing plan, a sample may have fewer tokens.
+        With a packing plan, a sample may have fewer tokens. Without a document mask, the second result is None.
         """
         name, _, window = self.locate(global_sample)
         return self.samples[name].read(window, self.document_mask)

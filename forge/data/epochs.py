@@ -17,14 +17,15 @@ from forge.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# Up to here repeated text teaches nearly as much as new text; soon after that, little (arXiv 2305.16264).
+# Up to this number of epochs, repeated text is nearly as useful as new text; soon after, it is of little use (arXiv
+# 2305.16264).
 MANY = 4.0
 
 
 def epochs(dataset: PackedDataset, sample: int) -> dict[str, float]:
-    """Return name of source -> epochs read before global sample `sample` of the dataset's order.
+    """Return source name -> number of epochs read before global sample `sample` of the dataset's order.
 
-    A repeated name gets a number. Synthetic sources have no epochs.
+    A repeated name gets a number. Synthetic sources have no epochs and are left out.
     """
     drawn = dict(zip(dataset.order.sources, dataset.order.drawn(sample), strict=True))
     files = {
@@ -35,7 +36,10 @@ def epochs(dataset: PackedDataset, sample: int) -> dict[str, float]:
 
 
 def check_caps(after: dict[str, float], config: Data) -> None:
-    """Raise UserError if the run would read a source (see `epochs`) more often than data.sources allows."""
+    """Raise UserError if the run would read a source more often than its max_epochs.
+
+    after: `epochs` at the end of the run.
+    """
     for source in config.sources:
         total = after.get(source.name or source.path, 0.0)
         if config.on_max_epochs == "refuse" and source.max_epochs and total > source.max_epochs:
@@ -47,13 +51,13 @@ def check_caps(after: dict[str, float], config: Data) -> None:
 
 
 def sources_of(dataset: PackedDataset, samples: Sequence[int]) -> Tensor:
-    """Return the source of each global sample of the dataset's order, as index into `dataset.sources`: int64 `[n]`."""
+    """Return the source of each global sample in `samples`, as an index into `dataset.sources`: int64 `[n]`."""
     places = {name: place for place, name in enumerate(dataset.sources)}
     return torch.tensor([places[dataset.order.sources[dataset.order.locate(one)[0]]] for one in samples])
 
 
 def log_left_out(dataset: PackedDataset, position: int, last: int) -> None:
-    """Log the global sample from which each source is left out because it has reached max_epochs.
+    """Log the global sample from which each source is left out because of max_epochs.
 
     Raises UserError if all sources reach max_epochs before sample `last`.
     """
@@ -81,7 +85,7 @@ def log_left_out(dataset: PackedDataset, position: int, last: int) -> None:
 
 
 def log_epochs(before: dict[str, float], after: dict[str, float]) -> None:
-    """Log the epochs of each source so far and at the end of the run (see `epochs`)."""
+    """Log the epochs of each source so far and at the end of the run. before, after: from `epochs`."""
     for name, total in after.items():
         so_far = f", {before[name]:.2f} so far" if before[name] else ""
         log.info("%s: %.2f epochs by the end of the run%s", name, total, so_far)

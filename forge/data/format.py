@@ -1,4 +1,4 @@
-"""Open a dataset folder, here or in a store: tokens and document starts (docs/reference/data-format.md)."""
+"""Open a dataset folder, local or remote: tokens and document starts (docs/reference/data-format.md)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ VERSION = 1
 START_DTYPE = np.dtype("<u8")
 DIGEST_BYTES = 8
 TokenUses = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Ranges of a stream's tokens: starts and ends, int64 `[n]` -> distance of each to its next use, float64 `[n]`."""
+"""Function of token ranges (starts, ends), int64 `[n]` each -> distance of each range to its next use, float64 `[n]`."""
 
 
 class Record(BaseModel):
-    """A record in a dataset's description: immutable; an unknown field is an error."""
+    """A record in `dataset.json`: immutable, and an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,10 +45,10 @@ class FileRecord(Record):
 
 
 class ShardRecord(Record):
-    """A shard: `tokens` tokens of the stream, and the starts of the `documents` documents that begin among them.
+    """A shard: `tokens` tokens of the stream, and the starts of the `documents` documents beginning in the shard.
 
-    `block_file`: the file with the `block_digest` of each block, first of the token file, then of the document file.
-    None in older datasets.
+    block_file: the file with the `block_digest` of each block, first of the token file, then of the document file; None
+    in older datasets.
     """
 
     tokens: int = Field(ge=1)
@@ -83,24 +83,25 @@ class DatasetIndex(Record):
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return uint16 if every id fits, otherwise uint32; little-endian."""
+    """Return the dtype of token ids: uint16 if every id fits, otherwise uint32; little-endian."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 def block_digest(data: bytes | memoryview) -> bytes:
-    """Return the checksum of a block of BLOCK_BYTES, or of a file's shorter last block."""
+    """Return the checksum of a block: BLOCK_BYTES bytes, or fewer at the end of a file."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 class TokenDataset:
-    """A `Source`: a token stream on disk or in a store.
+    """A `Source`: a forge dataset, on disk or in a remote store.
 
-    Opening reads `dataset.json` and, on disk, compares file sizes. If the dataset has checksums of blocks, each block
-    is compared with its checksum when this process first reads it (forge/data/integrity.py compares all). Blocks of a
-    store are kept in `cache`.
+    Opening reads `dataset.json` and, on disk, compares file sizes. If the dataset has block checksums, each block is
+    verified when this process first reads it (forge/data/integrity.py verifies all blocks). cache: keeps blocks of
+    remote files.
 
-    `vocab_size` is the model's. Opening refuses a dataset whose recorded greatest id is not below it. `read` checks
-    every id again, because a damaged file may contain any id. All problems are `UserError`s with the file's name.
+    vocab_size: the model's; None: not checked. Opening refuses a dataset whose recorded largest id is `vocab_size` or
+    more. `read` checks every id again, because a damaged file may contain any id. Every problem raises UserError with
+    the file's name.
     """
 
     def __init__(self, path: str | Path, vocab_size: int | None = None, cache: BlockCache | None = None):
@@ -108,7 +109,7 @@ class TokenDataset:
         self.path = str(path) if self.is_remote else Path(path)
         self.name = redact(str(path))
         self.next_use: TokenUses | None = None
-        """Next uses of a remote dataset's tokens, for its cache; None: unknown."""
+        """Next uses of a remote dataset's tokens, for the eviction of cached blocks; None: unknown."""
         self.index = read_index(path)
         self.vocab_size = vocab_size
         self._check()
@@ -126,13 +127,13 @@ class TokenDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the content: of `dataset.json` without its origin. A copied or moved dataset has the same fingerprint."""
-        # It also excludes derived fields that older datasets lack.
+        """Return a hash of `dataset.json` without its origin. A copied or moved dataset has the same fingerprint."""
+        # Derived fields missing from older datasets are also excluded.
         content = self.index.model_dump(exclude={"origin": True, "shards": {"__all__": {"block_file"}}})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return tokens start ... start + count - 1 `[count]` in the stored dtype; may be a view of the file."""
+        """Return tokens start ... start + count - 1: `[count]` in the stored dtype; may be a view of the file."""
         assert start >= 0 and start + count <= self.tokens
         pieces = []
         for number, begin, end in self._spans(start, count):
@@ -151,7 +152,7 @@ class TokenDataset:
     def document_ids(self, start: int, count: int) -> np.ndarray:
         """Return the document of each of `count` tokens, int32 `[count]`.
 
-        The first token's document is 0, the next one is 1, ...
+        The document of the first token has number 0, the next document has number 1, and so on.
         """
         assert start >= 0 and start + count <= self.tokens
         steps = np.zeros(count, np.int32)
@@ -167,7 +168,7 @@ class TokenDataset:
         return np.cumsum(steps, dtype=np.int32)
 
     def _spans(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (shard number, first, end) for a range of the stream; first and end are offsets within the shard."""
+        """Yield (shard number, first, end) for each shard in a range of the stream. first, end: offsets within the shard."""
         number, end = bisect_right(self._firsts, start) - 1, start + count
         while start < end:
             first, stop = self._firsts[number], min(end, self._firsts[number + 1])
@@ -175,7 +176,7 @@ class TokenDataset:
             start, number = stop, number + 1
 
     def open_file(self, record: PlanFile, dtype: np.dtype) -> Array:
-        """Return the content of an additional file in the dataset's folder."""
+        """Return the content of a packing plan's file in the dataset's folder."""
         path = join(self.path, record.name)
         if self._cache is None:
             return map_array(path, dtype)
@@ -184,7 +185,7 @@ class TokenDataset:
         return RemoteArray(file, self._cache, dtype)
 
     def _open(self, number: int, record: FileRecord, dtype: np.dtype) -> Array:
-        """Return the content of a file of shard `number`, verified on reading."""
+        """Return the content of a file of shard `number`. Blocks are verified when read."""
         if record.name not in self._arrays:
             self._arrays[record.name] = self._open_checked(number, record, dtype)
         return self._arrays[record.name]
@@ -209,7 +210,7 @@ class TokenDataset:
         return RemoteArray(file, cache, dtype)
 
     def _checksums(self, number: int, record: FileRecord, block_file: FileRecord) -> Callable[[int], bytes]:
-        """Return a function from a block's index in `record` to its checksum.
+        """Return a function: index of a block of the file `record` -> the block's checksum.
 
         Checksums are read on demand, not held in memory.
         """
@@ -220,9 +221,9 @@ class TokenDataset:
         return lambda block: self._open(number, block_file, dtype)[first + block].tobytes()
 
     def _open_block_file(self, path: str, record: FileRecord, dtype: np.dtype) -> Array:
-        """Return the checksums of a shard's blocks, from the file `path`.
+        """Return the block checksums of a shard, from the file `path`.
 
-        A local file, and a remote file that is read at once, are compared with the file's own checksum.
+        A local file, and a remote file of one block, are verified by the file's own checksum.
         """
         if self._cache is None:
             sums = map_array(path, dtype)
@@ -240,7 +241,7 @@ class TokenDataset:
         return RemoteArray(file, self._cache, dtype)
 
     def _need_of(self, number: int, blocks: np.ndarray) -> np.ndarray:
-        """Return, for each block of a shard's tokens, the number of samples until its next use; 0 if unknown."""
+        """Return, for each of `blocks` in a shard's token file, the number of samples until its next use; 0 if unknown."""
         if self.next_use is None:
             return np.zeros(len(blocks))
         each = BLOCK_BYTES // self.index.token_dtype.itemsize
@@ -272,7 +273,7 @@ class TokenDataset:
 
     def _check_size(self, record: FileRecord, elements: int, dtype: np.dtype) -> None:
         path, found = join(self.path, record.name), record.bytes
-        # In a store, each object's size would take a request; a wrong size shows when blocks are read.
+        # In a remote store, each file's size would need a request. A wrong size is detected when blocks are read.
         if not self.is_remote:
             try:
                 found = Path(path).stat().st_size
@@ -287,7 +288,7 @@ class TokenDataset:
 
 
 def read_index(folder: str | Path) -> DatasetIndex:
-    """Return the content of a dataset's `dataset.json`. UserError if it is missing or invalid."""
+    """Return the content of a dataset's `dataset.json`. Raises UserError if it is missing or invalid."""
     path = join(folder, INDEX)
     try:
         text = (read_whole(path) if is_url(path) else Path(path).read_bytes()).decode("utf-8")

@@ -1,4 +1,4 @@
-"""Batches of held-out sources: the same windows in every evaluation, in any layout."""
+"""Batches of held-out sources: the same windows in every evaluation and layout."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Yield `sequences` windows of the source (see `held_out_windows`), distributed over the data ranks.
 
-    Every rank yields the same number of batches of `micro_batch_size` rows, padded with rows whose labels are all
-    IGNORE. The windows do not depend on `ranks`. If the list `unreadable` is given, a read
-    error is appended to it instead of raised, and the batch is all padding: all ranks then make the same collective calls.
+    Every rank yields the same number of batches of `micro_batch_size` rows, padded with rows of only IGNORE labels. The
+    windows do not depend on `ranks`. unreadable: a list that collects read errors. If given, a read error is appended
+    instead of raised, and its batch is all padding, so all ranks still make the same collective calls.
     """
 
     def read(window: int) -> tuple[np.ndarray, np.ndarray | None]:

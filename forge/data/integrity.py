@@ -21,7 +21,7 @@ from forge.runtime.remote import BLOCK_BYTES
 
 @dataclass(frozen=True)
 class FileCheck:
-    """A file of a dataset, the number of bytes read from it, and its problem (None: undamaged)."""
+    """The check of a dataset's file: the number of bytes read, and the problem (None: undamaged)."""
 
     path: Path
     bytes: int
@@ -29,9 +29,10 @@ class FileCheck:
 
 
 def check_files(dataset: str | Path) -> Iterator[FileCheck]:
-    """Yield a check of each file of the dataset: shards, checksums of blocks, packing plans. Threads read the files.
+    """Yield the check of each file of the dataset: shards, block checksums, packing plans.
 
-    Raises UserError: exit 2 if `dataset` is not a forge dataset with checksums, exit 1 if `dataset.json` is damaged.
+    Threads read the files. Raises UserError with exit 2 if `dataset` is not a forge dataset with checksums, and with
+    exit 1 if `dataset.json` is damaged.
     """
     folder = Path(dataset)
     if is_url(dataset):
@@ -76,14 +77,15 @@ def check_files(dataset: str | Path) -> Iterator[FileCheck]:
     if not damaged:
         try:
             TokenDataset(folder)
-        except UserError as error:  # the numbers in dataset.json contradict each other
+        except UserError as error:  # numbers in dataset.json contradict each other
             raise UserError(str(error), FAILED) from None
 
 
 def _check(path: Path, record: FileRecord | PlanFile, sums: Path | None, first: int) -> FileCheck:
-    """Compare a file with its SHA-256.
+    """Compare the file at `path` with its recorded size and SHA-256.
 
-    Find damaged blocks by the checksums in the file `sums`; this file's checksums begin at entry `first`.
+    sums: file with block checksums, to find damaged blocks; None: no such file. first: index in `sums` of the checksum
+    of the first block.
     """
     digest, size, changed = hashlib.sha256(), 0, []
     try:

@@ -1,4 +1,4 @@
-"""Batches of one data rank, prefetched by a thread and moved to the device."""
+"""Batches of one data rank, prefetched by a thread and copied to the device."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from forge.runtime.errors import caused_by
 class Loader:
     """Endless iterator over the batches of data rank `rank` of `ranks`, from global sample `start_sample`.
 
-    A step takes the next `global_batch_size` samples. With `plan_at`, it takes the samples of its plan (see `steps_from`).
-    Rank r has the r-th contiguous part of the rows, so a step's samples do not depend on `ranks`. Samples outside the
-    dataset's order are skipped. A thread prefetches `prefetch` batches. Its exceptions are raised by the following `next`.
+    A step reads the next `global_batch_size` samples or, with `plan_at`, the samples of its plan (see `steps_from`).
+    Rank r gets the r-th contiguous part of the step's rows, so the step's samples do not depend on `ranks`. Ranges
+    skipped by the dataset's order are not read. A thread prefetches `prefetch` batches. `next` raises the thread's
+    exceptions.
     """
 
     def __init__(
@@ -51,12 +52,12 @@ class Loader:
         )
         first = next(steps)
         self.order = first.dataset.order
-        """The sample order of the batch returned last; before the first `next`, that of the first batch."""
+        """The sample order of the last returned batch; before the first `next`, the order of the first batch."""
         self._steps = (step.rows(rank, ranks) for step in chain([first], steps))
         self._dataset, self._prefetch = dataset, max(1, prefetch)
         self._ahead = max(32, self._prefetch * (global_batch_size // ranks))
         self.stall: Stall | None = None
-        """The stall of the last `next`, if it had to wait for long."""
+        """The stall of the last `next`; None if it did not wait long."""
         self._device = torch.device(device)
         self._queue: queue.Queue[tuple[Batch, Order] | BaseException] = queue.Queue(self._prefetch)
         self._closed = threading.Event()
@@ -78,14 +79,16 @@ class Loader:
         return batch.to(self._device)
 
     def close(self) -> None:
-        """End the thread, even while it waits for a store. Further `next` calls raise StopIteration. May be called twice."""
+        """End the thread, even while it waits for a store. Later `next` calls raise StopIteration. May be called twice."""
         self._closed.set()
         self._thread.join()
 
     def _work(self) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # otherwise pinning would create a context on device 0
+                torch.cuda.set_device(
+                    self._device
+                )  # otherwise pinning memory would create a CUDA context on device 0
             steps, ahead = tee(self._steps)
             samples = chain.from_iterable(step.reads() for step in ahead)
             with closing(read_samples(self._dataset, samples, self._ahead, self._closed)) as windows:
@@ -116,7 +119,7 @@ def stack_windows(
     document_mask: bool,
     first_sample: int,
 ) -> Batch:
-    """Return a CPU batch of `n` rows; missing windows and the end of a short window are padding: token 0 and IGNORE."""
+    """Return a CPU batch of `n` rows. Missing rows and the ends of short rows are padding: token 0, label IGNORE."""
     tokens = np.zeros((n, seq_len), np.int64)
     labels = np.full((n, seq_len), IGNORE, np.int64)
     documents = np.zeros((n, seq_len), np.int32) if document_mask else None
@@ -126,8 +129,8 @@ def stack_windows(
         labels[i, filled] = window[1:]
         if documents is not None and owners is not None:
             documents[i, filled] = owners[:-1]
-            documents[i, len(window) - 1 :] = owners[-1] + 1  # padding belongs to no document
-            # A document's first token is not predicted from the previous document: it cannot attend to it.
+            documents[i, len(window) - 1 :] = owners[-1] + 1  # padding is a separate document
+            # A document's first token is not a label, because the tokens before it are in another document.
             labels[i, filled][owners[1:] != owners[:-1]] = IGNORE
     return Batch(
         torch.from_numpy(tokens),

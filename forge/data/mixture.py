@@ -1,14 +1,13 @@
 """The source of global sample i: a pure function of (weights, seed, block, i).
 
-A turn of a source is one global sample that is taken from it. Samples come in blocks of B. With cumulative normalised
+A turn of a source is one global sample taken from the source. Samples come in blocks of B. With cumulative normalised
 weights C_0 = 0, ..., C_S = 1, source s has had
 
     turns_s(b) = floor(b B C_{s+1}) - floor(b B C_s)
 
-turns when block b starts. The number differs from the source's exact share by less than one, and the numbers of all sources
-add up to b B. Within a block the turns are shuffled by key. forge/data/order.py selects the source's sample for each turn.
-
-Weights are exact fractions and samples exact integers, so nothing drifts at 10^13 samples.
+turns when block b starts. This number differs from the source's exact share by less than one, and the numbers of all
+sources add up to b B. Within a block, turns are shuffled by key. forge/data/order.py selects the source's sample for
+each turn. Weights are exact fractions and samples are exact integers, so there is no drift even at 10^13 samples.
 """
 
 from __future__ import annotations
@@ -23,15 +22,16 @@ import numpy as np
 from forge.data.permutation import hash_positions, key_of
 from forge.runtime.errors import UserError
 
-# This limits a block, which is held in memory, to 10^6 samples. That is also the largest data.mixture_block.
+# This limits a block, held in memory, to 10^6 samples. The limit of data.mixture_block is the same.
 _SMALLEST_SHARE = Fraction(1, 10**6)
 
 
 class Mixture:
-    """The order of the sources' turns, in proportion to `weights` (which may have any sum; 0: never).
+    """The order of the sources' samples, in proportion to `weights`. A sample of a source is also called its turn.
 
-    `block` is the number of samples per shuffled block. It grows to at least 1/(smallest positive share): in a smaller
-    block the rounded cumulative shares could take a sample back from a source. UserError for a share below 1e-6.
+    weights: may have any sum; 0: the source is never read. block: number of samples per shuffled block. The number is
+    raised to at least 1 / (smallest positive share), because in a smaller block the rounded cumulative shares could
+    take a sample back from a source. Raises UserError for a share below 1e-6.
     """
 
     def __init__(self, weights: Sequence[float], seed: int, block: int = 1024):
@@ -40,7 +40,7 @@ class Mixture:
             raise UserError(
                 f"data.sources: weights must be finite, not negative and not all 0, got {list(weights)}"
             )
-        # The user's decimal, not its nearest binary fraction: 0.1 is one tenth.
+        # The user's decimal, not the nearest binary fraction: 0.1 is one tenth.
         exact = [Fraction(str(weight)) for weight in weights]
         shares = [weight / sum(exact) for weight in exact]
         self.seed = seed
@@ -56,10 +56,10 @@ class Mixture:
         self._cumulative = [sum(numerators[:s]) for s in range(len(shares) + 1)]
         self._order = lru_cache(maxsize=4)(
             self._make_order
-        )  # the loader reads within one block, or at the end of one
+        )  # the loader reads within a block or at the boundary of two
 
     def turn(self, sample: int) -> tuple[int, int]:
-        """Return the source of global sample `sample`, counted from 0, and the number of earlier samples of that source."""
+        """Return (source of global sample `sample`, number of earlier samples of this source). Samples count from 0."""
         block, position = divmod(sample, self.block)
         sources, ranks = self._order(block)
         source = int(sources[position])
@@ -67,19 +67,19 @@ class Mixture:
         return source, before[source + 1] - before[source] + int(ranks[position])
 
     def turns(self, sample: int) -> list[int]:
-        """Return each source's number of turns (samples) before global sample `sample`."""
+        """Return each source's number of turns before global sample `sample`."""
         block, position = divmod(sample, self.block)
         before = self._before(block)
         within = np.bincount(self._order(block)[0][:position], minlength=len(before) - 1).tolist()
         return [end - start + more for start, end, more in zip(before[:-1], before[1:], within, strict=True)]
 
     def _before(self, block: int) -> list[int]:
-        """Return, for s = 0 ... S, the number of samples before `block` that come from the sources below s."""
+        """Return, for s = 0 ... S, the number of samples from sources 0 ... s - 1 before block `block`."""
         samples = block * self.block
         return [samples * cumulative // self._denominator for cumulative in self._cumulative]
 
     def _make_order(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each position of the block, its source and the number of earlier positions with the same source."""
+        """Return each position's source, and how many earlier positions of the block have this source: int64 `[block]`."""
         before, after = self._before(block), self._before(block + 1)
         firsts = [end - start for start, end in zip(before, after, strict=True)]
         counts = np.diff(firsts)

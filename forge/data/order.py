@@ -1,12 +1,14 @@
-"""The source and its sample for global sample i, in a history of changing mixtures and skipped ranges.
+"""Global sample i -> (source, sample of the source), in a history of changing mixtures and skipped ranges.
 
-Each source is read in its own order, independently of the other sources. It has n windows. Its m-th sample, m = 0, 1, ...,
-is in epoch e = m div n and is window permutation_e(m mod n). So an epoch shows each window once before the next epoch
-begins. An exhausted source, or one smaller than a batch, continues with its next epoch.
+Each source is read in its own order, independently of the other sources. The m-th sample, m = 0, 1, ..., of a source
+with n windows is in epoch e = m div n and is window permutation_e(m mod n). So an epoch reads each window once before
+the next epoch begins. An exhausted source, or a source smaller than a batch, continues with its next epoch.
 
-A history is a list of segments, each with a mixture (forge/data/mixture.py). Under a new mixture each source continues at
-its own position, even if it was left out in between. Sources are identified by their content. A roll-back skips a range of
-global numbers, which are not read. It also skips a range of m of each source, under any later mixture.
+A history is a list of segments, each with a mixture (forge/data/mixture.py). Under a new mixture each source continues
+at its own position, even if it was left out in between. Sources are identified by their content.
+
+A roll-back skips a range of global samples. The roll-back also skips, under any later mixture, the corresponding range
+of m of each source.
 
 For a given seed, segments and ranges, everything is a pure function of i, with O(sources x changes) state.
 """
@@ -29,7 +31,7 @@ Ranges = tuple[tuple[int, int], ...]
 class Segment:
     """A mixture of sources: `weights` apply from global sample `start` on, in shuffled blocks of `block` samples.
 
-    drawn: number of samples of each source before `start`. `weights` and `drawn` have an entry for each source of the
+    drawn: number of samples of each source before `start`. weights and drawn have one entry for each source of the
     history so far, in the order of first use.
     """
 
@@ -41,9 +43,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class SkippedRange:
-    """Skipped samples: global samples from `first_sample` up to, not including, `end_sample`.
+    """Skipped samples: global samples first_sample ... end_sample - 1.
 
-    drawn: source -> [from, up to), the skipped samples as indices in the source's own order. A change of the mixture
+    drawn: source -> [first, end), the skipped samples as indices in the source's own order. A change of the mixture
     does not change these indices.
     """
 
@@ -53,18 +55,18 @@ class SkippedRange:
 
 
 class Stretch(NamedTuple):
-    """Global samples from `start` on without a gap or a change of the mixture."""
+    """A range of global samples, beginning with `start`, without a gap or a change of the mixture."""
 
     start: int
     mixture: Mixture
     drawn: list[int]  # of each source before `start`
-    turns: list[int]  # of each source before `start` under `mixture` alone
+    turns: list[int]  # number of turns of each source before `start` under `mixture` alone
 
 
 class Order:
     """The order in which a run's history reads the samples of all sources.
 
-    sources: in the order of first use. `sources` and `segments` only grow.
+    sources: names in the order of first use. Continuing the order only appends to `sources` and `segments`.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Order:
         self.seed, self.sources, self.segments = seed, tuple(sources), tuple(segments)
         self.passed_over = tuple(passed_over)
         self.gaps = merge((one.first_sample, one.end_sample) for one in self.passed_over)
-        """Ranges of global samples that are never read."""
+        """Ranges of skipped global samples."""
         ranges = [[one.drawn[name] for one in self.passed_over if name in one.drawn] for name in self.sources]
         self._skipped = [merge((first, end) for first, end in of_source) for of_source in ranges]
         self._stretches: list[Stretch] = []
@@ -101,7 +103,7 @@ class Order:
             self._stretches.append(Stretch(begin, mixture, drawn, self._padded(mixture.turns(begin))))
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Return (source, m): global sample `sample` is the m-th sample of that source.
+        """Return (source, m): global sample `sample` is the m-th sample of the source with index `source`.
 
         `sample` must not be in a skipped range.
         """
@@ -113,10 +115,10 @@ class Order:
     def drawn(self, sample: int, stretch: Stretch | None = None) -> list[int]:
         """Return, for each source, the index of its first sample at or after global sample `sample`.
 
-        An index counts the source's samples in its own order, from 0.
+        Indices count the source's samples in its own order, from 0.
         """
         stretch = stretch or self._stretches[bisect_right(self._starts, sample) - 1]
-        # No source has a turn in the gap after a stretch.
+        # No source has turns in the gap after a stretch.
         sample = min([sample, *(first for first, _ in self.gaps if first >= stretch.start)])
         taken = zip(self._padded(stretch.mixture.turns(sample)), stretch.turns, strict=True)
         return [
@@ -129,12 +131,12 @@ class Order:
         return [*counts, *[0] * (len(self.sources) - len(counts))]
 
     def nth(self, position: int, n: int) -> int:
-        """Return the n-th global sample (from 0) at or after `position`; skipped ranges do not count."""
+        """Return the n-th global sample (from 0) at or after `position`, without counting skipped ranges."""
         return nth_outside(position, n, self.gaps)
 
     def key(self, source: int, epoch: int) -> int:
         """Return the key of a source's permutation in an epoch."""
-        # Sources added later are in the key by name: a run that restarts from before may add them in another order.
+        # Sources added later enter the key by name, because a run restarted from before may add them in another order.
         name = source if source < len(self.segments[0].weights) else self.sources[source]
         return key_of(self.seed, "epoch", name, epoch)
 
@@ -145,10 +147,10 @@ class Order:
         position: int,
         caps: Mapping[str, int] | None = None,
     ) -> Order:
-        """Return this order up to global sample `position`, continued with `weights` (source name -> weight).
+        """Return this order up to global sample `position`, continued with `weights`.
 
-        caps: source name -> number of samples after which the source is left out: see `capped_at`. Once all sources
-        have reached their caps, the order continues with the last remaining sources.
+        weights: source name -> weight. caps: source name -> number of samples after which the source is left out (see
+        `capped_at`). Once all sources have reached their caps, the order continues with the last remaining sources.
         """
         caps = caps or {}
         sources = (*self.sources, *(name for name in weights if name not in self.sources))
@@ -156,7 +158,7 @@ class Order:
         configured = tuple(float(weights.get(name, 0.0)) for name in sources)
         limits = [caps.get(name) for name in sources]
         wanted = _uncapped(configured, drawn, limits) or configured
-        # Drop later segments: they were planned because of the old caps.
+        # Drop later segments, planned for the old caps.
         past = [segment for segment in self.segments if segment.start <= position]
         order = (
             Order(self.seed, self.sources, past, self.passed_over) if len(past) < len(self.segments) else self
@@ -176,7 +178,7 @@ class Order:
     def capped_at(self, position: int, limits: Sequence[int | None]) -> int | None:
         """Return the first global sample after `position` at which a source of the last mixture has reached its limit.
 
-        None: no source ever does. limits: one per entry of `self.sources`; None: no limit.
+        None: no source ever reaches a limit. limits: one per entry of `self.sources`; None: no limit.
         """
         weights = self.segments[-1].weights
         capped = [
@@ -201,11 +203,11 @@ class Order:
         return high
 
     def passing_over(self, ranges: Iterable[SkippedRange]) -> Order:
-        """Return a copy of this order that skips exactly `ranges`. Ranges that this order skips are not kept."""
+        """Return a copy of this order that skips exactly `ranges`, in place of this order's skipped ranges."""
         return Order(self.seed, self.sources, self.segments, ranges)
 
     def between(self, first: int, end: int, later: Order | None = None) -> dict[str, list[int]]:
-        """Return source -> [first, end) of its own samples that global samples `first` ... `end` - 1 read.
+        """Return source -> [first, end): the source's own samples read by global samples `first` to `end` - 1.
 
         later: the order at `end`, if the mixture has changed since `first`; None: this order.
         """
@@ -214,12 +216,12 @@ class Order:
         return {name: [start, stop] for name, start, stop in ranges if start < stop}
 
     def count_between(self, source: str, first: int, end: int) -> int:
-        """Return the number of samples first ... end - 1 of a source's own order that are not skipped."""
+        """Return the number of samples not skipped among samples first ... end - 1 of a source's own order."""
         skipped = self._skipped[self.sources.index(source)]
         return end - first - sum(max(0, min(end, stop) - max(first, start)) for start, stop in skipped)
 
     def state(self) -> dict[str, Any]:
-        """Return sources and segments as JSON; skipped ranges are saved with the roll-backs."""
+        """Return sources and segments as JSON. Skipped ranges are saved with the roll-backs."""
         return {
             "sources": list(self.sources),
             "segments": [asdict(segment) for segment in self.segments],
@@ -238,7 +240,7 @@ class Order:
 def _uncapped(
     weights: Sequence[float], drawn: Sequence[int], limits: Sequence[int | None]
 ) -> tuple[float, ...]:
-    """Return the weights of the sources that are below their limits; empty if there are none."""
+    """Return the weights, with 0 for sources at their limits; empty if all remaining weights are 0."""
     left = tuple(
         0.0 if limit is not None and given >= limit else weight
         for weight, given, limit in zip(weights, drawn, limits, strict=True)
@@ -257,7 +259,7 @@ def numbered(names: Iterable[str]) -> list[str]:
 
 
 def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return the union of the ranges `(first, end)` as sorted, disjoint ranges; end is exclusive."""
+    """Return the union of the ranges (first, end) as sorted, disjoint ranges. `end` is exclusive."""
     merged: list[tuple[int, int]] = []
     for first, end in sorted((first, end) for first, end in ranges if first < end):
         if merged and first <= merged[-1][1]:
@@ -268,7 +270,10 @@ def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def nth_outside(position: int, n: int, ranges: Ranges) -> int:
-    """Return the n-th number (from 0) at or after `position` that is outside all ranges (see `merge`)."""
+    """Return the n-th integer (from 0) at or after `position` outside all ranges.
+
+    ranges: sorted and disjoint, from `merge`.
+    """
     for first, end in ranges:
         if end <= position:
             continue

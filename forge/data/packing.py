@@ -4,7 +4,7 @@
     packing-best_fit-2048-sequences.bin     uint64 [sequences + 1]: each sequence's first piece; then the number of pieces
     packing-best_fit-2048-pieces.bin        (uint64, uint32) [pieces]: first token in the stream, number of tokens
 
-A sequence is read with three small reads, so nothing is held in memory.
+Reading a sequence needs three small reads, so nothing is held in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PIECES = np.dtype([("start", "<u8"), ("tokens", "<u4")])
 
 
 class PlanFile(BaseModel):
-    """One file of a plan; see `FileRecord`."""
+    """One file of a plan: name, size in bytes and checksum, like `FileRecord`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -40,8 +40,8 @@ class PlanFile(BaseModel):
 class PlanIndex(BaseModel):
     """The description of a packing plan.
 
-    `cut_documents` documents are longer than a sequence. Their remainders, `cut_tokens` tokens, continue in other
-    sequences. `lost_tokens` are in no sequence.
+    cut_documents: number of documents longer than a sequence. cut_tokens: number of tokens in their remainders,
+    continued in other sequences. lost_tokens: number of tokens in no sequence.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -62,22 +62,22 @@ class PlanIndex(BaseModel):
 
 
 def plan_name(kind: str, seq_len: int) -> str:
-    """Return the name of a plan's index, without the ending `.json`."""
+    """Return the file name of a plan's index, without the ending `.json`."""
     return f"packing-{kind}-{seq_len}"
 
 
 class PackingPlan:
-    """An open plan: `sequences` sequences of one piece or more."""
+    """An open packing plan: `sequences` sequences of one or more pieces. digest: identifies the sequences."""
 
     def __init__(self, index: PlanIndex, starts: Array, pieces: Array):
         self.index, self._starts, self._pieces = index, starts, pieces
         self.sequences, self.name = index.sequences, plan_name(index.kind, index.seq_len)
-        # The sequences only: another version may report other counts of them.
+        # The digest covers only the sequences, because another version of forge may report other counts.
         content = f"{index.sequence_file.sha256}{index.piece_file.sha256}"
         self.digest = hashlib.sha256(content.encode()).hexdigest()
 
     def pieces(self, sequence: int) -> list[tuple[int, int]]:
-        """Return first token and number of tokens of each piece of a sequence."""
+        """Return (first token, number of tokens) of each piece of a sequence."""
         first, end = (int(place) for place in self._starts[sequence : sequence + 2])
         pieces = self._pieces[first:end]
         return list(zip(pieces["start"].tolist(), pieces["tokens"].tolist(), strict=True))
@@ -90,9 +90,10 @@ def open_plan(
     dataset: str,
     open_file: Callable[[PlanFile, np.dtype], Array],
 ) -> PackingPlan:
-    """Open a plan of the dataset in `folder` with fingerprint `dataset`; `open_file` opens a file of it.
+    """Open the plan of the dataset in `folder` for `kind` and `seq_len`.
 
-    Raises UserError if it is missing, damaged, or of another dataset.
+    dataset: the dataset's fingerprint. open_file: opens a file of the plan. Raises UserError if the plan is missing,
+    damaged, or belongs to another dataset.
     """
     path = join(folder, f"{plan_name(kind, seq_len)}.json")
     remedy = (

@@ -1,7 +1,7 @@
-"""A keyed permutation of range(n) that needs no memory: shuffles samples at any number of tokens.
+"""A keyed permutation of range(n) without memory: shuffles any number of samples.
 
-A Feistel network permutes range(4^k) for the smallest such range that contains n. Values at or beyond n are permuted again
-until they are below it (cycle walking), which gives a bijection on range(n).
+A Feistel network permutes range(4^k), for the smallest k with 4^k >= n. Values >= n are permuted again until they are
+below n (cycle walking), for a bijection on range(n).
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import hashlib
 import numpy as np
 
 _MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: successive multiples are spread over all 64 bits
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, so successive multiples are spread over all 64 bits
 _ROUNDS = 8  # four make a Feistel network pseudo-random; more are needed for tiny halves
 
 
 def key_of(*parts: int | str) -> int:
-    """Return a 64-bit key of (seed, purpose, ...).
+    """Return a 64-bit key of `parts`, e.g. (seed, purpose, ...).
 
-    Different parts give unrelated keys, which are the same on every machine.
+    Different parts give unrelated keys. Keys are equal on every machine.
     """
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 def scramble(value: int) -> int:
-    """Apply the splitmix64 finaliser: a bijection of 64-bit integers in which every input bit moves every output bit."""
+    """Apply the splitmix64 finaliser: a bijection of 64-bit integers; every input bit influences every output bit."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
     return value ^ (value >> 31)
@@ -38,13 +38,16 @@ def _scramble_all(values: np.ndarray) -> np.ndarray:
 
 
 def hash_positions(start: int, stop: int, key: int) -> np.ndarray:
-    """Return 64 random bits, uint64, for each position start ... stop - 1: `scramble` of a counter that starts at `key`."""
+    """Return 64 random bits for each position from start to stop - 1: uint64 `[stop - start]`.
+
+    The bits are the `scramble` of a keyed counter.
+    """
     bits = np.uint64(key) + np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return _scramble_all(bits)
 
 
 class Permutation:
-    """`permutation(i)` is a bijection of range(n), chosen by the 64-bit `key`; O(1) time and memory, n up to 2^126."""
+    """`permutation(i)` is a bijection of range(n), selected by the 64-bit `key`. O(1) time and memory; n up to 2^126."""
 
     def __init__(self, n: int, key: int):
         assert n >= 1
@@ -62,7 +65,7 @@ class Permutation:
         return value
 
     def inverse(self, values: np.ndarray) -> np.ndarray:
-        """Return the i with permutation(i) = value, for each of `values`: int64 `[k]`. n is at most 2^62."""
+        """Return i with permutation(i) = value, for each of `values`: int64 `[k]`. n must be at most 2^62."""
         found = values.astype(np.uint64)
         pending = np.arange(len(found))
         while len(pending):

@@ -1,8 +1,7 @@
 r"""Token files of other programs: a bare array of ids (`RawTokens`), and Megatron-LM's indexed datasets (`MegatronTokens`).
 
-Such files have no checksum and do not record their greatest id, so ids are checked at every read.
-
-In a Megatron dataset `NAME.bin` holds the ids, `NAME.idx` their dtype and the document starts. The index, little-endian
+Such files have no checksum and do not record their largest id, so ids are checked at every read. In a Megatron dataset
+`NAME.bin` holds the ids, and `NAME.idx` their dtype and the document starts. The index is little-endian
 (megatron/core/datasets/indexed_dataset.py, `_IndexReader`):
 
     9 bytes         "MMIDIDX\0\0"
@@ -45,7 +44,7 @@ _BLOCK = 1 << 20  # entries of the index per check, to bound memory
 
 
 class _CachedFile:
-    """A local file, or a remote one read through a cache: its size in bytes, and parts of it as arrays."""
+    """A local file, or a remote file read through a cache. size: in bytes. Methods return parts of the file."""
 
     def __init__(self, path: str, cache: BlockCache | None):
         self.path = path
@@ -66,7 +65,7 @@ class _CachedFile:
 
 
 class MappedIds:
-    """The integers of a headerless file, mapped into memory or remote; every read is checked."""
+    """The token ids in a file without a header, memory-mapped or remote. Every read checks its ids."""
 
     def __init__(self, file: _CachedFile, dtype: np.dtype, vocab_size: int):
         self.path, self.dtype, self._vocab_size = file.path, dtype, vocab_size
@@ -81,9 +80,9 @@ class MappedIds:
         self.tokens = len(self._ids)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return ids start ... start + count - 1 `[count]` in the file's dtype, as a view of the file.
+        """Return ids start to start + count - 1: `[count]` in the file's dtype, as a view of the file.
 
-        Raises UserError with the first id outside the model's vocabulary.
+        Raises UserError, naming the first id outside the model's vocabulary.
         """
         assert start >= 0 and start + count <= self.tokens
         ids = self._ids[start : start + count]
@@ -100,10 +99,9 @@ class MappedIds:
 class RawTokens(MappedIds):
     """A `Source`: the ids of one file without a header.
 
-    `dtype` is "uint16" or "uint32" (little-endian), given by the user: the file does not record it. With `eos_id` a
-    document ends after each such token; without it the file is one document. Raises UserError if the file cannot be read, is
-    empty or does not hold whole ids, if `eos_id` is not below `vocab_size`, and in `read` for an id at or beyond
-    `vocab_size`.
+    dtype: "uint16" or "uint32" (little-endian), given by the user because the file does not record it. eos_id: token
+    ending a document; None: the file is one document. Raises UserError if the file cannot be read, is empty or has an
+    incomplete id, and if `eos_id` is not below `vocab_size`. `read` raises UserError for an id >= `vocab_size`.
     """
 
     def __init__(
@@ -126,13 +124,13 @@ class RawTokens(MappedIds):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of size, dtype, `eos_id` and sampled content: see `sampled_digest`."""
+        """Return dtype, `eos_id` and a hash of size and sampled content (see `sampled_digest`), as text."""
         return f"raw-{self.dtype.name}-{self._eos_id}-{sampled_digest(self._file)}"
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
         """Return the document of each of `count` tokens, int32 `[count]`.
 
-        The first token's document is 0, the next one is 1, ...
+        The document of the first token has number 0, the next document has number 1, and so on.
         """
         if self._eos_id is None:
             return np.zeros(count, np.int32)
@@ -143,8 +141,8 @@ class RawTokens(MappedIds):
 def sampled_digest(file: _CachedFile) -> str:
     """Return the SHA-256 of the file's size and of 64 evenly spaced blocks of 64 KiB, including the first and last.
 
-    Reads 4 MB for any size. A file up to 4 MB is hashed whole. In a larger file, a change of a few bytes may go undetected,
-    but a different file of the same size does not.
+    The function reads 4 MB of a file of any size. A file up to 4 MB is hashed whole. In a larger file, a change of a
+    few bytes may go undetected, but a different file of the same size is detected.
     """
     digest = hashlib.sha256(file.size.to_bytes(8, "little"))
     last = max(0, file.size - SAMPLE_BYTES)
@@ -154,10 +152,11 @@ def sampled_digest(file: _CachedFile) -> str:
 
 
 class MegatronTokens(MappedIds):
-    """A `Source`: the ids of a Megatron dataset as one stream. `path` is the common prefix, or the `.idx`.
+    """A `Source`: the ids of a Megatron dataset as one stream.
 
-    Opening checks the whole index for consistency with itself and with the size of the `.bin`. It raises UserError if they
-    disagree. `read` raises UserError for an id at or beyond `vocab_size`. The index is mapped, not held in memory.
+    path: the common prefix, or the `.idx`. Opening checks that the whole index is consistent, also with the size of the
+    `.bin`, and raises UserError otherwise. `read` raises UserError for an id >= `vocab_size`. The index is
+    memory-mapped, not loaded.
     """
 
     def __init__(self, path: str | Path, vocab_size: int, cache: BlockCache | None = None):
@@ -186,13 +185,13 @@ class MegatronTokens(MappedIds):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the size and sampled content of both files: see `sampled_digest`."""
+        """Return a hash of the size and sampled content of both files (see `sampled_digest`)."""
         return f"megatron-{sampled_digest(self._tokens)}-{sampled_digest(self._index_file)}"
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
         """Return the document of each of `count` tokens, int32 `[count]`.
 
-        The first token's document is 0, the next one is 1, ...
+        The document of the first token has number 0, the next document has number 1, and so on.
         """
         documents = range(self.documents)
         low = bisect_left(documents, start, key=self._start_of)
@@ -203,14 +202,17 @@ class MegatronTokens(MappedIds):
         return np.cumsum(steps, dtype=np.int32)
 
     def _start_of(self, document: int) -> int:
-        """Return the position of a document's first token. Trailing empty documents begin at the end of the stream."""
+        """Return the position of a document's first token in the stream.
+
+        Trailing empty documents begin at the end of the stream.
+        """
         sequence = int(self._firsts[document])
         if sequence == len(self._pointers):
             return self.tokens
         return int(self._pointers[sequence]) // self.dtype.itemsize
 
     def _check_sequences(self) -> None:
-        """Check that sequences follow each other without a gap, as Megatron writes them, and that they fill the .bin."""
+        """Raise UserError unless sequences follow each other without gaps, as Megatron writes them, and fill the .bin."""
         total = 0
         for begin in range(0, len(self._lengths), _BLOCK):
             lengths = self._lengths[begin : begin + _BLOCK].astype(np.int64)
@@ -247,7 +249,7 @@ class MegatronTokens(MappedIds):
 
 
 def _read_header(file: _CachedFile) -> tuple[np.dtype, int, int]:
-    """Return the ids' dtype, the number of sequences and of document indices."""
+    """Return (dtype of the ids, number of sequences, number of document indices). Raises UserError for an invalid header."""
     path, header = file.path, file.bytes(0, min(_HEADER_BYTES, file.size)) if file.size else b""
     if not header.startswith(MAGIC) or len(header) < _HEADER_BYTES:
         raise UserError(f"{path}: does not begin like a Megatron index (MMIDIDX), or is cut short")

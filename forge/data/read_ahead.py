@@ -1,4 +1,4 @@
-"""Read-ahead: threads read samples of remote sources in the global order. A stall is reported with its cause."""
+"""Read-ahead: threads read samples of remote sources in the global order. Stalls are reported with their cause."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ def in_order(
 ) -> Iterator[Result]:
     """Yield `work(item)` for each item, in order.
 
-    Up to `ahead` items are in work at once. Closing the generator ends the threads.
-
-    Raises CancelledError once `closed` is set, even while a store is slow. The threads are daemons, so neither this
-    generator nor the process waits for outstanding requests.
+    Threads work on up to `ahead` items at once. Closing the generator ends the threads. Raises CancelledError once
+    `closed` is set, even while a store is slow. The threads are daemons, so neither this generator nor the process
+    waits for outstanding requests.
     """
     ended = threading.Event()
     tasks: queue.SimpleQueue[tuple[futures.Future[Result], Item] | None] = queue.SimpleQueue()
@@ -53,7 +52,7 @@ def in_order(
                 return
             try:
                 future.set_result(work(item))
-            except BaseException as error:  # raised again with the result
+            except BaseException as error:  # raised again by `result()`
                 future.set_exception(error)
 
     def take() -> Result:
@@ -83,11 +82,10 @@ def in_order(
 def read_samples(
     dataset: PackedDataset, samples: Iterable[tuple[PackedDataset, int]], ahead: int, closed: threading.Event
 ) -> Generator[tuple[np.ndarray, np.ndarray | None]]:
-    """Yield the sample of each pair (dataset, sample number), in order.
+    """Yield the sample of each pair (dataset, sample number) in `samples`, in order.
 
-    Up to `ahead` samples of remote sources are read at once.
-
-    All datasets have the sources of `dataset`, but may have other orders and masks. closed: ends a wait, see `in_order`.
+    Up to `ahead` samples of remote sources are read at once. All datasets must have the sources of `dataset`, but may
+    have other orders and masks. closed: ends a wait, see `in_order`.
     """
     if not any(is_remote(windows.source) for windows in dataset.samples.values()):
         yield from (of[sample] for of, sample in samples)
@@ -106,14 +104,14 @@ def read_samples(
 
 
 def is_remote(source: Source) -> bool:
-    """Return whether reading this source may wait for a store."""
+    """Return whether reading this source may wait for a remote store."""
     return isinstance(source, TokenDataset | MappedIds) and is_url(source.path)
 
 
 def _next_use(
     dataset: PackedDataset, name: str, position: list[int], first: np.ndarray, end: np.ndarray
 ) -> np.ndarray:
-    """Return, for each range of tokens first ... end - 1, the approximate number of samples until it is read again."""
+    """Return, for each range of tokens [first, end), the approximate number of global samples until its next read."""
     order, windows = dataset.order, dataset.samples[name]
     number = order.sources.index(name)
     ranges = windows.over(first, end)
@@ -127,14 +125,17 @@ def _next_use(
 
 @dataclass(frozen=True)
 class Stall:
-    """A wait for data: its duration in seconds, and the last cause that the reading threads reported."""
+    """A wait for data: its duration in seconds, and the last cause reported by the reading threads."""
 
     seconds: float
     cause: str
 
 
 def wait_for(batches: queue.Queue[Result]) -> tuple[Result, Stall | None]:
-    """Return the next of `batches`, and the stall if there was one. Log a wait for a store every STALL_S seconds."""
+    """Return the next item of `batches`, and the stall if there was one, else None.
+
+    Log a long wait every STALL_S seconds.
+    """
     began, cause = time.monotonic(), ""
     while True:
         try:
@@ -151,14 +152,14 @@ def wait_for(batches: queue.Queue[Result]) -> tuple[Result, Stall | None]:
 def next_uses(
     first: np.ndarray, end: np.ndarray, drawn: int, windows: int, permutation: Callable[[int], Permutation]
 ) -> np.ndarray:
-    """Return, for each range of windows first ... end - 1, the number of the source's samples until its next read.
+    """Return, for each range of windows [first, end), the number of samples of the source until its next read.
 
-    first, end: int64 `[n]`, non-empty ranges of about equal length. drawn: samples of the source read so far. permutation:
-    epoch number -> permutation of `windows` windows.
+    first, end: non-empty ranges of about equal length, int64 `[n]`. drawn: number of samples of the source read so far.
+    permutation: maps an epoch number to the permutation of `windows` windows.
     """
     epoch, now = divmod(drawn, windows)
     width = int((end - first).max())
-    # Ranges shorter than the longest repeat their last window.
+    # Shorter ranges repeat their last window up to the length of the longest range.
     members = np.minimum(first[:, None] + np.arange(width), end[:, None] - 1)
     places = permutation(epoch).inverse(members.ravel()).reshape(members.shape)
     ahead = np.where(places >= now, places - now, np.iinfo(np.int64).max).min(axis=1)

@@ -20,7 +20,7 @@ SYNTHETIC = "synthetic"
 
 
 class Source(Protocol):
-    """`tokens` tokens with random access. fingerprint: identifies their content. name: for messages."""
+    """A stream of `tokens` tokens with random access. fingerprint: identifies the content. name: for messages."""
 
     name: str
 
@@ -31,12 +31,12 @@ class Source(Protocol):
     def fingerprint(self) -> str: ...
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return tokens start ... start + count - 1 `[count]`, any integer dtype; read-only."""
+        """Return tokens start ... start + count - 1: `[count]`, any integer dtype, read-only."""
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
         """Return the document of each of `count` tokens, int32 `[count]`.
 
-        The first token's document is 0, the next one is 1, ...
+        Documents are numbered from 0; number 0 is the document of token `start`.
         """
 
 
@@ -49,12 +49,12 @@ def open_source(
     eos_id: int | None = None,
     cache: BlockCache | None = None,
 ) -> Source:
-    """Open the stream at `path` and check it against the model's `vocab_size`; UserError if it cannot be read.
+    """Open the stream at `path` and check it against the model's `vocab_size`. Raises UserError.
 
-    "synthetic": the stream of `seed`. A folder: a forge dataset. `NAME.idx`, or `NAME` next to a `NAME.idx`: a Megatron
-    dataset. `NAME.bin`: bare ids of `dtype`, with documents that end with `eos_id`; the other kinds record their dtype and
-    documents, and ignore both keys. A URL is read through `cache` (None: the default one); a remote Megatron dataset is named
-    by its `.idx`.
+    path: "synthetic": the generated stream of `seed`. A folder: a forge dataset. `NAME.idx`, or `NAME` next to a
+    `NAME.idx`: a Megatron dataset; a remote one must be named by its `.idx`. `NAME.bin`: bare ids of type `dtype`, with
+    documents ending in `eos_id`. Other kinds record their dtype and documents, and ignore `dtype` and `eos_id`. URLs
+    are read through `cache` (None: the default cache).
     """
     # A URL may carry a signature after its path.
     file = Path(path.partition("?")[0] if is_url(path) else path)
@@ -62,7 +62,7 @@ def open_source(
         return SyntheticSource(seed, vocab_size)
     if file.suffix == ".bin" and not file.is_dir():
         path = path if is_url(path) else str(file)
-        if dtype is None:  # never guessed: a file of uint16 is also a valid file of uint32
+        if dtype is None:  # never guessed, because a uint16 file is also a valid uint32 file
             index = file.with_suffix(".idx")
             megatron = (
                 f"; beside it is {index.name}: for a Megatron dataset name that file"
@@ -78,7 +78,7 @@ def open_source(
 
 
 def count_windows(source: Source, seq_len: int) -> int:
-    """Return the number of samples of `seq_len` inputs and labels; UserError if there is none."""
+    """Return the number of samples of `seq_len` inputs and labels. Raises UserError if there is none."""
     windows = (source.tokens - 1) // seq_len
     if windows < 1:
         raise UserError(
@@ -89,13 +89,13 @@ def count_windows(source: Source, seq_len: int) -> int:
 
 
 def held_out_windows(windows: int, sequences: int) -> Sequence[int]:
-    """Return the windows that an evaluation of `sequences` sequences reads, ascending.
+    """Return the windows read by an evaluation of `sequences` sequences, ascending.
 
     windows: number of windows in the source.
 
-    One fixed permutation selects them, because neighbouring windows would cover only a few documents. The result depends on
-    `windows` and `sequences` alone, so all runs, seeds, steps and layouts read the same windows. A smaller evaluation reads
-    a subset of a larger one's windows.
+    A fixed permutation selects the windows, because neighbouring windows would cover only a few documents. The result
+    depends only on `windows` and `sequences`, so all runs, seeds, steps and layouts read the same windows. A smaller
+    evaluation reads a subset of a larger evaluation's windows.
     """
     if sequences >= windows:
         return range(windows)

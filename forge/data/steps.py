@@ -1,8 +1,8 @@
 """The samples of each data rank in each step, under changing step sizes and mixtures.
 
-A step of B sequences of S tokens takes the next B S / L samples, which are windows of L = train.seq_len tokens. Each window
-is cut into L / S rows of the batch. So whatever the step sizes, every token is read once per epoch. The samples of a step
-depend only on the number of earlier samples and tokens.
+A step of B sequences of S tokens reads the next B S / L samples, i.e. windows of L = train.seq_len tokens. Each window
+is cut into L / S rows of the batch. So every token is read once per epoch, whatever the step sizes. The samples of a
+step depend only on the numbers of earlier samples and tokens.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Row = tuple[np.ndarray, np.ndarray | None]
 
 @dataclass(frozen=True)
 class StepRows:
-    """The reads of one data rank in one step: row i is part `parts[i]` of global sample `samples[i]`.
+    """The rows of one data rank in one step.
 
-    Each part has `seq_len` tokens.
+    Row i is part number `parts[i]` of global sample `samples[i]`; a part has `seq_len` tokens.
     """
 
     dataset: PackedDataset
@@ -33,15 +33,15 @@ class StepRows:
     seq_len: int
 
     def reads(self) -> Iterator[tuple[PackedDataset, int]]:
-        """Yield each sample number of the step once, in order, with its dataset."""
+        """Yield (dataset, sample number) for each sample of the step once, in order."""
         return ((self.dataset, sample) for sample, _ in groupby(self.samples))
 
     def cut(self, windows: Iterator[Row]) -> Iterator[Row]:
-        """Cut samples into rows. Yield each row: tokens `[seq_len + 1]`, and the document of each token.
+        """Cut samples into rows.
 
-        A row holds both inputs and labels: labels are the tokens shifted by one. The last row of a short sample is shorter.
-
-        windows: the samples of `reads()`, in order.
+        Yield each row as (tokens `[seq_len + 1]`, document of each token). A row contains inputs and labels: labels are
+        the tokens shifted by one. The last row of a short sample is shorter. windows: the samples of `reads()`, in
+        order.
         """
         for (_, rows), window in zip(
             groupby(zip(self.samples, self.parts, strict=True), itemgetter(0)), windows, strict=False
@@ -51,9 +51,9 @@ class StepRows:
 
 
 def part_of(window: Row, part: int, seq_len: int) -> Row:
-    """Return part `part` of a window: `seq_len` inputs and labels.
+    """Return part number `part` of a window: `seq_len` inputs and their labels.
 
-    Past the end of a short window, return one token, which has no label.
+    Past the end of a short window, return one token without a label.
     """
     tokens, owners = window
     start = min(part * seq_len, len(tokens) - 1)
@@ -63,9 +63,9 @@ def part_of(window: Row, part: int, seq_len: int) -> Row:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The samples of a step: `windows` whole samples of `dataset`, from global sample `sample` on.
+    """The samples of a step: `windows` whole samples of `dataset`, beginning with global sample `sample`.
 
-    They are cut into `batch` rows of `seq_len` tokens.
+    The samples are cut into `batch` rows of `seq_len` tokens.
     """
 
     dataset: PackedDataset
@@ -75,7 +75,7 @@ class StepSizes:
     windows: int
 
     def rows(self, rank: int, ranks: int) -> StepRows:
-        """Return the part of the step's rows that data rank `rank` of `ranks` reads."""
+        """Return the rows of the step for data rank `rank` of `ranks`."""
         parts, order = self.batch // self.windows, self.dataset.order
         rows = range(rank * self.batch // ranks, (rank + 1) * self.batch // ranks)
         places = {window: order.nth(self.sample, window) for window in {row // parts for row in rows}}
@@ -92,10 +92,11 @@ def steps_from(
     sample: int = 0,
     tokens: int = 0,
 ) -> Iterator[StepSizes]:
-    """Yield each step from global sample `sample` on. tokens: positions trained on before the first of these steps.
+    """Yield the sizes of each step, beginning with global sample `sample`.
 
-    `plan_at` returns the sizes and the mixture of a step from the number of tokens before it. If the mixture changes,
-    the new one continues the order of `dataset`. Without `plan_at` all steps have `global_batch_size` whole samples.
+    tokens: number of tokens trained before the first of these steps. plan_at: maps the number of tokens before a step
+    to the step's sizes and mixture; None: all steps have `global_batch_size` whole samples. A changed mixture continues
+    the order of `dataset`.
     """
     batch, seq_len, windows = global_batch_size, dataset.seq_len, global_batch_size
     before: StepPlan | None = None

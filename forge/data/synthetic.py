@@ -1,4 +1,4 @@
-"""A token stream of any length, without a file; a model starts to learn it within ten steps."""
+"""An endless generated token stream. A model starts to learn it within ten steps."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ _TOKENS = 1 << 60
 
 
 class SyntheticSource:
-    """A first-order Markov chain over `vocab_size` ids; `seed` selects the stream drawn from it.
+    """A first-order Markov chain over `vocab_size` ids. seed: selects the sampled stream.
 
-    From any token the next one is, with probability 1/2 each, its successor (id + 1 mod vocab_size) or a
-    jump. Jumps go to K = min(8, vocab_size // 8) (at least 1) ids, evenly spaced, the k-th with a probability
-    proportional to 2^-k. For vocabularies of 128 or more, where jumps hardly ever meet successors, entropies
-    in nats are about
+    The next token is, with probability 1/2 each, the successor (id + 1 mod vocab_size) or a jump. Jumps go to K =
+    min(8, vocab_size // 8) (at least 1) evenly spaced ids, to the k-th with a probability proportional to 2^-k. For
+    vocabularies of 128 or more, where a jump is rarely also a successor, entropies in nats are about
         uniform  ln(vocab_size)      loss of an untrained model
         unigram  H(J) + 2 ln 2 = 2.7 loss after some steps
         rate     ln 2 + H(J)/2 = 1.4 the lowest possible loss
-    (a little less of each for small vocabularies). Every block of 1024 tokens starts with a jump and depends on
-    (seed, block) alone, so any part of the stream is computed without the parts before it. One jump in 64 begins a
-    document: 128 tokens on average.
+    (a little less for small vocabularies). Every block of 1024 tokens starts with a jump and depends only on (seed,
+    block), so any part of the stream is computed without the parts before it. One jump in 64 begins a document;
+    documents have 128 tokens on average.
     """
 
     name = "synthetic"
@@ -53,7 +52,7 @@ class SyntheticSource:
     def document_ids(self, start: int, count: int) -> np.ndarray:
         """Return the document of each of `count` tokens, int32 `[count]`.
 
-        The first token's document is 0, the next one is 1, ...
+        Documents are numbered from 0; number 0 is the document of token `start`.
         """
         bits, jump = self._draw(start, start + count)
         starts = jump & ((bits >> np.uint64(1)) & np.uint64(63) == 0)
@@ -61,6 +60,6 @@ class SyntheticSource:
         return np.cumsum(starts, dtype=np.int32)
 
     def _draw(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return 64 random bits for each position (splitmix64 of key and position), and the jumps (bit 0)."""
+        """Return 64 random bits for each position (splitmix64 of key and position), and whether the position is a jump."""
         bits = hash_positions(begin, end, self._key)
         return bits, (bits & np.uint64(1) == 0) | (np.arange(begin, end) % BLOCK == 0)

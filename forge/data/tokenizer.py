@@ -20,13 +20,13 @@ BYTES = "bytes"
 MODEL_FILE = "tokenizer.model"
 BYTES_FILE = "tokenizer.bytes"
 JSON_FILE = "tokenizer.json"
-# Next to a tokenizer.json: they name the tokens that begin and end a text.
+# Files next to a tokenizer.json with the names of the tokens that begin and end a text.
 SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-# Without settings a document ends with the first of these that tokenizer.json lists as a special token.
+# Without settings, a document ends with the first of these tokens listed as special in tokenizer.json.
 USUAL_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]")
 _ESCAPED_SPACE = "\u2581"
 _BEFORE_SPACE = re.compile(r"[^\W_](?=[ \n])")
-# Split patterns of byte-level tokenizers: of GPT-2, Llama 3, Qwen and GPT-4o.
+# Split patterns of byte-level tokenizers: GPT-2, Llama 3, Qwen and GPT-4o.
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -40,9 +40,10 @@ _PATTERNS = (
 
 
 class Tokenizer(Protocol):
-    """A tokenizer with `vocab_size` ids. bos_id, eos_id: None if it has none. fingerprint: identifies its content.
+    """A tokenizer with `vocab_size` ids.
 
-    unk_id: the id of text outside the vocabulary; None if the vocabulary covers every text.
+    bos_id, eos_id: ids of the begin and end token; None if there is none. unk_id: the id for text outside the
+    vocabulary; None if the vocabulary covers every text. fingerprint: identifies the tokenizer's content.
     """
 
     vocab_size: int
@@ -53,30 +54,30 @@ class Tokenizer(Protocol):
 
     @property
     def can_cut(self) -> bool:
-        """Return whether `cut` usually finds a place in ordinary text."""
+        """Return whether `cut` usually finds a position in ordinary text."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of the text without special tokens. UnicodeEncodeError for surrogates."""
+        """Return the ids of `text`, without special tokens. Raises UnicodeEncodeError for lone surrogates."""
 
     def cut(self, text: str, start: int) -> int:
-        """Return the first place i >= max(start, 1) at which the two parts of a text can be encoded separately.
+        """Return the first position i >= max(start, 1) at which a text can be cut and encoded in two parts.
 
-        The place is valid for `text` and for every text that contains it: encode(x + y) == encode(x) + encode(y) if x
-        ends with text[:i] and y begins with text[i:]. Returns len(text) if no place is known.
+        The position is valid for `text` and for every text containing it: encode(x + y) == encode(x) + encode(y) if x
+        ends with text[:i] and y begins with text[i:]. Returns len(text) if no position is known.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text, without special tokens and ids beyond the vocabulary; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of `ids`, without special tokens and ids beyond the vocabulary. Invalid UTF-8 becomes U+FFFD."""
 
     def save(self, folder: Path) -> None:
-        """Write the files for `load_tokenizer(folder)`."""
+        """Write the files needed by `load_tokenizer(folder)`."""
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load "bytes", a SentencePiece .model file, a tokenizer.json, or a folder with the files of a tokenizer (see `save`).
+    """Load "bytes", a SentencePiece .model file, a tokenizer.json, or a folder with a tokenizer's files (see `save`).
 
-    In a folder, tokenizer.json takes precedence over a SentencePiece model: it has the tokens that were added later,
-    too. Raises UserError with the file and its problem.
+    In a folder, tokenizer.json takes precedence over a SentencePiece model, because it also has tokens added later.
+    Raises UserError, naming the file and its problem.
     """
     if str(path) == BYTES:
         return ByteTokenizer()
@@ -106,10 +107,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def begin_text(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a text at the start of a document: [bos] ids, without bos if the tokenizer has none.
+    """Return the ids of a text at the start of a document: [bos] + ids, or ids if the tokenizer has no bos.
 
-    An empty text without bos begins with eos, the token that ends the previous document. Raises UserError if the
-    tokenizer has neither bos nor eos.
+    Without bos, an empty text is [eos], the token that ends the previous document. Raises UserError for an empty text
+    if the tokenizer has neither bos nor eos.
     """
     if tokenizer.bos_id is not None:
         return [tokenizer.bos_id, *ids]
@@ -121,7 +122,7 @@ def begin_text(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8; 256 begins and 257 ends a document."""
+    """A tokenizer without a file: ids 0 to 255 are UTF-8 bytes, 256 begins and 257 ends a document."""
 
     vocab_size = 258
     bos_id: int | None = 256
@@ -144,7 +145,7 @@ class ByteTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model, given as the bytes of its file (`name` is for messages)."""
+    """A SentencePiece model, given as the bytes of its file. name: for messages."""
 
     def __init__(self, model: bytes, name: str):
         import sentencepiece  # only on use: neither `synthetic` nor `bytes` needs it
@@ -169,7 +170,8 @@ class SentencePieceTokenizer:
         text.encode("utf-8")  # raises for lone surrogates, which SentencePiece would replace
         if self._escaped_space is None or _ESCAPED_SPACE not in text:
             return self._processor.encode(text)
-        # SentencePiece writes spaces as U+2581. That character itself is encoded as bytes, or it would decode to a space.
+        # SentencePiece writes spaces as U+2581. So U+2581 in the text is encoded as bytes; otherwise it would decode to
+        # a space.
         ids: list[int] = []
         for number, part in enumerate(text.split(_ESCAPED_SPACE)):
             ids += self._escaped_space if number else []
@@ -192,8 +194,8 @@ class SentencePieceTokenizer:
     def _joined(self) -> set[str] | None:
         """Return all pairs of adjacent characters within pieces; None if the model does more than merge pieces.
 
-        If no piece contains two characters next to each other, they are never merged. So a text can be cut between
-        them: merges on one side of the cut do not change the other side.
+        Two characters not adjacent in any piece are never merged. So a text can be cut between them: merges on one side
+        of the cut do not affect the other side.
         """
         from sentencepiece import sentencepiece_model_pb2 as protocol
 
@@ -215,15 +217,15 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, given as file name -> content, together with the SETTINGS_FILES next to it.
+    """A tokenizer.json and the SETTINGS_FILES next to it, given as file name -> content.
 
-    A document ends with the settings' eos_token. It begins with the token that the tokenizer itself adds before a text,
-    or with bos_token if the settings have add_bos_token = true. Text that spells a special token remains text.
-    Byte-level tokenizers decode every text exactly; normalising tokenizers do not.
+    A document ends with the settings' eos_token. A document begins with the token that the tokenizer itself adds before
+    every text, or with bos_token if the settings have add_bos_token = true. Text that spells a special token is encoded
+    as text. Byte-level tokenizers decode every text exactly; normalising tokenizers do not.
     """
 
     def __init__(self, files: dict[str, bytes], name: str):
-        # forge encodes one text at a time, in any number of processes.
+        # forge encodes one text at a time, in several processes.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             import tokenizers  # only on use: optional
@@ -237,7 +239,7 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(files[JSON_FILE])
         except Exception as error:
             raise UserError(f"tokenizer {name}: is not a tokenizer.json: {error}") from None
-        # A file may contain the truncation setting of its last use, which would cut documents short.
+        # A file may contain the truncation setting of its last use, and truncation would cut documents short.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -253,13 +255,14 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         text.encode("utf-8")  # raises for lone surrogates
-        # The "fast" call skips token offsets in the text, a fifth of the time.
+        # The "fast" call does not compute token offsets, which saves a fifth of the time.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def cut(self, text: str, start: int) -> int:
         if self.can_cut:
             for found in _BEFORE_SPACE.finditer(text, max(start - 1, 0)):
-                # Unicode tables of two libraries differ only in later additions to Unicode.
+                # Use Unicode 3.2's categories, because the Unicode tables of two libraries differ only in later
+                # additions.
                 if unicodedata.ucd_3_2_0.category(found[0])[0] in "LN":
                     return found.end()
         return len(text)
@@ -305,7 +308,7 @@ class HuggingFaceTokenizer:
         return bos, eos
 
     def _id_of(self, settings: dict[str, Any], key: str) -> int | None:
-        """Return the id of the token in the settings, given as text or as an object with its `content`."""
+        """Return the id of the token `key` in the settings, given as text or as an object with `content`; None if absent."""
         token = settings.get(key)
         token = token.get("content") if isinstance(token, dict) else token
         if token is None:
@@ -319,13 +322,15 @@ class HuggingFaceTokenizer:
 
 
 def _splits_at_spaces(described: dict[str, Any]) -> bool:
-    """Return whether a tokenizer.json always splits a text between a letter or digit and a space or line end after it.
+    """Return whether a tokenizer.json always splits a text between a letter or digit and a following space or line end.
 
     If so, the tokenizer encodes the two sides independently. The result is True only if this function knows every
-    pre-tokenizer step. No pattern of the known steps looks back, or matches both characters. None that ends in a letter
-    or digit looks ahead.
+    pre-tokenizer step. No pattern of the known steps looks back or matches both characters, and no pattern ending in a
+    letter or digit looks ahead.
     """
-    normalizer = described.get("normalizer") or {"type": "NFC"}  # a space composes with nothing
+    normalizer = described.get("normalizer") or {
+        "type": "NFC"
+    }  # a space does not compose with other characters
     steps = described.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", []) if steps.get("type") == "Sequence" else [steps]
     splits = False
@@ -346,7 +351,7 @@ def _splits_at_spaces(described: dict[str, Any]) -> bool:
             splits = True
         elif kind not in ("Digits", "Punctuation"):
             return False
-    for token in described.get("added_tokens", []):  # matched before all these steps
+    for token in described.get("added_tokens", []):  # added tokens are matched before all these steps
         if token.get("rstrip") or _BEFORE_SPACE.search(token["content"]):
             return False
     return splits and normalizer.get("type") == "NFC"

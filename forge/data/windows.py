@@ -13,30 +13,30 @@ from forge.runtime.errors import UserError
 
 
 class Windows(Protocol):
-    """The `count` samples of a source. `fingerprint` identifies the tokens of each."""
+    """The `count` samples of a source. fingerprint: identifies the samples' tokens."""
 
     source: Source
     count: int
     fingerprint: str
 
     def pieces(self, window: int) -> list[tuple[int, int]]:
-        """Return the ranges of the stream in a sample, in order: first token and number of tokens."""
+        """Return the ranges of the stream that form a sample, in order, each as (first token, number of tokens)."""
 
     def read(self, window: int, documents: bool) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return tokens `[seq_len + 1]` or fewer of a sample.
+        """Return a sample's tokens, `[seq_len + 1]` or fewer, and the document of each token.
 
-        With `documents`, also return each token's document, int32, ascending from 0.
+        Documents are int32, ascending from 0; None without `documents`.
         """
 
     def over(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return, for each range of the stream, the windows first ... end - 1 that overlap it; None: unknown."""
+        """Return the windows overlapping each range of tokens first ... end - 1, as arrays (first, end); None: unknown."""
 
 
 class StreamWindows:
     """Window k of a source is tokens k S ... k S + S inclusive: S inputs and, shifted by one, S labels.
 
-    There are (T - 1) // S windows for T tokens, so every token but the first is a label once, except for a remainder
-    shorter than S.
+    T tokens give (T - 1) // S windows. Every token except the first is a label once, except in a remainder shorter than
+    S.
     """
 
     def __init__(self, source: Source, seq_len: int):
@@ -50,13 +50,13 @@ class StreamWindows:
         return read_window(self.source, window, self._seq_len, documents)
 
     def over(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        # The last token of a window is the first of the next one.
+        # The last token of a window is the first token of the next window.
         low = np.minimum(np.maximum(first - 1, 0) // self._seq_len, self.count - 1)
         return low, np.minimum((end - 1) // self._seq_len, self.count - 1) + 1
 
 
 class PackedWindows:
-    """The sequences of a packing plan (forge/data/packing.py): whole documents, or parts of longer ones, in a row."""
+    """The sequences of a packing plan (forge/data/packing.py): whole documents, or parts of long documents, concatenated."""
 
     def __init__(self, source: Source, plan: PackingPlan):
         self.source, self._plan = source, plan
@@ -79,7 +79,7 @@ class PackedWindows:
 
 
 def windows_of(source: Source, seq_len: int, packing: str) -> Windows:
-    """Return the samples of a source under `data.packing`. UserError if it has none, or no plan for this length."""
+    """Return the samples of a source under `data.packing`. Raises UserError if there are none, or no plan for `seq_len`."""
     if packing == "stream":
         return StreamWindows(source, seq_len)
     if not isinstance(source, TokenDataset):
@@ -94,9 +94,9 @@ def windows_of(source: Source, seq_len: int, packing: str) -> Windows:
 def read_window(
     source: Source, window: int, seq_len: int, documents: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return tokens `[seq_len + 1]` of a window, or fewer at the end of the source.
+    """Return a window's tokens `[seq_len + 1]`, fewer at the end of the source.
 
-    With `documents`, also return each token's document, int32.
+    With `documents`, also return each token's document, int32; otherwise None.
     """
     start = window * seq_len
     count = min(seq_len + 1, source.tokens - start)

@@ -1,4 +1,4 @@
-"""The mathematics of the model and its loss, on tensors. Nothing here knows of ranks, meshes, files or the config's path."""
+"""The mathematics of the model and its loss, on tensors. This package does not depend on ranks, meshes or files."""
 
 from forge.model.attention import Attention, AttentionFunction, GroupedAttention, HeadIndices, Sinks
 from forge.model.embedding import Embedding, Head

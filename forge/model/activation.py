@@ -1,4 +1,4 @@
-"""The functions between the projections of a feed-forward, for dense layers and experts."""
+"""Activation functions between the projections of a feed-forward, dense or expert."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from forge.config.model import ModelConfig
 
 
 class Activation(NamedTuple):
-    """`function` takes the outputs of `inputs` projections, all of one shape: gate and up, or a single one."""
+    """An activation function of `inputs` projections of equal shape: gate and up (2), or a single projection (1)."""
 
     function: Callable[..., Tensor]
     inputs: int = 2
 
 
 def activation_of(config: ModelConfig) -> Activation:
-    """Return the activation that `config` names."""
+    """Return the activation named by `config`."""
     clamped = partial(clamped_swiglu, limit=config.activation_limit)
     bounded = partial(situ, limit=config.activation_limit, up_limit=config.activation_up_limit)
     return {
@@ -42,14 +42,14 @@ SWIGLU = Activation(swiglu)
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up, with GELU by its tanh formula, as Gemma has it."""
+    """gelu(gate) * up, with GELU by its tanh formula (Gemma)."""
     return F.gelu(gate, approximate="tanh") * up
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """Compute g sigmoid(1.702 g) * (u + 1) (gpt-oss).
 
-    g: the gate, at most `limit`. u: up, clamped to [-limit, limit].
+    g: the gate, clamped to at most `limit`. u: up, clamped to [-limit, limit].
     """
     gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)

@@ -1,6 +1,6 @@
-"""Grouped-query attention, and the base of other kinds of attention.
+"""Grouped-query attention, and the base class of other kinds of attention.
 
-The attention function is an extension point: context parallelism replaces `Attention.attend` and nothing else.
+The attention function is an extension point: context parallelism replaces only `Attention.attend`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from forge.model.sdpa import sdpa_attention
 
 
 class Shared:
-    """Inputs shared by all blocks in one forward: RoPE's tables at the forward's positions, and the mask of each window.
+    """Inputs shared by all blocks in one forward: RoPE's tables and the mask of each window.
 
-    cos, sin: `[tables, seq, 1, head_dim / 2]` or `[tables, batch, seq, 1, head_dim / 2]`, promote(float32, compute). masks:
-    window (0: none) -> AttentionMask. labels: int64 `[batch, seq]`; tokens labelled IGNORE do not count in load balancing;
-    None: all count. saved: with attention residuals, the streams that entered earlier residual blocks, each shaped like a
-    block's input.
+    cos, sin: `[tables, seq, 1, head_dim / 2]` or `[tables, batch, seq, 1, head_dim / 2]`, promote(float32, compute).
+    masks: window (0: none) -> AttentionMask. labels: int64 `[batch, seq]`; tokens labelled IGNORE do not count in load
+    balancing; None: all tokens count. saved: with attention residuals, the streams at the start of earlier residual
+    blocks, each shaped like a block's input.
 
-    Not a dataclass, so that FSDP does not cast the tables (see AttentionMask).
+    Not a dataclass, so FSDP does not cast the tables (see AttentionMask).
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Shared:
         self.saved: tuple[Tensor, ...] = ()
 
     def with_saved(self, *streams: Tensor) -> Shared:
-        """Return the same inputs with more saved streams."""
+        """Return a copy with more saved streams."""
         other = copy.copy(self)
         other.saved = (*self.saved, *streams)
         return other
 
     def with_labels(self, labels: Tensor) -> Shared:
-        """Return the same inputs with other labels."""
+        """Return a copy with other labels."""
         other = copy.copy(self)
         other.labels = labels
         return other
@@ -57,9 +57,9 @@ class AttentionFunction(Protocol):
     """The parameterless inner part of `Attention`: causal attention of one forward."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        """Return the mask with the `table` that this attention function needs.
+        """Return the mask with the `table` for this attention function.
 
-        Called once per forward and window. x `[batch, seq, dim]` gives dtype, device and sizes.
+        Called once per forward and window. Only dtype, device and sizes of x `[batch, seq, dim]` are used.
         """
 
     def __call__(
@@ -68,15 +68,15 @@ class AttentionFunction(Protocol):
         """Attend: q `[batch, heads, seq, head_dim]`, k and v `[batch, kv_heads, seq, head_dim or v_dim]`.
 
         Returns `[batch, heads, seq, v_dim]`. sinks `[heads]`, given if mask.sinks: one extra logit per head in the
-        softmax, whose value vector is zero.
+        softmax, with a value vector of zero.
         """
 
 
 class Attention(nn.Module):
-    """The base of every kind of attention: window, rotation, and the modules between the heads and the stream.
+    """The base class of every kind of attention: window, rotation, and the modules between the heads and the stream.
 
-    rotation: index of RoPE's tables; None: no positions. qk_dim: size of a query head; every attention function divides
-    scores by its square root. factor: multiplies the queries, for models that divide scores by another number.
+    rotation: index of RoPE's tables; None: no RoPE. qk_dim: size of a query head; every attention function divides
+    scores by sqrt(qk_dim). factor: multiplies the queries, for models that divide scores by another number.
     """
 
     wo: nn.Linear
@@ -93,7 +93,7 @@ class Attention(nn.Module):
     def output(self, out: Tensor, x: Tensor) -> Tensor:
         """Gate and project out `[batch, heads, seq, v_dim]` to `[batch, seq, dim]`.
 
-        x `[batch, seq, dim]`: the input that out was computed from.
+        x: the layer's input `[batch, seq, dim]`, for the gate.
         """
         out = out.transpose(1, 2)
         if self.wg is not None:
@@ -101,25 +101,22 @@ class Attention(nn.Module):
         return self.wo(out.flatten(2))
 
     def sink_logits(self) -> Tensor | None:
-        """Return the logits of the sinks `[heads]`, if there are any."""
+        """Return the logits of the sinks, `[heads]`; None without sinks."""
         return None if self.sinks is None else self.sinks()
 
     def scaled(self, q: Tensor) -> Tensor:
-        """Return queries multiplied by `factor`."""
+        """Return the queries multiplied by `factor`."""
         return q if self.factor == 1.0 else q * self.factor
 
     def rotated(self, x: Tensor, shared: Shared) -> Tensor:
-        """Rotate x `[batch, seq, heads, head_dim]` by the tokens' positions.
-
-        Returns x itself in a layer without positions.
-        """
+        """Apply RoPE to x `[batch, seq, heads, head_dim]`. Returns x itself in a layer without RoPE."""
         if self.rotation is None:
             return x
         return rotate(x, shared.cos[self.rotation], shared.sin[self.rotation])
 
 
 class GroupedAttention(Attention):
-    """Grouped-query attention: projections, optional QK-norm, rotation, attention inside the layer's window."""
+    """Grouped-query attention: projections, optional QK-norm, RoPE, attention within the layer's window."""
 
     def __init__(self, config: ModelConfig, window: int, rotation: int | None = 0):
         super().__init__(config, window, rotation, config.head_dim, config.head_dim)
@@ -135,7 +132,8 @@ class GroupedAttention(Attention):
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
-        # The number of heads follows from the projections: under tensor parallelism this rank has only some of them.
+        # The number of heads follows from the projections, because under tensor parallelism each rank has only some
+        # heads.
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [batch, seq, heads, head_dim]
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # [batch, seq, kv_heads, head_dim]
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
@@ -148,14 +146,14 @@ class GroupedAttention(Attention):
         return self.output(self.attend(q, k, v, shared.masks[self.window], self.sink_logits()), x)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the operations of the projections and of two products with each key that a token sees."""
+        """Return the FLOPs per token of the projections and of two products with each visible key."""
         return matrix_flops(self, seq_len) + 12 * self.q_dim * mean_keys(seq_len, self.window)
 
 
 class HeadIndices(nn.Module):
-    """The global indices of this process's heads, for constants of each head, e.g. slopes.
+    """The global indices of this process's heads, for per-head constants, e.g. ALiBi slopes.
 
-    Tensor parallelism divides `heads` if the module's name is colwise in the plan.
+    Tensor parallelism divides `heads` if the plan makes the module colwise.
     """
 
     def __init__(self, heads: int):
@@ -163,7 +161,7 @@ class HeadIndices(nn.Module):
         self.heads = range(heads)
 
     def forward(self, device: torch.device) -> Tensor:
-        """Return the indices int64 `[heads]`, or `[heads / tp]` on a rank of tensor parallelism."""
+        """Return the indices, int64 `[heads]`; under tensor parallelism `[heads / tp]`."""
         return torch.arange(self.heads.start, self.heads.stop, device=device)
 
 
@@ -178,5 +176,5 @@ class Sinks(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads))
 
     def forward(self) -> Tensor:
-        """Return the logits `[heads]`."""
+        """Return the sink logits, `[heads]`."""
         return self.weight

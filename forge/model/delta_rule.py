@@ -1,17 +1,17 @@
-"""The gated delta rule: a matrix that every token decays, corrects and reads, token by token or in chunks.
+"""The gated delta rule: every token decays, corrects and reads a state matrix; token by token, or in chunks.
 
 Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464:
 
     S_t = exp(g_t) S_{t-1};  S_t += beta_t k_t (v_t - S_t^T k_t)^T;  o_t = S_t^T q_t
 
-The paper writes the transpose of S. The decay exp(g_t) is one number, or one per row of S (Kimi Team 2025, "Kimi Linear",
-arXiv:2510.26692). In a chunk that begins with the state S the corrected values of all tokens solve one
-triangular system (the UT transform, section 3.3), whose right side is linear in S:
+The paper writes the transpose of S. The decay exp(g_t) is one number, or one per row of S (Kimi Team 2025, "Kimi
+Linear", arXiv:2510.26692). In a chunk beginning with state S, the corrected values of all tokens solve one triangular
+system (the UT transform, section 3.3). Its right-hand side is linear in S:
 
     corrected = u - w S;  outputs = reads S + scores corrected;  S' = transition S + addition
 
-So a chunk is one affine map of the state. All chunks are prepared at once, in large products; only the chain of these maps
-(`affine_scan`) is sequential.
+So a chunk is one affine map of the state. All chunks are prepared at once, in large products. Only the composition of
+these maps (`affine_scan`) is sequential.
 
 Sizes: batch, seq, heads, chunks of size tokens, key_dim and value_dim (rows and columns of the state), decays (1 or key_dim).
 """
@@ -27,12 +27,12 @@ from torch.nn import functional as F
 
 
 class Chunks(NamedTuple):
-    """Results of the gated delta rule for each chunk that do not depend on the state at the chunk's start.
+    """The quantities of each chunk that do not depend on S, the state at the chunk's start.
 
-    All are `[chunks, batch, heads, ...]`; the last chunk is padded. reads `[size, key_dim]`: queries, decayed from the
-    chunk's beginning. scores `[size, size]`: of queries with their visible keys. u `[size, value_dim]`, w `[size,
-    key_dim]`: corrected values are u - w S. transition `[key_dim, key_dim]`, addition `[key_dim, value_dim]`: the state
-    after the chunk is transition S + addition.
+    All tensors are `[chunks, batch, heads, ...]`; the last chunk is padded. reads `[size, key_dim]`: queries, decayed
+    from the chunk's beginning. scores `[size, size]`: products of queries with visible keys. u `[size, value_dim]`, w
+    `[size, key_dim]`: corrected values are u - w S. transition `[key_dim, key_dim]`, addition `[key_dim, value_dim]`:
+    the state after the chunk is transition S + addition.
     """
 
     reads: Tensor
@@ -46,10 +46,11 @@ class Chunks(NamedTuple):
 def divide(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, resets: Tensor | None, size: int
 ) -> Chunks:
-    """Prepare all chunks of `size` tokens.
+    """Divide the sequence into chunks of `size` tokens, and prepare every chunk for the recurrence.
 
-    q, k `[batch, seq, heads, key_dim]`, v `[batch, seq, heads, value_dim]`, log_decay (<= 0) `[batch, seq, heads, decays]`,
-    beta `[batch, seq, heads]`. resets: bool `[batch, seq]`, true for tokens that begin with an empty state; None: none.
+    q, k `[batch, seq, heads, key_dim]`, v `[batch, seq, heads, value_dim]`, log_decay (<= 0) `[batch, seq, heads,
+    decays]`, beta `[batch, seq, heads]`. resets: bool `[batch, seq]`, true for tokens that start from an empty state;
+    None: no resets.
     """
     q, k, v = (_chunked(x, size) for x in (q, k, v))
     beta = _chunked(beta, size)  # [chunks, batch, heads, size]
@@ -78,8 +79,8 @@ def decayed_products(several: Sequence[Tensor], columns: Tensor, total: Tensor, 
     Element [i, j] is the sum over d of rows[i, d] * columns[j, d] * exp(total[i, d] - total[j, d]) where `seen` allows i to
     read j, else 0. With decays = 1, total[i, 0] applies to every d.
 
-    rows, columns `[..., size, key_dim]`; total `[..., size, decays]`, which never grows along the tokens; seen bool,
-    false for all j > i. No exponent is above 0, so no exponential overflows.
+    rows, columns `[..., size, key_dim]`; total `[..., size, decays]`, non-increasing along the tokens; seen bool, false
+    for all j > i. No exponent is above 0, so no exponential overflows.
     """
     if total.shape[-1] == 1:
         between = (total - total.mT).masked_fill(~seen, -torch.inf).exp()
@@ -88,8 +89,8 @@ def decayed_products(several: Sequence[Tensor], columns: Tensor, total: Tensor, 
     missing = (1 << (size - 1).bit_length()) - size
     *several, columns = (F.pad(x, (0, 0, 0, missing)) for x in (*several, columns))
     total = torch.cat([total, total[..., -1:, :].expand(*total.shape[:-2], missing, -1)], dim=-2)
-    # Blocks on the diagonal, of doubling size. The lower left quarter of a block is the product of two factors: the decay up
-    # to the first token of the second half, and the decay from there on. Neither can overflow.
+    # Diagonal blocks of doubling size. In the lower left quarter of a block, the decay is the product of two factors:
+    # the decay up to the first token of the second half, and the decay after it. Neither can overflow.
     diagonals = [(rows * columns).sum(-1) for rows in several]
     quarters: list[list[Tensor]] = [[] for _ in several]
     half = 1
@@ -109,9 +110,9 @@ def decayed_products(several: Sequence[Tensor], columns: Tensor, total: Tensor, 
 def lower_triangle(diagonal: Tensor, quarters: Sequence[Tensor]) -> Tensor:
     """Return matrices `[..., size, size]` with `diagonal` `[..., size]`, `quarters` below it, and zeros above it.
 
-    quarters[n] `[..., size / 2^(n + 1), 2^n, 2^n]`: the lower left quarters of the diagonal blocks of size 2^(n + 1).
-    This function is a custom operator, because a compiler would turn its code into a kernel whose length is exponential
-    in the number of quarters.
+    quarters[n] `[..., size / 2^(n + 1), 2^n, 2^n]`: the lower left quarters of the diagonal blocks of size 2^(n + 1). A
+    custom operator, because a compiler would turn the function's code into a kernel whose length is exponential in the
+    number of quarters.
     """
     matrix = diagonal.new_zeros(*diagonal.shape, diagonal.shape[-1])
     matrix.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
@@ -121,7 +122,7 @@ def lower_triangle(diagonal: Tensor, quarters: Sequence[Tensor]) -> Tensor:
 
 
 def _quarters(matrix: Tensor, half: int) -> Tensor:
-    """Return the lower left quarters, `half` wide, of the diagonal blocks: a view `[..., blocks, half, half]`."""
+    """Return a view of the lower left quarters of the diagonal blocks: `[..., blocks, half, half]`."""
     rows = matrix.unflatten(-2, (-1, 2, half))[..., 1, :, :]
     return rows.unflatten(-1, (-1, 2, half))[..., 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
@@ -145,7 +146,7 @@ lower_triangle.register_autograd(_triangle_backward, setup_context=_keep_number)
 def outputs(chunks: Chunks, states: Tensor, seq: int) -> Tensor:
     """Return the outputs of all tokens, `[batch, seq, heads, value_dim]`.
 
-    states `[chunks, batch, heads, key_dim, value_dim]`: at the start of each chunk.
+    states: the state at the start of each chunk, `[chunks, batch, heads, key_dim, value_dim]`.
     """
     corrected = chunks.u - chunks.w @ states
     out = chunks.reads @ states + chunks.scores @ corrected  # [chunks, batch, heads, size, value_dim]
@@ -171,9 +172,9 @@ def recurrent_delta_rule(
     resets: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the same as `chunked_delta_rule`, token by token.
+    """Compute `chunked_delta_rule` token by token.
 
-    state `[batch, heads, key_dim, value_dim]`: the initial one; None: zeros.
+    Return the outputs and the last state. state: the initial state `[batch, heads, key_dim, value_dim]`; None: zeros.
     """
     if state is None:
         state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
@@ -201,8 +202,8 @@ def _chunked(x: Tensor, size: int) -> Tensor:
 def affine_scan(transition: Tensor, addition: Tensor, initial: Tensor) -> Tensor:
     """Return all states of S_{n+1} = transition_n S_n + addition_n: `[steps + 1, ..., rows, columns]`, S_0 = initial.
 
-    transition `[steps, ..., rows, rows]`, addition `[steps, ..., rows, columns]`, initial `[..., rows, columns]`. A custom
-    operator, so a compiler sees one node for any number of steps.
+    transition `[steps, ..., rows, rows]`, addition `[steps, ..., rows, columns]`, initial `[..., rows, columns]`. The
+    scan is a custom operator, so a compiler sees one node for any number of steps.
     """
     states = initial.new_empty(len(transition) + 1, *initial.shape)
     states[0] = initial
@@ -222,7 +223,10 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _scan_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of the states by the same scan in reverse: G_n = transition_n^T G_{n+1} + grad_n."""
+    """Compute the gradients.
+
+    The gradients of the states are a reverse `affine_scan`: G_n = transition_n^T G_{n+1} + grad_n.
+    """
     transition, states = ctx.saved_tensors
     back = affine_scan(transition.mT.flip(0), grad[:-1].flip(0), grad[-1]).flip(0)
     return back[1:] @ states[:-1].mT, back[1:], back[0]

@@ -1,4 +1,4 @@
-"""Move tokens to their experts and back within one process, without padding and without host syncs."""
+"""Dispatch tokens to their experts and back within one process, without padding and without host syncs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Dispatcher(Protocol):
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """x `[tokens, dim]` -> for each token the sum of its experts' outputs times its weights, `[tokens, dim]`.
+        """x `[tokens, dim]` -> for each token the weighted sum of its experts' outputs, `[tokens, dim]`.
 
-        experts int64 and weights `[tokens, top_k]`; index n_experts means no expert and adds nothing.
+        experts int64 and weights `[tokens, top_k]`; expert index n_experts means no expert and contributes nothing.
         compute: (rows `[n, dim]` sorted by expert, counts int64 `[experts]`) -> `[n, dim]`. n may exceed the sum of
-        `counts`. The output of the rows after that sum is undefined.
+        `counts`; output rows past the sum are undefined.
         """
 
 
 class LocalDispatcher:
-    """A dispatcher for experts that are all in this process. drops: some choices may have no expert."""
+    """A dispatcher for a process holding all experts. drops: some choices may have no expert."""
 
     def __init__(self, n_experts: int, drops: bool):
         self.n_experts, self.drops = n_experts, drops
@@ -39,8 +39,8 @@ class LocalDispatcher:
         rows, plan = spread(x, experts, self.n_experts, self.kernels)
         if not self.drops:
             return combine(compute(rows, plan.counts), weights, plan, self.kernels)
-        # Choices without an expert are sorted last, past the rows that are computed: the uninitialised memory there
-        # must enter neither the outputs nor, by the first fill, the gradients.
+        # Choices without an expert are sorted last, and `compute` leaves their rows uninitialised. The second fill
+        # keeps these values out of the output, the first fill keeps them out of the gradients.
         past = (torch.arange(rows.shape[0], device=x.device) >= plan.counts.sum()).unsqueeze(-1)
         rows = compute(rows.masked_fill(past, 0.0), plan.counts)
         return combine(rows.masked_fill(past, 0.0), weights, plan, self.kernels)
@@ -49,8 +49,8 @@ class LocalDispatcher:
 class DispatchPlan(NamedTuple):
     """The stable order of choices by expert. Choice j of token t has number t * top_k + j.
 
-    order: int64 `[tokens * top_k]`, the choice of each row. places: int64 `[tokens, top_k]`, the row of each choice.
-    counts: int64 `[n_experts]`, rows of each expert; choices without an expert come last.
+    order: the choice of each row, int64 `[tokens * top_k]`. places: the row of each choice, int64 `[tokens, top_k]`.
+    counts: the number of rows of each expert, int64 `[n_experts]`. Choices without an expert come last.
     """
 
     order: Tensor
@@ -59,18 +59,18 @@ class DispatchPlan(NamedTuple):
 
 
 def sort_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
-    """Return the plan for experts int64 `[tokens, top_k]`, each in 0 ... n_experts; n_experts means none."""
+    """Return the plan for experts int64 `[tokens, top_k]`, each in 0 ... n_experts; n_experts means no expert."""
     by_expert, order = experts.flatten().sort(stable=True)
-    # Counts by bisection: bincount's output has no static size, which would make the host wait for CUDA.
+    # Counts by bisection, because bincount's output has no static size, so it would synchronise with the device.
     bounds = torch.arange(n_experts + 1, device=order.device)
     counts = torch.searchsorted(by_expert, bounds).diff()
     return DispatchPlan(order, _inverse(order).view_as(experts), counts)
 
 
 def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
-    """Return the plan of `sort_by_expert` by counting: a few passes if compiled, slow if not.
+    """Return the plan of `sort_by_expert`, computed by counting: a few passes if compiled, slow if not.
 
-    Requires that no token chooses an expert twice. n_experts, which means none, may be repeated.
+    No token may choose an expert twice. Only n_experts (no expert) may be repeated.
     """
     indices = torch.arange(n_experts + 1, device=experts.device).unsqueeze(1)
     columns = experts.unbind(1)
@@ -89,12 +89,12 @@ def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
 
 
 def plan_rows(experts: Tensor, n_experts: int) -> DispatchPlan:
-    """Return the plan for experts int64 `[tokens, top_k]`: by counting if this code is compiled, otherwise by sorting.
+    """Return the plan for experts int64 `[tokens, top_k]`: by counting in compiled code, by sorting in eager code.
 
-    A rank to which no token is sent has no last row to read counts from: it sorts.
+    A rank without tokens sorts in both: there is no last row with the counts.
     """
-    counts = torch.compiler.is_compiling() and experts.shape[0] > 0
-    return (count_by_expert if counts else sort_by_expert)(experts, n_experts)
+    by_counting = torch.compiler.is_compiling() and experts.shape[0] > 0
+    return (count_by_expert if by_counting else sort_by_expert)(experts, n_experts)
 
 
 def spread_rows(x: Tensor, experts: Tensor, n_experts: int) -> tuple[Tensor, DispatchPlan]:
@@ -108,7 +108,7 @@ def group_by_expert(arriving: Tensor, total: int) -> tuple[Tensor, Tensor, Tenso
 
     arriving int64 `[ranks, local experts]`: number of rows from each rank for each expert.
 
-    Return order and places, int64 `[total]`, and counts, int64 `[local experts]`, with the meanings that `DispatchPlan` has.
+    Return order and places, int64 `[total]`, and counts, int64 `[local experts]`, with the meanings of `DispatchPlan`.
     """
     sizes = arriving.flatten()
     ends = sizes.cumsum(0)
@@ -129,7 +129,7 @@ def _inverse(permutation: Tensor) -> Tensor:
 
 
 def _at(rows: Tensor, column: Tensor, missing: bool) -> Tensor:
-    """Return `rows[column]`. missing: indices past the last row are allowed and give zeros."""
+    """Return `rows[column]`. missing: indices past the last row are allowed, and give zeros."""
     if not missing:
         return rows.index_select(0, column)
     if rows.shape[0] == 0:
@@ -139,9 +139,9 @@ def _at(rows: Tensor, column: Tensor, missing: bool) -> Tensor:
 
 
 def add_choices(rows: Tensor, places: Tensor) -> Tensor:
-    """rows `[n, dim]` -> for each token the sum of its choices' rows, `[tokens, dim]`; summed in promote(float32, rows).
+    """rows `[n, dim]` -> for each token the sum of its choices' rows, `[tokens, dim]`.
 
-    places int64 `[tokens, top_k]`; places >= n have no row and add nothing.
+    Sums are in promote(float32, rows). places int64 `[tokens, top_k]`; places >= n have no row and contribute nothing.
     """
     missing = rows.shape[0] < places.numel()
     total = _at(rows, places[:, 0], missing).to(promoted(rows.dtype))
@@ -151,7 +151,7 @@ def add_choices(rows: Tensor, places: Tensor) -> Tensor:
 
 
 def weigh_choices(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    """Add rows like `add_choices`, each times its weight; weights `[tokens, top_k]`."""
+    """Like `add_choices`, with each row multiplied by its weight. weights `[tokens, top_k]`."""
     missing = rows.shape[0] < places.numel()
     total = torch.zeros(places.shape[0], rows.shape[1], dtype=promoted(rows.dtype), device=rows.device)
     for column, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
@@ -162,11 +162,14 @@ def weigh_choices(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
 def weigh_backward(
     grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `weigh_choices` with respect to rows and weights. grad `[tokens, dim]`: of its result."""
+    """Return the gradients of `weigh_choices` with respect to rows and weights.
+
+    grad: gradient of the result of `weigh_choices`, `[tokens, dim]`.
+    """
     grad = grad.to(promoted(rows.dtype))
     missing = rows.shape[0] < places.numel()
     if missing or torch.compiler.is_compiling():
-        # Row by row, in one pass over the rows; without a compiler that makes `[n, dim]` in this dtype.
+        # Row by row, in one pass over the rows. Eager code makes temporaries `[n, dim]` in the promoted dtype.
         order = order[: rows.shape[0]]
         of_rows = grad.index_select(0, order // places.shape[1])
         own = weights.flatten().index_select(0, order).unsqueeze(-1)
@@ -180,7 +183,7 @@ def weigh_backward(
 
 
 class Kernels(NamedTuple):
-    """Functions that move and add rows, which dispatchers call. `apply_blocks` replaces them by compiled ones."""
+    """Functions called by dispatchers to move and add rows. `apply_blocks` replaces them by compiled functions."""
 
     plan: Callable[..., DispatchPlan] = plan_rows
     spread: Callable[..., tuple[Tensor, DispatchPlan]] = spread_rows
@@ -207,16 +210,15 @@ def take(x: Tensor, plan: DispatchPlan, n: int, kernels: Kernels = EAGER) -> Ten
 
 
 def add_up(rows: Tensor, plan: DispatchPlan, kernels: Kernels = EAGER) -> Tensor:
-    """rows `[n, dim]`, the first n of the plan -> for each token the sum of its choices' rows, `[tokens, dim]`."""
+    """rows `[n, dim]`, the plan's first n rows -> for each token the sum of its choices' rows, `[tokens, dim]`."""
     return _AddUp.apply(rows, plan.order, plan.places, kernels)
 
 
 def combine(rows: Tensor, weights: Tensor, plan: DispatchPlan, kernels: Kernels = EAGER) -> Tensor:
     """rows `[n, dim]` sorted by expert, weights `[tokens, top_k]` -> weighted sums `[tokens, dim]`.
 
-    n is at most tokens * top_k: choices with later places in the plan add nothing.
-    The result has rows' dtype. Sums are in promote(float32, rows), one choice at a time, so no
-    `[tokens, top_k, dim]` exists in that dtype.
+    n is at most tokens * top_k; choices with places >= n contribute nothing. The result has the dtype of rows. Sums are
+    in promote(float32, rows), one choice at a time, so no `[tokens, top_k, dim]` exists in the promoted dtype.
     """
     return _Combine.apply(rows, weights, plan.order, plan.places, kernels)
 

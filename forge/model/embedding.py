@@ -20,24 +20,27 @@ class Embedding(nn.Module):
         return self.scaled(F.embedding(tokens, self.weight))
 
     def scaled(self, x: Tensor) -> Tensor:
-        """Return x * scale, with the scale rounded to the dtype of x, as transformers does."""
+        """Return x * scale, with the scale rounded to the dtype of x, as in transformers."""
         return x if self.scale == 1.0 else x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return 0: a look-up multiplies nothing. The model counts the product of a tied head."""
+        """Return 0, because a look-up has no products. The model counts the product of a tied head."""
         return 0.0
 
     def output(self, hidden: Tensor, labels: Tensor | None, loss: nn.Module) -> Tensor:
-        """Compute the same as `Head.forward`.
+        """Compute `Head.forward` with the embedding's weight.
 
         No module hooks run, so under FSDP the weight must belong to the root's unit.
         """
-        # Without hooks nothing else casts to the dtype that the weight computes in.
+        # Cast explicitly to the weight's compute dtype, because no hook does.
         return loss(hidden.to(self.weight.dtype), self.weight, labels)
 
 
 class Head(nn.Module):
-    """The output matrix. It computes the loss inside its forward, where data-parallel engines have gathered the weight."""
+    """The output matrix.
+
+    Its forward includes the loss, because data-parallel engines gather the weight only for the forward.
+    """
 
     # Losses and logits are never rounded to the compute dtype.
     exact_output = True
@@ -47,5 +50,5 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
 
     def forward(self, hidden: Tensor, labels: Tensor | None, loss: nn.Module) -> Tensor:
-        """hidden `[batch, seq, dim]` -> loss(hidden, weight, labels): logits if there are no labels."""
+        """hidden `[batch, seq, dim]` -> loss(hidden, weight, labels); logits if labels is None."""
         return loss(hidden, self.weight, labels)

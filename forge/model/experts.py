@@ -1,4 +1,4 @@
-"""The experts of a layer: a feed-forward for groups of rows, each group with its own weights."""
+"""The experts of a layer: a feed-forward applied to groups of rows, with separate weights for each group."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from forge.model import host
 from forge.model.activation import SWIGLU, Activation
 from forge.model.norm import promoted
 
-# (rows `[n, in]`, weights `[groups, in, out]`, offs=int32 `[groups]`, the end of each group's rows) -> `[n, out]`.
-# The public name is younger than the operator.
+# (rows `[n, in]`, weights `[groups, in, out]`, offs=the end of each group's rows, int32 `[groups]`) -> `[n, out]`.
+# Older PyTorch versions have only the private name.
 _grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 
@@ -31,7 +31,8 @@ class Experts(nn.Module):
     ):
         super().__init__()
         self.activation = activation
-        # (projections fused `[n, inputs * hidden_dim]`) -> `[n, hidden_dim]`. An extension point: replaced by a compiled one.
+        # (fused projections `[n, inputs * hidden_dim]`) -> `[n, hidden_dim]`. An extension point: compilation replaces
+        # it.
         self.activate: Callable[[Tensor], Tensor] = functools.partial(apply_activation, activation=activation)
         # The grouped product, with the signature of `grouped_linear`. An extension point: float8 replaces it.
         self.multiply: Callable[..., Tensor] = grouped_linear
@@ -42,9 +43,9 @@ class Experts(nn.Module):
         self.w2_bias = nn.Parameter(torch.empty(n_experts, dim)) if bias else None
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows `[n, dim]` sorted by expert, counts int64 `[n_experts]` of rows per expert -> `[n, dim]`.
+        """rows `[n, dim]` sorted by expert, rows per expert `counts` int64 `[n_experts]` -> `[n, dim]`.
 
-        The output and the gradient of rows past the last counted one are undefined.
+        Output and gradient are undefined for rows past the sum of `counts`.
         """
         return self.compute(rows, counts, self.w13, self.w2, self.w13_bias, self.w2_bias)
 
@@ -57,9 +58,9 @@ class Experts(nn.Module):
         w13_bias: Tensor | None,
         w2_bias: Tensor | None,
     ) -> Tensor:
-        """Compute `forward` with the given weights instead of the module's own, for the same experts or some of them.
+        """Compute `forward` with the given weights, of all experts or some of them, instead of the module's own.
 
-        counts: rows per expert, for the experts whose weights are given.
+        counts: rows per expert, for the experts of the given weights.
         """
         groups = RowGroups(counts)
         projected = self.multiply(rows, w13, groups, w13_bias)
@@ -72,19 +73,25 @@ def apply_activation(projected: Tensor, activation: Activation) -> Tensor:
 
 
 class RowGroups:
-    """Consecutive groups of rows. counts: int64 `[groups]`, the rows of each; more rows may follow the last group."""
+    """Consecutive groups of rows.
+
+    counts: number of rows of each group, int64 `[groups]`. More rows may follow the last group.
+    """
 
     def __init__(self, counts: Tensor):
         self.counts = counts
 
     @functools.cached_property
     def ends(self) -> Tensor:
-        """The end of each group, int32 `[groups]`."""
+        """Return the end of each group, int32 `[groups]`."""
         return self.counts.cumsum(0, dtype=torch.int32)
 
     @functools.cached_property
     def sizes(self) -> list[int]:
-        """The counts, on the host. The first access waits for the device; all products of a layer share the result."""
+        """Return the counts on the host.
+
+        The first access synchronises with the device; all products of a layer share the result.
+        """
         return list(host.read(self.counts))
 
 
@@ -92,12 +99,12 @@ def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor
     """rows `[n, in]` in `groups`, weight `[groups, out, in]`, bias `[groups, out]` -> `[n, out]`.
 
     One grouped product, without a host sync. Its gradient must not be an expanded tensor. Without a kernel (see
-    `has_kernel`), it loops over the groups, and the host reads their sizes.
+    `has_kernel`), a loop over the groups replaces it, and the host reads their sizes.
     """
     if bias is not None:
         return grouped_linear(rows, weight, groups) + bias_of_rows(rows, bias, groups)
     if rows.shape[0] == 0:
-        # This rank received no token. The product with all experts is empty, and so are its gradients.
+        # This rank received no tokens. The product with all experts is empty, and its gradients are zero.
         return F.linear(rows, weight.flatten(0, 1))[:, : weight.shape[1]]
     if has_kernel(rows, weight):
         return _grouped_mm(rows, weight.transpose(-2, -1), offs=groups.ends)
@@ -107,7 +114,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor
 
 
 def grouped_outer(left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
-    """left `[n, out]`, right `[n, in]`, both in `groups` -> the product left^T right of each group, `[groups, out, in]`."""
+    """left `[n, out]`, right `[n, in]`, both in `groups` -> left^T right of each group, `[groups, out, in]`."""
     n_groups = groups.counts.numel()
     if left.shape[0] == 0:
         return left.new_zeros(n_groups, left.shape[1], right.shape[1])
@@ -122,7 +129,7 @@ def has_kernel(rows: Tensor, weight: Tensor) -> bool:
     """Return whether PyTorch computes the grouped product without a host sync.
 
     The size of a row must be a multiple of 16 bytes. On CUDA there is a kernel only for bfloat16 on Hopper (9.x) and
-    Blackwell (10.x). Other products, and each of their gradients, wait for the device.
+    Blackwell (10.x). Other products, and each of their gradients, synchronise with the device.
     """
     aligned = all(side * rows.element_size() % 16 == 0 for side in weight.shape[1:])
     if rows.is_cuda:
@@ -136,11 +143,11 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 def bias_of_rows(rows: Tensor, bias: Tensor, groups: RowGroups) -> Tensor:
     """bias `[groups, out]` -> for each row the bias of its group, `[n, out]`; zeros past the last group.
 
-    The dtype is promote(float32, bias) until the last cast to the dtype of `rows`, because the gradient of a group's
-    bias is a sum over its rows. Gradients past the last group are ignored.
+    The computation is in promote(float32, bias), and the result is cast to the dtype of `rows`, because the gradient of
+    a group's bias is a sum over the group's rows. Gradients past the last group are ignored.
     """
     index = torch.arange(rows.shape[0], device=rows.device)
-    # The number of groups for rows past the last one.
+    # Rows past the last group have index `groups`, the padding.
     group = torch.searchsorted(groups.ends, index, right=True)
     padded = F.pad(bias, (0, 0, 0, 1)).to(promoted(bias.dtype))
     return padded.index_select(0, group).to(rows.dtype)

@@ -1,4 +1,4 @@
-"""Count the parameters and the floating-point operations of a built model, including classes of the user's own."""
+"""Count the parameters and FLOPs of a built model, including users' own module classes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """The number of parameters of a model. active: the number used by one token, including the whole embedding."""
+    """The number of parameters of a model. active: the parameters used by one token, including the whole embedding."""
 
     total: int
     active: int
@@ -18,7 +18,7 @@ class ParameterCounts:
 def parameter_counts(model: nn.Module) -> ParameterCounts:
     """Count the parameters of `model`, which may be on the meta device.
 
-    A module's `idle_parameters` are those that one token does not use: experts to which it is not routed.
+    A module's attribute `idle_parameters` is the number of parameters not used by a token: those of experts not chosen.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     idle = sum(getattr(module, "idle_parameters", 0) for module in model.modules())
@@ -26,9 +26,9 @@ def parameter_counts(model: nn.Module) -> ParameterCounts:
 
 
 def flops_per_token(module: nn.Module, seq_len: int) -> float:
-    """Return the floating-point operations of forward and backward per token, for matrix products only.
+    """Return the FLOPs of forward and backward per token, counting only matrix products.
 
-    The method `flops_per_token(seq_len)` of a module counts the module and all its submodules. Modules without the method
+    A module's method `flops_per_token(seq_len)` counts the module and all its submodules. Modules without this method
     are counted by `matrix_flops`. Document masks are not subtracted, and recomputation is not added.
     """
     method = getattr(module, "flops_per_token", None)
@@ -36,10 +36,10 @@ def flops_per_token(module: nn.Module, seq_len: int) -> float:
 
 
 def matrix_flops(module: nn.Module, seq_len: int) -> float:
-    """Return 6 * (elements of the module's own matrices that a token uses) + the FLOPs of its submodules.
+    """Return 6 * (elements of the module's own matrices used by a token) + the FLOPs of its submodules.
 
-    Forward has a multiply and an add per element, backward twice as many. Parameters of fewer than two dimensions (norms,
-    biases) and look-ups do not count.
+    Per element, forward has a multiply and an add, and backward twice as many. Parameters with fewer than two
+    dimensions (norms, biases) and look-ups do not count.
     """
     own = (
         0
@@ -51,7 +51,7 @@ def matrix_flops(module: nn.Module, seq_len: int) -> float:
 
 
 def mean_keys(seq_len: int, window: int) -> float:
-    """Return the mean number of keys that a token sees: the mean of min(i + 1, window) over a sequence.
+    """Return the mean number of visible keys per token: the mean of min(i + 1, window) over a sequence.
 
     window 0: no limit.
     """

@@ -1,10 +1,10 @@
 """The gated delta rule by the Triton kernels of flash-linear-attention (fla), if installed.
 
-Forward is one custom operator, and its gradient another, so a compiler sees one node and needs only its shapes.
+Forward is one custom operator and its gradient another, so a compiler sees single nodes and needs only their shapes.
 
-fla separates documents by `cu_seqlens`, whose length depends on the data: the host would wait for the device once per
-layer, and the compiler would see new shapes. Here a document begins with a decay of exp(RESET) instead, which is nearly 0.
-fla accepts any decay: no exponent of its kernels is above 0.
+fla separates documents by `cu_seqlens`, whose length depends on the data: the host would synchronise with the device
+once per layer, and the compiler would see new shapes. Instead, the first token of a document has a decay of exp(RESET),
+nearly 0. fla accepts any decay, because no exponent in its kernels is above 0.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 INSTALLED = find_spec("fla") is not None
-# exp(-50) = 2e-22. Decays are summed over the tokens of a chunk, so a larger number would cost precision.
+# exp(-50) = 2e-22. Log decays are summed over the tokens of a chunk, so a larger magnitude would cost precision.
 RESET = -50.0
 
 
 def is_for_kernels(v: Tensor) -> bool:
-    """Return whether fla can compute with values `v`: it is installed, and `v` is bfloat16 on CUDA."""
+    """Return whether fla's kernels can be used for values `v`: fla is installed, and `v` is bfloat16 on CUDA."""
     return INSTALLED and v.is_cuda and v.dtype == torch.bfloat16
 
 
@@ -36,7 +36,10 @@ def fused_delta_rule(
     resets: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the same as `recurrent_delta_rule`. Outputs have the dtype of v, the last state that of `log_decay`."""
+    """Compute `recurrent_delta_rule` by fla's kernels.
+
+    Outputs have the dtype of v, the last state the dtype of `log_decay`.
+    """
     if resets is not None:
         log_decay = log_decay.masked_fill(resets[..., None, None], RESET)
     if state is None:
@@ -70,7 +73,7 @@ def _gradient(
     beta: Tensor,
     state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Recompute forward and run its backward. An operator cannot keep the graph of its forward."""
+    """Recompute forward and run its backward, because an operator cannot keep the graph of its forward."""
     with _autograd():
         inputs = [x.detach().requires_grad_() for x in (q, k, v, log_decay, beta, state)]
         results = kernel_for(log_decay)(*inputs)
@@ -108,7 +111,7 @@ def _autograd() -> Iterator[None]:
 
 def kernel_for(log_decay: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the kernel for decays per channel or per head; it takes the operator's arguments."""
-    # At the first use: fla imports Triton, and takes seconds.
+    # Imported at the first use, because fla imports Triton, which takes seconds.
     if log_decay.shape[-1] > 1:
         from fla.ops.kda import chunk_kda as chunked
     else:

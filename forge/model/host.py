@@ -1,7 +1,7 @@
 """Read numbers from the device inside a layer.
 
-Each read waits for the device. Activation checkpointing runs a forward again in backward. That second run reuses the
-numbers of the first run and does not wait.
+Each read synchronises with the device. Activation checkpointing runs a forward again in backward; the second run reuses
+the numbers read by the first run and does not synchronise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class HostReads:
-    """The numbers that one checkpointed forward reads, in order."""
+    """The numbers read by one checkpointed forward, in order."""
 
     def __init__(self) -> None:
         self._values: list[Any] = []
@@ -23,7 +23,10 @@ class HostReads:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Record the reads of the body, which is a forward. When the same forward runs again, return the recorded numbers."""
+        """Record the reads of the body, a forward.
+
+        When the forward runs again under `kept`, its reads return the recorded numbers.
+        """
         self._next = 0
         token = _current.set(self)
         try:
@@ -32,18 +35,18 @@ class HostReads:
             _current.reset(token)
 
     def read(self, x: Tensor) -> Any:
-        """Return the next recorded number. In the first run, record and return `x.tolist()`."""
+        """Return the next recorded value. In the first run, record and return `x.tolist()`."""
         if self._next == len(self._values):
             self._values.append(x.tolist())
         self._next += 1
         return self._values[self._next - 1]
 
 
-# Autograd recomputes in threads of its own; each thread has a value of its own.
+# Autograd recomputes in its own threads, and each thread has its own value of the variable.
 _current: ContextVar[HostReads | None] = ContextVar("host_reads", default=None)
 
 
 def read(x: Tensor) -> Any:
-    """Return `x.tolist()`. Waits for the device, except in recomputation."""
+    """Return `x.tolist()`. Synchronises with the device, except in recomputation."""
     reads = _current.get()
     return x.tolist() if reads is None else reads.read(x)

@@ -1,4 +1,4 @@
-"""The initial value of every parameter, as a description; `forge.parallel.initialize` draws the elements of each shard."""
+"""A description of every parameter's initial value. `forge.parallel.initialize` generates the elements of each shard."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ from forge.model.mtp import Join
 from forge.model.norm import RMSNorm
 from forge.model.router import Router
 
-# Projections into the residual stream, which sums 2 * n_layers of them (GPT-2, Radford et al. 2019, 2.3).
+# Projections into the residual stream. The stream is a sum of 2 * n_layers such outputs (GPT-2, Radford et al. 2019,
+# 2.3).
 INTO_STREAM = ("wo", "w2", "from_latent")
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Independent draws from a normal distribution with mean 0 and standard deviation `std`."""
+    """Independent samples of a normal distribution with mean 0 and standard deviation `std`."""
 
     std: float
 
     def of(self, drawn: Tensor) -> Tensor:
-        """Turn draws from the standard normal distribution into draws from this one, in place."""
+        """Turn samples of the standard normal distribution into samples of this distribution, in place."""
         return drawn.mul_(self.std)
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """Independent draws from a uniform distribution, mapped by `function` element by element in float64."""
+    """Independent samples of a uniform distribution, mapped elementwise by `function` in float64."""
 
     low: float
     high: float
     function: Callable[[Tensor], Tensor] | None = None
 
     def of(self, drawn: Tensor) -> Tensor:
-        """Turn draws from the standard normal distribution into draws from this (mapped) uniform distribution."""
-        # In float64 and then rounded: results of float32's own functions depend on the number of elements that are
-        # computed together, which differs between ranks.
+        """Turn samples of the standard normal distribution into samples of this (mapped) uniform distribution."""
+        # In float64, then rounded: results of float32 functions depend on the number of elements computed together, and
+        # this number differs between ranks.
         values = self.low + (self.high - self.low) * torch.special.ndtr(drawn.double())
         return (values if self.function is None else self.function(values)).to(drawn.dtype)
 
@@ -52,8 +53,8 @@ class Uniform:
 def initial_values(model: nn.Module, config: ModelConfig) -> dict[str, float | Normal | Uniform]:
     """Return the initial value of every parameter of `model`, by name. `model` may be a single pipeline stage.
 
-    A module of the user's own class has a method `initial_value(name)`. Raises TypeError for a parameter of an unknown
-    type of module, so no parameter stays uninitialised.
+    A user's module class must have a method `initial_value(name)`. Raises TypeError for a parameter of an unknown
+    module class, so no parameter stays uninitialised.
     """
     return {
         f"{path}.{leaf}".removeprefix("."): _start(module, path, leaf, config)

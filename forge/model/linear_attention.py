@@ -8,8 +8,8 @@ In place of attention over all keys, each head has a state of fixed size, which 
 causal convolution along the sequence; the output is normalised and gated. There is no position embedding: the
 recurrence itself depends on the order of the tokens.
 
-The convolution and the recurrence look across tokens and are an extension point: context parallelism and the cache of
-generation replace `LinearAttention.attend` and nothing else.
+Only the convolution and the recurrence look across tokens. These two operations are an extension point: context
+parallelism and the generation cache replace only `LinearAttention.attend`.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from forge.model.mask import AttentionMask
 from forge.model.mla import Up
 from forge.model.norm import RMSNorm, promoted
 
-# `AttentionMask.window` of these layers; like the layers of one sliding window, they share a mask.
+# `AttentionMask.window` of linear-attention layers. Layers with the same window share a mask.
 LINEAR = -1
 # Added to the squared length of queries and keys before they are divided by it.
 NORM_EPS = 1e-6
 
 
 class Recurrence(Protocol):
-    """The parameterless inner part of `LinearAttention`: all that looks across tokens."""
+    """The parameterless inner part of `LinearAttention`: all operations across tokens."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        """Return the mask with the table that the recurrence needs. Called once per forward.
+        """Return the mask with the table for the recurrence.
 
-        The table is the age of every token (see `ages`), or None if each sequence is one document. x `[batch, seq,
-        dim]` gives dtype, device and sizes.
+        Called once per forward. The table is the age of every token (see `ages`), or None if each sequence is one
+        document. Only dtype, device and sizes of x `[batch, seq, dim]` are used.
         """
 
     def convolve(self, x: Tensor, weight: Tensor, mask: AttentionMask) -> Tensor:
@@ -57,22 +57,22 @@ class Recurrence(Protocol):
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
     ) -> Tensor:
-        """Run the recurrence over the tokens, and return the vector that each token reads from its head's state.
+        """Run the recurrence over the tokens. Return the vector read from the head's state by each token.
 
         q, k `[batch, seq, heads, key_dim]`, v `[..., value_dim]`, beta `[batch, seq, heads]`, log_decay `[..., 1 or
         key_dim]`.
 
-        Returns the shape of v. v is in the compute dtype, all other inputs are in promote(float32, compute). The result
-        may be in either. size: tokens per chunk.
+        The result has the shape of v. v is in the compute dtype, all other inputs are in promote(float32, compute), and
+        the result may be in either dtype. size: tokens per chunk.
         """
 
 
 class Narrow(nn.Linear):
-    """The first half of a low-rank projection: to features that all heads share. `Up` is the second half."""
+    """The first half of a low-rank projection, to features shared by all heads. `Up` is the second half."""
 
 
 class LinearAttention(nn.Module):
-    """Projections, convolution, the gated delta rule, gated norm, projection back."""
+    """Linear attention: projections, convolution, the gated delta rule, gated norm, output projection."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -111,7 +111,8 @@ class LinearAttention(nn.Module):
         exact = promoted(v.dtype)
         q, k = (_unit(part.to(exact).unflatten(-1, (-1, self.key_dim))) for part in (q, k))
         values = v.unflatten(-1, (-1, self.value_dim))
-        # A key head serves consecutive value heads. Under tensor parallelism this rank has only some of both.
+        # A key head serves consecutive value heads. Under tensor parallelism each rank has only some of the key and
+        # value heads.
         repeats = values.shape[2] // k.shape[2]
         q, k = (part.repeat_interleave(repeats, dim=2) for part in (q * self.key_dim**-0.5, k))
         out = self.attend.recur(q, k, values, log_decay, beta, mask, self.chunk_size).to(v.dtype)
@@ -119,15 +120,16 @@ class LinearAttention(nn.Module):
         return self.wo((self.out_norm(out) * self.gate(gate)).flatten(2))
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the FLOPs of the matrices, and of three products with the state: read, correct, read.
+        """Return the FLOPs per token of the matrices and of three products with the state: read, correct, read.
 
-        These are the FLOPs of the recurrence token by token. Computation in chunks takes more, which is not counted.
+        These are the FLOPs of the token-by-token recurrence. The additional FLOPs of computing in chunks are not
+        counted.
         """
         return matrix_flops(self, seq_len) + 18 * self.heads["wv"] * self.key_dim * self.value_dim
 
 
 def _projection(dim: int, features: int, rank: int) -> tuple[nn.Module, nn.Linear]:
-    """Return the two halves of a low-rank projection through `rank` features. rank 0: an identity and a full projection."""
+    """Return the halves of a low-rank projection through `rank` features; rank 0: an identity and a full projection."""
     if rank:
         return Narrow(dim, rank, bias=False), Up(rank, features, bias=False)
     return nn.Identity(), nn.Linear(dim, features, bias=False)
@@ -150,20 +152,20 @@ class ShortConvolution(nn.Module):
         return list(F.silu(mixed).split([x.shape[-1] for x in (q, k, v)], dim=-1))
 
     def weights(self) -> list[Tensor]:
-        """Return the weights of queries, keys and values; tensor parallelism overrides this."""
+        """Return the weights of queries, keys and values; tensor parallelism overrides this method."""
         return [self.q, self.k, self.v]
 
     def initial_value(self, name: str) -> Uniform:
-        """Return the initial distribution that PyTorch gives a depthwise convolution of this size."""
+        """Return PyTorch's initial distribution of a depthwise convolution of this size."""
         return Uniform(-(self.q.shape[1] ** -0.5), self.q.shape[1] ** -0.5)
 
 
 class Decay(nn.Module):
-    """The logarithms of a head's decays: -exp(a_log) softplus(a + dt_bias), in promote(float32, compute).
+    """Computes log decays of each head: -exp(a_log) softplus(a + dt_bias), in promote(float32, compute).
 
     As in Mamba 2 (Dao and Gu 2024, "Transformers are SSMs"), exp(a_log) is a rate, one per head, and the softplus is a
-    length of time, `channels` per head. With a bound, as in Kimi K3 (2607.24653), the logarithms are -bound
-    sigmoid(exp(a_log) (a + dt_bias)).
+    time step, `channels` per head. With a bound, as in Kimi K3 (2607.24653), log decays are -bound sigmoid(exp(a_log)
+    (a + dt_bias)).
     """
 
     exact_output = True
@@ -175,21 +177,22 @@ class Decay(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(heads * channels))
 
     def forward(self, a: Tensor) -> Tensor:
-        """Return the log decays `[batch, seq, heads, channels]`, at most 0, of a `[batch, seq, heads * channels]`."""
+        """Return the log decays `[batch, seq, heads, channels]`, at most 0. a `[batch, seq, heads * channels]`."""
         exact = promoted(a.dtype)
         a_log, dt_bias = (weight.to(exact) for weight in self.weights())
         sums, rates = (a.to(exact) + dt_bias).unflatten(-1, (-1, self.channels)), a_log.exp().unsqueeze(-1)
         return -self.bound * torch.sigmoid(rates * sums) if self.bound else -rates * F.softplus(sums)
 
     def weights(self) -> list[Tensor]:
-        """Return a_log and dt_bias; tensor parallelism overrides this."""
+        """Return a_log and dt_bias; tensor parallelism overrides this method."""
         return [self.a_log, self.dt_bias]
 
     def initial_value(self, name: str) -> float | Uniform:
-        """Return the values of Qwen3-Next for decays per head: rates from 0.01 to 16, times around softplus(1).
+        """Return the initial distribution of `name`.
 
-        For decays per channel, return Mamba 2's values, as in Kimi Linear: rates from 1 to 16, times from 0.001 to 0.1.
-        With a bound, return values in the middle of the sigmoid.
+        For decays per head, the values are Qwen3-Next's: rates from 0.01 to 16, time steps of softplus(1). For decays
+        per channel, the values are Mamba 2's, as in Kimi Linear: rates from 1 to 16, time steps from 0.001 to 0.1. With
+        a bound, dt_bias is 0, the middle of the sigmoid.
         """
         if self.channels == 1:
             return Uniform(0.01, 16.0, torch.log) if name == "a_log" else 1.0
@@ -197,11 +200,11 @@ class Decay(nn.Module):
             return Uniform(1.0, 16.0, torch.log)
         if self.bound:
             return 0.0
-        return Uniform(log(0.001), log(0.1), lambda logs: logs.exp().expm1().log())  # which softplus inverts
+        return Uniform(log(0.001), log(0.1), lambda logs: logs.exp().expm1().log())  # the inverse of softplus
 
 
 class LocalRecurrence:
-    """Convolution and recurrence of sequences that are whole in this process."""
+    """Convolution and recurrence of sequences held whole by this process."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         table = None if mask.documents is None else ages(mask.documents)
@@ -223,9 +226,9 @@ local_recurrence = LocalRecurrence()
 
 
 def ages(documents: Tensor) -> Tensor:
-    """Return the number of earlier tokens in each token's document: int64 `[batch, seq]`; documents int `[batch, seq]`.
+    """Return the number of earlier tokens in each token's document: int64 `[batch, seq]`.
 
-    A document ends where its number changes.
+    documents: int `[batch, seq]`; a document ends where the number changes.
     """
     index = torch.arange(documents.shape[1], device=documents.device)
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
@@ -235,8 +238,8 @@ def ages(documents: Tensor) -> Tensor:
 def causal_convolution(x: Tensor, weight: Tensor, age: Tensor | None) -> Tensor:
     """Convolve along the sequence, each channel separately, within documents.
 
-    x `[batch, size - 1 + seq, channels]` begins with the tokens before the sequence; weight `[channels, size]`; age
-    `[batch, seq]` from `ages` -> `[batch, seq, channels]`. Sums in promote(float32, x.dtype).
+    x `[batch, size - 1 + seq, channels]`, beginning with the tokens before the sequence; weight `[channels, size]`; age
+    `[batch, seq]` from `ages` -> `[batch, seq, channels]`. Sums are in promote(float32, x.dtype).
     """
     size, exact = weight.shape[1], promoted(x.dtype)
     seq = x.shape[1] - size + 1

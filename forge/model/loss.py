@@ -1,7 +1,7 @@
-"""The output head and the loss, fused in chunks of tokens so that the logits of a whole batch never exist.
+"""The output head and the loss, fused over chunks of tokens, so the logits of a whole batch never exist.
 
-The gradients of head and hidden states are computed chunk by chunk during forward, while the chunk's logits exist;
-backward only scales them. All but the matrix products is in promote(float32, compute). No host sync.
+Forward computes the gradients of head and hidden states chunk by chunk, while the chunk's logits exist; backward only
+scales them. All operations except matrix products are in promote(float32, compute). No host sync.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.nn import functional as F
 
 from forge.model.norm import promoted
 
-# Label of a position that is not part of the loss; PyTorch's default.
+# Label of a position excluded from the loss; PyTorch's default.
 IGNORE = -100
 
 
 class FusedLoss(nn.Module):
     """Sums of `[objective, cross_entropy, z_loss]` over the valid tokens (label != IGNORE).
 
-    z_loss is logsumexp(logits)^2, unscaled; objective = cross_entropy + z_loss_coef * z_loss. Only the
-    objective carries a gradient. `chunk_tokens` bounds the logits held at once; `soft_cap` > 0 turns logits
-    into soft_cap * tanh(logits / soft_cap) first. An extension point: loss parallelism replaces this module.
+    z_loss is logsumexp(logits)^2, unscaled; objective = cross_entropy + z_loss_coef * z_loss. Only the objective has a
+    gradient. chunk_tokens: number of tokens whose logits exist at once. soft_cap: above 0, logits become soft_cap *
+    tanh(logits / soft_cap) first. An extension point: loss parallelism replaces this module.
     """
 
     def __init__(self, z_loss_coef: float = 0.0, chunk_tokens: int = 1024, soft_cap: float = 0.0):
@@ -33,10 +33,10 @@ class FusedLoss(nn.Module):
         self.z_loss_coef = z_loss_coef
         self.chunk_tokens = chunk_tokens
         self.soft_cap = soft_cap
-        # An extension point: replaced by its compiled form.
+        # An extension point: `compile.loss` replaces it by a compiled function.
         self.chunk = chunk_loss
         self.observer: Callable[[Tensor], None] | None = None
-        """Called with the cross-entropies `[n]` of the next tokens, chunk by chunk."""
+        """Called with each chunk's cross-entropies `[n]`, in the order of tokens."""
 
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
         """hidden `[batch, seq, dim]`, head_weight `[vocab, dim]`, labels int64 `[batch, seq]` -> `[3]`.
@@ -52,7 +52,8 @@ class FusedLoss(nn.Module):
             self.z_loss_coef,
             self.chunk_tokens,
             self.soft_cap,
-            # needs_input_grad is true under no_grad too, and inside forward the grad mode is always off.
+            # Passed explicitly, because needs_input_grad is true even under no_grad, and grad mode is always off inside
+            # forward.
             torch.is_grad_enabled(),
             self.chunk if self.observer is None else self._observed_chunk,
         )
@@ -91,7 +92,8 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             valid = labels[rows, None] != IGNORE  # [chunk, 1]
-            # Filled, not multiplied by 0: an ignored position contributes exactly 0 even if it is infinite.
+            # Filled, not multiplied by 0, so an ignored position contributes exactly 0 even if its hidden state is
+            # infinite.
             x = hidden[rows].masked_fill(~valid, 0.0)
             target = labels[rows, None].masked_fill(~valid, 0)
             losses, grad = chunk(
@@ -102,10 +104,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 torch.mm(grad, weight, out=grad_hidden[rows])
                 grad_hidden[rows].masked_fill_(~valid, 0.0)
             if grad is not None and grad_weight is not None:
-                # Rows of x that are not valid are 0.
+                # Rows of x at ignored positions are 0.
                 if exact == grad.dtype:
                     grad_weight.addmm_(grad.T, x)
-                elif grad.is_cuda:  # only CUDA adds products of narrower numbers
+                elif grad.is_cuda:  # only CUDA accumulates products of a narrower dtype
                     torch.addmm(grad_weight, grad.T, x, out_dtype=exact, out=grad_weight)
                 else:
                     grad_weight += grad.T @ x
@@ -117,7 +119,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scale = grad[0]
-        # The scale (often 1 / tokens) is not rounded to the compute dtype, which would bias all gradients.
+        # The scale (often 1 / tokens) is not rounded to the compute dtype, because rounding would bias all gradients.
         scaled = (
             None if saved is None else (saved.to(scale.dtype) * scale).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -126,22 +128,22 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class Vocabulary:
-    """The columns of the logits on this process: in this class, the whole vocabulary.
+    """The columns of the logits on this process; in this class, the whole vocabulary.
 
     An extension point: loss parallelism replaces this class.
     """
 
     def locate(self, target: Tensor, columns: int) -> tuple[Tensor, Tensor | None]:
-        """target int64 `[chunk, 1]` -> (column of the target on this rank, mask of the targets that are on this rank).
+        """target int64 `[chunk, 1]` -> (column of the target on this rank, mask of the targets on this rank).
 
         columns: number of columns on this rank. A mask of None: all targets are on this rank.
         """
         return target, None
 
     def combine(self, lse: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
-        """Combine the logsumexp and the target's logit over all shards of the vocabulary, both `[chunk, 1]`.
+        """Combine logsumexp and target's logit, both `[chunk, 1]`, over all shards of the vocabulary.
 
-        The target's logit is 0 on a shard that does not have the target.
+        The target's logit must be 0 on shards without the target.
         """
         return lse, target_logit
 
@@ -163,9 +165,9 @@ def chunk_loss(
 
     hidden `[chunk, dim]`, weight `[vocab, dim]`, target int64 and valid bool `[chunk, 1]`.
 
-    Returns `[cross_entropy, z_loss]` of its tokens, `[2, chunk, 1]` in promote(float32, compute), and the gradient of their
-    objective with respect to the logits before the cap, `[chunk, vocab]` in hidden's dtype (None unless wanted). In rows
-    that are not valid the gradient is finite and meaningless.
+    Returns `[cross_entropy, z_loss]` of the chunk's tokens, `[2, chunk, 1]` in promote(float32, compute), and the
+    gradient of their objective with respect to the logits before the cap, `[chunk, vocab]` in hidden's dtype (None
+    unless `wants_grad`). In rows of ignored positions the gradient is finite but meaningless.
     """
     logits = head_logits(hidden, weight, soft_cap)  # [chunk, vocab]
     column, here = vocabulary.locate(target, logits.shape[-1])
@@ -173,7 +175,8 @@ def chunk_loss(
     if here is not None:
         target_logit = target_logit.masked_fill(~here, 0.0)
     largest = logits.amax(-1, keepdim=True)
-    # In place: another tensor of this size costs as much as a pass over it. Only a cap needs the logits again.
+    # In place, because another tensor of this size costs as much as a pass over it. Only a soft cap needs the logits
+    # again.
     exps = (logits - largest if soft_cap else logits.sub_(largest)).exp_()
     lse, target_logit = vocabulary.combine(largest + exps.sum(-1, keepdim=True).log(), target_logit)
     cross_entropy = (lse - target_logit).masked_fill(~valid, 0.0)
@@ -185,7 +188,7 @@ def chunk_loss(
     grad = exps.mul_((largest - lse).exp() * (1.0 + 2.0 * z_loss_coef * lse))
     one = 1.0 if here is None else here.to(grad.dtype)
     if torch.compiler.is_compiling():
-        # A compiler fuses this with all else into one pass; around scatter_ it writes and reads the probabilities.
+        # A compiler fuses this form into one pass; before and after scatter_ it would write and read the probabilities.
         grad = grad - one * (torch.arange(grad.shape[-1], device=grad.device) == column)
     else:
         grad.scatter_(-1, column, grad.gather(-1, column) - one)

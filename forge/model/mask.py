@@ -1,4 +1,4 @@
-"""The attention mask: one rule, the source of both the dense table (CPU) and the block table (CUDA)."""
+"""The attention mask: one rule, from which both the dense table (CPU) and the block table (CUDA) are built."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ BLOCK = 128
 
 
 class AttentionMask:
-    """Query i sees key j iff 0 <= i - j (< window, if window > 0) and both are in one document (if given).
+    """The rule: query i sees key j iff 0 <= i - j (and i - j < window, if window > 0), and both are in one document.
 
-    `documents`: int `[batch, seq]` or None.
-    `soft_cap`: scores become soft_cap * tanh(scores / soft_cap); 0: off.
-    `sinks`: the softmax has a further logit per head, given to the attention function.
-    `table`: built by the attention function's `prepare` for this forward, and shared by all layers; None: causal only.
+    documents: int `[batch, seq]`; None: one document. soft_cap: scores become soft_cap * tanh(scores / soft_cap); 0:
+    off. sinks: the softmax has one more logit per head, passed to the attention function. table: built by the attention
+    function's `prepare` for this forward, and shared by all layers; None: plain causal.
 
-    Not a dataclass: FSDP rebuilds dataclasses among a module's inputs and casts the tensors in them.
+    Not a dataclass, because FSDP rebuilds dataclasses among a module's inputs and casts the tensors in them.
     """
 
     def __init__(
@@ -43,15 +42,15 @@ class AttentionMask:
         return AttentionMask(self.window, self.documents, self.soft_cap, table, self.sinks)
 
     def is_causal(self, seq: int) -> bool:
-        """Return whether the mask for `seq` tokens is plain causal, which PyTorch's own kernels compute."""
+        """Return whether the mask for `seq` tokens is plain causal, so PyTorch's own kernels can compute it."""
         reaches = not self.window or self.window >= seq
         return reaches and self.documents is None and not self.soft_cap and not self.sinks
 
 
 def visible(window: int, documents: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return the mask's rule as a function from index tensors (batch, head, query, key), which broadcast, to bool.
+    """Return the mask's rule as a function of index tensors (batch, head, query, key).
 
-    The function is true where the query sees the key.
+    The index tensors broadcast. The result is bool: true where the query sees the key.
     """
 
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -66,9 +65,9 @@ def visible(window: int, documents: Tensor | None) -> Callable[[Tensor, Tensor, 
 
 
 def dense_table(window: int, documents: Tensor | None, seq: int, device: torch.device) -> Tensor:
-    """Return whether each query sees each key: bool `[batch, 1, seq, seq]`, batch 1 without documents.
+    """Return whether each query sees each key: bool `[batch, 1, seq, seq]`; batch is 1 without documents.
 
-    Takes seq^2 memory.
+    Needs seq^2 memory.
     """
     index = torch.arange(seq, device=device)
     return dense_part(window, documents, index, index)
@@ -77,7 +76,7 @@ def dense_table(window: int, documents: Tensor | None, seq: int, device: torch.d
 def dense_part(window: int, documents: Tensor | None, queries: Tensor, keys: Tensor) -> Tensor:
     """Return whether each of some queries sees each of some keys: bool `[batch, 1, queries, keys]`.
 
-    queries, keys: int64 `[n]`, positions in the sequence; documents `[batch, seq]` is of the whole sequence.
+    queries, keys: positions in the sequence, int64 `[n]`. documents: of the whole sequence, `[batch, seq]`.
     """
     batch = 1 if documents is None else documents.shape[0]
     b = torch.arange(batch, device=queries.device).view(batch, 1, 1, 1)
@@ -87,17 +86,18 @@ def dense_part(window: int, documents: Tensor | None, queries: Tensor, keys: Ten
 
 
 def block_table(window: int, documents: Tensor | None, seq: int, device: torch.device) -> BlockMask:
-    """Return the mask as tiles of BLOCK x BLOCK: empty, full or partial. flex_attention masks pairs in partial tiles only.
+    """Return the mask as tiles of BLOCK x BLOCK: empty, full or partial.
 
-    The tiles are computed from the range of indices and documents in each, without a host sync. So nothing of size seq
-    x seq exists. A tile is skipped only if it is certainly empty: document numbers may be in any order.
+    flex_attention evaluates the rule only in partial tiles. Tiles are computed from their ranges of indices and
+    documents, without a host sync and without a tensor of size seq x seq. A tile is skipped only if it is certainly
+    empty, because document numbers may be in any order.
     """
     index = torch.arange(seq, device=device)
     return _tiles(window, documents, index, index, visible(window, documents))
 
 
 def block_part(window: int, documents: Tensor | None, queries: Tensor, keys: Tensor) -> BlockMask:
-    """Return `block_table` for some queries and keys of a sequence, given as in `dense_part`, in any order."""
+    """Return `block_table` for some queries and keys of a sequence, in any order. Arguments as for `dense_part`."""
     sees = visible(window, documents)
 
     def sees_there(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -141,15 +141,15 @@ def _tiles(
 def _whole(index: Tensor) -> Tensor:
     """Return whether each tile of BLOCK tokens lies wholly within the sequence: bool `[tiles]`.
 
-    A tile that reaches past the end never counts as full, so flex_attention masks its pairs one by one.
+    A tile reaching past the end never counts as full, so flex_attention evaluates the rule for its pairs.
     """
     return torch.arange(BLOCK, len(index) + BLOCK, BLOCK, device=index.device) <= len(index)
 
 
 def _ranges(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lowest and the highest value in each run of BLOCK tokens of `[batch, tokens]`: two `[batch, tiles]`."""
+    """Return (minimum, maximum) of each run of BLOCK tokens of `values` `[batch, tokens]`: two `[batch, tiles]`."""
     batch, tokens = values.shape
-    # Padded with the last token's value, which changes neither end of the range.
+    # Padding with the last token's value changes neither minimum nor maximum.
     padded = torch.cat([values, values[:, -1:].expand(batch, -tokens % BLOCK)], dim=1).view(batch, -1, BLOCK)
     return padded.amin(-1), padded.amax(-1)
 
@@ -157,8 +157,8 @@ def _ranges(values: Tensor) -> tuple[Tensor, Tensor]:
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Convert a choice of tiles, bool `[batch, rows, columns]`, to flex_attention's form: two int32 tensors.
 
-    The first is the number of chosen tiles per row. The second has the row's column indices, those of chosen tiles
-    first.
+    The first is the number of chosen tiles per row, `[batch, 1, rows]`. The second has each row's column indices,
+    `[batch, 1, rows, columns]`, with chosen tiles first.
     """
     index = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     count = chosen.sum(dim=-1)

@@ -1,7 +1,9 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1; details missing there follow its code).
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
 
-The keys and values of all heads are products of one small vector per token, the latent. One further part of the keys is
-rotated by RoPE and shared by all heads. Generation caches only the latent and this part.
+Details missing in the paper follow the authors' code.
+
+The keys and values of all heads are projected from one small vector per token, the latent. A further part of the keys,
+with RoPE, is shared by all heads. Generation caches only the latent and this part.
 """
 
 from __future__ import annotations
@@ -20,30 +22,30 @@ from forge.model.rope import score_factor
 
 
 class Down(nn.Linear):
-    """A projection of the stream to a vector shared by all heads."""
+    """A projection of the stream to features shared by all heads."""
 
 
 class Up(nn.Linear):
-    """A projection from a vector that all heads share to one vector for each head."""
+    """A projection from features shared by all heads to features of each head."""
 
 
 class Latents(nn.Module):
-    """Passes on the latent and the key part that all heads share.
+    """Identity of the latent and of the key part shared by all heads.
 
     An extension point: tensor parallelism replaces this module.
     """
 
     def forward(self, latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """latent `[batch, seq, rank]`, key `[batch, seq, rope_dim]` -> the same."""
+        """latent `[batch, seq, rank]`, key `[batch, seq, rope_dim]` -> both unchanged."""
         return latent, key
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention. In a head of queries and keys the elements without positions come first.
+    """Multi-head latent attention. In a query or key head, the elements without RoPE come first.
 
     An attention function may have a method `attend_latent(layer, q, latent, key, mask)`. The layer then calls this
-    method with the latents `[batch, seq, rank]` and the rotated key part `[batch, seq, rope_dim]`, so that the function
-    can send or cache these.
+    method with the latents `[batch, seq, rank]` and the rotated key part `[batch, seq, rope_dim]`, so the function can
+    send or cache them.
     """
 
     def __init__(self, config: ModelConfig, window: int, rotation: int | None = 0):
@@ -82,7 +84,7 @@ class LatentAttention(Attention):
         return self.output(out, x)
 
     def queries(self, x: Tensor, shared: Shared) -> Tensor:
-        """x `[batch, seq, dim]` -> `[batch, heads, seq, qk_dim]`, rotated, and multiplied by `Attention.factor`."""
+        """x `[batch, seq, dim]` -> queries `[batch, heads, seq, qk_dim]`, rotated and multiplied by `Attention.factor`."""
         if self.wq_a is None:
             assert self.wq is not None
             q = self.wq(x)
@@ -103,22 +105,23 @@ class LatentAttention(Attention):
     def absorbed(
         self, attend: AttentionFunction, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
     ) -> Tensor:
-        """Attend to the latents themselves, as one key/value head. Efficient for few queries and many keys.
+        """Attend to the latents directly, as one key/value head. Efficient for few queries and many keys.
 
-        q `[batch, heads, seq, qk_dim]`, latent `[batch, keys, rank]`, key `[batch, keys, rope_dim]` ->
-        `[batch, heads, seq, v_dim]`. The matrix from latents to keys is multiplied into the queries, the matrix from
-        latents to values into the result (DeepSeek-V2, section 2.1.2).
+        q `[batch, heads, seq, qk_dim]`, latent `[batch, keys, rank]`, key `[batch, keys, rope_dim]` -> `[batch, heads,
+        seq, v_dim]`. The projection from latents to keys is absorbed into the queries, and the projection from latents
+        to values into the output (DeepSeek-V2, section 2.1.2).
         """
         weight = self.wkv_b.weight.to(q.dtype).unflatten(0, (-1, self.nope_dim + self.v_dim))
         up_k, up_v = weight.split([self.nope_dim, self.v_dim], dim=1)  # [heads, nope_dim or v_dim, rank]
         nope, rope = q.split([self.nope_dim, self.rope_dim], dim=-1)
         q = torch.cat([nope @ up_k, rope], dim=-1)
-        # The attention function divides by the root of these longer heads; the model, by that of qk_dim.
+        # The attention function divides scores by the square root of the size of these longer heads; the model needs
+        # sqrt(qk_dim).
         q = q * sqrt(q.shape[-1] / self.qk_dim)
         k, v = torch.cat([latent, key], dim=-1).unsqueeze(1), latent.unsqueeze(1)
         return attend(q, k, v, mask, self.sink_logits()) @ up_v.mT
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the operations of the projections and of two products with each key that a token sees."""
+        """Return the FLOPs per token of the projections and of two products with each visible key."""
         scores = self.n_heads * (self.qk_dim + self.v_dim) * mean_keys(seq_len, self.window)
         return matrix_flops(self, seq_len) + 6 * scores

@@ -17,20 +17,23 @@ from forge.model.router import Router
 
 
 class Piecewise(nn.Linear):
-    """A projection of this process's tokens. With tensor parallelism it reads this rank's piece of the sequence."""
+    """A linear layer applied to tokens one by one.
+
+    Under tensor parallelism, each rank applies the layer to its piece of the sequence.
+    """
 
 
 class MoE(nn.Module):
-    """Each token goes through the experts that the router chooses for it, and through the shared experts, if any.
+    """Mixture of experts: each token goes through the experts chosen by the router and through all shared experts.
 
-    The shared experts are computed as one feed-forward of their total width. This is the same function, in larger
+    The shared experts are computed as one feed-forward of their total width, which is the same function in larger
     products.
 
-    With `latent_dim` routed experts read and write a narrower latent, so dispatch moves rows of that width (LatentMoE,
-    Elango et al. 2026, "Revisiting Efficiency-Accuracy Scaling in Mixture-of-Experts Architectures"). One projection
-    leads into the latent before dispatch. A norm, as in Kimi K3, and the projection back follow the weighted sum.
-    Router and shared experts read the stream.
-    `dispatch` is an extension point. Expert parallelism replaces `dispatch`, and `experts` by the experts of this rank.
+    With `latent_dim`, routed experts read and write a narrower latent, so dispatch moves narrower rows (LatentMoE,
+    Elango et al. 2026, "Revisiting Efficiency-Accuracy Scaling in Mixture-of-Experts Architectures"). A projection to
+    the latent precedes dispatch. A norm, as in Kimi K3, and the projection back follow the weighted sum. Router and
+    shared experts read the stream.
+    `dispatch` and `experts` are extension points: expert parallelism replaces both.
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -47,7 +50,7 @@ class MoE(nn.Module):
             self.latent_norm = norm_of(config, width)
             self.from_latent = Piecewise(width, config.dim, bias=False)
         weights = sum(weight.numel() for weight in self.experts.parameters())
-        # Parameters of the experts that a token is not routed to.
+        # Number of expert parameters not used by a token.
         self.idle_parameters = weights // moe.n_experts * (moe.n_experts - moe.top_k)
         shared_dim = moe.n_shared_experts * moe.expert_dim
         self.shared = (
@@ -63,8 +66,8 @@ class MoE(nn.Module):
         """
         if self.shared is None:
             return self.routed(x, labels)
-        # First: under expert parallelism `routed` makes the host wait for other ranks' counts, and the GPU computes
-        # meanwhile.
+        # Shared experts first: under expert parallelism, the host waits in `routed` for other ranks' counts, and the
+        # GPU computes the shared experts meanwhile.
         shared = self.shared(x)
         if self.shared_gate is not None:
             shared = self.shared_gate(x) * shared
@@ -80,7 +83,7 @@ class MoE(nn.Module):
         return self.from_latent(self.latent_norm(out))
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the operations of the router, the shared experts and the matrices of `top_k` experts."""
+        """Return the FLOPs per token of router, shared experts, latent projections and `top_k` routed experts."""
         config = self.router.config
         of_one = (self.experts.w13.numel() + self.experts.w2.numel()) // config.n_experts
         rest = (self.router, self.shared, self.shared_gate, self.to_latent, self.from_latent)

@@ -1,4 +1,4 @@
-"""Random numbers as functions of keys, without a generator. They are the same in any batch, layout or repetition."""
+"""Random numbers as functions of keys, without a generator: equal for any batch, layout and repetition."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _LABEL, _POSITION, _LAYER, _EXPERT = (
 def token_noise(labels: Tensor, layer: int, n: int, dtype: torch.dtype) -> Tensor:
     """Return standard normal numbers `[batch, seq, n]`, without a generator.
 
-    The key is (labels int64 `[batch, seq]` of the whole row, position, layer, index). So the noise does not depend on a
-    sample's row in the batch, recomputation, microbatches or the data-parallel layout. A sequence must not be split over
-    processes.
+    labels: int64 `[batch, seq]`. The key of a number is (labels of the whole row, position, layer, index). So the noise
+    does not depend on the sample's row in the batch, recomputation, microbatches or the data-parallel layout. A
+    sequence must not be split over processes.
     """
     position = torch.arange(labels.shape[1], device=labels.device)
     index = torch.arange(n, device=labels.device)
     row = mix(labels * _LABEL + position * _POSITION).sum(1, keepdim=True)
     token = mix(row + position * _POSITION + layer * _LAYER)
     keys = mix(token.unsqueeze(-1) + index * _EXPERT)
-    # Box and Muller 1958, from two uniform numbers of 31 bits each, the first of them not 0.
+    # Box and Muller 1958, from two uniform numbers of 31 bits each; the first is not 0.
     first, second = (keys >> 32) & 0x7FFFFFFF, keys & 0x7FFFFFFF
     exact = torch.float64
     radius = (-2.0 * ((first + 1).to(exact) / 2**31).log()).sqrt()
@@ -43,5 +43,5 @@ def mix(key: Tensor) -> Tensor:
 
 
 def _shifted(key: Tensor, bits: int) -> Tensor:
-    """Shift logically to the right; PyTorch's own shift is arithmetic."""
+    """Shift to the right logically, because PyTorch's own shift is arithmetic."""
     return (key >> bits) & ((1 << (64 - bits)) - 1)

@@ -12,9 +12,9 @@ from forge.config.model import ModelConfig
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, of size `dim`; `zero_centered`: * (1 + weight).
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, of size `dim`.
 
-    Keeps the dtype of x; computes in promote(float32, dtype).
+    zero_centered: multiply by (1 + weight). Returns the dtype of x; computes in promote(float32, dtype).
     """
 
     def __init__(self, dim: int, eps: float, zero_centered: bool = False):
@@ -40,13 +40,16 @@ class ProjectionNorm(RMSNorm):
 def zero_centered_norm(
     x: Tensor, shape: torch.Size, weight: Tensor, eps: float, norm: Callable[..., Tensor] = F.rms_norm
 ) -> Tensor:
-    """Compute `norm` with weight 1 + w. The sum is not rounded to the dtype of x: bfloat16 has steps of 1/128 near 1."""
+    """Compute `norm` with weight 1 + weight.
+
+    The sum is not rounded to the dtype of x, because bfloat16 has steps of 1/128 near 1.
+    """
     exact = promoted(x.dtype)
     return norm(x.to(exact), shape, 1.0 + weight.to(exact), eps).to(x.dtype)
 
 
 def norm_of(config: ModelConfig, dim: int) -> RMSNorm:
-    """Return the norm over `dim` elements that `config` selects."""
+    """Return the configured RMSNorm over `dim` elements."""
     return RMSNorm(dim, config.norm_eps, config.zero_centered_norms)
 
 
@@ -60,5 +63,5 @@ def qk_norm_of(config: ModelConfig, heads: int) -> RMSNorm | None:
 
 
 def promoted(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums and other operations that need at least float32: float64 for float64."""
+    """Return promote(float32, dtype), for sums and other operations that need at least float32."""
     return torch.promote_types(torch.float32, dtype)

@@ -1,10 +1,12 @@
 """Quantile balancing (Kimi Team 2026, arXiv:2607.24653, 2.3.3 and appendix D): solve the biases of experts once per step.
 
-A token's cutoff is its (k+1)-th highest biased score, the best one that it does not choose. An expert is at this cutoff if
-its bias is cutoff - score: the required bias. The k / n quantile of an expert's required biases, over the tokens of a step,
-makes k / n of the tokens choose it: an even share. The quantile is read from a histogram of BINS equal bins over [lowest
-bias - 1, highest bias + 1]. All required biases lie in this range, because scores are from 0 to 1. Counts are integers, so
-their sum does not depend on the order, and all ranks get the same solution.
+A token's cutoff is its (k+1)-th highest biased score, the best score not chosen. An expert is exactly at the cutoff if
+its bias is cutoff - score: the required bias. With the k / n quantile of its required biases over the tokens of a step
+as bias, an expert is chosen by k / n of the tokens: an even share.
+
+The quantile is read from a histogram of BINS equal bins over [lowest bias - 1, highest bias + 1]. All required biases
+lie in this range, because scores are from 0 to 1. Counts are integers, so their sum does not depend on the order, and
+all ranks get the same solution.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ BINS = 1000
 
 
 def count_required(scores: Tensor, experts: Tensor, bias: Tensor, valid: Tensor) -> Tensor:
-    """Count the required biases of one forward: int32 `[n_experts, BINS]`.
+    """Return histograms of the required biases of one forward: int32 `[n_experts, BINS]`.
 
-    scores `[batch, seq, n_experts]`, experts int64 `[batch, seq, top_k]` chosen by scores + bias, bias `[n_experts]`, valid
-    bool `[batch, seq]`: the tokens that count.
+    scores `[batch, seq, n_experts]`. experts: the choices by scores + bias, int64 `[batch, seq, top_k]`. bias
+    `[n_experts]`. valid: the tokens to count, bool `[batch, seq]`.
     """
     cutoff = (scores + bias).scatter(-1, experts, -torch.inf).amax(-1, keepdim=True)
     low, width = _bins(bias.to(scores.dtype))
@@ -31,10 +33,10 @@ def count_required(scores: Tensor, experts: Tensor, bias: Tensor, valid: Tensor)
 
 
 def solve(counts: Tensor, biases: Tensor, top_k: int) -> Tensor:
-    """Return the next biases float32 `[routers, n_experts]`, whose mean is 0 in each router.
+    """Return the next biases, float32 `[routers, n_experts]`, with mean 0 in each router.
 
-    counts: integers `[routers, n_experts, BINS]`, over all ranks. A quantile is interpolated within its bin. A router that
-    counted no token keeps its biases, float32 `[routers, n_experts]`.
+    counts: histograms over all ranks, integers `[routers, n_experts, BINS]`. biases: the current biases, float32
+    `[routers, n_experts]`. A quantile is interpolated within its bin. A router without counted tokens keeps its biases.
     """
     low, width = _bins(biases.double())
     upto = counts.cumsum(-1, dtype=torch.int64)
@@ -50,6 +52,6 @@ def solve(counts: Tensor, biases: Tensor, top_k: int) -> Tensor:
 
 
 def _bins(bias: Tensor) -> tuple[Tensor, Tensor]:
-    """biases `[..., n_experts]` -> the start of the first bin and the width of a bin, both `[..., 1]`."""
+    """bias `[..., n_experts]` -> (start of the first bin, width of a bin), both `[..., 1]`."""
     low, high = bias.amin(-1, keepdim=True) - 1, bias.amax(-1, keepdim=True) + 1
     return low, (high - low) / BINS

@@ -1,14 +1,15 @@
-"""Attention residuals (Kimi Team 2026, "Attention Residuals", arXiv:2603.15031), by blocks of layers, as Kimi K3 has them.
+"""Attention residuals over blocks of layers, as in Kimi K3 (Kimi Team 2026, arXiv:2603.15031).
 
-Attention, feed-forward and the head read a mix over depth in place of the residual stream. Layers l with l % block_size = 0
-begin a block: the stream x is saved, and a new stream starts with the layer's attention. With the saved streams v_1 ...
-v_n, v_(n+1) = x, and a learned query q for each attention, feed-forward and head:
+Attention, feed-forward and the head read a mix over depth in place of the residual stream. Layers l with l % block_size
+= 0 begin a block: the stream x is saved, and a new stream starts with the layer's attention. With the saved streams v_1
+... v_n, v_(n+1) = x, and a learned query q for each attention, feed-forward and head:
 
     score_i = q . v_i / sqrt(mean(v_i^2) + eps)        mix = sum over i of softmax(score)_i v_i
 
-The norm of the keys has no gain: it would be redundant with the query. Queries begin at 0, which gives a plain mean. Layer
-0 has nothing to mix before its attention. A module of multi-token prediction is a block by itself, and begins with no saved
-streams. Every later layer reads all saved streams, so a pipeline stage passes all of them on.
+The norm of the keys has no gain, which would be redundant with the query. Queries are initialised to 0, which gives a
+plain mean. Layer 0 has nothing to mix before its attention. A multi-token prediction module is a block by itself and
+begins without saved streams. Every later layer reads all saved streams, so a pipeline stage sends all of them to the
+next stage.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ class DepthMix(nn.Module):
         self.query = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
-        """x, the stream, and the saved streams, all `[batch, seq, dim]` -> `[batch, seq, dim]`."""
+        """x (the stream) and the saved streams, all `[batch, seq, dim]` -> `[batch, seq, dim]`."""
         return _Mix.apply(self.weight(), self.eps, *saved, x)
 
     def weight(self) -> Tensor:
-        """Return the query; tensor parallelism overrides this."""
+        """Return the query; tensor parallelism overrides this method."""
         return self.query
 
     def initial_value(self, name: str) -> float:
-        """Return 0, which weighs all streams equally (2603.15031, 4)."""
+        """Return 0: all streams have equal weights (2603.15031, 4)."""
         return 0.0
 
 
 class Mixed(nn.Module):
-    """Overrides how a block reads and writes the stream. In a class definition, the block's class comes after this base."""
+    """A mixin that overrides how a block reads and writes the stream. List it before the block's class among the bases."""
 
     attention_branch: Any
     ffn_branch: Any
@@ -60,17 +61,20 @@ class Mixed(nn.Module):
         self.ffn_mix = DepthMix(*size)
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
-        """x `[batch, seq, dim]` -> `[batch, seq, dim]`; the caller saves x if the layer begins a block."""
+        """x `[batch, seq, dim]` -> `[batch, seq, dim]`. The caller must save x if the layer begins a block."""
         return self.feed(self.attend(x, shared), shared, x if self.begins_block else None)
 
     def attend(self, x: Tensor, shared: Shared) -> Tensor:
-        """Apply the attention half: x `[batch, seq, dim]` -> the stream after it, `[batch, seq, dim]`."""
+        """Apply the attention half: stream x `[batch, seq, dim]` -> the new stream `[batch, seq, dim]`."""
         mix = x if self.attention_mix is None else self.attention_mix(x, shared.saved)
         out = self.attention_branch(mix, shared)
         return out if self.begins_block else x + out
 
     def feed(self, x: Tensor, shared: Shared, begun: Tensor | None = None) -> Tensor:
-        """Apply the feed-forward half. begun: the stream that the layer has just saved, shaped like x."""
+        """Apply the feed-forward half: stream x `[batch, seq, dim]` -> the new stream.
+
+        begun: the stream just saved by this layer, shaped like x; None: nothing saved.
+        """
         saved = shared.saved if begun is None else (*shared.saved, begun)
         return x + self.ffn_branch(self.ffn_mix(x, saved), shared)
 
@@ -83,8 +87,8 @@ def mixed_of(block: type[nn.Module]) -> type[nn.Module]:
 class _Mix(torch.autograd.Function):
     """Autograd function of the mix over depth.
 
-    It saves references to the streams and two numbers per token and stream; autograd would save float32 copies of the
-    streams.
+    Saved for backward: references to the streams, and two numbers per token and stream. Plain autograd would save
+    float32 copies of the streams.
     """
 
     @staticmethod
@@ -118,7 +122,7 @@ class _Mix(torch.autograd.Function):
         for index, stream in enumerate(streams):
             values, inner = stream.to(exact), of_scores[index] * scales[index]
             of_query = of_query + (inner.unsqueeze(-1) * values).flatten(0, -2).sum(0)
-            # A score falls as its stream grows: the gradient of the scale.
+            # The gradient through the scale: a score decreases as its stream grows.
             along = inner * scores[index] * scales[index] / q.numel()
             of_stream = weights[index].unsqueeze(-1) * grad + inner.unsqueeze(-1) * q
             of_streams.append((of_stream - along.unsqueeze(-1) * values).to(stream.dtype))

@@ -1,7 +1,7 @@
 """Rotary position embedding, with linear frequency scaling and the scalings of Llama 3 and YaRN.
 
-Half rotation: element i of a head forms a pair with element i + rope_dim/2, as in transformers; Su et al.
-2021 ("RoFormer") pairs neighbours, which is equivalent up to a permutation of each head's elements.
+Half rotation: element i of a head forms a pair with element i + rope_dim/2, as in transformers. Su et al. 2021
+("RoFormer") pair neighbours. The two are equivalent up to a permutation of each head's elements.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from forge.model.norm import promoted
 def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of every position's angles: two float64 CPU tensors `[tables, seq_len, rope_dim / 2]`.
 
-    If `config.sliding_rope_theta` is set, sliding-window layers have a second table, with this base and without scaling.
-    YaRN's attention factor is multiplied into both tensors, so attention scores grow by its square.
+    If `config.sliding_rope_theta` is set, there is a second table for sliding-window layers, with this theta and
+    without scaling. Both tensors include YaRN's attention factor, so attention scores are multiplied by the square of
+    the factor.
     """
     bases = [(config.rope_theta, config.rope_scaling)]
     if config.sliding_rope_theta:
@@ -33,7 +34,7 @@ def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
 
 
 def rope_frequencies(dim: int, theta: float, scaling: RopeScalingConfig | None) -> Tensor:
-    """Return radians per position of each pair of `dim` elements: float64 CPU `[dim / 2]`, after `scaling`."""
+    """Return each pair's rotation in radians per position, after `scaling`: float64 CPU `[dim / 2]`."""
     frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     if scaling is None:
         return frequencies
@@ -47,7 +48,7 @@ def rope_frequencies(dim: int, theta: float, scaling: RopeScalingConfig | None) 
 
 
 def attention_factor(scaling: RopeScalingConfig | None) -> float:
-    """Return YaRN's factor on queries and keys, 0.1 ln(factor) + 1 (the paper's) unless given; 1 without YaRN."""
+    """Return YaRN's factor on queries and keys: 0.1 ln(factor) + 1 as in the paper, unless set; 1 without YaRN."""
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
@@ -65,8 +66,8 @@ def score_factor(scaling: RopeScalingConfig | None) -> float:
 def _llama3(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
     """Scale frequencies like Llama 3.1 (Meta's llama-models, `apply_scaling`).
 
-    High frequencies are kept, and low ones divided by `factor`. From low_freq_factor to high_freq_factor rotations over
-    the original context, a frequency is a blend of its kept and its divided value, linear in the number of rotations.
+    High frequencies are kept; low frequencies are divided by `factor`. Between low_freq_factor and high_freq_factor
+    rotations over the original context, kept and divided values are interpolated linearly in the number of rotations.
     """
     rotations = scaling.original_max_position * frequencies / (2 * pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -77,15 +78,15 @@ def _llama3(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
 def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tensor:
     """YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models").
 
-    A frequency is a blend of its kept and its divided value. In the paper the blend is linear in the number of rotations. In
-    the authors' code, and in transformers, it is linear in the pair's index, between the index that rotates beta_fast times
-    and the one that rotates beta_slow times. Both indices are rounded outward, unless `truncate` is off. Trained models
-    follow the code, and so does this function.
+    Each frequency is interpolated between its original value and this value divided by `factor`. In the paper,
+    interpolation is linear in the number of rotations. In the authors' code and in transformers, interpolation is
+    linear in the pair's index, from the index with beta_fast rotations to the index with beta_slow rotations. Both
+    indices are rounded outward unless `truncate` is off. Trained models follow the code, and so does this function.
     """
     pairs = len(frequencies)
 
     def index_of(rotations: float) -> float:
-        """Return the (real-valued) index of the pair that rotates this often over the original context."""
+        """Return the (real-valued) index of the pair with this number of rotations over the original context."""
         return pairs * log(scaling.original_max_position / (rotations * 2 * pi)) / log(theta)
 
     low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)

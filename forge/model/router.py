@@ -1,7 +1,7 @@
 """The router of a mixture-of-experts layer: the choice of experts, their weights, and load balancing.
 
 All sums are local and linear in the tokens, so they do not depend on microbatches or layout. Balancing losses enter
-backward in the layer that computes them, and state changes once per optimizer step, in `update_routers`, never in a
+backward in the layer that computes them. State changes once per optimizer step, in `update_routers`, never in a
 forward.
 """
 
@@ -20,15 +20,16 @@ from forge.model.noise import token_noise
 from forge.model.norm import promoted
 from forge.model.quantile import BINS, count_required, solve
 
-# As in DeepSeek-V3's code: sigmoid scores may all be 0, and then the weights are 0.
+# As in DeepSeek-V3's code: if all sigmoid scores are 0, the weights are 0.
 TINY = 1e-20
 
 
 class Router(nn.Module):
-    """Scores, choice and weights of experts, in promote(float32, compute); ties go to the lower index.
+    """Computes scores, choice and weights of experts, in promote(float32, compute). Ties go to the lower index.
 
     With `router_bias` the logits have a learned bias, the parameter logit_bias `[n_experts]`.
-    State that changes once per optimizer step and is saved in checkpoints:
+
+    State saved in checkpoints; changes once per optimizer step:
         bias             float32 `[n_experts]`: added to the scores for the choice only (balance = bias or quantile)
         previous_counts  int64 `[n_experts]`: tokens per expert in the last step, over all ranks (balance = aux_loss)
     Sums over this process's valid tokens since the last step; forwards without a gradient and recomputation add nothing:
@@ -56,7 +57,7 @@ class Router(nn.Module):
         self.layer = layer
         self.weight = nn.Parameter(torch.empty(config.n_experts, dim))
         self.logit_bias = nn.Parameter(torch.empty(config.n_experts)) if config.router_bias else None
-        # An extension point: sums counts `[batch, n_experts]` over the processes that share a sequence.
+        # An extension point: sums counts `[batch, n_experts]` over the processes sharing a sequence.
         self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
         for name, value in self._fresh_state().items():
             self.register_buffer(name, value, persistent=name in ("bias", "previous_counts"))
@@ -64,8 +65,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x `[batch, seq, dim]`, labels int64 `[batch, seq]` -> experts int64 and weights, both `[batch * seq, top_k]`.
 
-        Tokens with label IGNORE are routed, but not counted; without labels all are counted. Expert index n_experts
-        means that the choice was dropped.
+        Tokens with label IGNORE are routed but not counted; without labels all tokens are counted. Expert index
+        n_experts marks a dropped choice.
         """
         noise = None
         if self.config.router_noise and labels is not None and torch.is_grad_enabled():
@@ -73,7 +74,7 @@ class Router(nn.Module):
             noise = self.config.router_noise * noise
         experts, weights, sums = self.route(x, labels, noise)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            # Outside of backward, which would count a recomputed forward again.
+            # Add nothing in backward, where recomputation would count a forward again.
             for name, value in sums.items():
                 getattr(self, name).add_(value)
         return experts, weights
@@ -81,9 +82,10 @@ class Router(nn.Module):
     def route(
         self, x: Tensor, labels: Tensor | None, noise: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return experts and weights like `forward`, and additions to `counts`, `losses`, `dropped` and `required`, by name.
+        """Return experts and weights like `forward`, and a dictionary of the values to add to the state.
 
-        Changes no state, so it can be compiled. noise `[batch, seq, n_experts]` is added to the logits.
+        The dictionary's keys are `counts`, `losses`, `dropped` and `required`. The method changes no state, so it can
+        be compiled. noise `[batch, seq, n_experts]` is added to the logits.
         """
         config = self.config
         logits = self.logits(x)  # [batch, seq, n_experts]
@@ -104,7 +106,8 @@ class Router(nn.Module):
         weights, sums = self._balance(weights, logits, scores, chosen, valid)
         if config.balance == "quantile":
             sums["required"] = count_required(scores.detach(), chosen, self.bias, valid)
-        # Not in evaluation: drops depend on the other rows of the microbatch, padding included.
+        # Evaluation has returned above and drops nothing, because drops depend on the other rows of the microbatch,
+        # padding included.
         if config.capacity_factor:
             experts, sums["dropped"] = self._drop(experts, weights.detach(), valid)
         return experts, weights, sums
@@ -120,26 +123,26 @@ class Router(nn.Module):
             scores = scores + self.bias
         if config.n_limited_groups < config.n_expert_groups:
             groups = scores.unflatten(-1, (config.n_expert_groups, -1))
-            # Group-limited choice. DeepSeek-V3 (2412.19437, 2.1.2) adds up a group's two best scores; DeepSeek-V2
-            # (2405.04434, 2.2.2), with softmax and no bias, takes the best one.
+            # Group-limited choice: a group's score is the sum of its two best scores (DeepSeek-V3, 2412.19437, 2.1.2)
+            # or, with softmax and no bias, its best score (DeepSeek-V2, 2405.04434, 2.2.2).
             n_best = 2 if config.score_function == "sigmoid" or config.biased else 1
             best = _first_indices(groups, min(n_best, groups.shape[-1]))
             chosen = _first_indices(groups.gather(-1, best).sum(-1), config.n_limited_groups)
             open_groups = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(-1, chosen, True)
-            # Not 0, which would beat a negative biased score.
+            # Not 0, because 0 would beat a negative biased score.
             scores = groups.masked_fill(~open_groups.unsqueeze(-1), -torch.inf).flatten(-2)
         return _first_indices(scores, config.top_k)
 
     def _balance(
         self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, valid: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return `weights` with the balancing losses attached to their backward, and the additions to counts and losses.
+        """Return `weights` with balancing losses in their backward, and the additions to `counts` and `losses`.
 
         weights `[batch * seq, top_k]`, logits and scores `[batch, seq, n_experts]`, experts int64 `[batch, seq, top_k]`,
         valid bool `[batch, seq]`.
         """
         config = self.config
-        # Per row if a loss needs it. int32, because compiled kernels have no atomic additions of int64.
+        # Counts per row only if the loss needs them. int32, because compiled kernels have no atomic additions of int64.
         rows = experts.shape[0] if config.balance == "sequence_aux_loss" else 1
         chosen = valid.unsqueeze(-1).expand_as(experts).reshape(rows, -1).int()
         counts = chosen.new_zeros(rows, config.n_experts)
@@ -160,9 +163,11 @@ class Router(nn.Module):
         return _Attach.apply(weights, loss, self.loss_scale) if loss.requires_grad else weights, sums
 
     def _drop(self, experts: Tensor, weights: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `experts` `[tokens, top_k]` with n_experts for each choice beyond capacity, and the number of these choices.
+        """Return `experts` with n_experts for each choice beyond capacity, and the number of dropped choices.
 
-        The largest weights are kept. Capacity is capacity_factor times an even share of this forward's choices, rounded up.
+        experts and weights `[tokens, top_k]`. Choices with the largest weights are kept. The capacity of an expert is
+        capacity_factor times an even share of this forward's choices, rounded up. Only choices of valid tokens are
+        counted.
         """
         n_experts, flat = self.config.n_experts, experts.flatten()
         capacity = -int(-self.config.capacity_factor * flat.numel() // n_experts)
@@ -178,7 +183,7 @@ class Router(nn.Module):
     def reset_state(self) -> None:
         """Reset every buffer: no bias, zero counts, a loss scale of 1."""
         for name, value in self._fresh_state().items():
-            # On the buffers' device: the weight may be offloaded, buffers never are.
+            # On the buffers' device, because the weight may be offloaded, but buffers never are.
             setattr(self, name, value.to(getattr(self, name).device))
 
     def _fresh_state(self) -> dict[str, Tensor]:
@@ -200,10 +205,13 @@ def update_routers(
 ) -> None:
     """Update the state of all routers by one optimizer step, and reset the counts.
 
-    counts: int64 `[routers, n_experts]`, of this step over all ranks. skip: scalar, 1 in a skipped step. required:
-    int32 `[routers, n_experts, BINS]`, of this step over all ranks, for quantile balancing.
-    The bias of an expert increases by bias_update_rate if it got less than an even share, and decreases if more (Wang et
-    al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for MoE"). Integer arithmetic gives the same sign on all ranks.
+    counts: choices of each expert in this step over all ranks, int64 `[routers, n_experts]`. skip: scalar, 1 in a
+    skipped step. required: for quantile balancing, the histograms of this step over all ranks, int32 `[routers,
+    n_experts, BINS]`.
+
+    With balance = bias, an expert's bias increases by bias_update_rate if the expert got less than an even share, and
+    decreases if it got more (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for MoE"). Integer
+    arithmetic gives the same sign on all ranks.
     """
     if not routers:
         return
@@ -234,15 +242,15 @@ def _relative(counts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _first_indices(scores: Tensor, k: int) -> Tensor:
-    """Return the indices of the k highest values along the last dim, best first, ties by lower index.
+    """Return the indices of the k highest values along the last dim, best first; ties go to the lower index.
 
-    topk does not order ties.
+    topk does not define the order of ties.
     """
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :k]
 
 
 class _Attach(torch.autograd.Function):
-    """Return `x` unchanged; in backward `loss` gets the gradient `scale`."""
+    """Identity of `x` in forward. In backward, `loss` also receives the gradient `scale`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The attention function for a sequence that is whole in this process. It chooses PyTorch's kernel by mask and device."""
+"""The attention function for sequences held whole by this process. Chooses PyTorch's kernel by mask and device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from forge.model.norm import promoted
 class SdpaAttention:
     """PyTorch's kernels: causal SDPA for a plain causal mask, else flex_attention or SDPA with a dense table.
 
-    CUDA has flex_attention, other devices the dense table. float64 on CUDA uses the dense table
-    too, because flex_attention does not support it.
+    flex_attention is used on CUDA, except for float64, which it does not support. Otherwise SDPA with a dense table is
+    used.
     """
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
@@ -29,7 +29,7 @@ class SdpaAttention:
         return mask.with_table(make_table(mask.window, mask.documents, x.shape[1], x.device))
 
     def prepare_part(self, mask: AttentionMask, queries: Tensor, keys: Tensor, x: Tensor) -> AttentionMask:
-        """Return the mask with a table for some queries and keys of a sequence, by their positions, int64 `[n]`."""
+        """Return the mask with a table for some queries and keys of a sequence. queries, keys: positions, int64 `[n]`."""
         make_table = block_part if has_flex(x) else dense_part
         return mask.with_table(make_table(mask.window, mask.documents, queries, keys))
 
@@ -43,7 +43,7 @@ class SdpaAttention:
                     q, k, v, score_mod=capped(mask.soft_cap), block_mask=mask.table, enable_gqa=True
                 )
             out, lse = flex_with_lse(q, k, v, mask.table, mask.soft_cap)
-            # A key of score `sink` without a value would take this share of the weights away.
+            # A key with score `sink` and a zero value leaves this fraction of the weights to the other keys.
             return out * torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).unsqueeze(-1).to(out.dtype)
         if mask.soft_cap or sinks is not None:
             assert mask.table is not None
@@ -57,16 +57,17 @@ sdpa_attention = SdpaAttention()
 
 
 def has_flex(x: Tensor) -> bool:
-    """Return whether flex_attention has kernels for the device and dtype of `x`: on CUDA, up to float32."""
+    """Return whether flex_attention has kernels for the device and dtype of `x`: CUDA, any dtype except float64."""
     return x.is_cuda and x.dtype != torch.float64
 
 
 def _plain_attention(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, soft_cap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Compute attention by its formula, for soft caps and sinks, which SDPA does not support; in promote(float32, q.dtype).
+    """Compute attention in plain operations, in promote(float32, q.dtype).
 
-    Shapes as for `AttentionFunction`; table bool `[batch, 1, seq, keys]`.
+    For soft caps and sinks, which SDPA does not support. Shapes as for `AttentionFunction`; table bool `[batch, 1, seq,
+    keys]`.
     """
     exact, repeats = promoted(q.dtype), q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, dim=1).to(exact), v.repeat_interleave(repeats, dim=1).to(exact)
@@ -83,7 +84,7 @@ def _plain_attention(
 def flex_with_lse(
     q: Tensor, k: Tensor, v: Tensor, table: BlockMask, soft_cap: float
 ) -> tuple[Tensor, Tensor]:
-    """Return flex_attention's result, and the logsumexp of each row's scores, float32 `[batch, heads, seq]`."""
+    """Return flex_attention's output, and the logsumexp of each row's scores, float32 `[batch, heads, seq]`."""
     attend: Any = flex_for(q.device.type)
     aux = AuxRequest(lse=True)
     mod = capped(soft_cap)
@@ -100,7 +101,10 @@ def flex_for(device_type: str) -> Callable[..., Tensor]:
 
 @functools.cache
 def capped(soft_cap: float) -> Callable[..., Tensor] | None:
-    """Return flex's score_mod for a soft cap. Each cap has one function object, so flex compiles it once."""
+    """Return flex_attention's score_mod for a soft cap; None: no cap.
+
+    Each cap has one function object, so each is compiled once.
+    """
     if not soft_cap:
         return None
 

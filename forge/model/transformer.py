@@ -1,6 +1,7 @@
 """The decoder, from tokens to the loss.
 
-Sizes: batch (sequences), seq (tokens in each), dim (residual stream), heads and kv_heads of head_dim, vocab.
+Sizes: batch (sequences), seq (tokens per sequence), dim (width of the residual stream), heads, kv_heads, head_dim,
+vocab.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ class Block(nn.Module):
         return x + self.ffn_branch(x, shared)
 
     def attention_branch(self, x: Tensor, shared: Shared) -> Tensor:
-        """Return the attention half's addition to the stream, for input x `[batch, seq, dim]`."""
+        """Return the attention half's contribution to the stream: x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
         return self.attention(self.attention_norm(x), shared)
 
     def ffn_branch(self, x: Tensor, shared: Shared) -> Tensor:
-        """Return the feed-forward half's addition to the stream, for input x `[batch, seq, dim]`."""
+        """Return the feed-forward half's contribution to the stream: x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
         return self.ffn_output(self.ffn_norm(x), shared)
 
     def ffn_output(self, x: Tensor, shared: Shared) -> Tensor:
-        """Return the feed-forward's output for x `[batch, seq, dim]`."""
+        """Return the output `[batch, seq, dim]` of the feed-forward or mixture of experts for x `[batch, seq, dim]`."""
         if isinstance(self.feed_forward, MoE):
             return self.feed_forward(x, shared.labels)
         return self.feed_forward(x)
@@ -74,11 +75,11 @@ class PostNormBlock(Block):
     """x + norm(attention(x)), then x + norm(feed_forward(x)), as in OLMo 2 (2501.00656, 3.2)."""
 
     def attention_branch(self, x: Tensor, shared: Shared) -> Tensor:
-        """As in `Block`."""
+        """Return norm(attention(x)): x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
         return self.attention_norm(self.attention(x, shared))
 
     def ffn_branch(self, x: Tensor, shared: Shared) -> Tensor:
-        """As in `Block`."""
+        """Return norm(feed_forward(x)): x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
         return self.ffn_norm(self.ffn_output(x, shared))
 
 
@@ -91,16 +92,16 @@ class SandwichBlock(Block):
         self.ffn_post_norm = norm_of(config, config.dim)
 
     def attention_branch(self, x: Tensor, shared: Shared) -> Tensor:
-        """As in `Block`."""
+        """Return norm(attention(norm(x))): x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
         return self.attention_post_norm(self.attention(self.attention_norm(x), shared))
 
     def ffn_branch(self, x: Tensor, shared: Shared) -> Tensor:
-        """As in `Block`."""
+        """Return norm(feed_forward(norm(x))): x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
         return self.ffn_post_norm(self.ffn_output(self.ffn_norm(x), shared))
 
 
 POSITIONS: dict[str, type[nn.Module]] = {"pre": Block, "post": PostNormBlock, "sandwich": SandwichBlock}
-# By model.residual and model.norm_position.
+# Block classes by (model.residual, model.norm_position).
 BLOCKS = {("add", position): block for position, block in POSITIONS.items()} | {
     ("attention", position): mixed_of(block) for position, block in POSITIONS.items()
 }
@@ -110,14 +111,13 @@ AHEAD_BLOCKS = {kind: ahead_of(block) for kind, block in BLOCKS.items()}
 class Transformer(nn.Module):
     """The model of `config` for sequences of up to `seq_len` tokens, or a part of the model, e.g. a pipeline stage.
 
-    `layers` are global indices (None: all), and parameters are named by them, so names do not depend on the part.
-    `embed`: the part starts from tokens; `head`: the part ends in the loss. A part with a tied head but without the
-    embedding has a copy of the embedding's weight, under the same name.
+    layers: global indices of the part's layers; None: all. Parameters are named by global index, so names do not depend
+    on the part. embed: the part starts from tokens. head: the part ends in the loss. A part with a tied head but
+    without the embedding has a copy of the embedding's weight under the same name.
 
-    Built on the current default device. Parameters are uninitialised: fill them according to `initial_values`, then
-    call `reset_buffers`. `loss` is FusedLoss without a z-loss until the owner of the model replaces it.
-
-    Extension points that parallel code replaces: `Attention.attend`, `MoE.dispatch`, `loss`.
+    The model is built on the current default device with uninitialised parameters: fill them according to
+    `initial_values`, then call `reset_buffers`. `loss` is a FusedLoss without a z-loss until the caller replaces it.
+    Extension points for parallel code: `Attention.attend`, `MoE.dispatch`, `loss`.
     """
 
     rope_cos: Tensor
@@ -163,25 +163,25 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         ahead: Tensor | None = None,
     ) -> Tensor:
-        """Run the model on `[batch, seq]` tokens; every tensor argument has the batch first.
+        """Run the model on `[batch, seq]` tokens. The first dimension of every tensor argument is the batch.
 
         x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` if another part embeds. With attention residuals
             hidden states are `[1 + saved, batch, seq, dim]`: the stream, then the saved streams.
-        labels: int64 `[batch, seq]`, IGNORE for positions without a target. In a mixture of experts, parts without
-            a head need them too: ignored tokens do not count in load balancing.
-        positions: int64 `[batch, seq]`, below `seq_len`, used by RoPE only; None: 0, 1, ...
+        labels: int64 `[batch, seq]`, IGNORE for positions without a target. With experts, parts without a head need
+            labels too, because ignored tokens do not count in load balancing.
+        positions: int64 `[batch, seq]`, below `seq_len`, used only by RoPE; None: 0, 1, ...
         documents: int `[batch, seq]`; a token attends only to its own document; None: one document.
-        ahead: int64 `[batch, seq, depth, 2]`, from `forge.model.mtp.look_ahead`. Multi-token prediction needs it if x is not
-            tokens, or not a whole sequence.
+        ahead: int64 `[batch, seq, depth, 2]`, from `forge.model.mtp.look_ahead`. Required for multi-token prediction if
+            x is not tokens, or not a whole sequence.
 
-        Without a head, returns hidden states, shaped like the input's. With a head and labels, returns the three sums of
-        `FusedLoss`. With a head but no labels, returns logits `[batch, seq, vocab]` in promote(float32, compute). Raises
-        ValueError if the sequence is longer than the model was built for.
+        Without a head, return hidden states in the shape given for x. With a head and labels, return the three sums of
+        `FusedLoss`. With a head and no labels, return logits `[batch, seq, vocab]` in promote(float32, compute). Raises
+        ValueError if the sequence is longer than the model's `seq_len`.
         """
         saved: list[Tensor] = []
         if self.mixes and not self.embeds:
             x, *saved = x.unbind()
-        # The blocks' input may be only this process's part of the sequence (sequence parallelism).
+        # Under sequence parallelism, the blocks' input is only this process's part of the sequence.
         seq = x.shape[1] if positions is None else positions.shape[1]
         tokens = x
         if self.embeds:
@@ -204,7 +204,7 @@ class Transformer(nn.Module):
         return self.output(x, labels, self.loss)
 
     def output(self, x: Tensor, labels: Tensor | None, loss: Any) -> Tensor:
-        """Return `loss` of hidden states after the final norm, with the head's weight; see `Head.forward`."""
+        """Return `loss(x, head weight, labels)` for hidden states x after the final norm; see `Head.forward`."""
         if self.head is not None:
             return self.head(x, labels, loss)
         assert self.embedding is not None
@@ -218,11 +218,11 @@ class Transformer(nn.Module):
         positions: Tensor | None,
         documents: Tensor | None,
     ) -> Shared:
-        """Build the inputs that all blocks share. x: the first block's input. seq: number of tokens that attention sees."""
+        """Build the inputs shared by all blocks. x: the first block's input. seq: number of tokens visible to attention."""
         if seq > self.seq_len:
             raise ValueError(f"a sequence has {seq} tokens, but the model was built for {self.seq_len}")
         chosen = slice(seq) if positions is None else positions
-        # Masks use only shape, dtype and device.
+        # Masks use only the shape, dtype and device of x.
         like_x = x.new_empty(()).expand(x.shape[0], seq, x.shape[-1])
         masks: dict[int, AttentionMask] = {}
         for block in self.layers.values():
@@ -236,29 +236,29 @@ class Transformer(nn.Module):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the whole model."""
+        """Return whether this part is the whole model."""
         return self.embeds and self.norm is not None and len(self.trunk) == self.config.n_layers
 
     @property
     def routers(self) -> dict[int, Router]:
-        """The routers of this part by global layer index; none in a dense model."""
+        """Return global layer index -> router, for this part; empty in a dense model."""
         feed_forwards = {int(layer): block.feed_forward for layer, block in self.layers.items()}
         return {layer: moe.router for layer, moe in feed_forwards.items() if isinstance(moe, MoE)}
 
     def set_loss_scale(self, scale: Tensor) -> None:
-        """Set the scale of the balancing losses of the next forwards: a scalar, 1 / (valid tokens of the step)."""
+        """Set the scale of the balancing losses in the next forwards. scale: a scalar, 1 / (valid tokens of the step)."""
         scales = [router.loss_scale for router in self.routers.values()]
         if scales:
             torch._foreach_copy_(scales, [scale.to(torch.float64)] * len(scales))
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the operations of forward and backward of this part, as `forge.model.flops_per_token` counts them."""
+        """Return this part's FLOPs of forward and backward per token, counted like `forge.model.flops_per_token`."""
         tied = self.embedding is not None and self.norm is not None and self.head is None
         product = 6 * self.config.vocab_size * self.config.dim
         return matrix_flops(self, seq_len) + product * (tied + len(self.ahead))
 
     def heads(self) -> dict[str, int]:
-        """Return parameter name -> number of heads, for query, key and value projections, whose rows are grouped by head."""
+        """Return parameter name -> number of heads, for query, key and value projections. Their rows are grouped by head."""
         attentions: dict[str, Any] = {layer: block.attention for layer, block in self.layers.items()}
         return {
             f"layers.{layer}.attention.{leaf}.weight": number
@@ -269,7 +269,7 @@ class Transformer(nn.Module):
     def initial_values(self) -> dict[str, float | Normal | Uniform]:
         """Return the initial value of each parameter of this part, by name.
 
-        If several parts have a parameter of one name (tied weights), its initial value is equal in all of them.
+        A parameter present in several parts (a tied weight) has the same initial value in each part.
         """
         return initial_values(self, self.config)
 
@@ -277,7 +277,7 @@ class Transformer(nn.Module):
         """Reset every buffer for computing in `dtype`: RoPE tables in promote(float32, dtype), router state."""
         device = self.rope_cos.device
         cos, sin = rope_tables(self.config, self.seq_len)
-        # Rounded once from float64: a float32 table turned into float64 would keep float32's errors.
+        # Rounded once from float64, because a float32 table converted to float64 would keep float32's errors.
         self.rope_cos = cos.to(device=device, dtype=promoted(dtype))
         self.rope_sin = sin.to(device=device, dtype=promoted(dtype))
         for router in self.routers.values():
@@ -285,14 +285,14 @@ class Transformer(nn.Module):
 
 
 def _feed_forward(config: ModelConfig, layer: int) -> FeedForward | MoE:
-    """Build the feed-forward of the block with this global index."""
+    """Build the feed-forward of block `layer` (global index)."""
     if config.has_experts(layer):
         return MoE(config, layer)
     return make_feed_forward(config.dim, config.ffn_dim, activation_of(config), config.ffn_bias)
 
 
 def attention_for(config: ModelConfig, layer: int) -> Attention | LinearAttention:
-    """Build the attention or linear attention of the block with this global index. New kinds of layers are added here."""
+    """Build the attention or linear attention of block `layer` (global index). Add new kinds of layers in this function."""
     if config.kind_of(layer) == "linear":
         return LinearAttention(config)
     kind = GroupedAttention if config.latent is None else LatentAttention
@@ -300,12 +300,12 @@ def attention_for(config: ModelConfig, layer: int) -> Attention | LinearAttentio
 
 
 def window_of(config: ModelConfig, layer: int) -> int:
-    """Return the sliding window of the layer with this global index, 0 for the whole context."""
+    """Return the sliding window of layer `layer` (global index); 0: the whole context."""
     return config.sliding_window if config.kind_of(layer) == "sliding" else 0
 
 
 def rotation_of(config: ModelConfig, layer: int) -> int | None:
-    """Return the index of the table of `forge.model.rope.rope_tables` for this layer; None: it has no positions."""
+    """Return the layer's index into the tables of `forge.model.rope.rope_tables`; None: a layer without RoPE."""
     kind = config.kind_of(layer)
     if kind == "nope":
         return None
@@ -319,7 +319,7 @@ MODELS: dict[str, Callable[..., Any]] = {"transformer": Transformer}
 def build_model(config: ModelConfig, seq_len: int, **parts: Any) -> Any:
     """Build the model of `config.kind`, a registered name or `package.module:Class`. parts: arguments of `Transformer`.
 
-    Raises UserError if there is no such model, or if [model.mtp] is set and the model has no such modules.
+    Raises UserError for an unknown model, or if [model.mtp] is set and the model does not support it.
     """
     kind = config.kind
     if kind in MODELS:

@@ -1,4 +1,4 @@
-"""Collect garbage at chosen steps only. An automatic collection on one rank would delay all ranks that wait for it."""
+"""Collect garbage only at fixed steps, because an automatic collection on one rank delays all ranks waiting for it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from forge.hook import Hook
 
 
 class Collector(Hook):
-    """Replaces automatic collections during a run by one every `interval` steps.
+    """Replaces automatic collections during a run by one collection every `interval` steps; 0: automatic collection.
 
-    Objects from before the run (modules, model, optimizer) are collected once and then frozen: later collections skip them.
-    Every rank collects at the same steps, so that all pause together. A collection covers only young objects (generation
-    1), which takes milliseconds. Interval 0 keeps automatic collection. Collection time is counted in both cases.
+    Objects made before the run (modules, model, optimizer) are collected once and then frozen, so later collections
+    skip them. Every rank collects at the same steps, so all ranks pause together. A collection covers only young
+    objects (generation 1), which takes milliseconds. Collection time is counted in all cases.
     """
 
     def __init__(self, interval: int):

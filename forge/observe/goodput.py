@@ -1,4 +1,4 @@
-"""Goodput: the wall time of a run over all its starts, by kind. Only steps that count in the end are useful."""
+"""Goodput: the wall time of a run over all its starts, by kind. Only steps that are not repeated later are useful."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 
 from forge.observe.progress import format_duration
 
-# In the order of the table. Only "steps" is useful time.
+# Kinds of time in the order of the table. Only "steps" is useful time.
 KINDS = ("steps", "set-up", "first step", "data", "evaluation", "save", "repeated steps", "down")
 
 
 @dataclass
 class Past:
-    """Totals of earlier starts of the run: seconds by kind up to `until`, and their last step."""
+    """Totals of earlier starts of the run: seconds by kind up to the time `until`, and the last step."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     step: int = 0
     until: datetime | None = None
 
     def add(self, kind: str, until: datetime) -> None:
-        """Count the time from `self.until` to `until` as `kind`."""
+        """Add the time from `self.until` to `until` to `kind`."""
         if self.until is not None:
             more = max(0.0, (until - self.until).total_seconds())
             self.seconds[kind] = self.seconds.get(kind, 0.0) + more
@@ -33,10 +33,11 @@ class Past:
 
 
 def read_past(events: Path, status: Path) -> Past:
-    """Read events.jsonl and status.json, before this start writes to them.
+    """Return the totals from events.jsonl and status.json.
 
-    A goodput event has all seconds so far, but is written only now and then. If a process was killed, its time after
-    its last goodput event is estimated from its later events and its status. Torn lines are skipped.
+    Call before this start writes to these files. A goodput event has all seconds so far, but is written only
+    occasionally. The time of a killed process after its last goodput event is estimated from its later events and its
+    status. Torn lines are skipped.
     """
     past, kind = Past(), "set-up"
     for line in events.read_bytes().splitlines() if events.exists() else ():
@@ -62,13 +63,13 @@ def read_past(events: Path, status: Path) -> Past:
 class Ledger:
     """Counts this process's time by kind, as a listener to phases, and adds it to `past`.
 
-    began: start of the process on the monotonic clock. `report_event("goodput", ...)` is called after the first step and
-    after each save, so that a killed process loses little.
+    began: start of the process on the monotonic clock. `report_event("goodput", ...)` is called after the first step
+    and after each save, so a killed process loses little.
     """
 
     def __init__(self, past: Past, began: float, report_event: Callable[..., None]):
         self._seconds = {kind: past.seconds.get(kind, 0.0) for kind in KINDS}
-        # The current step, the last step made, and the last step made before the current one began.
+        # The current step, the last step made, and the last step made before the current step began.
         self._step, self._made, self._made_before = 0, past.step, past.step
         self._phase, self._since, self._report_event = "set-up", began, report_event
         if past.until is not None:
@@ -76,9 +77,9 @@ class Ledger:
             self._seconds["down"] += max(0.0, start - past.until.timestamp())
 
     def enter(self, phase: str, step: int) -> None:
-        """Call when `phase` (of `step`) begins and the previous one has ended."""
+        """Call when `phase` (of `step`) begins and the previous phase has ended."""
         ended = self._phase
-        self.seconds()  # counts the phase that ended
+        self.seconds()  # adds the time of the ended phase
         in_step = phase in ("data", "step", "first step")
         if step != self._step or not in_step:
             self._made = max(self._made, self._step)
@@ -89,7 +90,7 @@ class Ledger:
             self.write()
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds by kind, up to now."""
+        """Return kind -> seconds, up to now."""
         kind = "save" if self._phase == "end" else self._phase
         if self._phase == "step":
             kind = "repeated steps" if self._step <= self._made_before else "steps"
@@ -99,14 +100,14 @@ class Ledger:
         return dict(self._seconds)
 
     def write(self) -> None:
-        """Write the seconds so far as an event."""
+        """Write the seconds so far as a goodput event."""
         seconds = self.seconds()
         share = seconds["steps"] / (sum(seconds.values()) or 1.0)
         rounded = {kind: round(value, 3) for kind, value in seconds.items()}
         self._report_event("goodput", step=self._made, goodput=share, seconds=rounded)
 
     def table(self) -> str:
-        """Return the table for the end of a run."""
+        """Return the table of seconds by kind, for the end of a run."""
         seconds = self.seconds()
         total = sum(seconds.values()) or 1.0
         rows = [f"  {kind:<15}{format_duration(s):>8}{s / total:8.1%}" for kind, s in seconds.items() if s]

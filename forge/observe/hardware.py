@@ -15,11 +15,11 @@ from forge.runtime import compat
 
 GIB = 1024**3
 
-# Dense peak in TFLOP/s by the exact name that CUDA reports: bfloat16 with float32 accumulation, TF32, float32 without
+# Dense peak in TFLOP/s by the exact name reported by CUDA: bfloat16 with float32 accumulation, TF32, float32 without
 # tensor cores, float64, and float8 with float32 accumulation. Source: the vendor's data sheet of each GPU (NVIDIA's
-# architecture white paper for GeForce and RTX); for a figure given only "with sparsity", half of it.
-# None: not in the sheet, or the GPU (before Ada) has no float8. A GPU with another name, e.g. an OEM variant with other
-# clocks, has no known peak: a wrong MFU is worse than none.
+# architecture white paper for GeForce and RTX). Figures given only "with sparsity" are halved. None: not in the sheet,
+# or the GPU (before Ada) has no float8. The peak of a GPU with another name, e.g. an OEM variant with other clocks,
+# counts as unknown, because a wrong MFU is worse than none.
 _PEAK_TFLOPS: dict[str, tuple[float, float, float, float | None, float | None]] = {
     "NVIDIA GB200": (2500, 1250, 80, 40, 5000),
     "NVIDIA B200": (2250, 1100, 75, 37, 4500),
@@ -50,14 +50,14 @@ _PEAK_TFLOPS: dict[str, tuple[float, float, float, float | None, float | None]] 
 def peak_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
     """Return the dense peak of `device` for matrix products in `dtype`, in FLOP/s; None if unknown.
 
-    dtype: a torch dtype or its name, or `float8` for any of its formats. float32 means TF32 if torch is set to use it for
-    float32 products.
+    dtype: a torch dtype or its name, or `float8` for any float8 format. float32 means TF32 if torch is set to use TF32
+    for float32 products.
     """
     return card_peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "", dtype)
 
 
 def card_peak_flops(card: str, dtype: torch.dtype | str) -> float | None:
-    """Return the dense peak of the GPU that CUDA names `card`, in FLOP/s, as `peak_flops` does."""
+    """Return `peak_flops` of the GPU with CUDA's name `card`."""
     bfloat16, tf32, float32, float64, float8 = _PEAK_TFLOPS.get(card, (None,) * 5)
     tflops = {
         "float8": float8,
@@ -76,7 +76,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return the peak memory in GiB: on CUDA the allocator's reserved memory, else the process's resident memory."""
+    """Return the peak memory in GiB: on CUDA the allocator's reserved memory, else the resident memory of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
     return most_resident() / GIB
@@ -84,14 +84,15 @@ def memory_gib(device: torch.device) -> float:
 
 def most_resident() -> int:
     """Return the peak resident memory of this process, in bytes."""
-    # ru_maxrss is in KiB, on macOS in bytes.
+    # ru_maxrss is in KiB, but on macOS in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def process_age_s(pid: int | None = None) -> float:
-    """Return the seconds since a process (None: this one) was started, imports included; 0 if the system has no /proc."""
+    """Return the seconds since process `pid` (None: this process) was started, imports included; 0 without /proc."""
     try:
-        # Fields of proc(5): the 22nd is the start in clock ticks since boot; the second may hold spaces and brackets.
+        # Fields of proc(5): the 22nd is the start in clock ticks since boot; the second may contain spaces and
+        # brackets.
         ticks = int(Path(f"/proc/{pid or os.getpid()}/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, AttributeError):

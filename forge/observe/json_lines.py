@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 
 def utc_now() -> str:
-    """Return the time in ISO 8601, UTC, to the millisecond: 2025-06-01T12:00:00.123+00:00."""
+    """Return the current time in ISO 8601, UTC, in milliseconds: 2025-06-01T12:00:00.123+00:00."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def encode(fields: dict[str, Any]) -> bytes:
-    """Return one JSON object on one line. Floats read back exactly (they are Python's repr); NaN and Inf are null."""
+    """Return `fields` as a JSON object on one line. Floats read back exactly (Python's repr); NaN and Inf become null."""
     return redact(json.dumps(_finite(fields), allow_nan=False)).encode() + b"\n"
 
 
@@ -40,7 +40,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_lines(path: Path, needed: str) -> list[dict[str, Any]]:
-    """Return the objects of a .jsonl file with the key `needed`; skip a line torn by a kill."""
+    """Return the objects with the key `needed` in a .jsonl file. Lines torn by a kill are skipped."""
     lines = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(ValueError):
@@ -51,7 +51,7 @@ def read_lines(path: Path, needed: str) -> list[dict[str, Any]]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a .json file; an empty dict if it cannot be read."""
+    """Return the object in a .json file; an empty dict if the file cannot be read."""
     with suppress(OSError, ValueError):
         found = json.loads(path.read_text("utf-8"))
         if isinstance(found, dict):
@@ -60,7 +60,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class JsonLines:
-    """Appends objects to `path`, opened at the first append. Once `append` returns, SIGKILL loses nothing."""
+    """Appends objects to the file `path`, opened at the first append. After `append` returns, SIGKILL loses no lines."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -69,7 +69,7 @@ class JsonLines:
         self._warned = False
 
     def append(self, **fields: Any) -> None:
-        """Write one line. A line that a full disk refuses is kept, with a warning, and written with the next one."""
+        """Write one line. If the disk is full, warn, keep the line, and write it with the next line."""
         self._unwritten += encode(fields)
         try:
             descriptor = self._open()
@@ -83,7 +83,7 @@ class JsonLines:
             self._warned = True
 
     def sync(self) -> None:
-        """Sync all lines to disk, so that a crash of the machine loses none. A failure is logged."""
+        """Sync all lines to disk, so a crash of the node loses none. A failure is logged."""
         try:
             os.fsync(self._open())
         except OSError as error:
@@ -95,7 +95,7 @@ class JsonLines:
             )
 
     def close(self) -> None:
-        """Close the file; the next `append` opens it again."""
+        """Close the file. The next `append` opens it again."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
@@ -108,15 +108,15 @@ class JsonLines:
             if last == b"\0":
                 _log_zeros(self.path)
             if last != b"\n":
-                # A killed process left half a line. The next line must not continue it.
+                # A killed process left an incomplete line. The next line must not continue it.
                 self._unwritten = b"\n" + self._unwritten
         return self._descriptor
 
     def cut(self, after_step: int, aside: bool = False) -> Path | None:
-        """Drop all lines with a `step` greater than `after_step`, so that a resumed run writes no step twice.
+        """Drop all lines with a `step` greater than `after_step`, so a resumed run writes no step twice.
 
-        Torn and unreadable lines are dropped, too, and so are lines that still wait for room on the disk. The new file
-        replaces the old one atomically. With `aside`, keep the old file and return its new name.
+        Torn and unreadable lines are also dropped, and so are lines still waiting for room on the disk. The new file
+        replaces the old file atomically. With `aside`, keep the old file and return its new name.
         """
         self.close()
         written = self.path.read_bytes() if self.path.exists() else b""
@@ -134,7 +134,7 @@ class JsonLines:
         return kept
 
     def _copy(self, content: bytes) -> Path:
-        """Write `content` to `.aside-NAME`, or `.aside-NAME.k` if that exists."""
+        """Write `content` to `.aside-NAME`, or to `.aside-NAME.k` if the name is taken. Return the path."""
         first = path = self.path.with_name(f".aside-{self.path.name}")
         taken = 0
         while path.exists():
@@ -151,7 +151,7 @@ class JsonLines:
 
     def _keeps(self, line: bytes, number: int, after_step: int) -> bool:
         if not line.endswith(b"\n"):
-            return False  # torn, even if the rest of it happens to be JSON
+            return False  # torn, even if the rest of the line happens to be JSON
         try:
             return json.loads(line)["step"] <= after_step
         except (ValueError, KeyError, TypeError):
@@ -163,8 +163,8 @@ class JsonLines:
 def warn_of_gap(path: Path, step: int, interval: int) -> None:
     """Warn that training lines before `step` are missing, if the file's last line is too far back.
 
-    interval: the usual distance of two lines in steps. If the last lines in the file are further apart, their distance
-    is used instead.
+    interval: the usual distance of two lines in steps. If the last two lines of the file are further apart, their
+    distance takes the place of `interval`.
     """
     steps = [0, *(line["step"] for line in read_lines(path, "loss"))]
     usual = max(interval, *map(operator.sub, steps[-10:], [0, *steps][-11:-1]))

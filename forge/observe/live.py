@@ -1,6 +1,7 @@
 """Live view of a run on a terminal: loss curve, rates, remaining time, and the latest messages.
 
-The view is the last lines of the terminal. Log messages go above it, and each new line of the metrics redraws it.
+The view occupies the last lines of the terminal. Log messages are written above it, and each new training line redraws
+the view.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, TextIO
 from forge.observe.progress import format_line
 
 ROWS, LEAST_COLUMNS = 6, 40
-# Points kept per curve: an even number, above the columns of any terminal.
+# Maximum number of points per curve: an even number, larger than any terminal's number of columns.
 MOST = 1024
 BLOCKS = " ▁▂▃▄▅▆▇█"
 PLAIN = " .:-=+*##"
@@ -21,7 +22,7 @@ UP_AND_CLEAR = "\033[{}A\033[J"
 
 
 class TrainingLine(NamedTuple):
-    """A training line of the metrics, to be shown on a terminal. fields: as in metrics.jsonl."""
+    """A training line of the metrics, for the terminal. fields: as in metrics.jsonl."""
 
     fields: Mapping[str, Any]
     total_steps: int
@@ -32,7 +33,7 @@ class TrainingLine(NamedTuple):
 
 
 class Means:
-    """A curve of any length, held as at most MOST means over equally many values each. The last mean covers the rest."""
+    """A curve of any length, stored as at most MOST means of equally many values. The last mean covers the rest."""
 
     def __init__(self) -> None:
         self._means: list[float] = []
@@ -55,9 +56,9 @@ class Means:
 
 
 class LiveHandler(logging.StreamHandler[TextIO]):
-    """Writes log messages to a terminal and keeps the view below them.
+    """A log handler that writes messages to a terminal and keeps the live view below them.
 
-    A record whose `progress` is a TrainingLine is shown in the view instead of as a line.
+    A record with a TrainingLine as `progress` is shown in the view instead of as a message.
     """
 
     def __init__(self, stream: TextIO):
@@ -96,7 +97,10 @@ class LiveHandler(logging.StreamHandler[TextIO]):
             return 80
 
     def _view(self, progress: TrainingLine, columns: int) -> list[str]:
-        """Return the lines of the view, each shorter than the terminal's width, which would break longer ones."""
+        """Return the lines of the view, each shorter than the terminal's width.
+
+        The terminal would wrap longer lines.
+        """
         step, total = progress.fields["step"], progress.total_steps
         width = columns - 1
         share = min(1.0, step / max(1, total))
@@ -114,9 +118,9 @@ class LiveHandler(logging.StreamHandler[TextIO]):
 
 
 def draw_curve(values: Sequence[float], rows: int, columns: int, blocks: str) -> list[str]:
-    """Return the curve as `rows` lines of text with its largest and smallest value at the left; none without values.
+    """Return the curve as `rows` lines of text, with its largest and smallest value on the left.
 
-    With more values than columns, each column shows the mean of its share of them.
+    No lines without values. With more values than columns, each column shows the mean of several values.
     """
     if not values:
         return []
@@ -127,7 +131,7 @@ def draw_curve(values: Sequence[float], rows: int, columns: int, blocks: str) ->
         means.append(sum(part) / len(part))
     low, high = min(means), max(means)
     steps = rows * (len(blocks) - 1)
-    # At least one step, so that the smallest value is visible.
+    # At least one step, so the smallest value is visible.
     heights = [1 + round((mean - low) / (high - low or 1.0) * (steps - 1)) for mean in means]
     lines = []
     for row in reversed(range(rows)):

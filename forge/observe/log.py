@@ -1,4 +1,4 @@
-"""Log messages: those of rank 0 on the terminal, those of every rank in a file of its own."""
+"""Log messages: rank 0's on the terminal, every rank's in a separate file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from forge.runtime.causes import Cause
 from forge.runtime.errors import redact
 from forge.runtime.terminal import patient
 
-# This logger warns at every redistribution on a mesh of two axes, e.g. for each gradient norm. forge intends them.
+# This logger warns at every redistribution on a 2-D mesh, e.g. for each gradient norm. forge intends these
+# redistributions.
 _NOISY = "torch.distributed.tensor._redistribute"
 _handlers: list[logging.Handler] = []
 log = logging.getLogger(__name__)
@@ -24,11 +25,10 @@ log = logging.getLogger(__name__)
 def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
     """Send log messages to stderr and to `folder`/rank-R.log. A repeated call replaces the earlier set-up.
 
-    live: on a terminal, rank 0 keeps a live view below its messages.
-
-    forge's own messages are logged from INFO up. Others, and Python's warnings, are logged from WARNING up. Rank 0 prints
-    all of them to stderr; other ranks print only errors, with their rank. A slow reader of stderr delays no message. One
-    warning is logged if the folder is not writable.
+    live: on a terminal, rank 0 keeps a live view below its messages. forge's own messages are logged from INFO up;
+    other packages' messages and Python's warnings from WARNING up. Rank 0 prints all of them to stderr; other ranks
+    print only errors, with their rank. A slow reader of stderr does not delay messages. One warning is logged if the
+    folder is not writable.
     """
     reset_logging()
     logging.getLogger().setLevel(logging.WARNING)
@@ -52,7 +52,7 @@ def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
 
 
 def reset_logging() -> None:
-    """Undo `setup_logging` and close the file."""
+    """Undo `setup_logging` and close the log file."""
     while _handlers:
         handler = _handlers.pop()
         logging.getLogger().removeHandler(handler)
@@ -66,7 +66,7 @@ def _add(handler: logging.Handler) -> None:
 
 
 class _RankFile(logging.FileHandler):
-    """Reports a full disk once, in one line; the standard handler prints a traceback each time."""
+    """A file handler that reports a full disk once, in one line. The standard handler prints a traceback each time."""
 
     def __init__(self, path: Path):
         super().__init__(path, encoding="utf-8")
@@ -79,14 +79,14 @@ class _RankFile(logging.FileHandler):
 
 
 class _Redacting(logging.Formatter):
-    """Redacts secrets of URLs, also in tracebacks and in messages of other packages."""
+    """A formatter that redacts secrets in URLs, also in tracebacks and in messages of other packages."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
 
 class _Dated(_Redacting):
-    """Adds the local time with its offset from UTC, so that logs can be read on another machine.
+    """A formatter with the local time and its offset from UTC, so logs of different nodes can be compared.
 
     `mark` is the record's cause, for programs: `[killed]`, or `[killed:2,3]` with ranks; empty without a cause.
     """
@@ -102,7 +102,7 @@ class _Dated(_Redacting):
 
 
 class _Short(_Redacting):
-    """`12:03:44 message`, with the level from WARNING up, and with the rank if that is not 0.
+    """A short format: `12:03:44 message`, with the level from WARNING up, and with the rank if not 0.
 
     The first line of a new day begins with the date.
     """
@@ -123,7 +123,7 @@ class _Short(_Redacting):
 def _route_torch() -> None:
     """Send torch's messages to forge's handlers.
 
-    Remove torch's own handlers, which print on every rank. Does nothing if TORCH_LOGS is set.
+    Removes torch's own handlers, which print on every rank. If TORCH_LOGS is set, torch's handlers stay.
     """
     logging.getLogger(_NOISY).setLevel(logging.ERROR)
     if "TORCH_LOGS" in os.environ:

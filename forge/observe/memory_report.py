@@ -1,6 +1,6 @@
 """Memory table of this rank, logged after the first step.
 
-The bytes are counted from shards and optimizer state, so the table is right for every engine and layout.
+Bytes are counted from shards and optimizer state, so the table is correct for every engine and layout.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _NOTES = {
 
 
 class MemoryReport(Hook):
-    """Logs the table after the first step, and reports its bytes as an event: `report_event(kind, **fields)`.
+    """Logs the table after the first step, and writes its bytes as an event by `report_event(kind, **fields)`.
 
-    Activations are the peak of the first step minus parameters, gradients and optimizer state: on CUDA from the allocator's
-    counters, on the CPU from the growth of the process, which is less exact. They include logits and communication buffers.
+    Activations are the peak memory of the first step minus parameters, gradients and optimizer state. The peak is
+    measured by the allocator's counters on CUDA, and by the growth of the process on the CPU, which is less exact.
+    Activations include logits and communication buffers.
     """
 
     def __init__(self, device: torch.device, report_event: Callable[..., None] = lambda *_, **__: None):
@@ -43,14 +44,17 @@ class MemoryReport(Hook):
     def count_state(
         self, of_model: Mapping[str, int], optimizer: Iterable[tuple[str, Shard, Tensor]]
     ) -> None:
-        """Count this rank's state: the model's bytes by kind, and the optimizer's tensors as (slot, shard, values)."""
+        """Count this rank's state.
+
+        of_model: kind -> bytes of the model. optimizer: the optimizer's tensors, as (slot, shard, values).
+        """
         self.bytes |= {kind: size for kind, size in of_model.items() if size}
         # Offloaded state is not in device memory.
         here = (values for _, _, values in optimizer if values.device.type == self.device.type)
         self.bytes["optimizer"] = sum(values.nbytes for values in here)
 
     def per_parameter(self, parameters: int) -> str:
-        """Return a log line with this rank's bytes divided by `parameters`, the number of parameters of the whole model."""
+        """Return a log line with this rank's bytes per parameter. parameters: number of parameters of the whole model."""
         each = ", ".join(f"{kind} {size / parameters:.2f}" for kind, size in self.bytes.items())
         return f"{sum(self.bytes.values()) / parameters:.2f} bytes per parameter on this rank: {each}"
 
@@ -60,13 +64,13 @@ class MemoryReport(Hook):
         self.step = step
 
     def after_step(self, step: int) -> None:
-        """Measure after the first step of this process."""
+        """After the first step of this process, measure activations and log the table."""
         if "activations" in self.bytes:
             return
         if self._on_gpu:
             activations = torch.cuda.max_memory_allocated(self.device) - self._state()
         else:
-            # The process held its parameters before it began to grow.
+            # Parameters were already resident before the step.
             grown = most_resident() - self._resident_before
             activations = grown - self.bytes.get("gradients", 0) - self.bytes.get("buckets", 0)
         self.bytes["activations"] = max(0, activations)
@@ -74,7 +78,7 @@ class MemoryReport(Hook):
         self._report_event("memory", **{f"{name}_bytes": size for name, size in self.bytes.items()})
 
     def table(self) -> str:
-        """Return the memory table so far: a line for each kind of memory, in GiB."""
+        """Return the current memory table: a line for each kind of memory, in GiB."""
         rows = [
             f"  {name:<13}{size / GIB:10.3f} GiB{_NOTES.get(name, '')}" for name, size in self.bytes.items()
         ]
@@ -84,7 +88,7 @@ class MemoryReport(Hook):
         return "\n".join([f"memory of this rank {where}:", *(rows or ["  nothing is built yet"])])
 
     def state_dominates(self) -> bool:
-        """Return whether parameters, gradients and optimizer use most of the memory, as far as known."""
+        """Return whether parameters, gradients and optimizer state use most of the memory; True before the first step."""
         if not self.step:
             return True
         if self._on_gpu:
@@ -96,7 +100,7 @@ class MemoryReport(Hook):
 
 
 def _resident() -> int:
-    """Return the resident bytes of this process; their peak if the system has no /proc."""
+    """Return the resident bytes of this process; without /proc, their peak."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:

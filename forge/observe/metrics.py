@@ -1,4 +1,4 @@
-"""Write the run's measurements to metrics.jsonl, TensorBoard and the progress line. This module decides nothing."""
+"""Write the run's measurements to metrics.jsonl, TensorBoard, trackers and the progress line."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class MetricsWriter(Hook):
-    """Writes at most one line per step, on the first rank only. `report_step(step)` is called with each line.
+    """Writes at most one training line per step, on the first rank only.
 
-    products: the dtype of matrix products, or "float8"; MFU is relative to its peak.
+    `report_step(step)` is called with each line. products: dtype of matrix products, or "float8"; MFU is relative to
+    the peak in this dtype.
     """
 
     def __init__(
@@ -71,14 +72,14 @@ class MetricsWriter(Hook):
         self._restart_means()
 
     def set_step(self, tokens: int, flops_per_token: float) -> None:
-        """Set tokens per step and FLOPs per token, from the next step on."""
+        """Set the tokens per step and FLOPs per token from the next step on."""
         self._tokens_per_step = tokens
         self._mfu_of_rate = mfu_of_rate(
             self._config, self._device, self._products, self._world_size, flops_per_token
         )
 
     def wants_routers(self, step: int) -> bool:
-        """Return whether router values of this step are written."""
+        """Return whether the router values of `step` are written."""
         return self.is_due(step) or is_monitored(self._config.metrics, step)
 
     def before_data(self, step: int) -> None:
@@ -91,10 +92,10 @@ class MetricsWriter(Hook):
         self._step_data_s = time.perf_counter() - self._step_began
 
     def after_step(self, step: int) -> None:
-        """Count this step's wall time. The time of evaluations and saves after the step counts as a pause.
+        """Count this step's wall time.
 
-        On a GPU the host waits for a step's work during the next step, so a mean over several steps is exact except for a
-        shift by one step.
+        The time of evaluations and saves after the step counts as a pause. On a GPU the host waits for a step's work
+        during the next step, so a mean over several steps is exact, but shifted by one step.
         """
         assert self._step_began is not None
         self._step_ended = time.perf_counter()
@@ -106,7 +107,7 @@ class MetricsWriter(Hook):
         self._gc_s += self._collector.take_seconds()
 
     def after_result(self, result: StepResult) -> None:
-        if self._step_began is None:  # between steps: the wait belongs to its own step
+        if self._step_began is None:  # between steps: the wait belongs to the finished step
             self._seconds += result.waited_s
         self._steps += 1
         if self.is_due(result.step) or result.skipped:
@@ -115,17 +116,17 @@ class MetricsWriter(Hook):
             self._restart_means()
 
     def writes(self, result: StepResult) -> bool:
-        """Return whether this rank writes a training line about `result`."""
+        """Return whether this rank writes a training line for `result`."""
         return self._log is not None and (self.is_due(result.step) or result.skipped)
 
     def publish(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Add fields to the training line of `step`. Call before `after_result` of this writer, which writes the line."""
+        """Add fields to the training line of `step`. Call before this writer's `after_result`, which writes the line."""
         if self._published.get("step") != step:
             self._published = {"step": step}
         self._published |= fields
 
     def before_save(self, step: int) -> None:
-        """Write buffered curves to the file: a run resumed at this step continues them."""
+        """Write buffered curves to the file, because a run resumed at this step continues them."""
         self._board.flush()
 
     def after_run(self) -> None:
@@ -134,10 +135,10 @@ class MetricsWriter(Hook):
             tracker.close()
 
     def restart_from(self, step: int, aside: bool = False) -> Path | None:
-        """Remove the output of steps after `step` (-1: of all steps), which are about to be repeated.
+        """Remove the output of steps after `step` (-1: of all steps), because these steps are repeated.
 
-        With `aside`, keep the old metrics.jsonl and return its new name. Collective. Raises UserError (exit 1) on all ranks
-        if metrics.jsonl cannot be cut.
+        Collective. With `aside`, keep the old metrics.jsonl and return its new name. Raises UserError (exit 1) on all
+        ranks if metrics.jsonl cannot be cut.
         """
         self._restart_means()
         self._board.discard_after(max(step, 0))
@@ -150,7 +151,7 @@ class MetricsWriter(Hook):
 
         kept = on_first_rank("cutting metrics.jsonl", cut)
         for tracker in self._trackers:
-            # A resumed run repeats the steps after its checkpoint exactly; after a roll-back they differ.
+            # A resumed run repeats the steps after its checkpoint exactly; after a roll-back the steps differ.
             tracker.discard_after(step, self._has_run or step < 0)
         self._has_run = True
         return kept
@@ -161,11 +162,11 @@ class MetricsWriter(Hook):
             self._log.sync()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Add numbers to TensorBoard curves, by name, e.g. `my/number`."""
+        """Add numbers to the curves of TensorBoard and trackers. values: curve name, e.g. `my/number` -> number."""
         self._show(step, values)
 
     def evaluation(self, step: int, losses: Mapping[str, float]) -> None:
-        """Write an evaluation line."""
+        """Write an evaluation line. losses: held-out source -> loss."""
         if self._log is None:
             return
         self._log.append(step=step, eval=dict(losses))
@@ -173,13 +174,13 @@ class MetricsWriter(Hook):
         log.info("step %d  %s", step, "  ".join(f"eval {name} {loss:.4f}" for name, loss in losses.items()))
 
     def monitors(self, step: int, found: Mapping[str, Any]) -> None:
-        """Write a line of monitors: numbers by name, grouped by layers or parameters."""
+        """Write a monitor line. found: monitor -> layer or parameter -> numbers."""
         if self._log is not None:
             self._log.append(step=step, monitors=dict(found))
             self._show(step, dict(_curves({"monitors": found})))
 
     def tasks(self, step: int, scores: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write a line of scores: task -> metric -> value."""
+        """Write a line of task scores. scores: task -> metric -> value."""
         if self._log is not None:
             numbers = {
                 task: {name: value for name, value in found.items() if isinstance(value, int | float)}
@@ -196,7 +197,7 @@ class MetricsWriter(Hook):
                 )
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Log a text, write it as a line, and show it in TensorBoard."""
+        """Write a text sample to the log, metrics.jsonl and TensorBoard."""
         if self._log is not None:
             self._log.append(step=step, text={name: text})
             self._board.text(step, name, text)
@@ -208,11 +209,11 @@ class MetricsWriter(Hook):
             tracker.scalars(step, values)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a line is written for this step, independently of its result."""
+        """Return whether a training line is written for `step`, whatever its result."""
         return self._is_multiple(step, self._config.metrics.log_interval) or self._map_is_due(step)
 
     def _map_is_due(self, step: int) -> bool:
-        """Return whether the load of every single expert is written."""
+        """Return whether the load of every expert is written for `step`."""
         interval = self._config.metrics.expert_map_interval
         return self._config.model.moe is not None and interval > 0 and self._is_multiple(step, interval)
 
@@ -260,25 +261,25 @@ class MetricsWriter(Hook):
         log.info("%s", progress.text(), extra={"progress": progress})
 
     def _steps_left(self, result: StepResult) -> float:
-        """Return the number of remaining steps, counted in steps of the present size."""
+        """Return the number of remaining steps, in steps of the current size."""
         total = self._phases.tokens_after(self._config.train.steps)
         return max(0, total - result.tokens) / self._phases.at(result.tokens).tokens
 
     def _restart_means(self) -> None:
-        """Start new means for the next line."""
+        """Reset the sums for the means of the next line."""
         self._steps, self._seconds, self._data_s, self._gc_s = 0, 0.0, 0.0, 0.0
 
 
 def mfu_of_rate(
     config: Config, device: torch.device, products: str, world_size: int, flops_per_token: float
 ) -> float | None:
-    """Return the MFU that corresponds to one token per second of the whole run; None if the peak of `products` is unknown."""
+    """Return the MFU of one token per second in the whole run; None if the peak of `products` is unknown."""
     peak = config.metrics.peak_tflops * 1e12 or peak_flops(device, products)
     return flops_per_token / (peak * world_size) if peak else None
 
 
 def _nested(name: str, found: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    """Yield names and values of grouped numbers: `monitors/activations/3/rms`. Lists, e.g. expert counts, are left out."""
+    """Yield (name, value) of nested numbers, e.g. `monitors/activations/3/rms`. Lists, e.g. expert counts, are left out."""
     for key, value in found.items():
         if isinstance(value, Mapping):
             yield from _nested(f"{name}/{key}", value)
@@ -287,14 +288,14 @@ def _nested(name: str, found: Mapping[str, Any]) -> Iterator[tuple[str, float | 
 
 
 def history(path: Path) -> Iterator[tuple[int, dict[str, float | None]]]:
-    """Yield step and curves of each line in metrics.jsonl."""
+    """Yield (step, curve name -> value) of each line in metrics.jsonl."""
     for line in read_lines(path, "step"):
         if curves := dict(_curves(line)):
             yield line["step"], curves
 
 
 def flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a configuration, e.g. `train.steps`, with their values."""
+    """Yield (dotted key, e.g. `train.steps`, value) of a configuration."""
     for key, value in section.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{before}{key}.")
@@ -303,7 +304,7 @@ def flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 
 def _curves(fields: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    """Yield names and values for TensorBoard and trackers from the fields of a line."""
+    """Yield (curve name, value) for TensorBoard and trackers, from the fields of a line."""
     for name, value in fields.items():
         if name in ("eval", "monitors", "routers", "epochs", "sources", "tasks"):
             yield from _nested(name, value)

@@ -1,19 +1,20 @@
-"""Monitors: statistics of a step inside the model, a few numbers per layer and per matrix, equal in all layouts.
+"""Monitors: statistics of a step inside the model: a few numbers per layer and per matrix, equal in all layouts.
 
-Every number is a sum, a count or a maximum over this rank's data, so the ranks' numbers combine to those of one process. A
-mean is a sum divided by a count, both summed over ranks, so duplicated work cancels out. All numbers are in one device
-vector, summed by one all-reduce over all ranks. For maxima each rank writes to its own row, zero on all other ranks, and the
-maximum over the rows is taken afterwards. Nothing waits for the device.
+Every number is a sum, a count or a maximum over this rank's data, so the ranks' numbers combine to those of one
+process. A mean is a sum divided by a count, both summed over ranks, so duplicated work cancels out. All numbers are in
+one device vector, summed by one all-reduce over all ranks. For maxima, each rank writes to its own row, which is zero
+on all other ranks, and the maximum over rows is taken after the all-reduce. There is no synchronisation with the
+device.
 
-    activations  after each block: root mean square and largest absolute value; and for each feed-forward the share of dead
-                 units (open for less than one token in a thousand) and of saturated units (open for all but one in a
-                 thousand). A unit is open for a token if its gate w1 x is positive
-    attention    largest logit and mean entropy of the softmax, for QUERIES queries evenly spread over each sequence: all
-                 queries would cost as much as attention itself
-    experts      mean entropy of a router's scores, and of the load: 1 is even, 0 is one expert for all
+    activations  after each block: root mean square and largest absolute value; for each feed-forward the fraction of
+                 dead units (open for less than 0.1 % of the tokens) and of saturated units (open for more than 99.9 %).
+                 A unit is open for a token if its gate w1 x is positive
+    attention    largest logit and mean entropy of the softmax, for QUERIES queries evenly spread over each sequence;
+                 measuring all queries would cost as much as attention itself
+    experts      mean entropy of a router's scores, and entropy of the load. 1: even; 0: one expert gets everything
     gradients    L2 norm of the gradient of each parameter, before clipping
     weights      L2 norm of each parameter, after the update
-    updates      L2 norm of the change of each parameter, relative to the norm of the parameter
+    updates      L2 norm of each parameter's change, relative to the parameter's norm
 """
 
 from __future__ import annotations
@@ -42,16 +43,17 @@ MATRICES = ("gradients", "weights", "updates")
 
 
 def is_monitored(config: Metrics, step: int) -> bool:
-    """Return whether the monitors of `step` are reported."""
+    """Return whether the monitors of `step` are due."""
     return config.monitor_interval > 0 and (step == 1 or step % config.monitor_interval == 0)
 
 
 class Monitors:
     """The monitors `chosen` of a model. Each monitored step starts with `begin`.
 
-    parts, shards: this rank's. names: the parameters of the whole model. n_layers: of the whole model. units: the largest
-    number of units of a feed-forward. world: (this rank, number of ranks); tp: the same within tensor parallelism.
-    compiled: blocks are compiled, so attention and feed-forward units, which are inside the graphs, are not measured.
+    parts, shards: the pipeline stages and shards of this rank. names: the parameters of the whole model. n_layers:
+    number of layers of the whole model. units: the largest number of units of a feed-forward. world: (this rank, number
+    of ranks). tp: (rank, number of ranks) within tensor parallelism. compiled: blocks are compiled; attention and
+    feed-forward units are inside the graphs and are not measured.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Monitors:
         self._own_maxima = self._sums["maxima"][rank]
         activations, attention = self._own_maxima
         self._maxima = {"activations": activations, "attention": attention}
-        # Views of each layer's numbers, made once rather than in each step.
+        # Views of each layer's numbers, made once, not in each step.
         self._of_layer = {
             name: [row.unbind() for row in view.unbind()]
             for name, view in self._sums.items()
@@ -102,7 +104,7 @@ class Monitors:
         self._index: dict[tuple[int, ...], Tensor] = {}
 
     def begin(self) -> None:
-        """Begin a monitored step: hook the forwards."""
+        """Begin a monitored step: reset all numbers and register the hooks."""
         self.remove()
         self._flat.zero_()
         self._own_maxima.fill_(-torch.inf)
@@ -110,7 +112,7 @@ class Monitors:
             self._watch(layer, block)
 
     def remove(self) -> None:
-        """Remove the hooks; nothing is left in the model."""
+        """Remove all hooks from the model."""
         for handle in self._handles:
             handle()
         self._handles.clear()
@@ -118,19 +120,19 @@ class Monitors:
         self._before = []
 
     def count_gradients(self, shards: Sequence[Shard]) -> None:
-        """Add up the squares of the gradients. Call after the gradients of the global batch are complete in the shards."""
+        """Add up the squares of the gradients. Call when the gradients of the global batch are complete in the shards."""
         if "gradients" in self._chosen:
             self._add_squares(
                 "gradients", [(shard, shard.grad) for shard in shards if shard.grad is not None]
             )
 
     def before_update(self, shards: Sequence[Shard]) -> None:
-        """Copy the parameters before the update; by now the step's activations are freed."""
+        """Copy the parameters before the update. The step's activations are already freed."""
         if "updates" in self._chosen:
             self._before = [(shard, shard.data.clone()) for shard in _counted(shards)]
 
     def after_update(self, shards: Sequence[Shard]) -> None:
-        """Add up the squares of the parameters' changes and of the updated parameters. Call after each monitored update."""
+        """Add up the squares of the parameters' changes and of the new parameters. Call after each monitored update."""
         if "updates" in self._chosen:
             changes = [(shard, before.sub_(shard.data)) for shard, before in self._before]
             self._add_squares("updates", changes)
@@ -139,7 +141,10 @@ class Monitors:
             self._add_squares("weights", [(shard, shard.data) for shard in shards])
 
     def reduce(self) -> Tensor:
-        """Return the step's numbers as a device vector for `read`, equal on all ranks. Collective over all ranks."""
+        """Return the step's numbers as a device vector for `read`: float64 `[n]`, equal on all ranks.
+
+        Collective over all ranks.
+        """
         dist.all_reduce(self._flat)
         parts = [self._sums[name] for name in self._reported_sums]
         if "units" in self._sums:
@@ -158,7 +163,7 @@ class Monitors:
         return [name for name in self._sums if name not in ("maxima", "units")]
 
     def read(self, values: Sequence[float]) -> dict[str, Any]:
-        """Return the monitors from the result of `reduce`: by monitor name, then layer or parameter name."""
+        """Return monitor name -> layer or parameter name -> values. values: the result of `reduce`, on the host."""
         vector, found = torch.tensor(values, dtype=torch.float64), dict[str, Any]()
         cut: dict[str, Tensor] = {}
         at = 0
@@ -193,7 +198,10 @@ class Monitors:
         return torch.ones(len(self._maxima["activations"]))
 
     def _add_squares(self, name: str, tensors: Sequence[tuple[Shard, Tensor]]) -> None:
-        """Add the sum of squares of each shard's tensor to the row of its parameter. Each element counts on one rank only."""
+        """Add the sum of squares of each shard's tensor to the row of its parameter.
+
+        Each element counts on only one rank.
+        """
         kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
         for shard, tensor in tensors:
             if shard.boxes and shard.is_primary_replica and shard.name in self._rows:
@@ -211,8 +219,8 @@ class Monitors:
     def _watch(self, layer: int, block: Any) -> None:
         """Register hooks on a block.
 
-        The hooks only keep tensors, which are measured after the block returns. Activation checkpointing would record
-        any computation inside the block.
+        The hooks only keep tensors; these are measured after the block returns, because activation checkpointing would
+        record any computation inside the block.
         """
         seen = self._seen[layer] = []
         if "attention" in self._chosen and not self._compiled and hasattr(block.attention, "attend"):
@@ -237,7 +245,7 @@ class Monitors:
 
     @torch.no_grad()
     def _measure(self, layer: int, _block: nn.Module, _inputs: Any, output: Any) -> None:
-        """Measure a block's output and the tensors kept inside."""
+        """Measure a block's output and the tensors kept by its hooks."""
         kept, self._seen[layer][:] = list(self._seen[layer]), []
         if torch._C._current_graph_task_id() != -1:
             return  # recomputation in backward
@@ -252,8 +260,7 @@ class Monitors:
     def _measure_gate(self, layer: int, gate: Tensor, units: int) -> None:
         """Count the open units of a feed-forward.
 
-        gate `[batch, seq, n]`: the gate's values for all `units`, or for this tensor-parallel rank's share of the
-        units.
+        gate: values of the gate, `[batch, seq, n]`, for all `units` or for this tensor-parallel rank's share of them.
         """
         opened = (local(gate) > 0).flatten(0, -2)
         tokens, own = opened.shape
@@ -264,16 +271,16 @@ class Monitors:
         counts[first : first + own] += tokens
 
     def _measure_scores(self, layer: int, scores: Tensor) -> None:
-        """scores `[..., n_experts]`, non-negative."""
+        """Measure the entropy of router scores: non-negative, `[..., n_experts]`."""
         scores = scores.flatten(0, -2)
         share = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
         entropy = torch.special.entr(share).sum().double() / math.log(max(scores.shape[-1], 2))
         _add(self._of_layer["experts"][layer], entropy, len(scores))
 
     def _measure_attention(self, layer: int, q: Tensor, k: Tensor, mask: Any, split: Any) -> None:
-        """Measure the largest logit and the mean entropy of attention on this rank's part.
+        """Measure the largest logit and the entropy of attention for this rank's queries.
 
-        q `[batch, heads, seq, head_dim]`, k `[batch, kv_heads, seq, head_dim]`.
+        Collective over cp ranks. q `[batch, heads, seq, head_dim]`, k `[batch, kv_heads, seq, head_dim]`.
         """
         if split is not None:
             k = split.in_order(compat.all_gather(k.contiguous().unsqueeze(0), split.group))
@@ -299,7 +306,7 @@ class Monitors:
 
 
 class _WatchedAttention:
-    """The attention function `attend`, which also keeps queries, keys and mask."""
+    """The attention function `attend`; also keeps queries, keys and mask for `_measure_attention`."""
 
     def __init__(self, attend: Any, seen: list[tuple[Any, ...]]):
         self._attend, self._seen = attend, seen
@@ -313,7 +320,7 @@ class _WatchedAttention:
 
 
 class _WatchedLatents(_WatchedAttention):
-    """Like `_WatchedAttention`, for an attention function on the latents of multi-head latent attention."""
+    """Like `_WatchedAttention`, for an attention function with `attend_latent`."""
 
     def attend_latent(self, layer: Any, q: Tensor, latent: Tensor, key: Tensor, mask: Any) -> Tensor:
         with torch.no_grad():
@@ -323,7 +330,7 @@ class _WatchedLatents(_WatchedAttention):
 
 
 def _keep(seen: list[tuple[Any, ...]], *found: Any) -> None:
-    """Keep the arguments of a forward, but not during recomputation in backward."""
+    """Append `found` to `seen`, except during recomputation in backward."""
     if torch._C._current_graph_task_id() == -1:
         seen.append(found)
 
@@ -343,8 +350,8 @@ def _keep_scores(seen: list[tuple[Any, ...]], choose: Callable[[Tensor], Tensor]
 def chosen_queries(seq: int, split: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the indices of this rank's measured queries and their positions in the sequence; both int64 `[n]`.
 
-    The sequence is divided into QUERIES equal parts, and the last position of each is measured. In a sequence of fewer
-    than QUERIES tokens all positions are measured.
+    The sequence is divided into QUERIES equal parts, and the last position of each part is measured. In a sequence of
+    fewer than QUERIES tokens, all positions are measured.
     """
     count = min(QUERIES, seq)
     wanted = torch.tensor([(part + 1) * seq // count - 1 for part in range(count)])
@@ -358,9 +365,9 @@ def _counted(shards: Sequence[Shard]) -> Iterator[Shard]:
 
 
 def _add(place: Sequence[Tensor], value: Tensor, count: int) -> None:
-    """Add `value` and `count` to `place`, a pair of a sum and its count on the device.
+    """Add `value` and `count` to `place`, the pair (sum, count) on the device.
 
-    `count` is a number on the host. It becomes a kernel argument, so no copy to the device is needed.
+    `count` is a host number and becomes a kernel argument, so no copy to the device is needed.
     """
     total, number = place
     total += value
@@ -372,7 +379,7 @@ def _raise_to(place: Tensor, value: Tensor) -> None:
 
 
 def _views(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """Make one float64 vector. Return a view of it for each name, in the shape of `shapes`, and the vector itself."""
+    """Make one float64 vector of zeros. Return name -> view in the shape given by `shapes`, and the vector."""
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     parts = flat.split(sizes)
@@ -380,7 +387,7 @@ def _views(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple
 
 
 def _by_layer(count: Tensor, **values: Tensor) -> dict[str, dict[str, float]]:
-    """Return layer -> name -> value, for the measured layers."""
+    """Return layer -> name -> value for the measured layers, i.e. those with a count above 0."""
     return {
         str(layer): {name: float(of_layers[layer]) for name, of_layers in values.items()}
         for layer in range(len(count))

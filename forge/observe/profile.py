@@ -1,4 +1,4 @@
-"""torch.profiler traces of chosen steps on chosen ranks, and CUDA memory snapshots of the same steps."""
+"""torch.profiler traces of selected steps on selected ranks, and CUDA memory snapshots of these steps."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from forge.runtime.causes import Cause
 
 log = logging.getLogger(__name__)
 
-# Allocations and frees in a memory snapshot: a few steps of a large model, some tens of megabytes.
+# Maximum number of allocations and frees in a memory snapshot: a few steps of a large model, tens of megabytes.
 SNAPSHOT_ENTRIES = 200_000
 
 
 class StepProfiler(Hook):
-    """Writes profiles to `folder` at the end of the last chosen step or of the run.
+    """Writes profiles to `folder` after the last selected step, or at the end of the run.
 
-    `rank-R-steps-A-B.json.gz` opens in https://ui.perfetto.dev and chrome://tracing; with `memory_snapshot`
-    `rank-R-steps-A-B.pickle` opens in https://pytorch.org/memory_viz. A failed profile costs a warning.
+    `rank-R-steps-A-B.json.gz` opens in https://ui.perfetto.dev and chrome://tracing. With `memory_snapshot`,
+    `rank-R-steps-A-B.pickle` opens in https://pytorch.org/memory_viz. A failed write causes only a warning.
     """
 
     def __init__(self, config: Profile, rank: int, folder: Path, device: torch.device):
@@ -39,7 +39,7 @@ class StepProfiler(Hook):
         self._span = ExitStack()
 
     def before_step(self, step: int) -> None:
-        """Begin the profile at the first chosen step, and a span named after the step."""
+        """Start the profile at the first selected step. Begin a span named after the step."""
         if not self._chosen or not self._first <= step <= self._last:
             return
         if self._profile is None:
@@ -52,7 +52,7 @@ class StepProfiler(Hook):
         self._span.enter_context(record_function(f"step {step}"))
 
     def after_step(self, step: int) -> None:
-        """End the span, and after the last chosen step the profile."""
+        """End the span. After the last selected step, end the profile."""
         self._span.close()
         if self._profile is not None and step >= self._last:
             self._end(step)

@@ -1,4 +1,4 @@
-"""Progress on the terminal: the line of a training step, and the progress line of any other long work."""
+"""Progress on the terminal: the line of a training step, and the progress line of other long work."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 def format_line(fields: Mapping[str, Any], total_steps: int, eta_s: float | None) -> str:
-    """Return one readable line for a training line of metrics.jsonl, without None and missing fields.
+    """Return a readable line for a training line of metrics.jsonl, without missing fields and None.
 
-    `mfu` is a fraction of one. `data` is the share of the step spent waiting for the batch. `gc` is the share of garbage
-    collection, shown from 1% up.
+    fields: as in metrics.jsonl; `mfu` is a fraction, 0 to 1. In the line, `data` is the fraction of the step spent
+    waiting for the batch. `gc` is the fraction spent in garbage collection, shown if above 1%.
     """
     width = len(str(total_steps))
     parts = [f"step {fields['step']:>{width}}/{total_steps}"]
@@ -43,7 +43,7 @@ _PARTS = {
 
 
 def format_duration(seconds: float) -> str:
-    """Return two units at most: 45s, 3m12s, 2h05m, 3d04h; `?` if not finite."""
+    """Return a duration with at most two units: 45s, 3m12s, 2h05m, 3d04h; `?` if not finite."""
     if not math.isfinite(seconds):
         return "?"
     minutes, second = divmod(max(0, round(seconds)), 60)
@@ -57,7 +57,10 @@ def format_duration(seconds: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """Return an integer with thousands separators below a million, then three digits and a unit: 8,123, 1.24M, 15.0T."""
+    """Return a count as text: thousands separators below a million, else three digits and a unit.
+
+    Examples: 8,123, 1.24M, 15.0T.
+    """
     if not math.isfinite(number):
         return "?"
     if number < 999_999.5:
@@ -73,9 +76,9 @@ def format_count(number: float) -> str:
 class StepTimes:
     """Times of steps and of the pauses between them, to estimate the remaining time.
 
-    The estimate uses the mean of the last `window` steps, so that an early slow stretch is forgotten. The first step
-    compiles and warms up, so it counts only until there is a second one. Pauses are evaluations, samples and saves, which
-    come at intervals. Their mean time per step is taken from the start to the last long pause.
+    The estimate uses the mean of the last `window` steps, so slow steps at the start are forgotten. The first step
+    compiles and warms up, so it counts only until there is a second step. Pauses are evaluations, samples and saves, at
+    regular intervals. Their mean time per step covers the time from the start to the last long pause.
     """
 
     def __init__(self, window: int = 50):
@@ -90,14 +93,14 @@ class StepTimes:
         self._seconds.append(seconds)
 
     def pause(self, seconds: float) -> None:
-        """Count the time between the last step and the next one."""
+        """Count the time between two steps."""
         self._paused += seconds
-        # A long pause completes an interval. Between long pauses the mean would fall, as if none were to come.
+        # A long pause completes an interval. Between long pauses the mean would fall, as if there were no more pauses.
         if seconds * self._count >= self._paused:
             self._pause_per_step = self._paused / self._count
 
     def eta(self, remaining_steps: float) -> float | None:
-        """Return the seconds for `remaining_steps` and the pauses after them; None before the first step."""
+        """Return the estimated seconds for `remaining_steps`, including pauses; None before the first step."""
         if not self._seconds:
             return None
         step = sum(self._seconds) / len(self._seconds)
@@ -105,7 +108,7 @@ class StepTimes:
 
 
 class ProgressLine:
-    """One line on stderr with the remaining time; redrawn on a terminal, otherwise written every ten seconds."""
+    """A progress line on stderr with the remaining time: redrawn on a terminal, otherwise written every ten seconds."""
 
     def __init__(self, label: str, total: int, unit: str = "MB", scale: float = 1e6):
         self._label, self._total, self._unit, self._scale = label, total, unit, scale
@@ -114,7 +117,7 @@ class ProgressLine:
         self._began = self._last = time.monotonic()
 
     def update(self, done: int) -> None:
-        """Show progress: `done` of the total, counted from the start of this line."""
+        """Show progress: `done` units of the total."""
         now = time.monotonic()
         if now - self._last < self._interval_s or not done:
             return
@@ -130,7 +133,7 @@ class ProgressLine:
         print(text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
 
     def close(self) -> float:
-        """Clear the line; return the seconds since its start."""
+        """Clear the line; return the seconds since the constructor."""
         if self._terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
         return time.monotonic() - self._began

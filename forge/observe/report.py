@@ -24,13 +24,13 @@ from forge.runtime.world import World
 
 log = logging.getLogger(__name__)
 
-# Job scripts restart the run exactly when its state is "stopped".
+# Job scripts restart the run if and only if its state is "stopped".
 State = Literal["running", "stopped", "finished", "failed"]
 RunPhase = Literal["set-up", "first step", "data", "step", "evaluation", "save", "end"]
 
 
 class RunPhases(Hook):
-    """The run's current phase. Listeners limit or measure the time of each phase."""
+    """The current phase of the run. Listeners limit or measure the time of each phase."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[RunPhase, int], None]] = []
@@ -44,14 +44,14 @@ class RunPhases(Hook):
         self.enter("step", step)
 
     def listen(self, listener: Callable[[RunPhase, int], None]) -> None:
-        """Call `listener(phase, step)` now and at each change."""
+        """Call `listener(phase, step)` now and at each change of the phase."""
         self._listeners.append(listener)
         listener(*self.now)
 
     def enter(self, phase: RunPhase, step: int = 0) -> None:
-        """Begin `phase`, which ends the previous one.
+        """Begin `phase` and end the previous phase.
 
-        The first step of a process, with its wait for data, is a phase of its own.
+        The first step of a process, with its wait for data, is the phase "first step".
         """
         if phase in ("data", "step"):
             self._first_step = self._first_step or step
@@ -71,9 +71,10 @@ class RunPhases(Hook):
 
 
 class Reporter:
-    """Writes the run's reports, on the first rank only. began: start of this process, monotonic clock (None: now).
+    """Writes the run's reports, on the first rank only.
 
-    fallback: the entry of `parallel.fallbacks` in use.
+    began: start of this process on the monotonic clock; None: now. fallback: the applied entry of `parallel.fallbacks`;
+    "": none.
     """
 
     def __init__(self, directory: RunDirectory, world: World, began: float | None = None, fallback: str = ""):
@@ -96,13 +97,16 @@ class Reporter:
             self.phases.listen(self._ledger.enter)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append a line to events.jsonl. A `Cause` as kind is also the event's `cause`, unless `fields` has another."""
+        """Append a line to events.jsonl.
+
+        If `kind` is a `Cause`, it is also the event's `cause`, unless given in `fields`.
+        """
         if self._events is not None:
             cause = {"cause": kind} if isinstance(kind, Cause) else {}
             self._events.append(time=utc_now(), event=kind, **cause | fields)
 
     def started(self, layout: dict[str, Any]) -> None:
-        """Report that the ranks are connected and will train in this layout."""
+        """Report that the ranks are connected and will train with this layout."""
         world, about = self.world, environment(self.world.device)
         self.event(
             "started", world_size=world.size, launcher=world.launcher, layout=layout, environment=about
@@ -116,20 +120,23 @@ class Reporter:
             self.event("layout_fallback", world_size=world.size, override=self._fallback)
 
     def begun(self, step: int, path: Path | None, *, new: bool) -> None:
-        """Report that training starts after `step` updates. path: the resumed checkpoint; new: a history begins."""
+        """Report that training starts after `step` steps.
+
+        path: the resumed checkpoint; None: none. new: a new history begins.
+        """
         self._begun = True
         self.event("fresh" if path is None else "resumed", step=step, path=path and str(path), new=new)
         self.running(step)
 
     def running(self, step: int | None = None) -> None:
-        """Write the state `running` to status.json. step: updates made in total; None: the number is unchanged."""
+        """Write the state `running` to status.json. step: total number of steps made; None: unchanged."""
         self.step = self.step if step is None else step
         self._write_status("running", "", None)
 
     def ended(
         self, state: State, reason: str, exit_code: int, cause: Cause = Cause.ERROR, ranks: Sequence[int] = ()
     ) -> None:
-        """Report the end of the run. cause: of a failure; ranks: those at fault, if known."""
+        """Report the end of the run. cause: the cause of a failure. ranks: the ranks at fault, if known."""
         if self._ledger is not None:
             self._ledger.write()
             if exit_code != BAD_CONFIG:
@@ -140,14 +147,14 @@ class Reporter:
         self.event(state, step=self.step, reason=reason, exit_code=exit_code, **why, **named)
         refused = not self._begun and exit_code in (BAD_CONFIG, NO_CHECKPOINT)
         if refused and self.before.get("state") in ("stopped", "finished", "failed"):
-            # A refused start leaves the run's state unchanged.
+            # A refused start does not change the run's state.
             refusal = {"reason": f"the last start was refused: {reason}", **why}
             self._replace_status(self.before | refusal, sync=True)
         else:
             self._write_status(state, reason, exit_code, **why)
 
     def sync_events(self) -> None:
-        """Sync the events so far to disk."""
+        """Sync all events so far to disk."""
         if self._events is not None:
             self._events.sync()
 
@@ -162,11 +169,11 @@ class Reporter:
             "pid": os.getpid(),
             "time": utc_now(),
         }
-        # Otherwise all ranks would wait for the first rank's disk at each line of the metrics.
+        # No sync while running, because all ranks would wait for the first rank's disk at each line of the metrics.
         self._replace_status(status, sync=state != "running")
 
     def _replace_status(self, status: dict[str, Any], sync: bool) -> None:
-        """Replace status.json, on the first rank. On a full disk the old file stays, with one warning until there is room."""
+        """Replace status.json, on the first rank. If the disk is full, keep the old file and warn once."""
         if self._events is None:
             return
         try:

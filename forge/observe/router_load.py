@@ -1,4 +1,4 @@
-"""Load balance of the experts: as fields of a metrics line, and as an image."""
+"""Load balance of the experts, as fields of a metrics line and as an image."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def load_fields(
 ) -> dict[str, Any]:
     """Return the fields of one step from the rows of a RouterReport (forge/parallel/step/routers.py).
 
-    For all layers: expert_load_max and expert_load_min (tokens of the most and least used expert of any layer, relative to
-    an even share), aux_loss and router_z_loss if they are on (sums over layers, without coefficients), expert_dropped
-    (share of all choices). `routers`, by layer: load_max, load_min, load_entropy (1: even, 0: one expert gets all tokens),
-    bias_min and bias_max; with `counts` also counts, the tokens of each expert.
+    For all layers together: expert_load_max and expert_load_min, the load of the most and least used expert of any
+    layer, relative to an even share; aux_loss and router_z_loss, if on, as sums over layers without coefficients;
+    expert_dropped, the fraction of choices dropped. `routers` has for each layer: load_max, load_min, load_entropy (1:
+    even, 0: one expert gets all tokens), bias_min and bias_max; with `counts` also counts, the number of tokens of each
+    expert.
     """
     rows = np.asarray(values).reshape(len(layers), -1)
     n_experts = moe.n_experts
@@ -54,14 +55,15 @@ def load_fields(
 
 
 def expert_map(counts: Sequence[Sequence[float]]) -> NDArray[np.uint8]:
-    """Draw the counts of each expert, `[layers, experts]`, as pixels `[layers * CELL, experts * CELL, 3]`, layer 0 on top."""
+    """Draw counts `[layers, experts]` as pixels, uint8 `[layers * CELL, experts * CELL, 3]`, with layer 0 on top."""
     return colors(counts).repeat(CELL, 0).repeat(CELL, 1)
 
 
 def colors(counts: Sequence[Sequence[float]]) -> NDArray[np.uint8]:
-    """Return red, green and blue from 0 to 255, `[layers, experts, 3]`, for the counts of each expert, `[layers, experts]`.
+    """Return the colours of counts `[layers, experts]`: red, green, blue, uint8 `[layers, experts, 3]`.
 
-    White is an even share, blue less, red more; the colour saturates at a quarter and at four times the even share.
+    White: an even share; blue: less; red: more. Colours saturate at a quarter of the even share and at four times the
+    even share.
     """
     load = np.asarray(counts, dtype=float)
     load = load / np.maximum(load.mean(axis=1, keepdims=True), 1e-9)

@@ -18,14 +18,14 @@ from forge.runtime.files import lock
 
 log = logging.getLogger(__name__)
 
-# Larger than the data that a file system stores in the inode itself, so that a full disk is noticed.
+# Larger than data stored in the inode itself, so a full disk is detected.
 _PROBE_BYTES = 64 * 1024
 
 _held: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
 
 
 class RunDirectory:
-    """The paths of a run below `root`. Rank 0 calls `acquire`, then ranks on other nodes call `find`."""
+    """The run directory `root`, with the paths inside it. Rank 0 calls `acquire`; then ranks on other nodes call `find`."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -43,12 +43,12 @@ class RunDirectory:
         self._descriptor: int | None = None
 
     def acquire(self, patience_s: float = 2.0) -> str:
-        """Make the folders, check that they are writable, and lock the directory. Return the holder for `find`.
+        """Make the folders, check that they are writable, and lock the directory.
 
-        The lock is held until `release`, until this object is collected, or until the process ends, even by SIGKILL.
-        Waits `patience_s` seconds for a holder that has just been killed.
-
-        Raises UserError (exit 2) if a folder is not writable or another run holds the directory.
+        Return a description of the holder, for `find`. The lock is held until `release`, until this object is
+        garbage-collected, or until the process ends, even by SIGKILL. Waits up to `patience_s` seconds for another
+        holder, which may just have been killed. Raises UserError (exit 2) if a folder is not writable or another run
+        holds the lock.
         """
         for folder in (self.root, self.tensorboard, self.checkpoints, self.logs):
             _require_writable(folder)
@@ -74,7 +74,7 @@ class RunDirectory:
         return holder
 
     def find(self, holder: str) -> None:
-        """On another node: check that this directory is the one locked by `holder`, and that it is writable.
+        """Check, on another node, that this directory is the one locked by `holder`, and is writable.
 
         Raises UserError (exit 2).
         """
@@ -91,7 +91,7 @@ class RunDirectory:
             _require_writable(folder)
 
     def holder(self) -> str | None:
-        """Return the process that holds the lock. None: no process does, or the file system has no locks."""
+        """Return a description of the process holding the lock. None: the lock is free, or the file system has no locks."""
         try:
             descriptor = os.open(self._lock_path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -107,7 +107,7 @@ class RunDirectory:
         return None
 
     def release(self) -> None:
-        """Release the lock, if it is held."""
+        """Release the lock, if held."""
         if self._descriptor is not None:
             self._descriptor = None
             self._finalizer()
@@ -132,7 +132,7 @@ class RunDirectory:
 
 
 def _close_in_child() -> None:
-    """Close a forked child's copies of the descriptors, which would hold the locks after the parent's death."""
+    """Close a forked child's copies of the lock descriptors, which would keep the locks after the parent's death."""
     for directory in list(_held):
         if directory._descriptor is not None:
             directory._finalizer.detach()
@@ -141,12 +141,12 @@ def _close_in_child() -> None:
     _held.clear()
 
 
-# O_CLOEXEC closes the descriptor in programs that we start; this closes it in forked processes.
+# O_CLOEXEC closes the descriptor in started programs; this hook closes it in forked processes.
 os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _require_writable(folder: Path) -> None:
-    """Make `folder` and check that it is writable, by a file without a name, which cannot be left behind."""
+    """Make `folder` and write a probe to it. Raises UserError. The probe file has no name, so it cannot be left behind."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -161,7 +161,7 @@ def _require_writable(folder: Path) -> None:
 
 
 def _holder(descriptor: int) -> str | None:
-    """Return the last holder's description of itself; None if it released the lock or has not written yet."""
+    """Return the description written by the last holder; None if it released the lock or has not written yet."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
         return f"process {holder['pid']} on {holder['host']} since {holder['started']}"
@@ -172,7 +172,7 @@ def _holder(descriptor: int) -> str | None:
 def _rewrite(descriptor: int, content: bytes) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, content, 0)
-    os.fsync(descriptor)  # otherwise a network file system may keep it on this node
+    os.fsync(descriptor)  # otherwise a network file system may keep the content on this node
 
 
 def _release(descriptor: int) -> None:

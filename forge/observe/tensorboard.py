@@ -1,4 +1,4 @@
-"""Curves, text samples and images for TensorBoard. A failure here never ends a run."""
+"""Curves, text samples and images for TensorBoard. A TensorBoard failure never ends a run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from forge.runtime.causes import Cause
 
 log = logging.getLogger(__name__)
 
-# A kill loses unflushed points and leaves a gap in the curves of the resumed run.
+# A kill loses unflushed points, which leaves a gap in the curves of the resumed run.
 _FLUSH_SECONDS = 10
 
 
 class Board:
-    """A TensorBoard writer for rank 0, used as a context manager. It writes below `folder` if `enabled`.
+    """A TensorBoard writer for rank 0, used as a context manager. Writes to `folder` if `enabled`.
 
-    Points of earlier starts after step `after_step` are hidden, because these steps are trained again. The writer is made
-    at its first use, because its import is slow. After any failure one warning is logged and the board is off.
+    after_step: points of earlier starts after this step are hidden, because these steps are trained again. The writer
+    is made at its first use, because its import is slow. After any failure the board is off, with one warning.
     """
 
     def __init__(self, folder: Path, enabled: bool = True, after_step: int = 0):
@@ -28,7 +28,7 @@ class Board:
         self._writer: Any = None
 
     def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Add each value to the curve of its name, unless it is None."""
+        """Add each value to the curve of its name, except for values of None."""
         for tag, value in values.items():
             if value is not None:
                 self._try("add_scalar", tag, value, step)
@@ -39,21 +39,21 @@ class Board:
         self._try("add_text", tag, block, step)
 
     def image(self, step: int, tag: str, pixels: Any) -> None:
-        """Add an image: uint8 `[height, width, 3]`, red, green, blue."""
+        """Add an image. pixels: uint8 `[height, width, 3]`, in the order red, green, blue."""
         self._try("add_image", tag, pixels, step, None, "HWC")
 
     def flush(self) -> None:
-        """Write everything so far to the file."""
+        """Write all buffered points to the file."""
         if self._writer is not None:
             self._try("flush")
 
     def discard_after(self, step: int) -> None:
-        """Hide all points after `step`: these steps are trained again."""
+        """Hide all points after `step`, because these steps are trained again."""
         self.close()
         self._after_step = step
 
     def close(self) -> None:
-        """Flush and close the file; later additions go to a new one."""
+        """Flush and close the file. Later points go to a new file."""
         if self._writer is not None:
             self._try("close")
         self._writer = None
@@ -71,7 +71,7 @@ class Board:
             if self._writer is None:
                 self._writer = self._make_writer()
             getattr(self._writer, action)(*arguments)
-        # Any exception of that package. Training continues without it.
+        # Any exception of the package. Training continues without TensorBoard.
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             log.warning("TensorBoard is off from now on: %s", problem, extra=Cause.SIDE_SYSTEM.mark)

@@ -1,9 +1,9 @@
 """Trackers: a run's curves at Weights & Biases or MLflow. A failing tracker never ends or delays a run.
 
-A run has one record at each tracker. `trackers.json` in the run's folder names the record and its last step. A resumed run
-continues that record with the missing steps, from metrics.jsonl. After a roll-back, or when a new history begins in the
-folder, the record contains steps that no longer count. forge then marks it as superseded, and a new record gets the whole
-history so far.
+A run has one record at each tracker. `trackers.json` in the run directory contains the record's id and last step. A
+resumed run continues the record, and adds missing steps from metrics.jsonl. After a roll-back, or when a new history
+begins in the directory, the record contains steps outside the history. forge then marks the record as superseded, and
+writes the whole history to a new record.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from forge.runtime.files import replace_atomically
 
 log = logging.getLogger(__name__)
 
-# Seconds that the end of a run waits for unsent points.
+# Maximum wait in seconds for unsent points at the end of a run.
 PATIENCE_S = 30.0
-# The trackers of a run share one file, and each has its own thread.
+# Protects trackers.json: the trackers of a run share it, and each has its own thread.
 _saving = threading.Lock()
 Curves = tuple[int, Mapping[str, float | None]]
 
 
 class Service(Protocol):
-    """One record at a tracker; methods may raise anything."""
+    """One record at a tracker. Methods may raise any exception."""
 
     def open(self, record: str | None, name: str, config: Mapping[str, Any]) -> str:
-        """Continue `record`, or begin a new one (None); return its id."""
+        """Continue the record with the id `record`, or begin a new record (None). Return the record's id."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
     def supersede(self) -> None:
-        """Mark the record as superseded by another one, and close it."""
+        """Mark the record as superseded and close it."""
 
     def close(self) -> None: ...
 
 
 class Wandb:
-    """A run at Weights & Biases in the project `where`; WANDB_MODE=offline keeps it in `folder`."""
+    """A run at Weights & Biases in the project `where`. With WANDB_MODE=offline, the run is written to `folder`."""
 
     def __init__(self, where: str, folder: Path):
         self._project, self._folder = where, folder
@@ -64,7 +64,7 @@ class Wandb:
             dir=str(self._folder),
             settings=wandb.Settings(console="off", silent=True),
         )
-        # Plot against our own step, not the number of calls.
+        # Plot against the training step, not the number of calls.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         return str(self._run.id)
@@ -81,7 +81,7 @@ class Wandb:
 
 
 class Mlflow:
-    """A run at MLflow in the experiment `where`, at the address in MLFLOW_TRACKING_URI."""
+    """A run at MLflow in the experiment `where`. The server is MLFLOW_TRACKING_URI."""
 
     def __init__(self, where: str, folder: Path):
         self._experiment = where
@@ -125,10 +125,10 @@ SERVICES: dict[str, Callable[[str, Path], Service]] = {"wandb": Wandb, "mlflow":
 
 
 class Tracker:
-    """Writes curves to a `service` in a separate thread; for rank 0 only. After a failure it is off, with one warning.
+    """Writes curves to a `service` in a separate thread. For rank 0 only.
 
-    kind: the tracker's key of [metrics]. folder: the run's. config: keys and values of the run. history: returns the curves
-    of metrics.jsonl so far.
+    After a failure the tracker is off, with one warning. kind: the tracker's key in [metrics]. folder: the run
+    directory. config: the run's configuration, key -> value. history: returns the curves in metrics.jsonl so far.
     """
 
     def __init__(
@@ -149,20 +149,20 @@ class Tracker:
         self._last = self._known = -1
 
     def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Add a point to each curve, except for None."""
+        """Add a point to each curve in `values`, except for values of None."""
         numbers = {name: float(value) for name, value in values.items() if value is not None}
         self._do(lambda: self._write(step, numbers))
 
     def discard_after(self, step: int, history_ends: bool) -> None:
-        """Continue the record after `step`, at which the run starts again.
+        """Continue the record after `step`, because the run restarts there.
 
-        history_ends: later steps of the run may differ from the recorded ones. If the record has later steps, it is
-        marked as superseded, and a new record begins.
+        history_ends: later steps may differ from recorded steps. If the record then has later steps, it is marked as
+        superseded, and a new record begins.
         """
         self._do(lambda: self._restart(step, history_ends))
 
     def close(self) -> None:
-        """Wait for unsent points, at most PATIENCE_S seconds."""
+        """Send the remaining points, waiting at most PATIENCE_S seconds, and end the thread."""
         if self._thread is not None:
             self._do(self._close)
             self._work.put(None)
@@ -186,7 +186,7 @@ class Tracker:
                 continue
             try:
                 action()
-            # Any exception of that package or its network. Training continues without it.
+            # Any exception of the package or its network. Training continues without the tracker.
             except Exception as error:
                 self._off = True
                 problem = f"{type(error).__name__}: {error}"
@@ -202,8 +202,7 @@ class Tracker:
             self._open, record = False, None
         if record is None:
             last = -1
-        # Recorded steps are not sent again, since the same steps have the same numbers. Points that were unsent at a kill
-        # are sent.
+        # Recorded steps are not sent again, since equal steps have equal numbers. Points unsent at a kill are sent now.
         self._record, self._last, self._known = record, last, last
         for at, values in self._history():
             if at <= step:
@@ -214,7 +213,8 @@ class Tracker:
             return
         self._require_open(self._record)
         if step > self._last:
-            # Before the point itself: if the run is killed in between, a point is missing and none is doubled.
+            # Saved before the point is sent: if the run is killed in between, a point is missing, but none is
+            # duplicated.
             self._last = step
             self._save()
         self._service.log(step, values)

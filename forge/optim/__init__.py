@@ -29,11 +29,12 @@ def build_optimizer(
     compiled: Compile | None = None,
     copies: Mapping[Tensor, Tensor] | None = None,
 ) -> Optimizer:
-    """Make the optimizer `config.name`, with an average of the weights if `config.ema` is above 0.
+    """Make the optimizer `config.name`, with an average of the weights if `config.ema` is above 0. May be collective.
 
-    group: ranks that together hold every element of the parameters, each with the same list of shards; None in one process.
-    Optimizers that need whole matrices exchange them over it. compiled: how to compile AdamW's update, which Muon also uses
-    for its vectors and embeddings. copies: narrower copies of parameters, which the compiled update also writes.
+    group: ranks that together hold every element of the parameters, with the same list of shards on each rank; None:
+    only this process. Optimizers of whole matrices exchange parts of matrices over this group. compiled: how to compile
+    AdamW's update, also within Muon; None: do not compile. copies: compute copies of parameters, also written by the
+    compiled update.
     """
     shards = with_scales(shards, config)
     if compiled is None:

@@ -1,8 +1,8 @@
 """AdamW over shards, in one fused kernel per group, with the skip of a step decided on the device.
 
 Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. The arithmetic is PyTorch's own
-(torch.optim.adamw.adamw with fused=True). It runs on local shards instead of DTensors, so one code path serves every engine.
-The moments exist from the start, so loading a checkpoint writes into them.
+(torch.optim.adamw.adamw with fused=True). The arithmetic runs on local shards instead of DTensors, so one code path
+serves every engine. Moments are allocated at the start, so a checkpoint can be loaded into them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ WIDENED_ELEMENTS = 1 << 26
 class AdamW:
     """The update theta <- theta - lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * theta).
 
-    Moments have the dtype promote(float32, storage), or bfloat16 or eight bits with stochastic rounding by
-    `optimizer.moment_dtype`. Arithmetic is always in promote(float32, storage). Names that match a glob of
+    Moments have the dtype promote(float32, storage), unless `optimizer.moment_dtype` is bfloat16 or int8, which are
+    rounded stochastically. Arithmetic is always in promote(float32, storage). Parameters matching a glob of
     `optimizer.no_decay` have no weight decay.
     """
 
@@ -36,7 +36,8 @@ class AdamW:
         self._config = config
         self._groups = update_groups(shards, config, WIDENED_ELEMENTS)
         self.moments = make_moments(shards, ("exp_avg", "exp_avg_sq"), config, group)
-        # The fused kernel advances one counter per parameter. All are views of one vector, so one copy reads them all.
+        # The fused kernel advances one counter per parameter. The counters are views of one vector, so a single copy
+        # reads them all.
         device = shards[0].parameter.device
         self._steps = torch.zeros(len(shards), dtype=torch.float32, device=device)
         self._step_of = dict(zip((s.name for s in shards), self._steps.unbind(), strict=True))
@@ -81,14 +82,14 @@ class AdamW:
                 self.moments.write(shard, slot, moment)
 
     def follow(self, config: OptimizerConfig) -> None:
-        """Use these values of weight_decay, betas and eps from the next step on."""
+        """Use weight_decay, betas and eps of `config` from the next step on."""
         self._config = config
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
         return self.moments.tensors()
 
     def state(self) -> dict[str, int]:
-        """Return the number of updates, without skipped ones. Waits for the device."""
+        """Return the number of updates, without skipped steps. Synchronises with the device."""
         # Counters of parameters without elements on this rank stay 0; all others are equal.
         return {"updates": int(self._steps.max().item())}
 

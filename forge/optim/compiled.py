@@ -1,10 +1,11 @@
-"""AdamW's update as one compiled kernel per box of a shard: it reads every input once and writes every output once.
+"""AdamW's update as one compiled kernel per box of a shard.
 
-A parameter with a float32 master, a float32 gradient and bfloat16 moments takes 20 bytes of traffic, and 2 more for the
-model's compute copy. The kernel also multiplies gradients by the clip coefficient. Separate operators take several times as
-long, because each reads and writes whole tensors.
+The kernel reads every input once and writes every output once. A parameter with a float32 master, a float32 gradient
+and bfloat16 moments takes 20 bytes of traffic, and 2 more for the model's compute copy. The kernel also multiplies
+gradients by the clip coefficient. Separate operators take several times as long, because each reads and writes whole
+tensors.
 
-`update_elements` is ordinary PyTorch, and computes the same without a compiler.
+`update_elements` is ordinary PyTorch code and also works without the compiler.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ from forge.optim.optimizer import gradient, weight_decay, wide_dtype
 from forge.optim.rounding import noise_bits
 from forge.shard import Shard
 
-# The limit of graphs of the kernel. They differ by dtypes, by the tensors to round, and by boxes of one row or several.
+# The limit of graphs for the kernel. Graphs differ by dtypes, by the presence of copies and noise, and by one or
+# several rows.
 GRAPHS = 32
-# The bit of the skip flag in the noise of a row, after the 16 bits of the noise.
+# The bit of the skip flag in the noise of a row, above the 16 bits of noise.
 SKIP_BIT = 16
 
 
 class CompiledAdamW(AdamW):
-    """AdamW with an update compiled by `compiled`. Moments are in bfloat16 or in the dtype of the arithmetic.
+    """AdamW with a compiled update.
 
-    copies: compute copies of parameters in a narrower dtype, which each step also writes.
+    Moments are in bfloat16 or in the dtype of the arithmetic. compiled: the configuration of the compiler. copies:
+    compute copies of parameters in a narrower dtype; each step also writes them.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class CompiledAdamW(AdamW):
                 self._kernel(*operands, tuple(map(_at_its_start, noise)), numbers)
 
     def _numbers(self, shard: Shard, lr: float, skip: Tensor) -> Tensor:
-        """Return the numbers that `update_elements` needs, float64 `[9]`, without waiting for the device."""
+        """Return the numbers for `update_elements`, float64 `[9]`, without synchronising with the device."""
         count = self._steps.max().double() + 1
         (beta1, beta2), rates = self._config.betas, shard.rates
         rate, decay = lr * rates.scale * rates.lr, weight_decay(shard.name, self._config) / rates.lr
@@ -91,7 +94,7 @@ class CompiledAdamW(AdamW):
     def _boxes(
         self, shard: Shard, tensors: Sequence[Tensor | None], skip: Tensor
     ) -> Iterator[tuple[list[Tensor | None], tuple[Tensor, ...]]]:
-        """Yield, for each box, the boxed part `[rows, columns]` of every tensor, and the noise of both moments."""
+        """Yield, for each box, the part `[rows, columns]` of every tensor, and the noise factors of both moments."""
         assert all(t is None or t.is_contiguous() for t in tensors), "a part would be a copy"
         if (rounding := self.moments.rounding) is None:
             yield [None if t is None else t.view(1, -1) for t in tensors], ()
@@ -100,7 +103,8 @@ class CompiledAdamW(AdamW):
         first, second = (rounding.factors(shard, slot) for slot in ("exp_avg", "exp_avg_sq"))
         for number, noise in enumerate(zip(first, second, strict=True)):
             (rows, columns), of_second = noise
-            # The skip flag is repeated per row: the compiler gives a value without a row dimension a loop of its own.
+            # The skip flag is stored in each row's noise, because the compiler would make a separate loop for a value
+            # without a row dimension.
             rows = rows | (skip.to(torch.int32) << SKIP_BIT)
             boxes = [None if p is None else p[number].view(-1, columns.numel()) for p in pieces]
             yield boxes, (rows, columns, *of_second)
@@ -117,8 +121,8 @@ def update_elements(
 ) -> None:
     """Update elements `[rows, columns]` in place, like torch.optim.adamw with fused=True, in the dtype of `numbers`.
 
-    rounded: a tensor that receives the new values in its own dtype; None: there is none. noise: for each moment, the
-    factors from `StochasticRounding.factors`; () without rounding. If SKIP_BIT is set in the first factor, nothing changes.
+    rounded: the compute copy, to receive the new values in its own dtype, or None. noise: for each moment, the factors
+    from `StochasticRounding.factors`; () without rounding. If SKIP_BIT is set in the first factor, nothing changes.
     numbers: from `CompiledAdamW._numbers`.
     """
     keep, share, decay_rate, square_share, eps, step_size, root, factor, skip = numbers.unbind()
@@ -139,7 +143,7 @@ def update_elements(
 def _at_its_start(tensor: Tensor) -> Tensor:
     """Return a view of the same memory without a storage offset.
 
-    Otherwise the compiler would make a kernel for each offset.
+    With storage offsets, the compiler would make a kernel for each offset.
     """
     return tensor if tensor.storage_offset() == 0 else from_dlpack(to_dlpack(tensor))
 

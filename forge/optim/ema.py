@@ -1,7 +1,8 @@
-"""Exponential moving average (EMA) of the weights, for any optimizer: less noise than the weights at a high learning rate.
+"""Exponential moving average (EMA) of the weights, for any optimizer.
 
-Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992, with exponential weights. The average is
-optimizer state, so checkpoints include it and any layout loads it; `scripts/average.py --ema` exports it as weights.
+At a high learning rate the average has less noise than the weights. Polyak and Juditsky, "Acceleration of Stochastic
+Approximation by Averaging", 1992, with exponential weights. The average is optimizer state, so checkpoints include it
+and any layout can load it. `scripts/average.py --ema` exports it as weights.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ SLOT = "ema"
 class WithAverage:
     """Wraps an optimizer and updates the average e <- d e + (1 - d) theta after each update t, counted from 0.
 
-    d is the smaller of `decay` and (1 + t) / (10 + t), which keeps the first steps from dominating. The average has the dtype
-    promote(float32, storage). Skipped steps change nothing.
+    d is the smaller of `decay` and (1 + t) / (10 + t), so the initial weights do not dominate the average. The average
+    has the dtype promote(float32, storage). Skipped steps change nothing.
     """
 
     def __init__(self, inner: Optimizer, shards: Sequence[Shard], decay: float):
@@ -50,7 +51,7 @@ class WithAverage:
         return self._inner.state() | {"averaged": int(self._updates.item())}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`; if it has no average, start one from the weights."""
+        """Restore the result of `state`. If `state` has no average, start the average from the current weights."""
         self._inner.load_state({key: value for key, value in state.items() if key != "averaged"})
         self._updates.fill_(float(state.get("averaged", 0)))
         if "averaged" not in state:

@@ -1,9 +1,10 @@
-"""Optimizer state in eight bits: blocks with one scale each, the same under every layout.
+"""Optimizer state in int8: blocks with one scale each, equal under every layout.
 
-A block is BLOCK consecutive elements of a row (the last dimension) of the global tensor, on any rank; its scale is the
-largest magnitude in it. A first moment is scale * sign(c) (c / 127)^2, a second one scale * (c / 255)^4: steps are fine near
-zero, where most values are. Rounding is stochastic, with the noise of `StochasticRounding`, and its expectation is exact.
-(Blocks: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021.)
+A block is BLOCK consecutive elements of a row (the last dimension) of the global tensor. Its scale is the largest
+magnitude in the block. A code c means scale * sign(c) (c / 127)^2 in a first moment, and scale * ((c + 128) / 255)^4 in
+a second moment: steps are fine near zero, where most values are. Rounding is stochastic, with the noise of
+`StochasticRounding`, so its expectation is exact. (Blocks: Dettmers et al., "8-bit Optimizers via Block-wise
+Quantization", 2021.)
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from forge.optim.optimizer import wide_dtype
 from forge.shard import Box, Shard
 
 BLOCK = 64
-# The code of 0 in second moments, which are unsigned.
+# The code of value 0 in second moments, which are unsigned.
 ZERO = {"exp_avg_sq": -128}
 
 
 @dataclass
 class Region:
-    """Columns of all rows of one box: whole quantisation blocks, or the part of one block per row that a shard boundary cut.
+    """A range of columns of all rows of one box: whole quantisation blocks, or one cut block per row.
 
-    codes: `[rows, columns]`. scales: `[rows, blocks]`. saved: this rank saves the scales. agreed: int64 `[rows]`, the
-    index of each row's scale among those that ranks all-reduce; empty for whole blocks. pending: values of cut blocks
-    and their noise, kept until the scales are known; otherwise empty.
+    A cut block is divided by a shard boundary, so the rank has only part of it. codes: int8 `[rows, columns]`. scales:
+    `[rows, blocks]`. saved: this rank saves the scales. agreed: for cut blocks, each row's index among the all-reduced
+    scales, int64 `[rows]`; else empty. pending: values and noise of cut blocks, kept until the scales are known; else
+    empty.
     """
 
     box: int
@@ -45,16 +47,22 @@ class Region:
     pending: tuple[Tensor, ...] = ()
 
     def part_of(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Return the region's part `[rows, columns]` of a box of a tensor that is laid out like the shard's data."""
+        """Return the region's part `[rows, columns]` of a tensor laid out like the shard's data.
+
+        pieces: the tensor's boxes.
+        """
         piece = pieces[self.box]
         return piece.reshape(-1, piece.shape[-1] if piece.dim() else 1)[:, self.columns]
 
     def read(self, values: Tensor) -> None:
-        """Decode into `values`."""
+        """Decode the region into `values` `[rows, columns]`."""
         values.copy_(_decode(self.codes.to(values.dtype), self.signed) * self._by_element())
 
     def write(self, values: Tensor, noise: Tensor) -> None:
-        """Replace the values. Values of cut blocks are kept until the ranks agree on `scales`, and are then encoded."""
+        """Encode `values` `[rows, columns]`.
+
+        For cut blocks, only keep them in `pending` until the ranks have agreed on `scales`.
+        """
         if len(self.agreed):
             self.pending = values.clone(), noise.clone()
             return
@@ -63,10 +71,10 @@ class Region:
         self.encode(values, noise)
 
     def encode(self, values: Tensor, noise: Tensor) -> None:
-        """Round each value stochastically to one of the two nearest codes, so that the expectation is the value.
+        """Round each value stochastically to one of the two nearest codes; the expectation is the value.
 
-        noise: int32, from 0 to 2^16 - 1. An exactly representable value keeps its code. A positive second moment does
-        not become 0, because the first moment would be divided by it.
+        noise: int32 from 0 to 2^16 - 1. An exactly representable value keeps its code. A positive second moment is not
+        rounded to 0, because updates divide by its square root.
         """
         scales = self._by_element()
         relative = torch.where(scales > 0, values / scales, 0.0)
@@ -75,7 +83,7 @@ class Region:
         else:
             below = (relative.sqrt().sqrt() * 255 - 128).floor_().clamp_(-128, 126)
         low, high = _decode(below, self.signed), _decode(below + 1, self.signed)
-        # Half a step of the noise protects values that differ from a code only by rounding.
+        # The 0.5 keeps values that differ from a code only by rounding at this code.
         up = (relative - low) / (high - low) > (noise.to(values.dtype) + 0.5) / (1 << 16)
         codes = below + up
         self.codes.copy_(codes if self.signed else codes.clamp_min_(-127).where(relative > 0, -128.0))
@@ -87,10 +95,10 @@ class Region:
 def make_regions(
     shard: Shard, codes: Tensor, slot: str, cut: NDArray[np.int64], first: int
 ) -> tuple[Shard, list[Region]]:
-    """Divide `codes`, laid out like the data of `shard`. Return the scales that this rank saves, and the regions.
+    """Divide `codes`, laid out like `shard.data`, into regions.
 
-    cut: `cut_blocks` of all ranks' boxes. first: position of the first of these blocks among all scales that ranks
-    all-reduce.
+    Return a shard with the scales saved by this rank, and the regions. cut: `cut_blocks` of all ranks' boxes. first:
+    index of the first of these blocks among all all-reduced scales.
     """
     regions, boxes, pieces = [], [], [piece for _, piece in shard.pieces(codes)]
     for number, box in enumerate(shard.boxes):
@@ -115,16 +123,16 @@ def make_regions(
 
 
 def cut_blocks(shape: torch.Size, boxes: Iterable[Box]) -> NDArray[np.int64]:
-    """Return the sorted indices of the blocks that boundaries of `boxes` cut. shape: the tensor's global shape."""
+    """Return the sorted indices of the blocks cut by boundaries of `boxes`: int64. shape: the tensor's global shape."""
     cut = [blocks for box in boxes for *_, blocks in _divide(shape, box)]
     return np.unique(np.concatenate(cut)) if cut else np.empty(0, dtype=np.int64)
 
 
 def _divide(shape: torch.Size, box: Box) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """Divide the columns of a box into ranges of whole blocks and of cut blocks.
+    """Divide the columns of a box into ranges of whole blocks and ranges within a cut block.
 
-    Yield (start, stop, blocks): columns [start, stop) of the global tensor. If the range is part of one cut block, `blocks`
-    has the index of that block in each row, `[rows]`; if the range holds whole blocks, it is empty.
+    Yield (start, stop, blocks): columns [start, stop) of the global tensor. blocks: for a range within a cut block, the
+    block's index in each row, int64 `[rows]`; for whole blocks, empty.
     """
     *counts, columns = shape or (1,)
     *tops, left = box.offsets or (0,)
@@ -143,5 +151,5 @@ def _divide(shape: torch.Size, box: Box) -> Iterator[tuple[int, int, NDArray[np.
 
 
 def _decode(codes: Tensor, signed: bool) -> Tensor:
-    """Map codes from -127 to 127 to numbers from -1 to 1, and unsigned codes from -128 to 127 to numbers from 0 to 1."""
+    """Map signed codes -127 ... 127 to -1 ... 1, and unsigned codes -128 ... 127 to 0 ... 1."""
     return codes * codes.abs() / 127**2 if signed else ((codes + 128) / 255) ** 4

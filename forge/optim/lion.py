@@ -21,10 +21,11 @@ from forge.shard import Shard
 class Lion:
     """The update theta <- theta - lr * (sign(c) + weight_decay * theta), m <- beta2 m + (1 - beta2) g.
 
-    c = beta1 m + (1 - beta1) g. Where |c| < `optimizer.eps`, c / eps replaces sign(c), because the sign of a gradient that is
-    zero except for rounding would depend on the layout.
+    c = beta1 m + (1 - beta1) g. Elements with |c| < `optimizer.eps` use c / eps in place of sign(c), because the sign
+    of pure rounding noise would depend on the layout.
 
-    m has the dtype promote(float32, storage). `optimizer.moment_dtype` can make it bfloat16 with stochastic rounding.
+    m has the dtype promote(float32, storage), unless `optimizer.moment_dtype` is bfloat16, which is rounded
+    stochastically.
     """
 
     def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):
@@ -39,7 +40,7 @@ class Lion:
         for shard in self._shards:
             wide = wide_dtype(shard)
             mean, weight = self._moments.read(shard, "momentum"), shard.data.to(wide)
-            # With the mean itself as the gradient, the mean does not change.
+            # In a skipped step, the mean itself takes the gradient's place, so the mean does not change.
             new = torch.where(skip > 0, mean, gradient(shard).to(wide))
             direction = mean.lerp(new, 1 - beta1).div_(self._config.eps * shard.rates.eps).clamp_(-1, 1)
             decay = weight_decay(shard.name, self._config) / shard.rates.lr
@@ -51,14 +52,14 @@ class Lion:
         write_unless(skip, self._updates, self._updates + 1)
 
     def follow(self, config: OptimizerConfig) -> None:
-        """Use these values of weight_decay, betas and eps from the next step on."""
+        """Use weight_decay, betas and eps of `config` from the next step on."""
         self._config = config
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
         return self._moments.tensors()
 
     def state(self) -> dict[str, int]:
-        """Return the number of updates, without skipped ones. Waits for the device."""
+        """Return the number of updates, without skipped steps. Synchronises with the device."""
         return {"updates": int(self._updates)}
 
     def load_state(self, state: dict[str, int]) -> None:

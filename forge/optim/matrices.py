@@ -1,11 +1,13 @@
-"""Whole matrices for optimizers that need them, e.g. Muon, from shards of any engine and layout.
+"""Whole matrices for optimizers such as Muon, from shards of any engine and layout.
 
 Owners: each matrix has one owner among its holders (forge/optim/owners.py).
-Transfers: one all-to-all sends the parts to the owners. Each owner computes on its whole matrices, those of one shape
-together. A second all-to-all returns the results to all holders. The owner's own parts are only copied.
+
+Transfers: one all-to-all sends the parts to the owners. Each owner computes on its whole matrices, all matrices of one
+shape together. A second all-to-all returns the results to all holders. Parts held by the owner itself are only copied.
 No matrix is computed twice, and replicas of a part get the same bits.
-Rounds: few matrices travel at a time, to bound the owners' memory. While a round is computed, the parts of the next round and
-the results of the previous one are in flight.
+
+Rounds: a round sends only a few matrices, to bound the owners' memory. While a round is computed, the parts of the next
+round and the results of the previous round are in flight.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from forge.optim.owners import (
 )
 from forge.shard import Box, Shard
 
-# On a CPU a larger round is not faster, and malloc returns its memory to the system each time.
+# On a CPU larger rounds are not faster, and malloc would return their memory to the system each time.
 ROUND_NUMEL = {"cuda": 1 << 24, "cpu": 1 << 19}
 
 
 @dataclass(frozen=True)
 class MatrixBatch:
-    """Matrices of one shape, computed together on one rank: those of `runs`, one run after another."""
+    """Matrices of one shape, computed together on one rank: the matrices of `runs`, one run after another."""
 
     shape: tuple[int, ...]
     runs: tuple[MatrixRun, ...]
@@ -50,14 +52,14 @@ Function: TypeAlias = Callable[[Tensor, MatrixBatch], Tensor]
 
 
 class WholeMatrices:
-    """Brings the matrices of `shards`, whole, to their owner ranks, and the results back to all holders. Collective.
+    """Assembles whole matrices of `shards` on their owner ranks, and returns results to all holders. Collective.
 
     A shard of three dimensions is a stack of matrices, e.g. experts.
 
     group: ranks that together hold all matrices, with shards of the same parameters in the same order (`Meshes.stage`);
-    None: this process alone. dtype: of transfers and of the function's matrices. heads: number of matrices into which
-    the rows of a two-dimensional shard are divided; None: one. round_numel: elements that an owner has per round (or
-    one larger matrix); None: ROUND_NUMEL of the shards' device.
+    None: only this process. dtype: dtype of transfers and of the function's matrices. heads: for each shard, the number
+    of matrices into which the rows of a 2-D shard are divided; None: 1. round_numel: maximum number of elements per
+    owner and round (a larger matrix is a round alone); None: ROUND_NUMEL of the shards' device.
     """
 
     def __init__(
@@ -79,15 +81,16 @@ class WholeMatrices:
 
     @property
     def batches(self) -> list[MatrixBatch]:
-        """Return batches of all matrices that this rank owns, in the order in which `replace` passes them to its function."""
+        """Return batches of this rank's own matrices, in the order in which `replace` passes them to its function."""
         return [batch for one in self._rounds for batch in one.batches]
 
     @torch.no_grad()
     def replace(self, tensors: Sequence[Tensor], function: Function) -> None:
-        """Replace every matrix by `function` of it, in all local parts of `tensors`. Collective.
+        """Replace every matrix M by `function` of M, in all local parts of `tensors`, in place.
 
-        tensors: gradients or momenta, one per shard, contiguous and laid out like its `data`. function(matrices, batch):
-        from `[batch.count, rows, columns]` to the same shape; called once per batch. Does not wait for the device.
+        Collective. tensors: gradients or momenta, one per shard, contiguous and laid out like `shard.data`.
+        function(matrices, batch): maps `[batch.count, rows, columns]` to the same shape; called once per batch. Does
+        not synchronise with the device.
         """
         assert all(tensor.is_contiguous() for tensor in tensors), "pieces would be copies"
         if not self._rounds:
@@ -108,7 +111,7 @@ class WholeMatrices:
         return_previous()
 
     def _views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return views of this rank's parts `[count, rows, columns]`; writes to them go to `tensors`."""
+        """Return views of `tensors`, one for each of this rank's parts: `[count, rows, columns]`."""
         views = []
         for number, (shard, tensor) in enumerate(zip(self._shards, tensors, strict=True)):
             pieces = [piece for _, piece in shard.pieces(tensor)]
@@ -122,7 +125,7 @@ class WholeMatrices:
 
 
 class _PartLocation(NamedTuple):
-    """The location of a part of a matrix in a list of tensors `[n, rows, columns]`."""
+    """The location of a `MatrixPart` in a list of tensors `[n, rows, columns]`."""
 
     tensor: int
     matrices: slice
@@ -134,7 +137,7 @@ class _PartLocation(NamedTuple):
 
 
 class _Round:
-    """The matrices of `runs`, which are sent from the holders of their parts to their owners, and back."""
+    """One round: the transfers of the matrices of `runs` from their holders to their owners, and back."""
 
     def __init__(
         self, runs: Sequence[MatrixRun], held: Sequence[MatrixPart], group: dist.ProcessGroup | None
@@ -167,7 +170,8 @@ class _Round:
             matrices = slice(start, start + part.count)
             return _PartLocation(index, matrices, slice(row, row + rows), slice(column, column + columns))
 
-        # Among thousands of ranks, each takes part in few transfers. But all must know whether there is a collective.
+        # Among thousands of ranks, each takes part in few transfers. But all must know whether the round has a
+        # collective.
         mine = [run for run in runs if me in run.holders.numels]
         to_owners = (transfer for run in mine for transfer in run.to_owner())
         to_holders = (transfer for run in mine for transfer in run.to_holders())
@@ -177,21 +181,27 @@ class _Round:
         self._to_holders = _Exchange(to_holders, place_in_whole, place_in_held, group, scatters)
 
     def gather(self, held: list[Tensor], empty: Tensor) -> tuple[list[Tensor], Callable[[], None]]:
-        """Return whole matrices, one tensor per batch, and a function that completes the transfer."""
+        """Start the transfer to the owners.
+
+        Return (whole matrices, one tensor per batch; function that completes the transfer). Collective.
+        """
         whole = [empty.new_empty(batch.count, *batch.shape) for batch in self.batches]
         return whole, self._to_owners.start(held, whole, empty)
 
     def scatter(self, results: list[Tensor], held: list[Tensor], empty: Tensor) -> Callable[[], None]:
-        """Return a function that completes the transfer of the results into `held`."""
+        """Start the transfer of results to the holders.
+
+        Return a function that completes the writes to `held`. Collective.
+        """
         return self._to_holders.start(results, held, empty)
 
 
 class _Exchange:
     """An all-to-all that moves parts of matrices between ranks.
 
-    transfers: this rank's transfers, and possibly others, in the same order on all ranks. source, target: location of a
-    part in the tensors to read from, and in those to write to. travels: whether any rank sends to another one, the same
-    on all ranks.
+    transfers: this rank's transfers, and possibly others, in the same order on all ranks. source, target: map a part to
+    its location in the tensors to read from, and in the tensors to write to. travels: some rank sends to another rank;
+    equal on all ranks.
     """
 
     def __init__(
@@ -213,7 +223,7 @@ class _Exchange:
                 by[sender].append(part)
         self._kept = [(source(part), target(part)) for part in to[me]]
         to[me], by[me] = [], []
-        # All-to-all wants its buffers in rank order: first the data for rank 0, then for rank 1, and so on.
+        # All-to-all needs its buffers in rank order: first the data for rank 0, then for rank 1, and so on.
         self._sends = [source(part) for part in itertools.chain(*to)]
         self._receives = [target(part) for part in itertools.chain(*by)]
         self._receive_numels = [part.numel for part in itertools.chain(*by)]
@@ -221,7 +231,10 @@ class _Exchange:
         self._numels_by = [sum(part.numel for part in parts) for parts in by]
 
     def start(self, sources: list[Tensor], targets: list[Tensor], empty: Tensor) -> Callable[[], None]:
-        """Start the transfer in the dtype of `empty`. Return a function that waits and completes the writes to `targets`."""
+        """Start the transfer in the dtype of `empty`.
+
+        Return a function that waits and completes the writes to `targets`. Collective.
+        """
         if self._kept:
             read, write = ([pair[side] for pair in self._kept] for side in (0, 1))
             torch._foreach_copy_([p.of(targets) for p in write], [p.of(sources) for p in read])
@@ -234,7 +247,9 @@ class _Exchange:
             incoming, outgoing, self._numels_by, self._numels_to, group=self._group, async_op=True
         )
 
-        def finish(_outgoing: Tensor = outgoing) -> None:  # keeps the buffer alive until it is sent
+        def finish(
+            _outgoing: Tensor = outgoing,
+        ) -> None:  # the default argument keeps the buffer alive until it is sent
             work.wait()
             if self._receives:
                 received = [place.of(targets) for place in self._receives]

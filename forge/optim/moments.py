@@ -1,7 +1,7 @@
-"""Optimizer moments in one of three formats: the dtype of the arithmetic, bfloat16, or eight bits.
+"""Optimizer moments in one of three formats: the dtype of the arithmetic, bfloat16, or int8 codes.
 
-An update reads a moment in the dtype of the arithmetic, changes it in place and writes it back. Narrow formats are rounded
-stochastically (forge/optim/rounding.py), by noise that does not depend on the layout.
+An update reads a moment in the dtype of the arithmetic, changes it in place and writes it back. Narrow formats are
+rounded stochastically (forge/optim/rounding.py), with layout-independent noise.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from forge.shard import Shard
 
 
 class Moments:
-    """The moments named `slots` of `shards`, stored in the dtype `narrow`.
+    """The moments `slots` of `shards`.
 
-    narrow None: moments are stored in `wide_dtype`, without rounding. stored: (slot, name of the parameter) -> tensor,
-    laid out like the data of the shard, zero at the start.
+    narrow: storage dtype, with stochastic rounding; None: `wide_dtype`, without rounding. stored: (slot, parameter
+    name) -> tensor, laid out like `shard.data`; initially 0.
     """
 
     def __init__(self, shards: Sequence[Shard], slots: Sequence[str], narrow: torch.dtype | None):
@@ -36,16 +36,19 @@ class Moments:
         }
 
     def draw(self, updates: Tensor) -> None:
-        """Draw the noise of the next update. updates: numbers of past updates; the largest is used."""
+        """Generate the noise of the next update. updates: numbers of past updates; the largest is used."""
         if self.rounding is not None:
             self.rounding.draw(updates.max() if updates.dim() else updates)
 
     def read(self, shard: Shard, slot: str) -> Tensor:
-        """Return the moment in `wide_dtype`, laid out like `shard.data`. Change it in place and give it to `write`."""
+        """Return the moment in `wide_dtype`, laid out like `shard.data`. Change it in place and pass it to `write`."""
         return self.stored[slot, shard.name].to(wide_dtype(shard))
 
     def write(self, shard: Shard, slot: str, wide: Tensor) -> None:
-        """Store `wide`, the tensor from `read`, and perhaps overwrite it. Without rounding it is the stored tensor itself."""
+        """Store `wide`, the tensor from `read`.
+
+        May overwrite `wide`. Without rounding `wide` is the stored tensor itself.
+        """
         if self.rounding is not None:
             self.rounding.copy_(self.stored[slot, shard.name], wide, shard, slot)
 
@@ -53,21 +56,26 @@ class Moments:
         """Complete the writes of an update. Collective."""
 
     def share_loaded(self) -> None:
-        """Send scales loaded from a checkpoint to all ranks that need them. Call after a load into `tensors`. Collective."""
+        """Share scales loaded from a checkpoint with all ranks that need them.
+
+        Call after loading into `tensors`. Collective.
+        """
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        """Yield the state as `Optimizer.tensors` does."""
+        """Yield the state like `Optimizer.tensors`."""
         for shard in self._shards:
             for slot in self._slots:
                 yield slot, shard, self.stored[slot, shard.name]
 
 
 class Int8Moments(Moments):
-    """Moments in eight-bit codes, with a scale for each block of elements (forge/optim/int8.py). Collective.
+    """Moments in int8 codes, with a scale for each block of elements (forge/optim/int8.py).
 
-    group: ranks that together hold all elements; None: this process. A shard boundary may cut a block. The block's
-    holders then agree on its scale, by one all-reduce for all cut blocks per update. The holder of the block's first
-    element saves the scale.
+    The constructor is collective.
+
+    group: ranks that together hold all elements; None: only this process. A shard boundary may cut a block. The ranks
+    with parts of the block then need a common scale: one all-reduce per update computes the scales of all cut blocks.
+    The rank with the block's first element saves its scale.
     """
 
     rounding: StochasticRounding
@@ -122,12 +130,12 @@ class Int8Moments(Moments):
             yield f"{slot}_scale", scales, scales.data
 
     def _agree(self, known: Iterable[tuple[Region, Tensor]]) -> None:
-        """Set the scales of all cut blocks to the maximum over ranks. known: regions with local maxima `[rows]`."""
+        """Set the scales of all cut blocks to the maximum over ranks. Collective. known: (region, local maxima `[rows]`)."""
         if not len(self.maxima):
             return
         self.maxima.zero_()
         for region, scales in known:
-            # Each block occurs once in a region, so this is exact; index_reduce_ has no deterministic kernel on CUDA.
+            # Each block occurs once in a region, so indexing is exact. index_reduce_ has no deterministic CUDA kernel.
             larger = torch.maximum(self.maxima[region.agreed], scales.to(self.maxima.dtype))
             self.maxima[region.agreed] = larger
         if self._group is not None:

@@ -1,9 +1,9 @@
 """Muon: orthogonalised momentum on whole matrices under every engine and layout; AdamW for all other parameters.
 
-Jordan et al., "Muon", 2024, in the form of `torch.optim.Muon`; the factor match_rms_adamw is of Liu et al., "Muon is
-Scalable for LLM Training", 2025 (arXiv:2502.16982), second_moment = neuron of Li et al., "NorMuon", 2025
-(arXiv:2510.05491), cautious_decay of Chen et al., "Cautious Weight Decay", 2025 (arXiv:2510.12402), qk_clip of Kimi Team,
-"Kimi K2", 2025 (arXiv:2507.20534).
+Jordan et al., "Muon", 2024, in the form of `torch.optim.Muon`; match_rms_adamw is from Liu et al., "Muon is Scalable
+for LLM Training", 2025 (arXiv:2502.16982); second_moment = neuron from Li et al., "NorMuon", 2025 (arXiv:2510.05491);
+cautious_decay from Chen et al., "Cautious Weight Decay", 2025 (arXiv:2510.12402); qk_clip from Kimi Team, "Kimi K2",
+2025 (arXiv:2507.20534).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from forge.shard import Box, Shard
 
 log = logging.getLogger(__name__)
 
-# Added to square roots of moments: rows of zeros stay zeros.
+# Added to square roots of moments, so rows of zeros stay zeros.
 LEAST_MOMENT = 1e-10
 
 
@@ -37,10 +37,10 @@ LEAST_MOMENT = 1e-10
 class Muon:
     """The update theta <- theta - lr * (weight_decay * theta + factor * O), with O the orthogonalised momentum.
 
-    A matrix is a global tensor, or one expert of it; with `split_heads` one head of queries, keys or values. The
-    orthogonalisation runs in bfloat16 on CUDA and in promote(float32, storage) elsewhere, always in float64 if storage is
-    float64. Momentum is a mean of gradients laid out like the parameter. With second_moment = "neuron" a matrix's owner
-    also holds the second moment of each row.
+    A matrix is a global 2-D tensor or one expert of a 3-D tensor; with `split_heads`, one head of the query, key or
+    value projection. Orthogonalisation runs in float64 if storage is float64, otherwise in bfloat16 on CUDA and in
+    float32 elsewhere. Momentum is a mean of gradients, laid out like the parameter. With second_moment = "neuron" a
+    matrix's owner also holds the second moment of each row.
     """
 
     def __init__(
@@ -50,7 +50,10 @@ class Muon:
         group: ProcessGroup | None = None,
         adamw: Callable[..., AdamW] = AdamW,
     ):
-        """Make the state. adamw(shards, config, group): makes the optimizer of the parameters that Muon does not update."""
+        """Allocate the state.
+
+        adamw: class of the optimizer for all other parameters, with arguments (shards, config, group).
+        """
         self._config, self._keys = config, config.muon
         self._shards = [shard for shard in shards if _is_muons(shard)]
         self._all, self._logits = shards, dict[str, tuple[Tensor, Tensor]]()
@@ -98,7 +101,7 @@ class Muon:
             self._clip_logits(skip)
 
     def _clip_logits(self, skip: Tensor) -> None:
-        """Scale the heads whose largest logit of this step is above `qk_clip`."""
+        """Scale down the heads whose largest logit in this step is above `qk_clip`."""
         for shard in (shard for shard in self._all if shard.name in self._logits):
             (largest, powers), limit = self._logits[shard.name], self._keys.qk_clip
             # Heads without any observation have -inf.
@@ -110,13 +113,16 @@ class Muon:
                 piece.mul_(of_rows.view(-1, *[1] * (piece.dim() - 1)))
 
     def bound_logits(self, logits: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Bound these logits in each step. logits: parameter -> (largest logit per head, powers), see `LargestLogits`."""
+        """Set the logits to bound in each step.
+
+        logits: parameter -> (largest logit per head, powers), see `LargestLogits`.
+        """
         self._logits = logits
 
     def _update(self, shard: Shard, skip: Tensor) -> Tensor:
         """Add the gradient to the momentum; return the input of the orthogonalisation, laid out like `shard.data`."""
         mean = self._moments.read(shard, "momentum")
-        # With the mean itself as the gradient nothing changes, and all further values are finite.
+        # In a skipped step, the mean itself takes the gradient's place, so nothing changes and all values are finite.
         new = torch.where(skip > 0, mean, gradient(shard).to(mean.dtype))
         mean.lerp_(new, 1 - self._keys.momentum)
         update = new.lerp_(mean, self._keys.momentum) if self._keys.nesterov else mean.clone()
@@ -128,14 +134,14 @@ class Muon:
         return result if self._rows is None else self._rows.normalize(result, batch, skip)
 
     def _factor(self, shard: Shard, heads: int) -> float:
-        """Return the factor of the learning rate."""
+        """Return the factor of the learning rate by the matrix's shape (`adjust_lr`)."""
         rows, columns = shard.global_shape[-2] // heads, shard.global_shape[-1]
         if self._keys.adjust_lr == "original":
             return sqrt(max(1, rows / columns))
         return 0.2 * sqrt(max(rows, columns))
 
     def follow(self, config: OptimizerConfig) -> None:
-        """Use these values of weight_decay, betas, eps and muon.momentum from the next step on."""
+        """Use weight_decay, betas, eps and muon.momentum of `config` from the next step on."""
         self._config, self._keys = config, config.muon
         self._rest.follow(config)
         if self._rows is not None:
@@ -149,7 +155,7 @@ class Muon:
         yield from self._rest.tensors()
 
     def state(self) -> dict[str, Any]:
-        """Return the number of updates, without skipped ones. Waits for the device."""
+        """Return the number of updates, without skipped steps. Synchronises with the device."""
         return self._rest.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -161,7 +167,8 @@ class Muon:
 class _RowMoments:
     """Second moments of the rows of orthogonalised matrices, each held by the matrix's owner.
 
-    shards: this rank's owned rows of each matrix parameter, named like the parameter, without its last dimension.
+    shards: one per matrix parameter, with the parameter's name and shape without the last dimension; boxes are the rows
+    of this rank's own matrices.
     """
 
     def __init__(self, shards: list[Shard], batches: list[MatrixBatch], decay: float):
@@ -179,7 +186,7 @@ class _RowMoments:
             self.shards.append(
                 Shard(shard.name, shard.global_shape[:-1], tuple(boxes[number]), values, kind=shard.kind)
             )
-        # Views of these, in the order of runs.
+        # For each batch, views of the moments in the order of its runs.
         pieces = [iter([piece for _, piece in shard.pieces(shard.data)]) for shard in self.shards]
         self._of_batch = {
             id(batch): [next(pieces[run.number]).view(-1, batch.shape[0]) for run in batch.runs]
@@ -189,7 +196,8 @@ class _RowMoments:
     def normalize(self, matrices: Tensor, batch: MatrixBatch, skip: Tensor) -> Tensor:
         """Divide each row of `[n, rows, columns]` by the square root of its moment; keep the norm of each matrix.
 
-        The paper scales to 0.2 sqrt(rows * columns) instead, which is equal for an orthogonal matrix under match_rms_adamw.
+        The paper instead scales to norm 0.2 sqrt(rows * columns); for an orthogonal matrix under match_rms_adamw, the
+        two scales are equal.
         """
         moments = torch.cat(self._of_batch[id(batch)])
         wide = matrices.to(moments.dtype)
@@ -206,9 +214,8 @@ class _RowMoments:
 def _is_muons(shard: Shard) -> bool:
     """Return whether Muon updates this parameter: a matrix, or a stack of expert matrices, inside a block.
 
-    Routers and convolutions are excluded.
-
-    Raises UserError (exit 2) for a parameter inside a block that is neither a vector nor made of matrices.
+    Routers and convolutions are excluded. Raises UserError (exit 2) for a parameter inside a block that is neither a
+    vector, a matrix nor a stack of expert matrices.
     """
     dims = len(shard.global_shape)
     vectors = shard.name.endswith("bias")  # of experts, one for each
@@ -226,9 +233,8 @@ def _is_muons(shard: Shard) -> bool:
 def _least_update(shard: Shard, dtype: torch.dtype) -> float:
     """Return the size below which an element of an orthogonal update may be rounding noise.
 
-    The sign of rounding noise depends on the layout.
-
-    An orthogonal matrix has elements of about 1 / sqrt(longer side).
+    Such elements must not decide by their sign, because the sign of rounding noise depends on the layout. Elements of
+    an orthogonal matrix are of size 1 / sqrt(longer side).
     """
     return sqrt(torch.finfo(dtype).eps / max(shard.global_shape[-2:]))
 

@@ -1,4 +1,4 @@
-"""The `Optimizer` protocol, the registry of optimizers, and helpers for any of them.
+"""The `Optimizer` protocol, the registry of optimizers, and helpers shared by optimizers.
 
 docs/internals/extending/optimizer.md is the recipe for your own optimizer.
 """
@@ -25,29 +25,33 @@ class Optimizer(Protocol):
 
     Optional members:
 
-    - `follow(config)`: phases call it before a step.
-    - `scale_by(factor)`: gets the clip coefficient of the next step.
-    - `bound_logits(logits)`: gets the largest attention logits (forge/parallel/logits.py).
-    - `copies`: the compute copies of parameters, which each step writes.
+    - `follow(config)`: called by phases before a step, to change hyperparameters.
+    - `scale_by(factor)`: receives the clip coefficient of the next step.
+    - `bound_logits(logits)`: receives the largest attention logits (forge/parallel/logits.py).
+    - `copies`: the compute copies of parameters written by each step.
     """
 
     def step(self, lr: float, skip: Tensor) -> None:
-        """Make one update with the shards' gradients. If the device scalar `skip` is 1.0, change nothing at all."""
+        """Make one update with the shards' gradients.
+
+        All ranks call `step` together, so an optimizer may use collectives.
+
+        If the device scalar `skip` is 1.0, leave every bit of state unchanged.
+        """
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """Yield (slot, shard, values) for all tensors.
 
-        The shard is the parameter's, or a new one for state of another shape.
-
-        Checkpoints save each as `optimizer.<parameter>.<slot>` and load into `values` in place. So the tensors must exist
-        from the start, laid out like the data of `shard`.
+        shard: the parameter's shard, or a separate one for state of another shape. Checkpoints save each tensor as
+        `optimizer.<parameter>.<slot>` and load into `values` in place. So all tensors must exist from the start, laid
+        out like `shard.data`.
         """
 
     def state(self) -> dict[str, Any]:
-        """Return the state that `tensors` does not yield, as JSON, equal on all ranks. May wait for the device."""
+        """Return the state not in `tensors` as JSON, equal on all ranks. May synchronise with the device."""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`. Ignore unknown keys, e.g. those of a weight average that is no longer kept."""
+        """Restore the result of `state`. Ignore unknown keys, e.g. of a weight average no longer kept."""
 
 
 OptimizerClass: TypeAlias = Callable[[list[Shard], OptimizerConfig, ProcessGroup | None], Optimizer]
@@ -56,7 +60,7 @@ C = TypeVar("C", bound=OptimizerClass)
 
 
 def register(name: str) -> Callable[[C], C]:
-    """Register a class as `optimizer.name = name`; the schema must list the name, too."""
+    """Return a decorator that registers a class as `optimizer.name = name`. The schema must also list the name."""
 
     def add(cls: C) -> C:
         _registered[name] = cls
@@ -76,7 +80,7 @@ def optimizer_class(name: str) -> OptimizerClass:
 
 
 def gradient(shard: Shard) -> Tensor:
-    """Return the shard's local gradient. It is zeros if backward made none, e.g. for an expert without tokens."""
+    """Return the shard's local gradient; zeros if backward computed none, e.g. for an expert without tokens."""
     grad = shard.grad
     return torch.zeros_like(shard.data) if grad is None else grad
 
@@ -104,7 +108,7 @@ def with_scales(shards: Sequence[Shard], config: OptimizerConfig) -> list[Shard]
 
 
 def _of_groups(name: str, config: OptimizerConfig, key: str) -> float | None:
-    """Return `key` of the last group that matches `name` and sets `key`; None if no such group exists."""
+    """Return the value of `key` from the last matching group with `key` set; None without such a group."""
     for group in reversed(config.groups):
         value: float | None = getattr(group, key)
         if value is not None and any(fnmatchcase(name, glob) for glob in group.names):
@@ -113,19 +117,20 @@ def _of_groups(name: str, config: OptimizerConfig, key: str) -> float | None:
 
 
 def wide_dtype(shard: Shard) -> torch.dtype:
-    """Return the dtype of the update's arithmetic: float32, or the parameter's storage dtype if that is wider."""
+    """Return the dtype of the update's arithmetic: promote(float32, the parameter's storage dtype)."""
     return torch.promote_types(torch.float32, shard.parameter.dtype)
 
 
 def write_unless(skip: Tensor, target: Tensor, values: Tensor) -> None:
-    """Copy `values` into `target`, cast to its dtype; if the device scalar `skip` is 1.0, leave every bit unchanged."""
+    """Copy `values`, cast, into `target`. If the device scalar `skip` is 1.0, leave every bit of `target` unchanged."""
     torch.where(skip.to(target.device) > 0, target, values.to(target.dtype), out=target)
 
 
 def update_groups(shards: Sequence[Shard], config: OptimizerConfig, max_numel: int) -> list[list[Shard]]:
-    """Group shards of equal weight decay and rates for multi-tensor kernels, decayed ones first.
+    """Group shards of equal weight decay and rates for multi-tensor kernels.
 
-    A group ends once it has `max_numel` elements, to bound temporaries. Shards without elements are left out.
+    Groups with the default weight decay come first. A group is closed once it has `max_numel` elements, to bound
+    temporaries. Shards without elements are left out.
     """
     kinds: dict[Any, list[list[Shard]]] = {}
     filled: dict[Any, int] = {}  # elements of the last group
@@ -144,9 +149,9 @@ def update_groups(shards: Sequence[Shard], config: OptimizerConfig, max_numel: i
 def gather_shard_boxes(
     shards: Sequence[Shard], group: dist.ProcessGroup | None
 ) -> list[list[tuple[Box, ...]]]:
-    """Return, for each of `shards`, its boxes on every rank of `group`, in rank order.
+    """Return the boxes of `shards` on every rank of `group`: one list per rank, with one entry per shard.
 
-    group None: this process. Collective.
+    group None: only this process. Collective.
     """
     if group is None or group.size() == 1:
         return [[shard.boxes for shard in shards]]

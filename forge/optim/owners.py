@@ -1,6 +1,6 @@
-"""The owners of whole matrices: for each matrix, the ranks with its parts, and the one of them that computes on it.
+"""The holders of each matrix, i.e. the ranks with its parts, and its owner, the holder that computes on it.
 
-Each matrix has one owner among its holders, chosen to balance the work over all ranks. Rounds bound an owner's memory.
+Owners are chosen to balance the work over all ranks. Rounds bound an owner's memory.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ PartTransfer: TypeAlias = tuple[MatrixPart, int, int]
 
 
 class Holders:
-    """The ranks that hold a matrix.
+    """The ranks holding a matrix.
 
-    of_box: the ranks of each box of the matrix, in the same order on all ranks. numels: the elements that each rank holds.
+    of_box: box of the matrix -> ranks holding the box, in the same order on all ranks. numels: rank -> number of held
+    elements.
     """
 
     def __init__(self, of_box: dict[Box, list[int]]):
@@ -58,7 +59,7 @@ class Holders:
 
     @cached_property
     def preferred(self) -> np.ndarray:
-        """The ranks, int64 `[ranks]`, sorted by their number of elements, the most first, then by rank."""
+        """Return the ranks, int64 `[ranks]`, sorted by number of held elements (descending), then by rank."""
         return np.array(sorted(self.numels, key=lambda rank: (-self.numels[rank], rank)))
 
     def have_all(self, rank: int) -> bool:
@@ -79,18 +80,21 @@ class MatrixRun:
 
     @property
     def numel(self) -> int:
-        """Elements of one matrix."""
+        """Return the number of elements of one matrix."""
         return self.shape[0] * self.shape[1]
 
     @property
     def work(self) -> int:
-        """Multiplications of one orthogonalisation step: the Gram matrix, its square, and one product with the matrix."""
+        """Return the number of multiplications in one orthogonalisation step of all matrices of the run.
+
+        A step computes the Gram matrix, its square, and one product with the matrix.
+        """
         short, long = sorted(self.shape)
         return self.count * short * short * (2 * long + short)
 
     def to_owner(self) -> Iterator[PartTransfer]:
         for box, holders in self.holders.of_box.items():
-            # Prefer the owner's own copy. Otherwise vary the choice, so that it is not always the first rank.
+            # Prefer the owner's own copy. Otherwise choose different ranks for different owners.
             source = self.owner if self.owner in holders else holders[self.owner % len(holders)]
             yield MatrixPart(self.number, self.first, self.count, box), source, self.owner
 
@@ -103,9 +107,10 @@ class MatrixRun:
 def parts_of(
     boxes: Sequence[Box], shape: torch.Size, number: int, heads: int
 ) -> Iterator[tuple[MatrixPart, tuple[int, slice]]]:
-    """Yield the parts of matrices in `boxes` of shard `number`, whose global shape is `shape`.
+    """Yield (part, (index of the part's box, the part's slice of the box)) for all parts of matrices in `boxes`.
 
-    Each comes with the index of its box and its slice of that box.
+    number: index of the shard. shape: the shard's global shape. heads: number of matrices into which the rows of a 2-D
+    shard are divided.
     """
     for piece, box in enumerate(boxes):
         if len(shape) == 3:
@@ -128,7 +133,10 @@ def parts_of(
 def find_runs(
     shards: Sequence[Shard], heads: Sequence[int], group: dist.ProcessGroup | None
 ) -> list[MatrixRun]:
-    """Return runs of consecutive matrices of `shards` with the same holders, in order, without owners. Collective."""
+    """Return runs of consecutive matrices of `shards` with the same holders, in order.
+
+    `choose_owners` sets owners. Collective.
+    """
     everyones = gather_shard_boxes(shards, group)
     runs = []
     for number, (shard, number_of_heads) in enumerate(zip(shards, heads, strict=True)):
@@ -163,9 +171,9 @@ def find_runs(
 
 
 def choose_owners(runs: Sequence[MatrixRun]) -> list[MatrixRun]:
-    """Divide each run of matrices into at most one piece per holder, and choose an owner for each piece.
+    """Divide each run into at most one piece per holder, and choose an owner for each piece.
 
-    The owner is the holder with the least work so far. Pieces with the most work are assigned first.
+    Not collective. Pieces with the most work are assigned first, each to the holder with the least work so far.
     """
     divided = []
     for run in runs:
@@ -190,7 +198,7 @@ def divide_into_rounds(runs: Sequence[MatrixRun], round_numel: int) -> list[list
     """Divide runs into rounds. In each round an owner has at most `round_numel` elements, or a single matrix."""
     rounds: list[list[MatrixRun]] = []
     current: Counter[int] = Counter()  # owner -> its latest round
-    filled: Counter[int] = Counter()  # owner -> elements in that round
+    filled: Counter[int] = Counter()  # owner -> elements in its latest round
     for run in runs:
         owner, first, end = run.owner, run.first, run.first + run.count
         while first < end:

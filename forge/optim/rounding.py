@@ -1,10 +1,10 @@
-"""Stochastic rounding to bfloat16: small changes of a moment are kept on average instead of lost.
+"""Stochastic rounding to bfloat16: small changes of a moment are kept on average instead of being lost.
 
-bfloat16 has 8 significant bits. With beta2 = 0.999 a moving average changes by less than half of its last bit per step, so
-rounding to nearest would never change it. A value between two bfloat16 numbers is rounded up with a probability equal to its
-distance from the lower one, so its expectation is exact (Gupta et al., "Deep Learning with Limited Numerical Precision",
-2015). The error's standard deviation is some 6 % of a slow average, for any beta: the average forgets errors as fast as it
-moves.
+bfloat16 has 8 significant bits. With beta2 = 0.999 a moving average changes by less than half of its last bit per step,
+so rounding to nearest would never change it. Stochastic rounding rounds a value between two neighbouring bfloat16
+numbers up with a probability proportional to its distance from the lower number, so the expectation is exact (Gupta et
+al., "Deep Learning with Limited Numerical Precision", 2015). The error's standard deviation is about 6 % of a slow
+average, for any beta, because the average forgets errors as fast as it moves.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class StochasticRounding:
     """Rounds `slots` of the optimizer state of `shards`, with layout-independent noise, in two cheap passes.
 
     An element's noise is the exclusive or of one uniform number per dimension. Each number is a hash of (name, slot,
-    dimension, global index along it, updates so far). The noise of an element is uniform, and that of any two elements is
-    independent.
+    dimension, global index along the dimension, number of updates). Noise is uniform, and independent between any two
+    elements.
     """
 
     def __init__(self, shards: Sequence[Shard], slots: Iterable[str]):
@@ -47,16 +47,16 @@ class StochasticRounding:
                         sizes.append(size)
         self._keys = torch.cat(keys) if keys else torch.empty(0, dtype=torch.int64)
         self._noise: dict[tuple[str, str], list[Tensor]] = {}
-        self.bits = noise_bits  # CompiledAdamW replaces it
+        self.bits = noise_bits  # CompiledAdamW replaces this function
 
     def draw(self, updates: Tensor) -> None:
-        """Draw the noise of the next update. updates: number of past updates, a scalar on the shards' device."""
+        """Generate the noise of the next update. updates: number of past updates, a scalar on the shards' device."""
         noise = self.bits(self._keys, updates).split([sum(sizes) for sizes in self._sizes.values()])
         for (which, sizes), of_shard in zip(self._sizes.items(), noise, strict=True):
             self._noise[which] = list(of_shard.split(sizes))
 
     def noise(self, shard: Shard, slot: str) -> Iterator[tuple[Box, Tensor]]:
-        """Yield (box, this update's noise in the box's shape) for each box. Noise is int32 from 0 to 2^16 - 1."""
+        """Yield (box, this update's noise in the box's shape) for each box of `shard`. Noise is int32 from 0 to 2^16 - 1."""
         vectors = iter(self._noise[slot, shard.name])
         for box in shard.boxes:
             dims = len(box.sizes or (1,))
@@ -64,11 +64,9 @@ class StochasticRounding:
             yield box, functools.reduce(operator.xor, along).view(box.sizes)
 
     def factors(self, shard: Shard, slot: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this update's noise of each box as two factors, to be combined by xor.
+        """Yield this update's noise of each box as two factors: rows `[rows, 1]` and columns `[columns]`.
 
-        The factors are rows `[rows, 1]` and columns `[columns]`.
-
-        A row runs along the last dimension; a vector is one row.
+        Their xor is the noise. A row runs along the last dimension; a vector is one row.
         """
         vectors = iter(self._noise[slot, shard.name])
         for box in shard.boxes:
@@ -79,23 +77,20 @@ class StochasticRounding:
             yield rows.unsqueeze(-1), columns
 
     def copy_(self, narrow: Tensor, wide: Tensor, shard: Shard, slot: str) -> None:
-        """Round `wide`, float32 or float64, into `narrow`, bfloat16; both are laid out like `shard.data`.
+        """Round `wide` (float32 or float64) into `narrow` (bfloat16), both laid out like `shard.data`.
 
-        Values representable in bfloat16 do not change. `wide` is overwritten.
+        Values representable in bfloat16 do not change. May overwrite `wide`.
         """
         exact = wide.to(torch.float32)
         bits = exact.view(torch.int32)
         for (_, piece), (_, noise) in zip(shard.pieces(bits), self.noise(shard, slot), strict=True):
-            # bfloat16 is the upper half of float32: a carry out of the lower half rounds up.
+            # bfloat16 is the upper half of float32, so a carry out of the lower half rounds up.
             piece.add_(noise)
         narrow.copy_(bits.bitwise_and_(-0x10000).view(torch.float32))
 
 
 def noise_bits(keys: Tensor, updates: Tensor) -> Tensor:
-    """Return 16 uniform bits for each of `keys`, int64 `[n]`, at the next update: int32 `[n]`.
-
-    updates: number of past updates.
-    """
+    """Return 16 uniform bits for each key: int32 `[n]`. keys: int64 `[n]`. updates: number of past updates, a scalar."""
     return (mix(keys + mix(updates.to(torch.int64) * _POSITION)) & 0xFFFF).to(torch.int32)
 
 

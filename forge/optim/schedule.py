@@ -9,10 +9,10 @@ from forge.config.schema import ScheduleConfig
 
 
 def planned_rate(config: Config, phases: Phases, step: int, tokens: int) -> float:
-    """Return the learning rate of update `step`: `learning_rate` with the phase's peak.
+    """Return the learning rate of update `step`, counted from 1: `learning_rate` with the phase's peak.
 
-    tokens: trained before the update. With `schedule.unit = "tokens"` the schedule counts the tokens up to the end of the
-    update.
+    tokens: number of tokens trained before the update. With `schedule.unit = "tokens"` the schedule counts tokens up to
+    the end of the update.
     """
     plan, steps = phases.at(tokens), config.train.steps
     if config.schedule.unit == "steps":
@@ -29,10 +29,10 @@ def learning_rate(schedule: ScheduleConfig, *, lr: float, step: int, steps: int)
 
     Every schedule is a warm-up, a plateau and a decay, some of them empty:
 
-    - warm-up: lr * step / warmup_steps up to step = warmup_steps, so that step 1 does not have rate zero;
+    - warm-up: lr * step / warmup_steps up to step = warmup_steps, so step 1 has a rate above 0;
     - plateau: lr, up to the step of `decay_start`;
-    - decay: lr * (m + (1 - m) * f(p)), with m = min_lr_ratio, f the shape and p the completed share of the decay, 1 at
-      step = steps: the last step has rate m * lr, and so has every later one.
+    - decay: lr * (m + (1 - m) * f(p)), with m = min_lr_ratio, f the shape, and p the completed fraction of the decay. p
+      = 1 at step = steps, so the last step and every later step have rate m * lr.
     """
     assert step >= 1
     warmup = warmup_steps(schedule, steps)
@@ -47,16 +47,16 @@ def learning_rate(schedule: ScheduleConfig, *, lr: float, step: int, steps: int)
 
 
 def warmup_steps(schedule: ScheduleConfig, steps: int) -> int:
-    """Return the number of warm-up steps; by default 1 % of `steps`, at most 2000, a common choice in long runs."""
+    """Return the number of warm-up steps; by default 1 % of `steps`, at most 2000 (a common choice in long runs)."""
     return min(2000, steps // 100) if schedule.warmup_steps is None else schedule.warmup_steps
 
 
 def decay_start(schedule: ScheduleConfig, steps: int) -> int:
     """Return the last step before the decay.
 
-    wsd (warm-up, stable, decay; Hu et al. 2024, MiniCPM, arXiv:2404.06395) keeps the plateau until the last
-    round(decay_fraction * steps) steps. cosine and linear decay from the end of the warm-up. constant never
-    decays. A decay does not begin within the warm-up.
+    wsd (warm-up, stable, decay; Hu et al. 2024, MiniCPM, arXiv:2404.06395): the last round(decay_fraction * steps)
+    steps decay. cosine, linear: the decay starts at the end of the warm-up. constant: no decay. A decay never starts
+    during the warm-up.
     """
     if schedule.name == "constant":
         return max(steps, warmup_steps(schedule, steps))
@@ -69,10 +69,10 @@ def _shape(schedule: ScheduleConfig) -> str:
 
 
 def _remaining(shape: str, done: float) -> float:
-    """Return the remaining share of the rate, from 1 to 0, at the completed share `done` of the decay, from 0 to 1.
+    """Return the decay's factor, 1 to 0, after the completed fraction `done` of the decay, 0 to 1.
 
-    linear: 1 - p. cosine: (1 + cos(pi p)) / 2 (Loshchilov and Hutter 2017, arXiv:1608.03983, without
-    restarts). sqrt: 1 - sqrt(p) (Hägele et al. 2024, arXiv:2405.18392, the best decay after a plateau there).
+    With p = done: linear: 1 - p. cosine: (1 + cos(pi p)) / 2 (Loshchilov and Hutter 2017, arXiv:1608.03983, without
+    restarts). sqrt: 1 - sqrt(p) (the best decay after a plateau in Hägele et al. 2024, arXiv:2405.18392).
     """
     if shape == "linear":
         return 1.0 - done

@@ -1,29 +1,30 @@
 """How blocks run: recomputed in backward, compiled, and in which dtype. Nothing else replaces the forward of a module.
 
-A forward is replaced, never a module, so parameters keep their names. Hooks of the module itself (FSDP's, and tensor
-parallelism's on a child) run outside of the new forward: recomputation does not gather again, and the hooks are in no
-graph. From the inside out:
+Only forwards are replaced, never modules, so parameters keep their names. FSDP's hooks on a block, and tensor
+parallelism's hooks on a child, run outside the new forward: recomputation gathers no parameters again, and the compiled
+graph contains no hooks. From the inside out:
 
-    selective recomputation  the compiler has to see the results that the checkpoint keeps
+    selective recomputation  the compiler has to see the results kept by the checkpoint
     compile                  the block as it will run
     full recomputation       nothing inside is kept, so the compiler gains nothing from seeing the checkpoint. With a
                              checkpoint inside the graph, PyTorch 2.13 fails to trace tensor parallelism with SDPA (it
                              saves a DeviceMesh)
     wait                     the first block only: compiled code must not receive the result of a running collective
-    cast                     last, so that graph and recomputation see the module's compute dtype
+    cast                     last, so graph and recomputation see the module's compute dtype
 
 Compilation is block by block: all blocks of a kind share one graph, so depth costs no compile time. A graph break is an
 error, never a silent loss of speed. A block with a mixture of experts is several graphs: the attention half, the shared
-experts, the router, the experts' activation, and each movement of rows. Between the graphs the host reads the number of
-rows for each rank.
+experts, the router, the experts' activation, and each permutation of rows. Between the graphs the host reads the number
+of rows for each rank.
 
 Activation checkpointing frees activations after forward and computes them again in backward:
 
-    full           everything inside a block but its input; a third more computation
-    selective      only cheap operations; the results of the operators in KEPT are kept. Compiled parts of a mixture
+    full           keeps only a block's input; a third more computation
+    selective      keeps the results of the operators in KEPT and recomputes the cheap rest. Compiled parts of a mixture
                    of experts are recomputed as a whole
     memory_budget  the compiler chooses, block by block, under a budget for kept memory
-    In the first two modes, `every` = n checkpoints every n-th block only, and `modules` only the named children of blocks.
+
+In the first two modes, `every` = n checkpoints only every n-th block, and `modules` only the named children of blocks.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ from forge.parallel.precision import maximal_subtrees, plan_units
 from forge.runtime import compat
 from forge.runtime.errors import UserError, did_you_mean
 
-# The limit of graphs for one function; PyTorch's default is 8. The number needed is a product of three: kinds of layers (by
-# window), 2 for forwards with and without gradients, and kinds of batches (training's, smaller ones, samples of any length).
-# Past the limit a compiled block is an error, and flex_attention, which is compiled by itself on CUDA, would silently hold
-# all scores in memory.
+# The limit of graphs for one function; PyTorch's default is 8. The number needed is a product of three: kinds of layers
+# (by window), 2 for forwards with and without gradients, and kinds of batches (training's, smaller ones, samples of any
+# length). Past the limit a compiled block raises an error. flex_attention, compiled separately on CUDA, would silently
+# fall back to holding all scores in memory.
 GRAPHS = 64
 
 # Operators whose results selective checkpointing keeps. By name, because the set of operators differs between builds and
@@ -89,7 +90,7 @@ KEPT = (
     "_c10d_functional.reduce_scatter_tensor",
     "_c10d_functional.all_to_all_single",
     "_c10d_functional.all_reduce",
-    # scales of float8: a few numbers that cost a pass over a whole activation each
+    # float8 scales: a few numbers, but each costs a pass over a whole activation
     "aten.max",
     "aten.amax",
 )
@@ -99,14 +100,14 @@ PROFILER_MARKS = ("profiler._record_function_enter_new", "profiler._record_funct
 def apply_blocks(model: Transformer, layout: Layout) -> None:
     """Replace forwards of `model` in place, as `activation_checkpoint`, `compile` and `precision` require.
 
-    Raises UserError for a name in activation_checkpoint.modules that is not a child of a block, an unknown compiler,
-    compile.loss with a loss that has no chunks, and features missing from this PyTorch.
+    Raises UserError if a name in activation_checkpoint.modules is not a child of a block, the compiler is unknown,
+    compile.loss is set for a loss without chunks, or this PyTorch lacks a needed feature.
     """
     _set_memory_budget(layout)
     if has_all_names(model):
         check_modules(model, layout.activation_checkpoint)
     if layout.compile.enabled or layout.compile.loss or torch.cuda.is_available():
-        # Attention residuals: one graph for each number of saved streams.
+        # Attention residuals need one graph for each number of saved streams.
         limit = GRAPHS * layout.model.streams_into(layout.model.n_layers)
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     policy = BlockPolicy(layout)
@@ -121,19 +122,19 @@ def apply_blocks(model: Transformer, layout: Layout) -> None:
 
 
 class BlockPolicy:
-    """The decision which forwards of a block are recomputed and which are compiled."""
+    """Chooses the forwards of a block to recompute and to compile."""
 
     def __init__(self, layout: Layout):
         self._recomputation = layout.activation_checkpoint
         self._selective = self._recomputation.mode == "selective"
-        # In a model with experts, blocks are recomputed by halves, because only the first half of a block with experts
-        # can be compiled. Dense blocks of such a model are, too: PyTorch 2.11's compiler drops the second half of a
-        # block that is wrapped differently from the next one.
+        # In a model with experts, each half of a block is checkpointed separately, because only the first half of a
+        # block with experts can be compiled. The model's dense blocks are treated the same way: PyTorch 2.11's compiler
+        # drops the second half of a block whose wrapping differs from the next block's.
         self._halves = self._selective and layout.model.moe is not None
         self._compiler = compiler_for(layout.compile) if layout.compile.enabled else None
 
     def wrap(self, block: Any, layer: int) -> None:
-        """Replace the forwards of `block`, whose global index is `layer`, by compiled, checkpointed and casting ones.
+        """Replace forwards of `block`, the model's block number `layer`, by compiled and checkpointed ones.
 
         The module docstring gives the order, from the inside out.
         """
@@ -160,9 +161,9 @@ class BlockPolicy:
         assert self._compiler is not None
         mixture = isinstance(block.feed_forward, MoE)
         if isinstance(block, Mixed) and not self._selective:
-            # A mix needs a graph for each number of saved streams. The branches are compiled apart from the mixes, so all
-            # layers share the large graphs of the branches. Under a selective checkpoint, which is inside of the compiled
-            # function, the mixes are inside as well.
+            # A mix needs a graph for each number of saved streams. Branches and mixes are compiled separately, so all
+            # layers share the large graphs of the branches. A selective checkpoint lies inside the compiled function
+            # and contains the mixes, so they are compiled with it.
             of_block = ["attention_branch"] if mixture else ["attention_branch", "ffn_branch"]
             parts: list[tuple[nn.Module, str]] = [(block, name) for name in of_block]
             parts += [(mix, "forward") for mix in (block.attention_mix, block.ffn_mix) if mix is not None]
@@ -175,7 +176,7 @@ class BlockPolicy:
         compiler = self._compiler_within_a_checkpoint
         shared: Any = block.feed_forward.shared
         if shared is not None:
-            # The whole call, so that tensor parallelism's hooks on it are inside.
+            # Compile the whole call, including tensor parallelism's hooks.
             call = compiler(shared._call_impl)
             shared._compiled_call_impl = hiding_gradients(shared, call)
         moe: Any = block.feed_forward
@@ -185,10 +186,10 @@ class BlockPolicy:
             moe.dispatch.kernels = Kernels(*map(compiler, moe.dispatch.kernels))
 
     def _compiler_within_a_checkpoint(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile `function` inside a selective checkpoint, which recomputes it as a whole.
+        """Compile `function` for use inside a selective checkpoint, which recomputes it as a whole.
 
-        The checkpoint must not see the operators of the compiled code, because that code writes into the results of its
-        matrix products.
+        The checkpoint must not see the operators of the compiled code, because compiled code writes in place into the
+        results of its matrix products.
         """
         assert self._compiler is not None
         compiled = self._compiler(function)
@@ -204,32 +205,32 @@ class BlockPolicy:
 
 
 class Recomputed:
-    """`forward` under an activation checkpoint, which runs it again in backward. selective: expensive results are kept."""
+    """`forward` under an activation checkpoint: backward runs it again. selective: keep expensive results."""
 
     def __init__(self, forward: Callable[..., Any], *, selective: bool):
         functools.update_wrapper(self, forward)
         self._forward = forward
         self._options: dict[str, Any] = {"context_fn": selective_context} if selective else {}
-        # Selective checkpointing does not allow recomputation more operations than forward had. It counts profiler
-        # marks, and FSDP sets more of them in recomputation around a unit inside the block.
+        # Selective checkpointing raises if recomputation runs more operations than forward did. Profiler marks count as
+        # operations, and FSDP sets more marks in recomputation around a unit inside the block.
         SAC_IGNORED_OPS.update(overload for name in PROFILER_MARKS for overload in _overloads(name))
 
     def __call__(self, x: torch.Tensor, *args: Any) -> Any:
         forward = self._forward
-        # The other arguments enter by closure: under a compiler only tensors may cross into a checkpoint.
-        # A compiled forward reads nothing from the device.
+        # The other arguments enter by closure, because under a compiler only tensors may be arguments of a checkpoint.
+        # A compiled forward reads nothing from the device, so no host reads need to be kept.
         kept = nullcontext if torch.compiler.is_compiling() else HostReads().kept
 
         def run(x: torch.Tensor) -> Any:
             with kept():
                 return forward(x, *args)
 
-        # Nothing draws random numbers, so there is no generator state to keep.
+        # The model uses no random numbers, so no generator state is kept.
         return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False, **self._options)
 
 
 def selective_context() -> Any:
-    """Return the two context managers of `checkpoint`, for forward and recomputation, by the rule `keep_expensive`."""
+    """Return the context managers of `checkpoint` for forward and for recomputation. The policy is `keep_expensive`."""
     return create_selective_checkpoint_contexts(keep_expensive)
 
 
@@ -249,7 +250,10 @@ def _overloads(name: str) -> Iterator[Any]:
 
 
 def compiler_for(chosen: Compile) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a function that compiles its argument at its first call. Raises UserError for an unknown compiler."""
+    """Return a decorator like torch.compile: the function is compiled at its first call.
+
+    Raises UserError for an unknown backend.
+    """
     known = torch.compiler.list_backends(exclude_tags=())
     if chosen.backend not in known:
         raise UserError(
@@ -260,23 +264,24 @@ def compiler_for(chosen: Compile) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def compile_chunks(loss: Any, compiler: Callable[..., Any]) -> None:
-    """Compile the computation of one chunk of tokens in `loss`. The loop over chunks stays outside: it would be unrolled.
+    """Compile `loss.chunk`, the computation of one chunk of tokens.
 
-    Raises UserError for a loss without chunks.
+    The loop over chunks is not compiled, because the compiler would unroll it. Raises UserError for a loss without
+    chunks.
     """
     if not hasattr(loss, "chunk"):
         raise UserError(f"compile.loss = true does not work with {type(loss).__name__}; use false")
     chunk = compiler(loss.chunk)
-    # A detached parameter has no `.grad`, which the compiler might refuse (see `hiding_gradients`). A chunk runs inside an
-    # autograd function, so nothing is lost.
+    # A detached parameter has no `.grad`, which the compiler might refuse (see `hiding_gradients`). A chunk runs inside
+    # an autograd function, so autograd does not need the parameter itself.
     loss.chunk = lambda *args: chunk(*(arg.detach() if isinstance(arg, Tensor) else arg for arg in args))
 
 
 def hiding_gradients(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `forward` that, while it runs, removes gradients of another dtype from the parameters of `module`.
+    """Return `forward` wrapped to hide gradients of `module` whose dtype differs from their parameter's.
 
-    Parameters in bfloat16 may accumulate gradients in float32 (torch.Tensor.grad_dtype). PyTorch 2.11 to 2.13 refuse to
-    trace such parameters.
+    `.grad` is None during the call and restored afterwards. Parameters in bfloat16 may accumulate gradients in float32
+    (torch.Tensor.grad_dtype). PyTorch 2.11 to 2.13 refuse to trace such parameters.
     """
     parameters: list[nn.Parameter] = []
 
@@ -299,10 +304,10 @@ def hiding_gradients(module: nn.Module, forward: Callable[..., Any]) -> Callable
 
 
 def waiting(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `forward` that waits for its first argument before it runs.
+    """Return `forward` wrapped to wait for its first argument.
 
-    Under a user's plan of tensor parallelism the embedding may return an AsyncCollectiveTensor, a promise of a collective's
-    result. Compiled code takes it for a plain tensor and fails in backward.
+    Under a user's tensor-parallel plan the embedding may return an AsyncCollectiveTensor, the result of a running
+    collective. Compiled code treats it as a plain tensor and fails in backward.
     """
 
     @functools.wraps(forward)
@@ -314,11 +319,11 @@ def waiting(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cast_at_borders(model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype], policy: torch.dtype) -> None:
-    """Make each maximal subtree of `model` whose compute dtype is not `policy` cast its inputs and outputs.
+    """Cast inputs and outputs of each maximal subtree of `model` whose compute dtype is not `policy`.
 
-    dtypes: compute dtype of each parameter. policy: compute dtype of all other modules. The subtree gets floating-point
-    arguments in its own dtype and returns results in `policy`. A module whose class sets `exact_output` returns its own
-    dtype. `model` itself never casts: it takes tokens and returns losses.
+    dtypes: compute dtype of each parameter. policy: compute dtype of all other modules. The subtree receives
+    floating-point arguments in its own compute dtype and returns results in `policy`. If the module's class sets
+    `exact_output`, results keep the subtree's dtype. `model` itself never casts: it takes tokens and returns losses.
     """
     for child in model.children():
         for subtree, compute in maximal_subtrees(child, dtypes):
@@ -330,7 +335,7 @@ def cast_at_borders(model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype], p
 def casting(
     forward: Callable[..., Any], inside: torch.dtype, outside: torch.dtype | None
 ) -> Callable[..., Any]:
-    """Return a `forward` that casts floating-point arguments to `inside` and results to `outside` (None: no cast)."""
+    """Return `forward` with floating-point arguments cast to `inside` and results to `outside` (None: no cast)."""
 
     @functools.wraps(forward)
     def cast(*args: Any) -> Any:
@@ -345,7 +350,7 @@ def _to(value: Any, dtype: torch.dtype) -> Any:
 
 
 def check_modules(model: Transformer, chosen: ActivationCheckpoint) -> None:
-    """Raise UserError if `chosen.modules` is used and has a name that is not a child of any block of `model`."""
+    """Raise UserError if the mode uses `chosen.modules` and a name in it is not a child of any block of `model`."""
     if chosen.mode not in ("full", "selective"):
         return
     known = sorted({name for block in model.layers.values() for name, _ in block.named_children()})
@@ -358,7 +363,10 @@ def check_modules(model: Transformer, chosen: ActivationCheckpoint) -> None:
 
 
 def _set_memory_budget(layout: Layout) -> None:
-    """Set the share of activations that the compiler may keep. A global of PyTorch, read when a block is compiled."""
+    """Set the share of activations that the compiler may keep: a PyTorch global, read when a block is compiled.
+
+    Raises UserError if tensor parallelism does not work with a memory budget in this PyTorch.
+    """
     chosen = layout.activation_checkpoint
     limited = chosen.mode == "memory_budget"
     if limited and not compat.weigh_meshes_as_nothing() and layout.parallel.tp > 1:

@@ -1,12 +1,12 @@
 """`build_parallel_model`: make the model of a configuration on the meta device and apply parallelism from the inside out.
 
-Memory exists only at the end, of each rank's own shards. The order of the steps is fixed:
+Memory is allocated only at the end, and only for the rank's own shards. The order of the steps is fixed:
 
 context      sets the attention function; sees raw attention modules
-tensor       splits raw linear layers; later steps must wrap modules that are already split
-expert       spreads the experts, which tensor parallelism leaves alone
+tensor       splits raw linear layers; later steps must wrap split modules
+expert       distributes the experts, which tensor parallelism leaves alone
 float8       swaps linear layers, carrying over tensor parallelism's hooks on them
-blocks       recomputes, compiles and casts blocks, with everything above inside
+blocks       wraps blocks, with all steps above inside: recomputation, compilation, casts
 data         shards the parameters over data ranks; must know all blocks in their final form
 allocate     gives each rank uninitialised storage for its own shards
 initialise   fills the shards with initial values
@@ -68,10 +68,11 @@ def build_parallel_model(
     attention: Callable[[Any], Any] | None = None,
     memory: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> ParallelModel:
-    """Return the model of `config` over all ranks, with its initial values. Collective.
+    """Build the model of `config`, distributed over all ranks and initialised.
 
-    values: fills the shards. attention: returns a replacement for a layer's attention function. memory: a context in which
-    the shards are allocated, e.g. a context of fake tensors.
+    Collective. values: fills the shards, with the signature of `initialize`. attention: maps each layer's attention
+    function to its replacement. memory: returns a context manager active during allocation and initialisation, e.g.
+    FakeTensorMode.
     """
     layout = make_layout(config, meshes)
 
@@ -101,7 +102,7 @@ def build_parallel_model(
 
 
 class Builder:
-    """Applies a layout to `model`, on the meta device and in place, each step once and in the order of STEPS."""
+    """Applies a layout to `model` on the meta device, in place: each step at most once, in the order of STEPS."""
 
     def __init__(self, model: Transformer, layout: Layout):
         self.model, self.layout = model, layout
@@ -123,18 +124,18 @@ class Builder:
         return APPLY[step](self.model, self.layout) if needed(self.layout) else None
 
     def apply_all(self) -> DataParallel:
-        """Apply all steps.
+        """Apply all steps in APPLY and return the data-parallel engine.
 
-        Afterwards the model is this rank's part, without memory. Return the data-parallel engine. Collective.
+        Collective. The model is then this rank's part, still without memory.
         """
         results = [self.apply(step) for step in APPLY]
         return results[-1]
 
 
 def check_names(config: Config, layout: Layout) -> None:
-    """Raise UserError if the configuration names modules that the model does not have.
+    """Raise UserError if the configuration names a module missing from the whole model.
 
-    Each step checks its own names, but a stage of a pipeline has only some of the modules.
+    Each step checks its own names, but a pipeline stage has only some of the modules.
     """
     model = build_meta_model(config)
     check_groups(model, config)
@@ -149,7 +150,7 @@ def check_names(config: Config, layout: Layout) -> None:
 
 
 def check_groups(model: Transformer, config: Config) -> None:
-    """Raise UserError for a pattern of optimizer.groups that matches no parameter of the whole `model`."""
+    """Raise UserError if a pattern of optimizer.groups matches no parameter. `model`: the whole model, not a stage."""
     names = [name for name, _ in model.named_parameters()]
     for number, group in enumerate(config.optimizer.groups):
         for glob in group.names:
@@ -161,7 +162,7 @@ def check_groups(model: Transformer, config: Config) -> None:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Return patterns to suggest: `names` with `*` in place of numbers, and `*.` followed by the last components of each."""
+    """Return patterns to suggest: `names` with numbers replaced by `*`, and `*.` followed by each of their suffixes."""
     general = sorted(for_all_layers(names))
     ends = {
         f"*.{'.'.join(parts[at:])}"
@@ -172,7 +173,7 @@ def _patterns(names: Iterable[str]) -> list[str]:
 
 
 def build_meta_model(config: Config, stage: Stage | None = None) -> Transformer:
-    """Return the model of `config`, or one stage of it, on the meta device: shapes and the storage dtype, no memory."""
+    """Return the model of `config`, or one pipeline stage, on the meta device in the storage dtype."""
     part = {} if stage is None else {"layers": stage.layers, "embed": stage.embed, "head": stage.head}
     with torch.device("meta"):
         model = build_model(config.model, config.train.seq_len, **part)

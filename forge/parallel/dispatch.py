@@ -1,16 +1,16 @@
-"""Dispatchers for experts that are spread over ranks (`Dispatcher` in forge/model/dispatch.py).
+"""Dispatchers for expert parallelism: experts distributed over ranks (`Dispatcher` in forge/model/dispatch.py).
 
-`AllToAllDispatcher` sends one row for each expert that each token chose, without padding (Lepikhin et al. 2020, "GShard";
-dropless as in Gale et al. 2022, "MegaBlocks"):
+`AllToAllDispatcher` sends one row for each (token, chosen expert) pair, without padding (Lepikhin et al. 2020,
+"GShard"; dropless as in Gale et al. 2022, "MegaBlocks"):
 
     sort by expert | counts to their ranks | rows to their experts | compute | rows back | weigh and add up
 
-`NodeDispatcher` sends a token once to each node that has experts for it, because the network between nodes is slower than
-inside a node (DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.2). On each node, the rank with the sender's position sends
-rows on to their experts, weighs the results, and returns one row per token. Sums over a node are rounded to the dtype
-of rows.
+`NodeDispatcher` sends a token once to each node holding experts for it, because the network between nodes is slower
+than inside a node (DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.2). On each node, the rank at the sender's position
+forwards the rows to their experts, weights the results, and returns one row per token. Sums over the experts of a node
+are rounded to the dtype of the rows.
 
-In both the host waits for the device once per layer and microbatch, for the numbers of rows.
+In both, the host synchronises with the device once per layer and microbatch, to read the numbers of rows.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from forge.runtime import compat
 
 
 class AllToAllDispatcher:
-    """A Dispatcher (forge/model/dispatch.py) for experts spread over `group`: equally many on each rank, in order."""
+    """A Dispatcher (forge/model/dispatch.py) for experts distributed over `group`: in order, equally many on each rank.
+
+    Calls are collective over `group`, in forward and in backward.
+    """
 
     def __init__(self, group: dist.ProcessGroup, n_experts: int):
         self.group, self.n_experts = group, n_experts
-        # An attribute, so that the planner can replace it: without data there are no counts.
+        # An attribute, so the planner can replace it: without data there are no counts.
         self.sizes = sizes_from_counts
         self.kernels = EAGER
 
@@ -43,13 +46,13 @@ class AllToAllDispatcher:
 
         experts int64 and weights `[tokens, top_k]`. compute: as for `Dispatcher`.
         """
-        # Sorted by expert, so by rank. The device does it while the host waits for the counts.
+        # Rows are sorted by expert and therefore by rank. The device sorts while the host waits for the counts.
         rows, plan = spread(x, experts, self.n_experts, self.kernels)
-        # How many rows go to each expert of each rank, and how many come from each rank for the experts here.
+        # leaving: rows for each expert of each rank. arriving: rows from each rank for each expert of this rank.
         leaving = plan.counts.view(self.group.size(), -1)  # [ranks, experts of each]
         arriving = exchange(leaving, self.group)
         sends, receives = self.sizes(leaving, arriving)
-        # Dropped choices come last; they stay here and add nothing.
+        # Dropped choices come last; they are not sent and contribute nothing.
         rows = rows[: sum(sends)] if sum(sends) < rows.shape[0] else rows
         rows = through_experts(rows, arriving, sends, receives, self.group, compute, self.kernels)
         return combine(rows, weights, plan, self.kernels)
@@ -64,42 +67,45 @@ def through_experts(
     compute: Callable[[Tensor, Tensor], Tensor],
     kernels: Kernels,
 ) -> Tensor:
-    """Send rows `[n, dim]`, sorted by expert, to the ranks of `group`, compute there, and return `[n, dim]`.
+    """Send rows `[n, dim]`, sorted by expert, to the ranks of their experts, and return the outputs `[n, dim]`.
 
-    sends: number of rows for each rank. receives: number of rows from each rank. arriving, int64 `[ranks, local experts]`:
-    the received rows of each rank by expert.
+    Outputs are in the order of `rows`. Collective over `group`.
+
+    sends: number of rows for each rank. receives: number of rows from each rank. arriving: number of rows from each
+    rank for each local expert, int64 `[ranks, local experts]`.
     """
     rows = compat.all_to_all(rows, group, receives, sends)
-    # Rows came sorted by rank; the experts take them sorted by expert.
+    # Rows arrive sorted by rank; the experts need them sorted by expert.
     order, places, counts = kernels.group(arriving, sum(receives))
     rows = permute(compute(permute(rows, order, places), counts), places, order)
     return compat.all_to_all(rows, group, sends, receives)
 
 
 def exchange(numbers: Tensor, group: dist.ProcessGroup, *sizes: list[int]) -> Tensor:
-    """Return the all-to-all of `numbers`, without a gradient.
+    """Return the all-to-all of `numbers` over `group`, without autograd.
 
-    sizes: two lists, the rows to receive from each rank and the rows to send to each rank. Without them all parts are equal.
+    Collective. sizes: two lists, the number of rows to receive from each rank and to send to each rank; omitted: equal
+    parts.
     """
     receives, sends = sizes or (None, None)
     return functional.wait_tensor(functional.all_to_all_single(numbers.contiguous(), receives, sends, group))
 
 
 def sizes_from_counts(leaving: Tensor, arriving: Tensor) -> tuple[list[int], list[int]]:
-    """Return how many rows go to each rank and how many come from it. leaving, arriving: int64 `[ranks, local experts]`.
+    """Return two lists: the number of rows to send to each rank and to receive from each rank.
 
-    Waits for the device, except in recomputation.
+    leaving, arriving: rows per expert, int64 `[ranks, local experts]`. Synchronises with the device, except in
+    recomputation.
     """
     sends, receives = ([sum(rank) for rank in ranks] for ranks in host.read(torch.stack([leaving, arriving])))
     return sends, receives
 
 
 class NodeDispatcher:
-    """A Dispatcher for experts spread over nodes.
+    """A Dispatcher for experts distributed over nodes: at most one copy of a token crosses to each node.
 
-    across: ranks with this rank's position in each node; within: ranks of this node.
-
-    Experts are in the order of nodes, then of ranks: equally many on each.
+    across: the ranks at this rank's position in each node. within: the ranks of this node. Experts are ordered by node,
+    then by rank, the same number on each rank.
     """
 
     def __init__(self, across: dist.ProcessGroup, within: dist.ProcessGroup, n_experts: int):
@@ -117,11 +123,11 @@ class NodeDispatcher:
         """
         nodes, kernels = self.across.size(), self.kernels
         visits = kernels.plan(first_visits(experts // self.experts_of_node, nodes), nodes)
-        # For each node: the number of rows that it gets from here, and the number of choices for each of its experts.
+        # For each node: the number of rows sent to it from this rank, and the number of choices of each of its experts.
         wanted = _counts(experts, nodes * self.experts_of_node).view(nodes, -1)
         leaving = torch.cat([visits.counts.unsqueeze(1), wanted], 1)  # [nodes, 1 + experts of a node]
         arriving = exchange(leaving, self.across)
-        # From here to the ranks of this node, and from them.
+        # Choices to forward to, and to receive from, the ranks of this node.
         leaving_here = arriving[:, 1:].sum(0).view(self.within.size(), -1)  # [ranks, experts of each]
         arriving_here = exchange(leaving_here, self.within)
         to_nodes, from_nodes, to_ranks, from_ranks = self.sizes(
@@ -134,7 +140,7 @@ class NodeDispatcher:
 
         rows, row_weights = sent(x), sent(weights)
         chosen = exchange(experts[visits.order[: sum(to_nodes)] // experts.shape[1]], *across)
-        # Only choices of this node's experts travel within the node. Choices of experts elsewhere come last.
+        # Only choices of this node's experts are sent within the node. Choices of other nodes' experts come last.
         chosen = chosen - self.across.rank() * self.experts_of_node
         elsewhere = (chosen < 0) | (chosen >= self.experts_of_node)
         plan = kernels.plan(chosen.masked_fill(elsewhere, self.experts_of_node), self.experts_of_node)
@@ -145,16 +151,19 @@ class NodeDispatcher:
 
 
 def _counts(experts: Tensor, n_experts: int) -> Tensor:
-    """Return how often each of 0, 1, ... n_experts - 1 occurs in `experts`, int64. Shape `[n_experts]`, int64.
+    """Return the number of choices of each expert in `experts` (int64): int64 `[n_experts]`.
 
-    Unlike bincount this does not wait for the device.
+    Unlike bincount, the function does not synchronise with the device.
     """
     flat = experts.flatten()
     return flat.new_zeros(n_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:-1]
 
 
 def first_visits(nodes: Tensor, n_nodes: int) -> Tensor:
-    """Replace repeated nodes of a token by n_nodes. nodes: int64 `[tokens, top_k]`, the node of each choice."""
+    """Replace each token's repeated nodes by `n_nodes`, so each node remains once.
+
+    nodes: node of each choice, int64 `[tokens, top_k]`.
+    """
     columns = nodes.unbind(1)
     kept = [columns[0]]
     for j, column in enumerate(columns[1:], start=1):
@@ -166,10 +175,13 @@ def first_visits(nodes: Tensor, n_nodes: int) -> Tensor:
 def node_sizes_from_counts(
     to_nodes: Tensor, from_nodes: Tensor, leaving: Tensor, arriving: Tensor
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return four lists: rows to each node, rows from each node, rows to each rank of this node, rows from each rank of it.
+    """Return four lists of numbers of rows.
 
-    to_nodes, from_nodes: int64 `[nodes]`. leaving, arriving: int64 `[ranks, local experts]`. Waits for the device, except
-    in recomputation.
+    The lists are: rows to each node, rows from each node, rows to each rank of this node, rows from each rank of this
+    node.
+
+    to_nodes, from_nodes: int64 `[nodes]`. leaving, arriving: int64 `[ranks, local experts]`. Synchronises with the
+    device, except in recomputation.
     """
     numbers = [to_nodes, from_nodes, leaving.sum(1), arriving.sum(1)]
     read = iter(host.read(torch.cat(numbers)))

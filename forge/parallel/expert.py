@@ -1,10 +1,11 @@
-"""Expert parallelism: the ranks of the ep axis share the experts of a layer, and each routes its own tokens.
+"""Expert parallelism: the ranks of the ep axis divide the experts of a layer, and each rank routes its own tokens.
 
-Only the inside of a mixture of experts changes: its weights are split over ep by expert, and the dispatcher
-(forge/parallel/dispatch.py) sends tokens to their experts. The ep axis may span data, context and tensor ranks; tensor
-parallelism never splits an expert. With sequence parallelism a tensor rank routes its own piece of the sequence. Without
-it, the rank routes its share of the whole sequence, and the outputs are gathered. So no token is computed twice. A router's
-weight, whole on every rank, has partial gradients over tp (forge/parallel/tensor/apply.py).
+Only the inside of a mixture of experts changes: each rank holds the weights of its experts, and the dispatcher
+(forge/parallel/dispatch.py) sends tokens to the ranks of their experts. The ep axis may span data, context and tensor
+ranks; tensor parallelism never splits an expert. With sequence parallelism, a tensor rank holds and routes a piece of
+the sequence. Without sequence parallelism, it routes a piece of the whole sequence, and the outputs are gathered. So no
+token is computed twice. The router's weight is whole on every rank, and its gradients are partial sums over tp
+(forge/parallel/tensor/apply.py).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def apply_expert(model: Transformer, layout: Layout) -> None:
-    """Spread the experts of `model` (on the meta device) over the ep ranks, in place."""
+    """Distribute the experts of `model` (on the meta device) over the ep ranks, in place."""
     moe, meshes = layout.model.moe, layout.meshes
     assert moe is not None
     for name, layer in list(model.named_modules()):
@@ -72,13 +73,13 @@ class LocalExperts(Experts):
             self.register_parameter(name, distributed(weight, mesh, Split(0)))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows `[n, dim]`, sorted by expert; counts int64 `[n_experts / ep]`, rows of each expert -> `[n, dim]`."""
+        """rows `[n, dim]`, sorted by expert; rows per expert `counts`, int64 `[n_experts / ep]` -> `[n, dim]`."""
         biases = (None if bias is None else local_tensor(bias) for bias in (self.w13_bias, self.w2_bias))
         return self.compute(rows, counts, local_tensor(self.w13), local_tensor(self.w2), *biases)
 
 
 class PieceRoutedMoE(MoE):
-    """A mixture in which each tensor rank routes its own piece of the sequence."""
+    """A mixture of experts in which each tensor rank routes its own piece of the sequence."""
 
     def __init__(self, plain: MoE, layout: Layout):
         nn.Module.__init__(self)
@@ -93,9 +94,10 @@ class PieceRoutedMoE(MoE):
         self.mesh, self.whole_stream = layout.meshes.tp, not layout.parallel.sequence_parallel
 
     def routed(self, x: Tensor, labels: Tensor | None) -> Tensor:
-        """Return the output of the chosen experts, shaped like x.
+        """Return the output of the chosen experts, shaped like x. Collective over tp if x is whole.
 
-        x `[batch, seq / tp, dim]`, or `[batch, seq, dim]` equal on every rank; labels `[batch, seq]`.
+        x `[batch, seq / tp, dim]` under sequence parallelism, else `[batch, seq, dim]`, equal on every tp rank. labels
+        `[batch, seq]`.
         """
         if labels is not None:
             labels = own_piece(labels, self.mesh)

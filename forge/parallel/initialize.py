@@ -1,9 +1,9 @@
 """Initial values that do not depend on the layout.
 
-Every element of a parameter is a pure function of (seed, parameter name, global index): values are drawn in float32
-in blocks of 2^16 consecutive elements of the flattened global tensor, each block from a generator of its own, keyed by
-(seed, name, block number). A rank draws only the blocks that its boxes touch. The same seed gives the same bits on any
-number of ranks, for each type of device.
+Every element of a parameter is a pure function of (seed, parameter name, global index). Random values are generated in
+float32, in blocks of 2^16 consecutive elements of the flattened global tensor. Each block has its own generator, keyed
+by (seed, name, block number). A rank generates only the blocks intersecting its boxes. For each type of device, the
+same seed gives the same bits on any number of ranks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from forge.model import Normal, Uniform
 from forge.shard import Box, Shard
 
 BLOCK = 1 << 16
-# A box is drawn in spans of at most this many elements of the flattened tensor, to bound the scratch memory (16 MiB).
+# Boxes are filled in spans of at most this many elements of the flattened tensor, to bound scratch memory (16 MiB).
 LONGEST_SPAN = 1 << 22
 
 
 def initialize(shards: list[Shard], values: dict[str, float | Normal | Uniform], seed: int) -> None:
-    """Fill every shard in place with the initial value that `values` has for its parameter's name.
+    """Fill every shard in place.
 
-    Raises KeyError if a shard's name has no initial value, so no memory stays uninitialised.
+    values: parameter name -> constant or distribution. Raises KeyError if a parameter has no entry, so no memory stays
+    uninitialised.
     """
     for shard in shards:
         start = values[shard.name]
@@ -39,7 +40,7 @@ def initialize(shards: list[Shard], values: dict[str, float | Normal | Uniform],
 def fill_random(
     out: Tensor, box: Box, global_shape: torch.Size, start: Normal | Uniform, seed: int, name: str
 ) -> None:
-    """Draw the elements of `box` of the global tensor `name` from the distribution `start` into `out`.
+    """Fill `out` with the elements of `box` of the global tensor `name`, drawn from the distribution `start`.
 
     `out` has the box's shape.
     """
@@ -61,14 +62,15 @@ def fill_random(
 
 
 def _draw(start: int, stop: int, numel: int, seed: int, name: str, device: torch.device) -> Tensor:
-    """Return standard normal elements [start, stop) of the flattened global tensor `name`; float32 `[stop - start]`."""
+    """Return standard normal values for elements [start, stop) of the flattened tensor `name`: float32 `[stop - start]`."""
     out = torch.empty(stop - start, dtype=torch.float32, device=device)
     generator = torch.Generator(device)
     for block in range(start // BLOCK, (stop - 1) // BLOCK + 1):
         begin, end = block * BLOCK, min((block + 1) * BLOCK, numel)
         key = hashlib.blake2b(f"{seed}:{name}:{block}".encode(), digest_size=8).digest()
         generator.manual_seed(int.from_bytes(key, "little") >> 1)
-        # Always the whole block: a generator's n-th number must not depend on how much of the block this rank holds.
+        # Always generate the whole block: an element's value must not depend on the part of the block held by this
+        # rank.
         drawn = torch.randn(end - begin, dtype=torch.float32, device=device, generator=generator)
         low, high = max(begin, start), min(end, stop)
         out[low - start : high - start] = drawn[low - begin : high - begin]

@@ -1,4 +1,4 @@
-"""`Layout`: the parts of the configuration that parallelism needs, and the meshes."""
+"""`Layout`: the configuration sections needed by parallelism, and the meshes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from forge.shard import Box
 class Layout:
     """The distribution of one model over ranks. Every `apply_*` takes a model and a Layout.
 
-    tensor_plan: the function named by `parallel.tp_plan`, called with a model; it may import the user's code.
-    check_replicas: whether ranks with the same values compare them during the run.
-    observe_logits: whether the optimizer needs the largest attention logits.
+    tensor_plan: returns the tensor-parallel plan of a model by calling the function `parallel.tp_plan`; may import the
+    user's code. check_replicas: compare replicas between ranks during the run. observe_logits: record the largest
+    attention logits for the optimizer.
     """
 
     model: ModelConfig
@@ -55,7 +55,8 @@ class Layout:
     def sequence_pieces(self) -> int:
         """Return the number of pieces into which tensor parallelism divides the sequence.
 
-        The residual stream is divided under sequence parallelism. In a mixture of experts, routing is divided too.
+        Sequence parallelism divides the residual stream. A mixture of experts divides its tokens for routing even
+        without sequence parallelism.
         """
         divided = self.parallel.sequence_parallel or self.model.moe is not None
         return self.parallel.tp if divided else 1
@@ -92,11 +93,11 @@ def make_layout(config: Config, meshes: Meshes) -> Layout:
 
 
 def own_box(parameter: DTensor, at: Mapping[str, int] | None = None) -> Box:
-    """Return the one box of the global tensor on this rank, or on the rank at position `at`, by mesh axis.
+    """Return the box of the global tensor held by this rank.
 
-    If FSDP2 and tensor parallelism split the same dimension (`_StridedShard`), FSDP2 splits the parts left by tensor
-    parallelism, although its axis comes first in the mesh. So the mesh axes divide the box in turn, the last axis first,
-    into equal pieces, rounded up, as torch.chunk does.
+    at: mesh axis -> position, for the box of another rank. Each mesh axis in turn divides the box like torch.chunk, the
+    last axis first. The order matters if FSDP2 and tensor parallelism split the same dimension (`_StridedShard`): FSDP2
+    splits the parts left by tensor parallelism, although its axis comes first in the mesh.
     """
     offsets, sizes = [0] * parameter.ndim, list(parameter.shape)
     mesh = parameter.device_mesh
@@ -110,14 +111,16 @@ def own_box(parameter: DTensor, at: Mapping[str, int] | None = None) -> Box:
         start = min(piece * place, sizes[dim])
         offsets[dim] += start
         sizes[dim] = min(piece, sizes[dim] - start)
-    if at is None:  # `to_local` is slow, and a plan asks for the boxes of thousands of ranks
+    if (
+        at is None
+    ):  # only for this rank: `to_local` is slow, and the planner asks for the boxes of thousands of ranks
         local = parameter.to_local()
         assert tuple(sizes) == tuple(local.shape) or not local.numel()
     return Box(tuple(offsets), tuple(sizes))
 
 
 def local_box(parameter: nn.Parameter, at: Mapping[str, int] | None = None) -> Box:
-    """Return the box of the parameter that tensor or expert parallelism gives to a rank; `at` as for `own_box`."""
+    """Return a rank's box of the parameter under tensor or expert parallelism; otherwise the whole. at: as for `own_box`."""
     if isinstance(parameter, DTensor):
         return own_box(parameter, at)
     return Box((0,) * parameter.ndim, tuple(parameter.shape))

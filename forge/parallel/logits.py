@@ -1,9 +1,13 @@
-"""The largest attention logit of each head in a step, over all ranks. QK-clip (forge/optim/muon.py) bounds it.
+"""The largest attention logit of each head in a step, over all ranks.
 
-Each attention function is wrapped. In a forward with a gradient the wrapper takes the maximum over this rank's queries, and
-one all-reduce per step takes the maximum over ranks. A maximum does not depend on microbatches, on the split of heads,
-sequences and batches, or on repeated forwards in recomputation. The logits are computed a second time, ROWS queries at a
-time. That takes half of the work of attention's forward, and memory for ROWS queries against all keys.
+QK-clip (forge/optim/muon.py) bounds these logits.
+
+A wrapper around each attention function takes the maximum over this rank's queries in every forward with gradients. One
+all-reduce per step takes the maximum over ranks. A maximum does not depend on microbatches, on the split of heads,
+sequences and batches, or on recomputation.
+
+The wrapper computes the logits a second time, ROWS queries at a time. The second computation costs half as many FLOPs
+as attention's forward, and memory for the logits of ROWS queries against all keys.
 """
 
 from __future__ import annotations
@@ -30,16 +34,16 @@ from forge.runtime import compat
 from forge.runtime.errors import UserError
 from forge.shard import Shard
 
-# Queries whose logits are in memory at once.
+# Number of queries whose logits are in memory at once.
 ROWS = 256
 
 
 class LargestLogits:
-    """The largest logits of the layers of `parts`.
+    """The largest logits of the layers of `parts`. Raises UserError for an unknown kind of attention.
 
-    by_parameter: query or key projection -> (logits, powers). logits, float64 `[heads]`: one per head, in the order of the
-    parameter's rows, equal on all ranks after `complete`. powers, float64 `[rows of a head]`: if each row of a head is
-    multiplied by c ** power, in both projections, the head's logits are multiplied by c.
+    by_parameter: name of a query or key projection -> (logits, powers). logits: the largest logit of each head, float64
+    `[heads]`, in the order of the parameter's rows; equal on all ranks after `complete`. powers: float64 `[rows of a
+    head]`. Multiplying each row of a head by c ** power, in both projections, multiplies the head's logits by c.
     """
 
     def __init__(self, parts: Sequence[Transformer], shards: Sequence[Shard], layout: Layout):
@@ -54,7 +58,7 @@ class LargestLogits:
         for (layer, block), largest in zip(layers.items(), self._largest, strict=True):
             attention: Any = getattr(block, "attention", None)
             if isinstance(attention, LinearAttention):
-                continue  # its queries and keys have length 1
+                continue  # its queries and keys are normalised to length 1
             powers = _powers(attention, kv_heads < heads)
             if powers is None:
                 kind = type(attention).__name__
@@ -72,21 +76,21 @@ class LargestLogits:
                         self.by_parameter[parameter] = largest, rows
 
     def complete(self) -> None:
-        """Take the maxima over all ranks. Collective."""
+        """All-reduce the maxima over all ranks. Collective."""
         if self._stage.size() > 1:
             dist.all_reduce(self._largest, dist.ReduceOp.MAX, group=self._stage)
 
     def reset(self) -> None:
-        """Forget the observed logits."""
+        """Reset all maxima to -inf."""
         self._largest.fill_(-torch.inf)
 
 
 def _powers(attention: Any, shared_keys: bool) -> dict[str, list[float]] | None:
-    """Return projection -> powers of the rows of a head (see `LargestLogits`). None for an unknown kind of attention.
+    """Return projection name -> powers of the rows of a head (see `LargestLogits`); None: unknown kind of attention.
 
-    Rows of queries and keys have power 1/2. If several query heads share a key, the key has power 0, so it stays unchanged,
-    and the query has power 1, as in arXiv:2507.20534. Shared keys are grouped keys and, in latent attention, the key part
-    with positions.
+    Rows of queries and keys have power 1/2. If query heads share a key, the key has power 0 and stays unchanged, and
+    the query has power 1, as in arXiv:2507.20534. Shared keys are the keys of grouped-query attention and the RoPE part
+    of latent attention's keys.
     """
     if isinstance(attention, LatentAttention):
         nope, rope, v = attention.nope_dim, attention.rope_dim, attention.v_dim
@@ -99,14 +103,14 @@ def _powers(attention: Any, shared_keys: bool) -> dict[str, list[float]] | None:
 
 
 class ObservedAttention:
-    """An attention function that records its logits in `largest`, which covers all heads of the model: `[heads]`."""
+    """An attention function that records its largest logits. largest: float64 `[heads]`, all heads of the model."""
 
     def __init__(self, attend: AttentionFunction, largest: Tensor, layout: Layout, split: SequenceSplit):
         self._attend, self._largest, self._split, self._tp = attend, largest, split, layout.meshes.tp
 
     @property
     def split(self) -> SequenceSplit | None:
-        """Return the division of the sequence by context parallelism, from its attention function; None without it."""
+        """Return the attention function's split of the sequence; None without context parallelism."""
         return getattr(self._attend, "split", None)
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
@@ -126,14 +130,14 @@ class ObservedAttention:
         own.copy_(torch.maximum(own, found))
 
     def _own_heads(self, heads: int) -> slice:
-        """Return this rank's heads, as a slice of the model's: all heads, or 1 / tp of them."""
+        """Return this rank's heads as a slice of the model's heads: all heads, or 1 / tp of them."""
         first = 0 if heads == len(self._largest) else heads * self._tp.get_local_rank()
         return slice(first, first + heads)
 
     def _observe(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
-        """Return the largest logit of each head, float64 `[heads]`.
+        """Return the largest logit of each head over this rank's queries, float64 `[heads]`.
 
-        q `[batch, heads, seq / cp, head_dim]`, k `[batch, kv_heads, seq / cp, head_dim]`.
+        Collective over the cp ranks. q `[batch, heads, seq / cp, head_dim]`, k `[batch, kv_heads, seq / cp, head_dim]`.
         """
         batch, heads, queries, head_dim = q.shape
         if self._split.ranks > 1:
@@ -144,7 +148,7 @@ class ObservedAttention:
         grouped = q.unflatten(1, (k.shape[1], -1))  # [batch, kv_heads, group, queries, head_dim]
         for start in range(0, queries, ROWS):
             rows = slice(start, start + ROWS)
-            # Without context parallelism no query of these sees later keys.
+            # Without context parallelism these queries see no later keys.
             seen = slice(None) if self._split.ranks > 1 else slice(min(start + ROWS, queries))
             logits = grouped[:, :, :, rows] @ k[:, :, None, seen].mT
             table = dense_part(mask.window, mask.documents, positions[rows], keys[seen])
@@ -154,7 +158,7 @@ class ObservedAttention:
 
 
 class ObservedLatents(ObservedAttention):
-    """Like `ObservedAttention`, for an attention function that takes the latents of latent attention."""
+    """Like `ObservedAttention`, for an attention function with `attend_latent`."""
 
     def attend_latent(
         self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask

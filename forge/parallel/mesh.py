@@ -1,12 +1,13 @@
-"""The one owner of meshes: which ranks share parameters, a sequence, a matrix product, the loss.
+"""All device meshes and process groups: the ranks sharing parameters, a sequence, a matrix product, the loss.
 
     parameters   (pp, dp_replicate, dp_shard x cp, tp)      mesh of dense DTensors
     experts      (pp, dp_replicate, ep_shard, ep)           mesh of experts' DTensors; ep = ep_node x ep_local
-    data         (pp, dp_replicate, dp_shard, cp, tp)       which rank reads which part of which samples
+    data         (pp, dp_replicate, dp_shard, cp, tp)       the part of the batch read by each rank
 
-All are views of the same ranks in the same order, and ep_shard * ep = dp_shard * cp * tp. tp is the fastest axis, so its
-ranks are neighbours on one node. Meshes and groups are made once and kept under a name here; nothing slices them by axis
-name later. Axes of size 1 stay, so no code tests whether an axis exists. They share one group and issue no collective.
+All are views of the same ranks in the same order, and ep_shard * ep = dp_shard * cp * tp. tp is the fastest axis, so
+its ranks are neighbours on one node. `make_meshes` makes all meshes and groups once; no other code slices meshes by
+axis name. Axes of size 1 stay, so no code tests whether an axis exists. Such axes share one group and issue no
+collective.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _IN_LAYERS = frozenset(("tp", "ep", "ep_node", "ep_local", "cp"))
 class Meshes:
     """Meshes and groups of this rank.
 
-    fsdp: the mesh for fully_shard, (dp_shard x cp), preceded by dp_replicate if there are replicas. fsdp_experts: the same
-    for experts, (ep_shard) or (dp_replicate, ep_shard). tp, ep: the 1-D meshes of tensor and expert parallelism.
+    fsdp: the mesh for fully_shard, (dp_shard x cp), preceded by dp_replicate if dp_replicate > 1. fsdp_experts: the
+    mesh for experts, (ep_shard) or (dp_replicate, ep_shard). tp, ep: the 1-D meshes of tensor and expert parallelism.
     ep_local: the ranks of ep on this rank's node. ep_node: the ranks of ep at this rank's position in each node.
-    cp: ranks that share a sequence. sequence: cp ranks and the ranks added by tensor parallelism (cp x tp).
-    loss: ranks whose losses and token counts add up to the global batch (dp x cp).
-    stage: all ranks with parts of the same layers (dp x cp x tp). pp: the ranks of one pipeline. pipeline: pp ranks and the
-    ranks whose losses add up (pp x dp x cp).
-    copies: the mesh axes over which a parameter is replicated -> the group of the ranks with the same elements.
+    cp: ranks sharing a sequence. sequence: cp and tp ranks, i.e. all ranks sharing a sequence under sequence
+    parallelism. loss: ranks whose losses and token counts add up to the global batch (dp x cp). stage: all ranks with
+    parts of the same layers (dp x cp x tp). pp: the ranks of one pipeline. pipeline: the pp and loss ranks (pp x dp x
+    cp).
+    copies: the mesh axes over which a parameter is replicated -> the group of ranks with the same elements.
     data_rank: index of this rank's part of the global batch, 0 ... data_ranks - 1.
     """
 
@@ -62,14 +63,15 @@ class Meshes:
 
 
 def make_meshes(degrees: Degrees, device_type: str, *, offloaded: bool = False) -> Meshes:
-    """Make all meshes and groups. Collective over all ranks; `degrees` must have been checked against the world size.
+    """Make all meshes and groups.
 
-    offloaded: parameters lie on the CPU (parallel.cpu_offload), so every group sends CPU tensors.
+    Collective over all ranks. `degrees` must match the world size. offloaded: parameters are on the CPU
+    (parallel.cpu_offload), so every group also needs gloo.
     """
     d, groups = degrees, _Groups(offloaded)
     parameters = _View(groups, pp=d.pp, dp_replicate=d.dp_replicate, dp_shard_cp=d.dp_shard * d.cp, tp=d.tp)
     # Optimizers exchange objects over this group, so it needs gloo. It is made first, because a later request for the
-    # same ranks returns the existing group.
+    # same ranks returns the group made first.
     stage = parameters.group("dp_replicate", "dp_shard_cp", "tp", on_cpu=True)
     experts = _View(groups, pp=d.pp, dp_replicate=d.dp_replicate, ep_shard=d.ep_shard, ep=d.ep)
     within = _View(
@@ -123,7 +125,10 @@ class _View:
         return DeviceMesh.from_group(groups, device_type, mesh=self._ranks, mesh_dim_names=self._axes)
 
     def group(self, *axes: str, on_cpu: bool = False) -> dist.ProcessGroup:
-        """Return the group of the ranks that differ from this rank only along the given axes. on_cpu: see `new_group`."""
+        """Return the group of ranks differing from this rank only along the given axes.
+
+        Collective. on_cpu: see `new_group`.
+        """
         places = [self._axes.index(axis) for axis in axes]
         last = self._ranks.movedim(places, list(range(-len(places), 0)))
         sets = last.reshape(-1, math.prod(last.shape[-len(places) :])).tolist()
@@ -131,9 +136,9 @@ class _View:
 
 
 class _Groups:
-    """Process groups, one per set of ranks, because each costs connections, memory and time at the start.
+    """Process groups, one per set of ranks, because every group costs connections, memory and start-up time.
 
-    The operations of one group wait for one another. So groups that layers wait for (`in_layers`: tp, ep, cp) are separate
+    The operations of a group run one after another. So groups used inside layers (`in_layers`: tp, ep, cp) are separate
     from FSDP's background groups on the same ranks.
     """
 
@@ -142,7 +147,7 @@ class _Groups:
         self._made: dict[tuple[bool, str], dist.ProcessGroup] = {}
 
     def one_of(self, sets: list[list[int]], in_layers: bool, on_cpu: bool) -> dist.ProcessGroup:
-        """Return the group of the set that contains this rank. Collective. sets: a partition of all ranks."""
+        """Return the group of this rank's set, made at its first request. Collective. sets: a partition of all ranks."""
         world, size = dist.group.WORLD, len(sets[0])
         assert world is not None
         in_layers = in_layers and size > 1
@@ -155,12 +160,12 @@ class _Groups:
 
 
 def new_group(world: dist.ProcessGroup, sets: list[list[int]], *, on_cpu: bool) -> dist.ProcessGroup:
-    """Make a group for each of `sets`, a partition of all ranks; return this rank's group. Collective.
+    """Make a group for each of `sets`, a partition of all ranks; return this rank's group.
 
-    on_cpu: the group has gloo besides NCCL, for objects and CPU tensors. Gloo connects every two ranks of a group, which
-    takes long and many sockets for hundreds of ranks.
+    Collective. on_cpu: add gloo to NCCL, for objects and CPU tensors. Gloo connects every pair of ranks in a group: for
+    hundreds of ranks this takes long and needs many sockets.
     """
-    if world.bound_device_id is not None:  # NCCL divides the communicator of all ranks, all sets at once
+    if world.bound_device_id is not None:  # NCCL splits the world communicator into all sets at once
         return compat.split_group(world, sets, None if on_cpu else "cuda:nccl")
     own = next(ranks for ranks in sets if dist.get_rank() in ranks)
     # Without local synchronisation, every rank would have to take part in making every set's group.

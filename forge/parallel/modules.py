@@ -1,7 +1,4 @@
-"""Functions on modules by name.
-
-They match the name patterns of configuration keys, and replace a module but keep its hooks.
-"""
+"""Match modules against name patterns of configuration keys, and replace a module while keeping its hooks."""
 
 from __future__ import annotations
 
@@ -23,16 +20,16 @@ HOOKS = (
 def matches_exact_depth(pattern: str, name: str) -> bool:
     """Return whether `pattern` matches `name` component by component: `layers.*.wq` is not `layers.0.attention.wq`.
 
-    Used for plans of tensor parallelism: a pattern that matched other modules by accident would split them.
+    Used for tensor-parallel plans: a pattern matching other modules by accident would split them.
     """
     patterns, names = pattern.split("."), name.split(".")
     return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))
 
 
 def matches_any_depth(pattern: str, name: str) -> bool:
-    """Return whether `pattern` matches the whole `name`; a component that is `*` alone matches one or more components.
+    """Return whether `pattern` matches the whole `name`; a component `*` matches one or more components.
 
-    For precision.fp32_modules, which names a kind of module at any depth: `*.router` is a router anywhere. Other
+    For precision.fp32_modules, whose patterns name modules at any depth: `*.router` matches every router. Other
     components are ordinary globs: `*norm` matches `attention_norm`, never `attention.norm`.
     """
 
@@ -47,7 +44,7 @@ def matches_any_depth(pattern: str, name: str) -> bool:
 
 
 def has_all_names(model: nn.Module) -> bool:
-    """Return whether `model` is a whole model, not a pipeline stage. Only then an unknown name is a mistake."""
+    """Return whether `model` is a whole model, not a pipeline stage. In a stage, a name without a module is no mistake."""
     return getattr(model, "is_whole", True)
 
 
@@ -57,7 +54,7 @@ def for_all_layers(names: Iterable[str]) -> set[str]:
 
 
 def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Put `new` in the place of the module `name` of `model`, with its hooks."""
+    """Replace the module `name` of `model` by `new`, which takes over the hooks."""
     carry_hooks(model.get_submodule(name), new)
     model.set_submodule(name, new)
 
@@ -65,10 +62,10 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
 def carry_hooks(old: nn.Module, new: nn.Module) -> None:
     """Give `new` all forward hooks and pre-hooks of `old`, in order.
 
-    A hook that takes keyword arguments gets them from `new` too.
+    Hooks registered with keyword arguments keep receiving them.
     """
     for name in HOOKS:
-        # The dictionaries themselves, so that a hook's handle can still remove it.
+        # Share the dictionaries themselves, so a hook's handle can still remove it.
         setattr(new, name, getattr(old, name))
 
 

@@ -1,29 +1,30 @@
 """How initial values and learning rates depend on the model's width and depth, by `optimizer.parametrization`.
 
-mup is the maximal update parametrization (Yang et al. 2022, arXiv:2203.03466, table 8), completep its extension to depth with
-alpha = 1 (Dey et al. 2025, arXiv:2505.01618, table 1). With m = dim / base_dim and, under completep,
+mup is the maximal update parametrization (Yang et al. 2022, arXiv:2203.03466, table 8). completep extends it to depth
+with alpha = 1 (Dey et al. 2025, arXiv:2505.01618, table 1). With m = dim / base_dim and, under completep,
 d = n_layers / base_depth:
                                       multiplier   initial std   learning rate   eps
     embedding, final norm             1            1             1               1 / m
     head                              1 / m        1             1               1 / m
-    matrices inside blocks            1            m^-1/2        1 / m           1 / (m d)
-    of them the last of each branch   1 / d        m^-1/2        1 / m           1 / (m d)
+    matrices inside blocks, except:   1            m^-1/2        1 / m           1 / (m d)
+    last matrix of each branch        1 / d        m^-1/2        1 / m           1 / (m d)
     router, gate of shared experts    1 / m        1             1               1 / (m d)
     queries of attention residuals    1 / m        0             1               1 / (m d)
     vectors inside blocks             1            1             1               1 / (m d)
 
 and queries have the multiplier sqrt(base_head_dim / head_dim), for scores divided by head_dim.
 
-No multiplier is part of the forward. If an optimizer's updates do not depend on the scale of gradients, a multiplier on a
-layer's output is equivalent to the same factor on the initial values and the learning rate of the layer's last matrix,
-and its inverse on eps. So a model is the same function of its weights under every parametrization, and exports and
-samples as usual. The multiplier of the logits is applied to the head or, with tied
-embeddings, to the final norm.
+No multiplier is part of the forward. If an optimizer's updates do not depend on the scale of gradients, a multiplier on
+a layer's output is equivalent to the same factor on the initial values and the learning rate of the layer's last
+matrix, and its inverse on eps. So a model is the same function of its weights under every parametrization, and export
+and sampling need no changes. The logits' multiplier is applied to the head or, with tied embeddings, to the final norm.
 
-An orthogonalised update (Muon) has a fixed spectral norm instead of a fixed size of its elements. It should grow as
-sqrt(rows / columns) (Yang et al. 2023, arXiv:2310.17813). For a whole matrix this ratio does not change with the width, so
-its factor is 1. Weight decay is divided by the factor of the learning
-rate, so that their product is the same at every size. With the sizes of the base all factors are 1.
+An orthogonalised update (Muon) has a fixed spectral norm instead of a fixed size of its elements. This norm should grow
+as sqrt(rows / columns) (Yang et al. 2023, arXiv:2310.17813). For a whole matrix this ratio does not change with the
+width, so the learning rate's factor is 1.
+
+Weight decay is divided by the factor of the learning rate, so their product is the same at every size. For the base
+model's sizes all factors are 1.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ VECTORS = re.compile(r"bias$|\.conv\.|\.decay\.|norm\.weight$|sinks\.")
 def describe(
     model: nn.Module, shards: Sequence[Shard], config: Config
 ) -> tuple[dict[str, float | Normal | Uniform], list[Shard]]:
-    """Return the initial values of `model` by name, and its `shards` with the kind, heads and rates of their parameters.
+    """Return the initial values of `model` by parameter name, and `shards` with kind, heads and rates set.
 
-    Call it for all shards that an optimizer gets: optimizers treat a parameter by its kind, heads and rates.
+    Every shard passed to an optimizer needs this, because optimizers depend on kind, heads and rates.
     """
     known: Any = model
     kinds, heads = parameter_kinds(model), known.heads() if hasattr(model, "heads") else {}
@@ -76,7 +77,10 @@ def describe(
 def parametrize(
     starts: Mapping[str, float | Normal | Uniform], shards: Sequence[Shard], config: Config
 ) -> tuple[dict[str, float | Normal | Uniform], list[Shard]]:
-    """Return `starts` (initial values by name under the standard rules) after scaling, and `shards` with their rates."""
+    """Return scaled initial values by parameter name, and `shards` with rates set.
+
+    starts: initial values under the standard rules.
+    """
     scaled = dict(starts)
     if config.optimizer.parametrization == "standard":
         return scaled, list(shards)
@@ -95,7 +99,7 @@ def parametrize(
 
 
 def factors(shard: Shard, config: Config) -> tuple[float, Rates]:
-    """Return the factor of a parameter's initial values, and the parameter's `Rates`."""
+    """Return a parameter's factor of the initial values, and its `Rates`."""
     name, optimizer, model = shard.name, config.optimizer, config.model
     base, deep = optimizer.mup, optimizer.parametrization == "completep"
     width = model.dim / base.base_dim
@@ -107,22 +111,22 @@ def factors(shard: Shard, config: Config) -> tuple[float, Rates]:
         return multiplier, Rates(multiplier, multiplier, eps)
     start = multiplier / sqrt(width)
     if deep and PROJECTIONS.match(name):
-        # The standard initial values shrink by the root of the depth; the multiplier replaces this factor.
+        # The standard initial values are divided by the square root of the depth; the multiplier replaces this factor.
         start *= sqrt(depth)
     orthogonal = multiplier
     if optimizer.muon.adjust_lr == "match_rms_adamw":
-        orthogonal /= sqrt(width)  # its factor grows with the root of the larger side
+        orthogonal /= sqrt(width)  # match_rms_adamw's factor grows with the square root of the larger side
     if optimizer.muon.split_heads and shard.heads > 1:
         orthogonal *= sqrt(_head_growth(config) / width)  # rows and columns of a head
     return start, Rates(multiplier / width, orthogonal, eps)
 
 
 def _multiplier(name: str, config: Config, width: float, depth: float) -> float:
-    """Return the parameter's multiplier in the table of the module docstring, as a product over all rows that apply."""
+    """Return the parameter's multiplier (see the table in the module docstring): the product over all applicable rows."""
     model = config.model
     embedding = (
         1 / sqrt(width) if model.scale_embeddings else 1.0
-    )  # the model multiplies by the root of its width
+    )  # the model multiplies embeddings by the square root of its width
     if name == "embedding.weight":
         return embedding
     logits = 1 / (width * embedding) if model.tie_embeddings else 1.0
@@ -142,7 +146,7 @@ def _multiplier(name: str, config: Config, width: float, depth: float) -> float:
 
 
 def _head_growth(config: Config) -> float:
-    """Return the size of a query head divided by that in the base model."""
+    """Return head_dim / base_head_dim: the size of a query head relative to the base model's."""
     base, latent = config.optimizer.mup.base_head_dim, config.model.latent
     size = config.model.head_dim if latent is None else latent.qk_nope_head_dim + latent.qk_rope_head_dim
     return size / base if base else 1.0

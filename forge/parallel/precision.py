@@ -1,14 +1,14 @@
 """The compute dtype of every parameter, and FSDP's units, each with one compute dtype.
 
-The results depend on the dtypes alone, not on the units. The policy is the dtype precision.compute. A largest subtree
-of modules whose parameters have another dtype casts its inputs to that dtype, and its outputs back to the policy
-(forge/parallel/blocks.py). So a module in float32 leaves a bfloat16 stream unchanged. FSDP's units follow these borders
-within each part of the model, e.g. the embedding or a block:
+Results depend only on the dtypes, not on the units. The policy is the dtype precision.compute. A maximal subtree of
+modules with another compute dtype casts its inputs to this dtype and its outputs back to the policy
+(forge/parallel/blocks.py). So a float32 module leaves the residual stream in bfloat16. FSDP's units follow these
+borders within each part of the model, e.g. the embedding or a block:
 
     one dtype      the part is one unit
-    several        the dtype with the most elements forms one unit; each largest subtree in another dtype is a unit
+    several        the dtype with the most elements forms one unit; each maximal subtree in another dtype, another unit
 
-The routed experts of a layer are separate units, because other ranks share them.
+The routed experts of a layer are separate units, because they are sharded over other ranks.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 def pinned_parameters(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
-    """Return the parameters under every module matched by a pattern of `precision.fp32_modules`.
+    """Return all parameters of modules matched by a pattern of `precision.fp32_modules`.
 
-    Raises UserError for a pattern that matches no module with parameters, unless it is the key's default: a dense model
-    has no router.
+    Raises UserError for a pattern matching no module with parameters. The key's default patterns may match nothing,
+    e.g. because a dense model has no router.
     """
     modules = {name: set(module.parameters()) for name, module in model.named_modules() if name}
     pinned: set[nn.Parameter] = set()
@@ -58,9 +58,9 @@ def compute_dtypes(
     policy: torch.dtype,
     pinned: Collection[nn.Parameter] = frozenset(),
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the compute dtype of each parameter: promote(float32, policy) if the parameter is pinned, else the policy.
+    """Return the compute dtype of each parameter: promote(float32, policy) if pinned, else the policy.
 
-    Parameters that are not floating-point keep their dtype.
+    Parameters without a floating-point dtype keep their dtype.
     """
 
     def resolve(parameter: nn.Parameter) -> torch.dtype:
@@ -73,7 +73,10 @@ def compute_dtypes(
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules whose parameters are gathered together, the dtype of the gather, and whether the modules are routed experts."""
+    """Modules whose parameters FSDP gathers together.
+
+    compute: dtype of the gather. experts: the modules are routed experts.
+    """
 
     modules: tuple[nn.Module, ...]
     compute: torch.dtype
@@ -85,8 +88,9 @@ def plan_units(
 ) -> tuple[list[list[Unit]], dict[nn.Parameter, torch.dtype]]:
     """Return the units of `model` in the order of forward, and the compute dtype of every parameter.
 
-    Each part that is gathered separately has one group of units; the root's is last. A group has several units if dtypes
-    differ, an inner unit before its outer one. Raises UserError if precision.fp32_modules cannot be followed.
+    Each separately gathered part of the model has one group of units; the root's group is last. A group has several
+    units if compute dtypes differ, or for routed experts; an inner unit comes before its outer unit. Raises UserError
+    if precision.fp32_modules is invalid for the model.
     """
     pinned, policy = pinned_parameters(model, precision.fp32_modules), DTYPES[precision.compute]
     groups: list[list[Unit]] = []
@@ -97,7 +101,7 @@ def plan_units(
         groups.append(_units(part, resolved))
         dtypes |= resolved
     if not any(unit.modules == (model,) for unit in groups[-1]):
-        # The root of FSDP is the whole model even if no parameter is left for it.
+        # FSDP's root is the whole model, even if no parameter is left for the root.
         groups[-1].append(Unit((model,), policy))
     return groups, dtypes
 
@@ -105,7 +109,7 @@ def plan_units(
 def _parts(model: Transformer) -> list[list[nn.Module]]:
     """Return the parts of the model: embedding, each block, norm with head.
 
-    Parts that share a parameter are joined. A tied embedding is left to the root.
+    Parts sharing a parameter are joined. A tied embedding is left to the root.
     """
     parts: list[list[nn.Module | None]] = [[layer] for layer in model.layers.values()]
     if model.config.tie_embeddings:
@@ -117,7 +121,7 @@ def _parts(model: Transformer) -> list[list[nn.Module]]:
 
 
 def _units(part: list[nn.Module], dtypes: dict[nn.Parameter, torch.dtype]) -> list[Unit]:
-    """Return the units of `part`, experts' units first."""
+    """Return the units of `part`, the experts' units first."""
     experts = [module for root in part for module in root.modules() if isinstance(module, Experts)]
     inner = [replace(unit, experts=True) for module in experts for unit in uniform_units([module], dtypes)]
     return inner + uniform_units(part, dtypes, apart=set(_parameters(experts)))
@@ -130,9 +134,9 @@ def uniform_units(
 ) -> list[Unit]:
     """Divide the parameters of `modules` into units with one compute dtype each, nested units first.
 
-    dtypes: compute dtype of each parameter; parameters without an entry are ignored. apart: parameters for which the
-    caller makes separate units, nested in the returned units. Raises UserError if one module has parameters of different
-    dtypes, because units consist of whole modules.
+    dtypes: compute dtype of each parameter; parameters without an entry are ignored. apart: parameters ignored because
+    they already have separate units, nested in the returned units. Raises UserError if one module has parameters of
+    different dtypes, because units consist of whole modules.
     """
     keys = {p: dtypes[p] for p in _parameters(modules) if p in dtypes and p not in apart}
     sizes: Counter[torch.dtype] = Counter()
@@ -140,7 +144,7 @@ def uniform_units(
         sizes[key] += parameter.numel()
     if len(sizes) <= 1:
         return [Unit(tuple(modules), compute) for compute in sizes]
-    # Of dtypes with equally many elements the last is the rest: `max` and dictionaries keep the order of the parameters.
+    # Among dtypes with equally many elements, take the one whose first parameter comes last.
     rest = max(reversed(sizes), key=lambda key: sizes[key])
 
     borders: dict[nn.Parameter, Any] = {**keys, **dict.fromkeys(apart)}
@@ -167,10 +171,11 @@ def uniform_units(
 
 
 def maximal_subtrees(module: nn.Module, keys: dict[nn.Parameter, Any]) -> list[tuple[nn.Module, Any]]:
-    """Return (subtree, key) of the largest subtrees of `module` whose parameters all have one key, in modules' order.
+    """Return (subtree, key) for the largest subtrees of `module` whose parameters all have one key.
 
-    Parameters without a key are ignored, and so are subtrees without parameters. Containers that are never called
-    (ModuleList, ModuleDict) are not subtrees, but their children are. No subtree is inside another.
+    Subtrees are in the order of modules. No subtree is inside another. Parameters without a key are ignored, and so are
+    subtrees without parameters. Containers without a forward (ModuleList, ModuleDict) are not returned; their children
+    may be.
     """
     found = [pair for child in module.children() for pair in maximal_subtrees(child, keys)]
     held = {keys[p] for p in module.parameters() if p in keys}
@@ -179,7 +184,7 @@ def maximal_subtrees(module: nn.Module, keys: dict[nn.Parameter, Any]) -> list[t
 
 
 def joined_by_parameters(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    """Join those of `groups` that share a parameter. A joined group takes the position of its first member."""
+    """Join groups sharing a parameter. A joined group takes the position of its first member."""
     joined: list[list[nn.Module]] = []
     for group in groups:
         owned = set(_parameters(group))

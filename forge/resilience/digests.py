@@ -1,7 +1,8 @@
 """Compare digests of replicated tensors between ranks.
 
-Every rank updates its replica by itself and never sends it again. So a flipped bit on one rank stays, and the replicas
-diverge while the loss may look normal. The check takes one pass over the tensors and one small all-gather, before a save.
+Every rank updates its replicas independently and never sends them again. So a flipped bit on one rank persists, and the
+replicas diverge while the loss may look normal. The check runs before a save and costs one pass over the tensors and
+one small all-gather.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ Copy = tuple[str, Tensor, ProcessGroup]
 def digest(tensor: Tensor) -> Tensor:
     """Return a 64-bit digest of the bits of `tensor`: an int64 scalar on its device, without a host sync.
 
-    The digest is the weighted sum of the elements, as integers with odd weights, modulo 2^64. It does not depend on the
-    order of addition, and any single flipped bit changes it.
+    The digest is a weighted sum of the elements, read as integers, with odd weights, modulo 2^64. The sum does not
+    depend on the order of addition, and any single flipped bit changes the sum.
     """
     bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
     places = torch.arange(min(CHUNK, len(bits)), device=tensor.device)
@@ -41,10 +42,10 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def differing_copies(copies: Iterable[Copy], device: torch.device) -> list[str]:
-    """Return one sentence for each tensor that differs between ranks, the same list on every rank. Collective.
+    """Return one sentence for each tensor that differs between ranks; the list is equal on all ranks.
 
-    copies: name, this rank's tensor, and the group of its replicas; in the same order on all ranks of a group. With more than
-    two replicas, the sentence names the ranks that differ from the majority.
+    Collective. copies: (name, this rank's tensor, group of its replicas), in the same order on all ranks of a group.
+    With more than two replicas, the sentence names the ranks that differ from the majority.
     """
     by_group: dict[ProcessGroup, list[tuple[str, Tensor]]] = {}
     for name, tensor, group in copies:
@@ -68,7 +69,7 @@ def differing_copies(copies: Iterable[Copy], device: torch.device) -> list[str]:
 
 
 def _gather(digests: list[Tensor], group: ProcessGroup) -> Tensor:
-    """Return the digests of all ranks: int64 `[ranks of the group, tensors]`."""
+    """Return the digests of all ranks of `group`: int64 `[ranks, tensors]`. Collective."""
     mine = torch.stack(digests)
     of_all = mine.new_empty(group.size() * len(mine))
     compat.all_gather_into(of_all, mine, group).wait()

@@ -1,4 +1,4 @@
-"""Decide on each rank of an elastic run whether a stop concerns the whole run, this node or another node.
+"""Elastic runs: decide on each rank whether a stop concerns the whole run, this node or another node.
 
 `scripts/elastic.py` sets FORGE_NODES, e.g. 2:3, in the environment of its ranks.
 """
@@ -14,7 +14,7 @@ from forge.resilience.stopping import SIGNALS
 from forge.runtime.distributed import gather_from_ranks
 from forge.runtime.errors import FINISHED, STOPPED
 
-# Agents notice a joining or leaving node within a fraction of a second of each other.
+# All agents notice a joining or leaving node within a fraction of a second of each other.
 OWN_SIGNAL_S = 3.0
 _SIGNAL_NAMES = {signal.Signals(number).name for number in SIGNALS}
 
@@ -31,7 +31,10 @@ def may_leave() -> bool:
 
 
 def leave() -> None:
-    """Ask this node's agent to leave the run. All ranks of the run then save, and the other nodes continue without it."""
+    """Ask this node's agent to leave the run.
+
+    All ranks of the run then save, and the other nodes continue without this node.
+    """
     os.kill(os.getppid(), signal.SIGTERM)
 
 
@@ -42,11 +45,11 @@ def exit_code_after_stop(
 
     reason: this rank's reason to stop; None if another rank requested the stop.
 
-    If the launcher has restarts left, the code of a planned stop is 0. After any other code the launcher would restart
-    the run at once. Job scripts find the reason in status.json.
-    In an elastic run, a signal to the ranks of some nodes means that these nodes leave, or that all agents are about to
-    repeat the rendezvous. A rank without a signal then waits for its agent's signal. If none comes, the code is 75, so
-    that the agent joins the rendezvous again.
+    If the launcher has restarts left, the exit code of a planned stop is 0, because after any other code the launcher
+    would restart the run at once. Job scripts find the reason in status.json. In an elastic run, a signal to the ranks
+    of some nodes means that these nodes leave, or that all agents are about to repeat the rendezvous. A rank without a
+    signal then waits for its agent's signal, up to `patience_s` seconds. Without such a signal, the exit code is 75, so
+    the agent joins the rendezvous again.
     """
     code = FINISHED if restarts_left > 0 else STOPPED
     if not is_elastic():

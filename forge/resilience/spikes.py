@@ -1,4 +1,4 @@
-"""Spikes of loss and gradient norm, detected by medians over a window, because outliers do not change a median."""
+"""Detect spikes of loss and gradient norm by medians over a window, because outliers hardly change a median."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
-# The standard deviation of a normal distribution, in median absolute deviations.
+# The standard deviation of a normal distribution in units of its median absolute deviation.
 DEVIATIONS = 1.4826
-# Lower bound of a deviation, relative to the median: with nearly equal losses, every loss would be a spike otherwise.
+# Lower bound of the deviation, relative to the median. Otherwise, with nearly equal losses, every loss would be a
+# spike.
 FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest loss and gradient norm of a step that is not a spike."""
+    """The limits of loss and gradient norm. A step above either limit is a spike."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -26,11 +27,11 @@ class Limits:
 
 @dataclass
 class SpikeWindow:
-    """Loss and gradient norm of the latest steps; a part of the training state.
+    """Loss and gradient norm of the latest steps; part of the training state.
 
-    Limits derive from the median and the median absolute deviation. So a spike in the window does not hide another, and a
-    lasting new level becomes the usual one. Non-finite numbers are left out. The limits of step n use steps up to n - 2,
-    whose results every rank has when step n is launched, even just after a resume.
+    Limits derive from the median and the median absolute deviation. So a spike in the window does not hide another
+    spike, and a lasting new level becomes the median. Non-finite numbers are left out. The limits of step n use steps
+    up to n - 2: every rank has their results when step n is launched, even just after a resume.
     """
 
     size: int = 128
@@ -38,14 +39,14 @@ class SpikeWindow:
     entries: list[tuple[int, float, float]] = field(default_factory=list)
 
     def add(self, step: int, loss: float, grad_norm: float) -> None:
-        """Add a step, unless its numbers are not finite."""
+        """Add a step. A step with a non-finite number is ignored."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.entries.append((step, loss, grad_norm))
-            # One more than `size`, because `limits` may leave the latest out.
+            # Keep one more than `size`, because `limits` may leave the latest step out.
             del self.entries[: -self.size - 1]
 
     def limits(self, step: int) -> Limits:
-        """Return the limits of `step`: none until half of the window is filled."""
+        """Return the limits of `step`; infinite until half of the window is filled."""
         known = [entry for entry in self.entries if entry[0] <= step - 2][-self.size :]
         if 2 * len(known) < self.size:
             return Limits()
@@ -59,7 +60,7 @@ class SpikeWindow:
         return list(self.entries)
 
     def load(self, state: Iterable[tuple[int, float, float]]) -> None:
-        """Load the result of `state`, which may come from a window of another size."""
+        """Load the result of `state`, possibly from a window of another size."""
         self.entries = [(int(step), float(loss), float(norm)) for step, loss, norm in state][-self.size - 1 :]
 
 

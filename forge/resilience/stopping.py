@@ -1,6 +1,6 @@
-"""Requests to stop after a save: by SIGTERM, SIGINT, SIGUSR1 or SIGHUP, or because the job's time limit is near.
+"""Requests to stop after a save, by SIGTERM, SIGINT, SIGUSR1 or SIGHUP, or because the time limit is near.
 
-train.py imports this module before all slow imports, so nothing here may import torch.
+train.py imports this module before all slow imports, so it must not import torch.
 """
 
 from __future__ import annotations
@@ -20,32 +20,35 @@ from forge.runtime.errors import STOPPED
 from forge.runtime.terminal import stderr
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# Signals within this time of each other are one request. At a preemption or time limit Slurm sends SIGTERM twice within
-# milliseconds, to torchrun and to its workers, and torchrun forwards each to its workers again.
+# Signals within this number of seconds of each other are one request. At a preemption or time limit, Slurm sends
+# SIGTERM twice within milliseconds, to torchrun and to its workers, and torchrun forwards each signal to its workers.
 SAME_REQUEST_S = 2.0
 # Before the first save: the fraction of the time limit reserved for a save, and its upper bound in seconds.
 UNKNOWN_SAVE, UNKNOWN_SAVE_S = 0.05, 600.0
-# All ranks see the request to stop one step later, and that step may be slower than the previous ones.
+# Number of steps to reserve. All ranks see a request one step later, and this step may be slower than the previous
+# steps.
 STEPS = 3
 
 _active: StopSignals | None = None
 
 
 class StopSignals:
-    """Context manager; in its body a signal requests a stop instead of ending the process. Main thread only.
+    """Context manager. In its body, a signal requests a stop instead of ending the process.
 
-    Before `defer` is called, the first request ends the process at once with exit code 75: no step has been made, so
-    nothing is lost. `leaving(reason)` is called first, in another thread.
+    Use only in the main thread.
 
-    After `defer` the first request sets `reason`, which the training loop shares with all ranks. The second only prints a
-    message, because a save may be running. The third ends the process at once with exit code 75. Signals within
-    SAME_REQUEST_S of each other are one request.
+    Before `defer` is called, the first request ends the process at once with exit code 75, because no step has been
+    made and nothing is lost. `leaving(reason)` is called first, in another thread.
 
-    Entering another instance in the body disables the outer one.
+    After `defer`, the first request sets `reason`, which the training loop shares with all ranks. The second request
+    only prints a message, because a save may be running. The third request ends the process at once with exit code 75.
+    Signals within SAME_REQUEST_S of each other are one request.
 
-    Python runs a signal handler in the main thread between two bytecodes, so not while that thread waits in a hanging
-    collective. So a second thread, woken by the interpreter's C handler, counts the requests, prints the messages, and ends
-    the process; the handler itself only sets `reason`.
+    Entering another instance in the body disables the outer instance.
+
+    Python runs a signal handler in the main thread between two bytecodes, so not while this thread waits in a hanging
+    collective. Therefore a second thread, woken by the interpreter's C handler, counts the requests, prints the
+    messages, and ends the process. The handler itself only sets `reason`.
     """
 
     def __init__(self) -> None:
@@ -55,7 +58,7 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def defer(self) -> None:
-        """Stop later: after this call a request lets the run finish the step and save first."""
+        """From now on, let the run finish its step and save before it stops."""
         self.deferred = True
 
     def __enter__(self) -> StopSignals:
@@ -86,13 +89,13 @@ class StopSignals:
         self._counting.join(timeout=1.0)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        # A handler interrupts any Python code, including logging, so it must neither take a lock nor log.
+        # A handler may interrupt any Python code, including logging, so it must neither take a lock nor log.
         self.reason = self.reason or signal.Signals(number).name
 
     def _count_requests(self, listening: int) -> None:
         """Print the effect of each request, and end the process after the third one, or after the first before `defer`.
 
-        listening: read end of the pipe into which the interpreter writes the number of each signal. Returns when the
+        listening: read end of a pipe; the interpreter writes the number of each signal to the pipe. Returns when the
         write end is closed.
         """
         requests, last = 0, -math.inf
@@ -143,14 +146,15 @@ def _restore_in_child() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-# SIGTERM must end a forked child, and must not wake our thread: signals wait until the child has restored the handlers.
+# SIGTERM must end a forked child and must not wake the parent's thread. So signals are blocked until the child has
+# restored the handlers.
 os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_in_child)
 
 
 class TimeLimit:
-    """The time limit of a process that began at `began` (monotonic clock) and must have saved and ended `limit_s` later.
+    """The time limit of a process: it must have saved and ended `limit_s` seconds after `began` (monotonic clock).
 
-    limit_s 0: no limit. `enter` listens to the run's phases, to measure the duration of steps and evaluations.
+    limit_s 0: no limit. `enter` listens to the run's phases, to measure the durations of steps and evaluations.
     """
 
     def __init__(self, limit_s: float, began: float):
@@ -159,7 +163,7 @@ class TimeLimit:
         self._recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=10))
 
     def enter(self, phase: str, _step: int) -> None:
-        """Call when `phase` begins and the previous one has ended."""
+        """Call when `phase` begins and the previous phase has ended."""
         now = time.monotonic()
         self._recent[self._phase].append(now - self._since)
         self._phase, self._since = phase, now
@@ -168,7 +172,7 @@ class TimeLimit:
         """Return whether the run must stop now. save_s: duration of the slowest save so far; 0: no save yet."""
         if not self._limit_s:
             return False
-        # In the worst case a save is in flight, and the final one has to wait for it.
+        # In the worst case a save is in flight, and the final save has to wait for it.
         saves = 2 * save_s if save_s else min(UNKNOWN_SAVE * self._limit_s, UNKNOWN_SAVE_S)
         steps = STEPS * sum(max(self._recent[phase], default=0.0) for phase in ("data", "step"))
         reserve = saves + steps + max(self._recent["evaluation"], default=0.0)

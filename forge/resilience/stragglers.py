@@ -1,8 +1,8 @@
-"""Find the rank that slows the others down, and the slow phase.
+"""Find a straggler, i.e. a rank that slows the others down, and its slow phase.
 
-Ranks wait for each other in every step, so the step time is the same on all of them. Only the time of a rank's own work
-differs: waiting for its data, the forward of one block (after its parameters are gathered), and the optimizer. The forward
-is timed in the first microbatch of each step; on a GPU by CUDA events, without a synchronisation.
+Ranks wait for each other in every step, so the step time is equal on all ranks. Only the time of a rank's own work
+differs: waiting for its data, the forward of one block (after its parameters are gathered), and the optimizer. The
+forward is timed in the first microbatch of each step; on a GPU by CUDA events, without a synchronisation.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from forge.runtime.causes import Cause
 log = logging.getLogger(__name__)
 
 PHASES = ("data", "forward", "optimizer")
-# Report a rank only if it costs this many seconds per step: smaller delays are common on a busy machine.
+# Report a rank only if it costs at least this number of seconds per step, because smaller delays are common on a busy
+# node.
 LEAST_S = 0.01
 
 
 class Stragglers(Hook):
-    """Compares all ranks every `straggler_interval` steps, and logs those that lengthen a step by `straggler_factor`.
+    """Compares all ranks every `straggler_interval` steps, and reports ranks lengthening a step by `straggler_factor`.
 
-    The forward of the last block of `parts` shows this rank's compute speed. Ranks of one tensor- or context-parallel group
-    wait for each other in it, so they are slow together. `report_event(kind, **fields)` writes an event.
+    The forward of the last block of `parts` measures this rank's compute speed. Ranks of one tensor- or
+    context-parallel group wait for each other in this forward, so they are slow together. `report_event(kind,
+    **fields)` writes an event.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Stragglers(Hook):
         self._interval, self._factor = config.straggler_interval, config.straggler_factor
         self._report_event = report_event
         self._on_cuda = device.type == "cuda"
-        # Begin and end of each phase on the clock.
+        # Phase -> (begin, end) on the clock, for each step.
         self._spans: dict[str, list[tuple[Any, Any]]] = {"forward": [], "optimizer": []}
         self._data_s: list[float] = []
         self._step_s: list[float] = []
@@ -55,7 +57,7 @@ class Stragglers(Hook):
         self._drain_after, self._slow_in_a_row = config.drain_stragglers, 0
         self._gathering: tuple[int, torch.Tensor, dist.Work | None] | None = None
         blocks = [block for part in parts for block in part.layers.values()]
-        if blocks:  # a stage of a pipeline may own none
+        if blocks:  # a pipeline stage may have no blocks
             blocks[-1].register_forward_pre_hook(self._begin_forward)
             blocks[-1].register_forward_hook(self._end_forward)
 
@@ -73,9 +75,9 @@ class Stragglers(Hook):
         self._spans["optimizer"].append((self._optimizer_began, self._now()))
 
     def after_step(self, step: int) -> None:
-        """Compare the ranks every `straggler_interval` steps; collective then.
+        """Compare the ranks every `straggler_interval` steps.
 
-        Does not wait: the times are read one step later.
+        Collective in these steps. Does not wait: the times are read one step later.
         """
         self._timing_forward = False
         if self._gathering is not None:
@@ -120,7 +122,7 @@ class Stragglers(Hook):
             )
 
     def _drain(self, step: int, slow: set[int]) -> None:
-        """Let this rank's node leave the run if the rank has been slow repeatedly. Call on every rank."""
+        """Make this rank's node leave the run if the rank has been slow repeatedly. Call on every rank."""
         self._slow_in_a_row = self._slow_in_a_row + 1 if dist.get_rank() in slow else 0
         if self._slow_in_a_row >= self._drain_after and may_leave():
             log.warning(
@@ -142,7 +144,10 @@ class Stragglers(Hook):
             self._timing_forward = False
 
     def _now(self) -> Any:
-        """Return a point on the clock. On CUDA, an event of the stream: its time is known once the stream has passed it."""
+        """Return the current time: in seconds on the CPU, as an event on CUDA.
+
+        The time of an event is known once the stream has passed the event.
+        """
         if not self._on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -152,15 +157,16 @@ class Stragglers(Hook):
     def _seconds(self, spans: list[tuple[Any, Any]]) -> list[float]:
         if not self._on_cuda:
             return [ended - began for began, ended in spans]
-        # The latest steps may still be running. Their times are left out instead of waited for.
+        # The latest steps may still be running. Leave their times out, to avoid waiting.
         return [began.elapsed_time(ended) / 1e3 for began, ended in spans if ended.query()]
 
 
 def slow_ranks(table: Sequence[Sequence[float]], factor: float) -> list[tuple[int, str, float, float]]:
-    """Return (rank, phase, its seconds, the median rank's seconds) for ranks whose delay lengthens a step by `factor`.
+    """Return (rank, phase, the rank's seconds, the median rank's seconds) for ranks lengthening a step by `factor`.
 
-    table: for each rank the seconds of data, forward, optimizer and of the whole step. One block's forward represents all
-    computation: the step loses the same fraction of its time. A forward of 0 means that the rank has timed none.
+    table: for each rank, the seconds of data, forward, optimizer and whole step. The forward of one block represents
+    all computation: the step is assumed to lose the same fraction of its time. A forward of 0 means that the rank has
+    timed no forward.
     """
     step_s = median_low([row[len(PHASES)] for row in table])
     least = max((1 - 1 / factor) * step_s, LEAST_S)

@@ -1,9 +1,9 @@
 """Watchdog: end a hanging process after writing its stacks.
 
-PyTorch's own timeouts end a waiting collective. They do not see a sleeping rank, an unresponsive file system or a
-compiler that never ends, and they write no stacks. The watchdog's thread knows the process's current phase and its time
-limit. Every rank has a watchdog. If one rank hangs, the others soon wait for it, so all stacks are written at about the
-same time.
+PyTorch's own timeouts end a waiting collective. These timeouts do not detect a sleeping rank, an unresponsive file
+system or an endless compilation, and write no stacks. The watchdog's thread knows the current phase of the process and
+the phase's time limit. Every rank has a watchdog. If one rank hangs, the others soon wait for it, so all ranks write
+their stacks at about the same time.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from forge.runtime.errors import FAILED, WATCHDOG
 
 log = logging.getLogger(__name__)
 
-# If the interpreter lock is never released, our thread cannot run. C code then writes the stacks this many seconds later.
+# If the interpreter lock is never released, the watchdog's thread cannot run. C code then writes the stacks this number
+# of seconds later.
 NET_S = 30.0
-# A step may take this many times the median of the last ones, and at least LEAST_S seconds: a compiler may be running.
+# A step may take TIMES_MEDIAN times the median of the last STEPS steps, and at least LEAST_S seconds, because a
+# compiler may be running.
 TIMES_MEDIAN, LEAST_S, STEPS = 20.0, 300.0, 32
-# After this many failed calls of `alarm` in a row, the rendezvous store counts as gone.
+# After this number of failed calls of `alarm` in a row, the rendezvous store counts as lost.
 ALARM_TRIES = 3
 
 
 def bounds(config: Resilience) -> dict[str, tuple[float, str]]:
-    """Return the time limit of each phase in seconds (0: no limit), and the key that sets it."""
+    """Return phase -> (time limit in seconds, configuration key); 0: no limit."""
     keys = {
         "set-up": "setup_timeout_s",
         "first step": "first_step_timeout_s",
@@ -51,10 +53,11 @@ def bounds(config: Resilience) -> dict[str, tuple[float, str]]:
 
 
 def step_bound(configured: float, seconds: Sequence[float]) -> float:
-    """Return a step's time limit in seconds, from the seconds of earlier steps. It is at most `configured` (0: no limit).
+    """Return a step's time limit in seconds; 0: no limit.
 
-    The first steps may take as long as `configured`. Later steps have a shorter limit, a multiple of the median step,
-    because all GPUs are idle during a hang.
+    configured: the configured limit; 0: no limit. seconds: durations of earlier steps. The first steps may take as long
+    as `configured`. Later steps have a shorter limit, a multiple of the median step, because all GPUs are idle during a
+    hang.
     """
     if not configured or len(seconds) < STEPS // 4:
         return configured
@@ -62,16 +65,16 @@ def step_bound(configured: float, seconds: Sequence[float]) -> float:
 
 
 def collective_timeout_s(config: Resilience) -> float:
-    """Return the timeout of collectives in seconds. It ends only hangs that the watchdog does not see.
+    """Return the timeout of collectives in seconds, for hangs not detected by the watchdog.
 
-    It is longer than the limit of every phase, so that the watchdog acts first: its report has the stacks.
+    The timeout is longer than the limit of every phase, so the watchdog acts first and its report has the stacks.
     """
     default = 1800.0
     return max(seconds or default for seconds, _ in bounds(config).values()) + 2 * NET_S
 
 
 class Alarm(NamedTuple):
-    """The reason why ranks are ended, and their exit code. ranks: those at fault, if known."""
+    """The reason for ending ranks, and their exit code. ranks: the ranks at fault, if known."""
 
     reason: str
     exit_code: int
@@ -80,17 +83,21 @@ class Alarm(NamedTuple):
 
 
 class Watchdog:
-    """Context manager. In its body each phase must end within its bound, otherwise the process exits with code 76.
+    """Context manager. In its body each phase must end within its bound; otherwise the process exits with code 76.
 
-    bounds: phase -> (seconds, the key that sets it). A missing phase or 0 seconds has no limit, and steps use `step_bound`.
-    When a bound is exceeded, `stacks-rank-R.txt` (Python stacks of all threads) and `collectives-rank-R` (PyTorch's flight
-    recorder, for `torchfrtrace FOLDER --prefix collectives-rank-`) are written to `folder`. Then `report(alarm, step)` is
-    called in its own thread: it may write, or wait for other ranks, for at most `grace_s` seconds.
+    bounds: phase -> (seconds, configuration key). A phase not in `bounds`, or with 0 seconds, has no limit. Steps use
+    `step_bound`.
 
-    `alarm()` is called every `alarm_s` seconds. If it returns an alarm, the same happens, with the alarm's exit code.
-    Without `alarm` a rank could wait too long: a collective does not always fail after a participant has raised, and ranks
-    that wait for a hanging rank may be in a phase with a longer bound. If `alarm` itself raises repeatedly, the process with
-    the rendezvous store is gone, and this process ends, unless it is already at its end.
+    When a bound is exceeded, the watchdog writes to `folder`: `stacks-rank-R.txt` (Python stacks of all threads) and
+    `collectives-rank-R` (PyTorch's flight recorder, for `torchfrtrace FOLDER --prefix collectives-rank-`). Then the
+    watchdog calls `report(alarm, step)` in a separate thread. `report` may write, or wait for other ranks, for at most
+    `grace_s` seconds.
+
+    `alarm()` is called every `alarm_s` seconds. When `alarm` returns an alarm, the watchdog ends the process in the
+    same way, with the alarm's exit code. Without `alarm` a rank could wait too long: a collective does not always fail
+    after a participant has raised, and ranks waiting for a hanging rank may be in a phase with a longer bound. If
+    `alarm` itself raises repeatedly, the process with the rendezvous store is gone. This process then ends too, unless
+    it is already in the phase "end".
     """
 
     def __init__(
@@ -117,7 +124,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def enter(self, phase: str, step: int) -> None:
-        """Call when `phase` (of `step`) begins and the previous one has ended."""
+        """Call when `phase` (of `step`) begins and the previous phase has ended."""
         began, (before, _, since, _) = time.monotonic(), self._phase
         if before == "step":
             self._steps.append(began - since)
@@ -130,11 +137,14 @@ class Watchdog:
 
     @property
     def expired(self) -> bool:
-        """True while the process is being ended."""
+        """Return whether the watchdog is ending the process."""
         return self._expired.is_set()
 
     def wait_for_end(self) -> None:
-        """Block for ever if the process is being ended. Otherwise an error caused by a peer's end could end it first."""
+        """Block forever if the watchdog is ending the process.
+
+        Otherwise an error caused by a peer's end could end the process first.
+        """
         while self.expired:
             time.sleep(1)
 
@@ -166,9 +176,9 @@ class Watchdog:
             self._waits_until = deadline
             *_, began, seconds = self._phase
             if began + seconds < deadline:
-                continue  # an earlier deadline was set between the two lines above, and `enter` did not wake us
+                continue  # `enter` set an earlier deadline since the phase was read above, and did not wake this thread
             if deadline < math.inf:
-                # Not sys.stderr: under a test runner it has no file descriptor.
+                # Not sys.stderr, which has no file descriptor under a test runner.
                 if sys.__stderr__ is not None:
                     seconds = deadline - now + NET_S
                     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
@@ -179,7 +189,7 @@ class Watchdog:
             self._wake.clear()
 
     def _listen(self) -> None:
-        """Call `alarm` repeatedly. Runs in a separate thread, because `alarm` may hang as well."""
+        """Call `alarm` repeatedly. Runs in a separate thread, because `alarm` may hang too."""
         assert self._alarm is not None
         failures = 0
         while not self._closed.wait(self._alarm_s):
@@ -202,7 +212,7 @@ class Watchdog:
             return  # the other thread ends the process
         self._expired.set()
         faulthandler.cancel_dump_traceback_later()
-        # The hanging resource, e.g. a file system or a lock of logging, may hang the report, too.
+        # The hanging resource, e.g. a file system or a lock of logging, may also hang the report.
         reporting = threading.Thread(
             target=self._write_report, args=(alarm, step), name="crash-report", daemon=True
         )

@@ -1,4 +1,4 @@
-"""Compare the run's configuration with the one in its starting checkpoint, and accept or refuse each difference."""
+"""Compare the run's configuration with that of its starting checkpoint, and accept or refuse each difference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forge.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# The model's shape and the data order. A resumed run with another value would not continue its history.
+# Keys of the model's shape and the data order. With another value, a resumed run would not continue its history.
 FIXED = ("model.", "train.seq_len", "run.seed", "data.mixture_block", "data.document_mask")
 # Keys of [model] that affect training but not the function computed by the weights.
 TRAINING = (
@@ -25,9 +25,9 @@ TRAINING = (
     *(f"model.moe.{key}" for key in ("balance", "aux_loss_coef", "z_loss_coef", "bias_update_rate")),
     *(f"model.moe.{key}" for key in ("router_noise", "capacity_factor")),
 )
-# Keys that may change on resume.
+# Keys of FIXED sections that may nevertheless change on resume.
 FREE = ("model.init_std", "model.linear_attention.chunk_size")
-# These keys change names or shapes of tensors. Loading compares and reports them.
+# These keys change the names or shapes of tensors. Loading the tensors reports such differences.
 SHAPES = (
     *("model.dim", "model.n_layers", "model.ffn_dim", "model.vocab_size"),
     *("model.tie_embeddings", "model.qk_norm", "model.attention_bias"),
@@ -46,11 +46,10 @@ CONTEXT = (
 
 
 def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False) -> None:
-    """Log changed keys since the checkpoint at `path`.
+    """Log the keys changed since the checkpoint at `path`.
 
-    Raises UserError for a change under which the history cannot continue.
-
-    branch: the config names this checkpoint and branches from it.
+    Raises UserError for a change that prevents continuing the history. branch: the config names this checkpoint in
+    checkpoint.resume.
     """
     old = _config_of(path)
     if branch:
@@ -69,9 +68,10 @@ def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False)
 
 
 def compare_for_init(path: Path, new: Config) -> None:
-    """Log how the model differs from the one in the checkpoint at `path`, whose weights it loads.
+    """Log differences between the model and the checkpoint at `path`, the source of its initial weights.
 
-    Raises UserError for a change of the function computed by the weights, unless `checkpoint.init_changes` lists it.
+    Raises UserError for a difference that changes the function computed by the weights, unless
+    `checkpoint.init_changes` lists the key.
     """
     changes = [change for change in difference(_config_of(path), new) if change[0].startswith("model.")]
     free = (*TRAINING, *CONTEXT, *SHAPES)
@@ -94,7 +94,7 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
     """Raise UserError (exit 2) if data or tokenizer differ from those of the checkpoint at `path`.
 
     before, inputs: fingerprints in the checkpoint and now. new: the run's config. With `checkpoint.allow_changed_data`,
-    changed data are accepted. Returns one sentence per accepted change.
+    changed data are accepted, but not a changed tokenizer. Returns one sentence per accepted change.
     """
     changed = [key for key in sorted(set(before) | set(inputs)) if before.get(key) != inputs.get(key)]
     if not changed:
@@ -102,7 +102,8 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
     old = _config_of(path)
     changes: list[str] = []
     for key in changed:
-        # Another tokenizer changes the meaning of ids. Blocks grow if weights need it (data/mixture.py).
+        # A changed tokenizer is never accepted, because it changes the meaning of ids. A changed data.mixture_block is
+        # accepted, because small weights make blocks larger (data/mixture.py).
         free = key.startswith("data.sources") or key == "data.mixture_block"
         for name, there, now in _as_written(key, before.get(key), inputs.get(key), old, new):
             change = f"{name} differs from {path}: {there} in the checkpoint, {now} now"
@@ -128,10 +129,10 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
 
 
 def _as_written(key: str, there: object, now: object, old: Config, new: Config) -> list[tuple[str, str, str]]:
-    """Return changes as (key, old value, new value), in the form that the user wrote.
+    """Return changes as (key, old value, new value), as written by the user.
 
-    key, there, now: one of `input_fingerprints` (forge/data/build.py), and its values in the checkpoint and now. A
-    fingerprint has computed weights and caps, and covers only the sources in use.
+    key, there, now: a key of `input_fingerprints` (forge/data/build.py), with its values in the checkpoint and now.
+    Fingerprints contain computed weights and caps, and number only the sources in use.
     """
     source = re.fullmatch(r"data\.sources\[(\d+)\]\.(path|weight|max_epochs)", key)
     if source is None:
@@ -169,7 +170,7 @@ def _lines(changes: list[tuple[str, object, object]]) -> str:
 
 
 def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> None:
-    """Raise UserError if the new schedule's decay begins before `step`, although the checkpoint is on the old plateau."""
+    """Raise UserError if the checkpoint was saved on the old plateau, but after the start of the new decay."""
     if new.schedule.name != "wsd" or new.schedule.unit == "tokens":
         return
     start, before = decay_start(new.schedule, new.train.steps), decay_start(old.schedule, old.train.steps)
@@ -184,7 +185,7 @@ def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> Non
 
 
 def _warn_of_jump(path: Path, step: int, old: Config, new: Config) -> None:
-    """Warn if the learning rate has already begun to decay and now rises again, e.g. because train.steps was raised."""
+    """Warn if the learning rate had begun to decay and now rises again, e.g. because train.steps was raised."""
     if step >= new.train.steps:
         return  # no further step
     start = decay_start(old.schedule, old.train.steps)

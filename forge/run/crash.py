@@ -1,7 +1,7 @@
-"""Report the cause of a failed run: rank and step at fault, and ranks that died without a report.
+"""Report the cause of a failed run: the rank and step at fault, and ranks that died without a report.
 
-A dead rank takes all others with it: their collectives fail or hang, and each sees a lost connection but not the cause.
-So every surviving rank answers a roll call in the rendezvous store.
+When a rank dies, the collectives of all other ranks fail or hang. Each of them sees a lost connection but not the
+cause. So every surviving rank answers a roll call in the rendezvous store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forge.runtime.errors import FAILED, WATCHDOG, UserError
 
 log = logging.getLogger(__name__)
 
-# Ranks hang or fail within one step of each other. torchrun kills them 30 s later.
+# All ranks hang or fail within about one step. torchrun kills them 30 s later.
 PATIENCE_S = 8.0
 
 
@@ -40,21 +40,25 @@ class CrashReporter:
             return RollCall(compat.meeting_store(), self._world.rank, self._world.size, f"roll-call-{start}")
 
         self._roll_call = roll_call()
-        # The watchdog calls it in its own thread, so it has its own store.
+        # The watchdog calls `alarm` in its own thread, so `alarm` has its own store connection.
         self.alarm = roll_call().alarm if self._world.size > 1 else None
         self.alarm_s = 1.0 if self._world.size <= 64 else 5.0
 
     def watchdog_ends(self, alarm: Alarm, step: int) -> None:
-        """Report that the watchdog ends this process: a bound is exceeded, or another rank has raised an alarm."""
+        """Report that the watchdog ends this process.
+
+        Either a time limit is exceeded, or another rank has raised an alarm.
+        """
         expired = alarm.exit_code == WATCHDOG
-        # Only the roll call tells which rank broke a connection.
+        # For a lost connection, report after the roll call, which identifies the rank at fault.
         early = alarm.cause is not Cause.CONNECTION_LOST
         if self._world.rank == 0 and early:
             stacks = f"; stacks of every rank are in {self._reporter.directory.logs}" if expired else ""
             self._reporter.ended("failed", alarm.reason + stacks, *alarm[1:])
         if self._world.size > 1 and expired:
             self._roll_call.raise_alarm(alarm._replace(reason=f"rank {self._world.rank}: {alarm.reason}"))
-        # All ranks wait, so that the end of one does not kill another before it has written its stacks.
+        # All ranks wait here, because the first exit lets the launcher kill ranks that have not yet written their
+        # stacks.
         found = self._find_first(alarm, quiet_s=PATIENCE_S)
         if self._world.rank == 0 and not early:
             self._reporter.ended("failed", *found)
@@ -62,9 +66,9 @@ class CrashReporter:
             self._reporter.event(Cause.WATCHDOG, step=step, reason=alarm.reason, roll_call=found.reason)
 
     def failed(self, error: BaseException) -> None:
-        """Report that `error` ends the run on this rank, and end the ranks that wait for this one.
+        """Report that `error` ends the run on this rank, and end the ranks waiting for this rank.
 
-        Most UserErrors occur on all ranks. An error on one rank only, e.g. lack of memory, leaves the others waiting.
+        Most UserErrors occur on all ranks. An error on only one rank, e.g. exhausted memory, leaves the others waiting.
         """
         rank, cause = self._world.rank, cause_of(error)
         own = Alarm(self._describe(error), FAILED, cause, () if cause is Cause.CONNECTION_LOST else (rank,))
@@ -79,11 +83,14 @@ class CrashReporter:
         self._reporter.ended("failed", *found)
 
     def once(self, work: Callable[[], None], patience_s: float) -> None:
-        """Call `work` on the first rank that asks. The others wait until it ends, for at most `patience_s` seconds."""
+        """Call `work` on the first rank to call `once`. The others wait for its end, at most `patience_s` seconds."""
         self._roll_call.once(work, patience_s)
 
     def _find_first(self, own: Alarm, quiet_s: float) -> Alarm:
-        """Return the failure to report: of the first rank that failed, or of ranks that do not answer. own: this rank's."""
+        """Return the failure to report: that of the first failed rank, or of ranks that do not answer.
+
+        own: this rank's failure.
+        """
         if self._world.size == 1:
             return own
         try:
@@ -97,7 +104,7 @@ class CrashReporter:
         else:
             found, reason = first, first.reason
             if len(missing) == self._world.size - 1:
-                # A dead rank looks like a rank that has not yet noticed the failure of this one.
+                # Dead ranks cannot be distinguished from ranks that have not yet noticed this rank's failure.
                 reason += f"; no answer from {_ranks(missing)}: killed, hung or waiting for this one"
             elif missing:
                 reason = f"no answer from {_ranks(missing)}, killed or hung; {reason}"
@@ -105,7 +112,7 @@ class CrashReporter:
                 found = Alarm(reason, FAILED, Cause.KILLED, tuple(missing))
             else:
                 found = first._replace(reason=reason)
-        if self._world.rank < 2:  # two, in case one of them is dead
+        if self._world.rank < 2:  # on two ranks, in case one of them is dead
             log.error("%s", found.reason, extra=found.cause.of(*found.ranks))
         return found
 
@@ -126,23 +133,23 @@ def _read(written: bytes) -> Alarm:
 
 
 class RollCall:
-    """A roll call of all ranks after a failure, as seen by one rank.
+    """A roll call after a failure, for one rank: every rank still running enters its own failure in the store.
 
-    store: used by no other thread. name: unique to this start of the run.
+    Not collective. store: must not be used by another thread. name: unique to this start of the run.
     """
 
     def __init__(self, store: Store, rank: int, world: int, name: str):
         self._store, self._rank, self._world, self._name = store, rank, world, name
 
     def answer(self, trouble: Alarm) -> Alarm:
-        """Answer the roll call with this rank's failure. Return the failure of the first rank that answered."""
+        """Answer the roll call with this rank's failure. Return the failure of the first rank to answer."""
         named = trouble._replace(reason=f"rank {self._rank}: {trouble.reason}")
         first = self._store.compare_set(f"{self._name}/first", "", json.dumps(named))
         self._store.set(f"{self._name}/{self._rank}", "here")
         return _read(first)
 
     def once(self, work: Callable[[], None], patience_s: float) -> None:
-        """Call `work`, unless another rank does; then wait until that call ends.
+        """Call `work`, unless another rank has called it; then wait for the end of that call.
 
         Raises DistStoreError after `patience_s` seconds.
         """
@@ -156,18 +163,19 @@ class RollCall:
             self._store.set(done, "done")
 
     def raise_alarm(self, alarm: Alarm) -> None:
-        """End every waiting rank for this reason. Only the first alarm counts."""
+        """Raise an alarm, which makes every waiting rank exit. Only the first alarm counts."""
         self._store.compare_set(f"{self._name}/alarm", "", json.dumps(alarm))
 
     def alarm(self) -> Alarm | None:
-        """Return the first alarm of any rank."""
+        """Return the first alarm raised by any rank; None without an alarm."""
         key = f"{self._name}/alarm"
         return _read(self._store.get(key)) if self._store.check([key]) else None
 
     def missing(self, patience_s: float, quiet_s: float = 1.0) -> list[int]:
         """Return the ranks that have not answered.
 
-        Waits for at most `patience_s` seconds, or until no new answer comes for `quiet_s`.
+        Waits until all have answered, until no new answer has come for `quiet_s` seconds, or at most `patience_s`
+        seconds.
         """
         missing = [rank for rank in range(self._world) if rank != self._rank]
         now = time.monotonic()

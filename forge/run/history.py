@@ -20,24 +20,27 @@ log = logging.getLogger(__name__)
 
 
 class History:
-    """Loads states from checkpoints and the run directory into a trainer. All methods are collective."""
+    """Loads checkpoints into a trainer and brings the run directory to the same step. All methods are collective."""
 
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints):
         self._trainer, self._checkpoints = trainer, checkpoints
 
     def start(self, start: Start) -> None:
-        """Load the state of `start` into the trainer: a checkpoint, or the weights of `checkpoint.init`, or nothing."""
+        """Load the state of `start` into the trainer. Collective.
+
+        The state is a checkpoint, the weights of `checkpoint.init`, or nothing (initial weights).
+        """
         trainer, init = self._trainer, self._trainer.config.checkpoint.init
         if start.point is None and init:
             load_weights(Path(init), trainer.model)
-            trainer.renew_optimizer()  # its weight average starts from the loaded weights
+            trainer.renew_optimizer()  # the new optimizer's weight average starts from the loaded weights
             log.info("began a new history with the weights of %s", init)
         self._restart(start)
 
     def roll_back(self, required: RollbackRequired) -> None:
-        """Roll back to the newest good checkpoint before the first bad step.
+        """Roll back to the newest good checkpoint before the first bad step. Collective.
 
-        Raises UserError (exit 1) if that is impossible.
+        Raises UserError (exit 1) without such a checkpoint, or after too many roll-backs.
         """
         trainer = self._trainer
         progress, reporter = trainer.progress, trainer.reporter
@@ -60,9 +63,9 @@ class History:
         trainer.hooks.call("after_rollback", point.step)
 
     def _restart(self, start: Start, rollbacks: Sequence[Rollback] = ()) -> None:
-        """Load the checkpoint of `start`, set aside later checkpoints and metrics, and open the data at that step.
+        """Load the checkpoint of `start`, set aside later checkpoints and metrics, and open the data at this step.
 
-        rollbacks: added to the history. Checkpoints and metrics of another history are set aside, too.
+        Collective. rollbacks: new roll-backs to record. Checkpoints and metrics of another history are set aside too.
         """
         trainer, reporter = self._trainer, self._trainer.reporter
         if start.point is not None:
@@ -70,8 +73,9 @@ class History:
             if not load_training_state(start.point, trainer.model, trainer.optimizer, name):
                 trainer.renew_optimizer()
             trainer.progress.load(start.point.state)
-        # The order matters. A run killed in between meets the same trouble again, or knows about its roll-back. A new
-        # history is recorded after the old one is set aside and before its own first save.
+        # The order matters. If the run is killed in between, the next start either meets the same fault again or reads
+        # the record of the roll-back. A new history is recorded after the old one is set aside, and before the new
+        # history's first save.
         names = self._checkpoints.set_aside_after(start.kept)
         sync_rollback_history(reporter.directory, start, trainer.progress, rollbacks)
         metrics = trainer.metrics.restart_from(start.kept, aside=start.replaces)

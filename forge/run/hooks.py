@@ -1,4 +1,4 @@
-"""All hooks of a run in calling order, and the hooks from the config."""
+"""All hooks of a run in calling order, including those of `train.hooks`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from forge.train.trainer import Trainer
 
 
 def load_hooks(config: Config) -> list[tuple[str, type[Hook]]]:
-    """Return path and class of each hook in the config.
+    """Return (import path, class) of each hook enabled by a key or named in `train.hooks`.
 
-    Raises UserError if one cannot be loaded or a tracker is not installed.
+    Raises UserError if a hook cannot be loaded or a tracker's package is missing.
     """
     require_packages(config.metrics.trackers)
     samples = [TEXT_SAMPLES] if config.evaluate.sample_interval else []
@@ -48,9 +48,10 @@ def make_hooks(
     loaded: list[tuple[str, type[Hook]]],
     local: LocalTier | None = None,
 ) -> list[Hook]:
-    """Return all enabled hooks of a run. Collective. local: the node-local checkpoints.
+    """Return all enabled hooks of a run, in calling order.
 
-    Saves come last, because a checkpoint follows all other output of its step.
+    Collective. local: the node-local states. Hooks that save come last, because a checkpoint follows all other output
+    of its step.
     """
     config, world, directory = trainer.config, trainer.reporter.world, trainer.reporter.directory
     saves = Saves(trainer, checkpoints)
@@ -76,7 +77,7 @@ def make_hooks(
     if trainer.data.validation:
         hooks.append(Evaluation(trainer))
     for path, kind in loaded:
-        # A user's class need not accept every argument, so the constructor's type is unknown.
+        # A user's class may have any constructor with one argument, so its type is unknown.
         constructor: Any = kind
         hook: Hook = constructor(trainer)
         hook.name = path
@@ -90,14 +91,14 @@ def make_hooks(
 
 
 class FaultPoints(Hook):
-    """The points of a step for fault injection."""
+    """Calls the fault-injection point of each step."""
 
     def after_data(self, step: int) -> None:
         fault_point("step", step)
 
 
 class DataStalls(Hook):
-    """Reports long waits for data and their cause as events."""
+    """Reports long waits for data, with their cause, as events."""
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
@@ -109,7 +110,7 @@ class DataStalls(Hook):
 
 
 class Epochs(Hook):
-    """Reports the epochs of each source, at the start and in the training lines of the metrics."""
+    """Reports the number of epochs of each data source, at the start and in the training lines of the metrics."""
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
@@ -133,12 +134,12 @@ class Epochs(Hook):
 
 
 class StopBeforeTimeLimit(Hook):
-    """Requests the end of the run early enough to save before `resilience.time_limit_s`."""
+    """Requests the end of the run early enough to save a checkpoint before `resilience.time_limit_s`."""
 
     def __init__(self, trainer: Trainer, saves: Saves):
         self._trainer, self._saves = trainer, saves
         self._limit_s = trainer.config.resilience.time_limit_s
-        # The limit counts from the launch; the launcher may since have restarted this process.
+        # The limit counts from the launch of the run's first process; the launcher may have restarted this one.
         launched = time.monotonic() - process_age_s(trainer.reporter.world.first_process)
         self._limit = TimeLimit(self._limit_s, launched)
         trainer.reporter.phases.listen(self._limit.enter)

@@ -1,4 +1,4 @@
-"""From the command line to an exit code: load the config, join the ranks, train, and report how the run ended."""
+"""From the command line to an exit code: load the config, join the ranks, train, and report the end of the run."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def _main(argv: list[str], signals: StopSignals) -> int:
         if world.rank == 0:
             stderr.write(f"forge: {error}\n")
         else:
-            # torchrun kills the other workers when the first one ends, so rank 0 must have printed by then. On a busy
-            # machine ranks reach this point seconds apart before the rendezvous.
+            # torchrun kills the other workers when the first worker ends, so rank 0 must have printed its message by
+            # then. Before the rendezvous, ranks on a busy machine reach this line seconds apart.
             time.sleep(2 if dist.is_initialized() else 5)
         return error.exit_code
     except Exception as error:
@@ -97,11 +97,10 @@ def _main(argv: list[str], signals: StopSignals) -> int:
 
 
 def run(config: Config, degrees: Degrees, world: World, signals: StopSignals, fallback: str = "") -> int:
-    """Train with `config` on the joined ranks and return this worker's exit code. Collective.
+    """Train with `config` on the joined ranks and return this process's exit code.
 
-    fallback: the entry of `parallel.fallbacks` that `config` contains.
-
-    Raises UserError for errors that the user can fix, after writing `status.json` unless another run holds the directory.
+    Collective. fallback: the applied entry of `parallel.fallbacks`; "": none. Raises UserError for errors that the user
+    can fix; `status.json` is written first, unless another run has locked the run directory.
     """
     hooks = on_every_rank("loading hooks", lambda: load_hooks(config))
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
@@ -125,7 +124,10 @@ def _run_in(
     hooks: list[tuple[str, type[Hook]]],
     fallback: str,
 ) -> int:
-    """Train in the locked run directory under the watchdog; report every kind of end."""
+    """Train in the locked run directory under the watchdog, and report the end of the run. Return the exit code.
+
+    Collective. fallback: as for `run`. An error is reported too, and raised again.
+    """
     setup_logging(world.rank, directory.logs, config.metrics.live)
     if world.size > 1:
         at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -142,7 +144,7 @@ def _run_in(
         alarm_s=crash.alarm_s,
     )
     if world.launcher == "torchrun":
-        # torchrun signals rank 0 as soon as another rank has left or died. Rank 0 has to report that.
+        # torchrun signals rank 0 as soon as another rank has exited or died, and rank 0 must still report it.
         signals.defer()
     signals.leaving = lambda reason: reporter.ended("stopped", reason, STOPPED)
     try:
@@ -172,7 +174,10 @@ def _train(
     signals: StopSignals,
     hooks: list[tuple[str, type[Hook]]],
 ) -> str | None:
-    """Find the start, build and train. Return None when all steps are done, else the reason of an early stop."""
+    """Find the start, build the model and train. Collective.
+
+    Return None when all steps are done, else the reason for an early stop.
+    """
     world, directory = reporter.world, reporter.directory
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -225,5 +230,5 @@ def _print(rank: int, text: str) -> None:
     if rank == 0:
         try:
             print(text, flush=True)
-        except BrokenPipeError:  # `| head` has seen enough
+        except BrokenPipeError:  # e.g. `| head` has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

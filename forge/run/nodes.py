@@ -1,4 +1,4 @@
-"""The run's nodes: ranks per node, nodes lost and gained by an elastic run, and the cost of each recovery."""
+"""The nodes of a run: ranks per node, nodes lost and joined in an elastic run, and the cost of each recovery."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from forge.runtime.world import World
 
 
 def ranks_per_node(world: World) -> int:
-    """Return the number of ranks per node; 0 if it is unknown or not equal on all nodes. Collective."""
+    """Return the number of ranks per node; 0 if unknown or not equal on all nodes. Collective."""
     sizes = set(gather_from_ranks("counting the ranks of each node", lambda: world.local_size))
     return sizes.pop() if len(sizes) == 1 else 0
 
 
 def report_nodes(reporter: Reporter) -> None:
-    """Report the nodes of this start, and the difference from the previous start. Collective."""
+    """Report the nodes of this start and their difference from the previous start's nodes. Collective."""
     if not is_elastic():
         return
     name = f"{socket.gethostname()}/{os.getppid()}"
@@ -34,13 +34,13 @@ def report_nodes(reporter: Reporter) -> None:
     before = past[-1]["nodes"] if past else names
     lost = [one for one in before if one not in names]
     joined = [one for one in names if one not in before]
-    # After the comparison, and in the same line: the next start compares with this line.
+    # Nodes and differences are in one event line, because the next start compares its nodes with this line.
     kind = Cause.NODES_CHANGED if lost or joined else "nodes"
     reporter.event(kind, nodes=names, lost=lost, joined=joined)
 
 
 class Recovery(Hook):
-    """Reports downtime and repeated steps, after the first step of a restart."""
+    """Reports downtime and repeated steps after the first step of a restart."""
 
     def __init__(self, reporter: Reporter):
         self._reporter, self._before = reporter, reporter.before
@@ -56,7 +56,7 @@ class Recovery(Hook):
 
 
 def _cost(before: dict[str, Any], resumed: int) -> dict[str, Any]:
-    """Return the seconds since the previous start last wrote its status, and the number of steps that must be repeated."""
+    """Return the seconds since the previous start last wrote its status, and the number of steps to repeat."""
     try:
         stood_s = (datetime.now(UTC) - datetime.fromisoformat(before["time"])).total_seconds()
         return {"seconds": round(stood_s, 3), "steps_lost": max(0, int(before["step"]) - resumed)}

@@ -1,7 +1,7 @@
 """The origin of the history in a run directory, recorded in `origin.json`.
 
-A history is one sequence of updates. A run directory holds one history: checkpoints, metrics and roll-backs. Its origin
-is step 0, a checkpoint or another model's weights, as named by the command.
+A history is one sequence of optimizer steps. A run directory holds one history: checkpoints, metrics and roll-backs.
+The command names the history's origin: step 0, a checkpoint, or the weights of another model.
 
 An origin takes effect once. If a person, torchrun or Slurm repeats the command, forge finds the same origin in the
 record and continues the history. If the command names another origin, forge sets aside the old history's files and
@@ -27,7 +27,7 @@ from forge.runtime.files import replace_atomically
 
 log = logging.getLogger(__name__)
 
-# Sections that define the computation. All others say where and how, and may change between two starts.
+# Sections that define the computation. All other sections may change between two starts of a history.
 SETTINGS = ("model", "data", "train", "optimizer", "schedule", "precision")
 
 
@@ -35,8 +35,9 @@ SETTINGS = ("model", "data", "train", "optimizer", "schedule", "precision")
 class Origin:
     """The origin of a history.
 
-    resume, init: the keys of [checkpoint] as written in the command. path: absolute path of the continued checkpoint; None:
-    step 0. digest: of the checkpoint's manifest, to recognise the checkpoint after a move.
+    resume, init: the keys of [checkpoint] as given in the command. path: absolute path of the continued checkpoint;
+    None: step 0. step: the checkpoint's step. digest: digest of the checkpoint's manifest, to recognise the checkpoint
+    after a move.
     """
 
     resume: str
@@ -48,9 +49,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Earlier:
-    """The run directory's record of earlier starts. Known only on the first rank.
+    """The run directory's record of earlier starts; filled only on the first rank.
 
-    finished: the last start ended with all steps done. saved: the last saved step of the present history; 0: none.
+    finished: the last start ended with all steps done. saved: the last saved step of the current history; 0: none.
     """
 
     finished: bool = False
@@ -58,7 +59,7 @@ class Earlier:
 
 
 def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
-    """Read the record of earlier starts. status: `status.json` of the last start."""
+    """Return the record of earlier starts in `directory`. status: content of `status.json` from the last start."""
     events = read_lines(directory.events, "event")
     saved, finished = 0, status.get("state") == "finished"
     for event in events:
@@ -67,15 +68,15 @@ def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
         elif event["event"] == "fresh" or (event["event"] == "resumed" and event.get("new")):
             saved = 0
     if not saved and (finished or status.get("state") == "stopped"):
-        saved = int(status.get("step") or 0)  # both are written after a save
+        saved = int(status.get("step") or 0)  # a run gets these two states only after a save
     if not events:
-        # Somebody removed the record. Metrics prove a history, although they do not show the saved steps.
+        # The event file is missing. Metrics prove that a history exists, although not which steps were saved.
         saved = saved or max((int(line["step"]) for line in read_lines(directory.metrics, "step")), default=0)
     return Earlier(finished, saved)
 
 
 def origin_of(config: Config) -> Origin:
-    """Return the origin of a new history of `config`. Its step stays 0 until the checkpoint is read."""
+    """Return the origin of a new history with `config`. Its `step` is 0 until the checkpoint has been read."""
     resume, init = config.checkpoint.resume, config.checkpoint.init
     if resume in ("auto", "none"):
         return Origin(resume, init)
@@ -84,7 +85,10 @@ def origin_of(config: Config) -> Origin:
 
 
 def read_origin(directory: RunDirectory) -> Origin | None:
-    """Return the recorded origin of the history in `directory`; None without a record."""
+    """Return the recorded origin of the history in `directory`; None without a record.
+
+    Raises UserError (exit 2) if the record is invalid.
+    """
     try:
         return Origin(**json.loads(directory.origin.read_text()))
     except FileNotFoundError:
@@ -96,16 +100,16 @@ def read_origin(directory: RunDirectory) -> Origin | None:
 
 
 def write_origin(directory: RunDirectory, origin: Origin | None) -> None:
-    """Record the origin of the history in `directory`; None: keep the recorded one. Collective."""
+    """Record the origin of the history in `directory`. origin None: keep the record. Collective."""
     if origin is not None:
         text = json.dumps(asdict(origin), indent=1)
         on_first_rank("writing origin.json", lambda: replace_atomically(directory.origin, text.encode()))
 
 
 def new_history_because(config: Config, directory: RunDirectory, finished: bool) -> str | None:
-    """Return the reason why `config` begins a new history in `directory`; None if it continues the present one.
+    """Return the reason why `config` begins a new history in `directory`; None if it continues the current history.
 
-    finished: the last start ended with all steps done. Without checkpoints, the history is repeated from its origin.
+    finished: the last start ended with all steps done. A history without checkpoints is repeated from its origin.
     """
     asked = origin_of(config)
     if asked.resume == "auto":
@@ -114,7 +118,7 @@ def new_history_because(config: Config, directory: RunDirectory, finished: bool)
     if began is None:
         return "the origin of the previous history is not recorded"
     if asked.path is not None:
-        # The path may be a link with a new target, and the checkpoint may have been moved.
+        # The path may be a symbolic link with a new target, and the checkpoint may have been moved.
         same_place = asked.resume == began.resume or asked.path == began.path
         same_content = asked.digest is not None and asked.digest == began.digest
         return None if same_place or same_content else "the previous history has another origin"
@@ -140,7 +144,7 @@ def log_that_origins_count_once(config: Config, path: Path) -> None:
 
 
 def _changed_settings(config: Config, directory: RunDirectory) -> str:
-    """Return the sections that differ from those of the last start, as text; empty if none differs."""
+    """Return, as text, the names of sections and keys that differ from the last start; empty if none differs."""
     try:
         before = read_toml(directory.config.read_text("utf-8"))
     except (OSError, ValueError):
@@ -153,9 +157,9 @@ def _changed_settings(config: Config, directory: RunDirectory) -> str:
 
 
 def refuse_moved_run(command: CommandLine, config: Config) -> None:
-    """Raise UserError if --config is the config.toml of a run, but its keys lead to another run directory.
+    """Raise UserError if --config is the config.toml of a run directory, but its keys name another run directory.
 
-    This happens after a run has been moved or renamed.
+    Such a command results from moving or renaming a run directory.
     """
     path, target = Path(command.config or ""), Path(config.run.output_dir) / config.run.name
     home = path.resolve().parent

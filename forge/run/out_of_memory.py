@@ -1,6 +1,6 @@
-"""Explain exhausted memory: its use by kind, keys to change, and the planned peak with each of them.
+"""Explain an out-of-memory error: memory by kind, keys to change, and the planned peak memory with each change.
 
-Before the run ends, it starts the planner in separate processes, because this process has no memory left.
+The planner runs in separate processes, because this process has no memory left.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ log = logging.getLogger(__name__)
 
 # PyTorch's message when host memory is exhausted; there is no exception class for it.
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
-# Well below the time limit of a step: the other ranks wait meanwhile.
+# Well below the time limit of a step, because the other ranks are waiting in the step.
 PLANNING_S = 60.0
 
 Change: TypeAlias = tuple[str, Any, str]
-"""(key, value, effect). Doubling parallel.dp_shard takes twice as many processes."""
+"""(key, value, effect). A doubled parallel.dp_shard needs twice as many processes."""
 Once: TypeAlias = Callable[[Callable[[], None], float], None]
-"""`once(work, patience_s)` calls `work` on the first rank that asks; the others wait for its end, `patience_s` s at most."""
+"""`once(work, patience_s)` calls `work` on the first rank to call it; other ranks wait for its end, at most
+`patience_s` s."""
 _SAME_CURVE = "; the curve stays the same"
 
 
@@ -44,9 +45,9 @@ _SAME_CURVE = "; the curve stays the same"
 def explaining_exhaustion(
     report: MemoryReport, config: Config, degrees: Degrees, once: Once
 ) -> Iterator[None]:
-    """Handle an out-of-memory error of the body: log the memory table, three keys to change and their plans.
+    """Turn an out-of-memory error of the body into UserError (exit 1).
 
-    Then raise UserError (exit 1).
+    First log the memory table, up to three keys to change, and their planned peaks.
     """
     try:
         yield
@@ -75,7 +76,7 @@ def explaining_exhaustion(
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` is an out-of-memory error of device or host."""
+    """Return whether `error` is an out-of-memory error of the device or of the host."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
 
 
@@ -86,9 +87,9 @@ def _log_plans(
     device: torch.device,
     patience_s: float,
 ) -> None:
-    """Log the planned peak memory of the run, and the planned peak after each of `changes`.
+    """Log the planned peak memory of the run, and of the run with each of `changes`.
 
-    Plans that take longer than `patience_s` seconds are left out.
+    Plans not ready after `patience_s` seconds are left out.
     """
     log.info("planning the memory with each of these keys, for at most %.0f s", patience_s)
     configs = [(config, degrees.world)]
@@ -115,9 +116,10 @@ def _log_plans(
 def planned_peaks(
     configs: list[tuple[Config, int]], device: torch.device, patience_s: float
 ) -> list[int | None]:
-    """Plan all configurations at the same time, each for its number of processes. Return the bytes of each peak.
+    """Plan all configurations at the same time; return the peak memory of each in bytes.
 
-    None: planning failed or took longer than `patience_s` seconds.
+    configs: (configuration, world size) pairs. None in the result: planning failed or took longer than `patience_s`
+    seconds.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     environment |= {"CUDA_VISIBLE_DEVICES": ""}
@@ -152,7 +154,7 @@ def _number(child: subprocess.Popen[str]) -> int | None:
 
 
 def _world(change: Change, degrees: Degrees) -> int:
-    """Return the number of processes after this change."""
+    """Return the world size after `change`."""
     return degrees.world * (2 if change[0] == "parallel.dp_shard" else 1)
 
 
@@ -164,10 +166,10 @@ def _assignment(change: Change) -> str:
 def usable_changes(
     config: Config, degrees: Degrees, state_dominates: bool, on_gpu: bool
 ) -> Iterator[tuple[Change, Config]]:
-    """Yield valid changes that reduce memory, the best first, each with its configuration.
+    """Yield valid changes that reduce memory, the best first, each with the changed configuration.
 
-    state_dominates: parameters, gradients and optimizer state use most memory, not activations. on_gpu: GPU memory is
-    exhausted, so state could move to the host. A change of parallel.dp_shard is for twice as many processes.
+    state_dominates: parameters, gradients and optimizer state use more memory than activations. on_gpu: GPU memory is
+    exhausted, so moving state to the host helps. A change of parallel.dp_shard is for twice as many processes.
     """
     on_state, on_activations = _on_state(config, degrees), _on_activations(config)
     first, second = (on_state, on_activations) if state_dominates else (on_activations, on_state)
@@ -220,7 +222,7 @@ def _on_host(config: Config, on_gpu: bool) -> Iterator[Change]:
 
 
 def _accepted(config: Config, degrees: Degrees, change: Change) -> Config | None:
-    """Return the configuration with this change; None if it is invalid or does not fit the processes."""
+    """Return the configuration with `change`; None if it is invalid or does not fit the world size."""
     key, value, _ = change
     section, _, name = key.partition(".")
     changes = {name: value} | ({"dp_shard": -1} if name == "dp_replicate" else {})

@@ -1,4 +1,4 @@
-"""Load a checkpoint's weights, or its whole training state, into a built model."""
+"""Load the weights or the whole training state of a checkpoint into a built model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from forge.runtime.distributed import RanksFailed, on_first_rank
 from forge.runtime.errors import NO_CHECKPOINT, UserError
 from forge.train.state import all_tensors, model_tensors
 
-# State that may start afresh while other state continues: the weight average, and NorMuon's row moments, whose common scale
-# has no effect. AdamW's moments may not: their bias correction counts updates since they were zero.
+# Optimizer slots that may start from initial values while other slots continue: the weight average, and NorMuon's row
+# moments, whose common scale has no effect. AdamW's moments may not start alone, because their bias correction depends
+# on the number of updates since the moments were zero.
 STARTS_ALONE = {"ema", "row_moment"}
 log = logging.getLogger(__name__)
 
 
 def load_weights(path: Path, model: ParallelModel) -> None:
-    """Overwrite the parameters, and nothing else, with those of the verified checkpoint at `path`. Collective."""
+    """Load only the parameters from the verified checkpoint at `path`. Collective."""
     load(path, model_tensors(model))
     model.after_update()
 
@@ -30,11 +31,11 @@ def load_weights(path: Path, model: ParallelModel) -> None:
 def load_training_state(
     point: ResumePoint, model: ParallelModel, optimizer: Optimizer, name: str | None = None
 ) -> bool:
-    """Overwrite parameters and optimizer state with the checkpoint's. Collective.
+    """Load parameters and optimizer state from the checkpoint. Collective.
 
-    STARTS_ALONE lists slots that may exist only in the run or only in the checkpoint: such a slot starts with its initial
-    value, or is ignored. Return False if the checkpoint's optimizer state is of another kind than `optimizer`, named
-    `name`: build a new optimizer then.
+    name: name of `optimizer`. A slot in STARTS_ALONE keeps its initial value if missing from the checkpoint, and is
+    ignored if missing from the optimizer. If the checkpoint has the state of another kind of optimizer, load only the
+    parameters and return False; the caller must build a new optimizer.
     """
     fresh = _fresh_slots(point.path, point.state.get("optimizer_name"), optimizer, name)
     if fresh is None:
@@ -60,13 +61,12 @@ def _slot(name: str) -> str | None:
 def _fresh_slots(
     path: Path, saved_name: str | None, optimizer: Optimizer, name: str | None
 ) -> set[str] | None:
-    """Return the slots of `optimizer` that the checkpoint at `path` lacks; None if its state is of another kind.
+    """Return the slots of `optimizer` missing from the checkpoint at `path`.
 
-    Collective.
+    None: the checkpoint has the state of another kind of optimizer. Collective.
 
-    The state is of the same kind if the optimizer has the same `name` (None: not compared) and its slots differ only by
-    STARTS_ALONE. Logs ignored state.
-    Raises UserError (exit 77) if the checkpoint cannot be read.
+    Two optimizers are of one kind if their names are equal (`name` None: not compared) and their slots differ only by
+    STARTS_ALONE. Logs ignored state. Raises UserError (exit 77) if the checkpoint cannot be read.
     """
 
     def slots() -> set[str]:
@@ -76,7 +76,8 @@ def _fresh_slots(
         there = on_first_rank("reading the index", slots)
     except RanksFailed as error:
         raise UserError(f"checkpoint {path} cannot be loaded: {error}", NO_CHECKPOINT) from error
-    # Every pipeline stage should have tensors of all slots. If one has not, the first rank still decides for all.
+    # Every pipeline stage should have tensors of all slots. Even if a stage lacks some, the first rank decides for all
+    # ranks.
     here = on_first_rank("comparing optimizers", lambda: {slot for slot, _, _ in optimizer.tensors()})
     before = saved_name or name
     if before != (name or before) or (there ^ here) - STARTS_ALONE:

@@ -1,7 +1,4 @@
-"""Find the start of a run.
-
-It is the newest usable checkpoint, a checkpoint named by the user, another model's weights, or step 0.
-"""
+"""Find the start of a run: the newest usable checkpoint, a checkpoint named by the user, given weights, or step 0."""
 
 from __future__ import annotations
 
@@ -31,7 +28,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run continues, and its JSON state. fetch: brings its files to this node, see `load`."""
+    """The checkpoint continued by a run, and its JSON state.
+
+    fetch: copies the checkpoint's files to this node (see `load`).
+    """
 
     path: Path
     state: dict[str, Any]
@@ -44,11 +44,11 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class Start:
-    """The point at which a run starts or to which it rolls back: the checkpoint `point`; None: step 0.
+    """The point at which a run starts, or to which it rolls back.
 
-    kept: the last step of this history in the run directory; -1: the directory holds another history. origin: the
-    history's origin if the history begins now. replaces: the directory may hold another history, which is then set
-    aside.
+    point: the checkpoint; None: step 0. kept: the last step of this history to keep in the run directory; -1: the
+    directory holds no step of this history. origin: the history's origin, if the history begins now; else None.
+    replaces: the directory may hold another history, to be set aside.
     """
 
     point: ResumePoint | None
@@ -58,10 +58,11 @@ class Start:
 
 
 def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier) -> Start:
-    """Find the start from `checkpoint.resume` and the run directory; checkpoints are verified. Collective.
+    """Find the start from `checkpoint.resume` and the run directory, and verify its checkpoint. Collective.
 
-    Raises UserError. Exit 77: checkpoints exist or existed but none is usable, or the named checkpoint is damaged. Exit 2:
-    the named checkpoint does not exist, or the config changes a key that a resume must not change.
+    Raises UserError with exit 77 if checkpoints exist or existed but none is usable, or if the named checkpoint is
+    damaged. Raises UserError with exit 2 if the named checkpoint does not exist, or if the config changes a key fixed
+    by the checkpoint.
     """
     wanted, verify = config.checkpoint.resume, config.checkpoint.verify
     asked, replaced, saved = on_first_rank(
@@ -99,7 +100,7 @@ def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory
 
 
 def resume_point(path: Path, config: Config, branch: bool = False, fetch: Fetch | None = None) -> ResumePoint:
-    """Return the checkpoint at `path` as a resume point. Raises UserError if `config` cannot continue it."""
+    """Return the checkpoint at `path` as a resume point. Raises UserError if `config` cannot continue the checkpoint."""
     point = ResumePoint(path, read_state(path), fetch)
     if "progress" not in point.state:
         raise UserError(

@@ -1,7 +1,7 @@
-"""The target of a roll-back, and the history of roll-backs, which every later resume needs.
+"""The target of a roll-back, and the record of roll-backs, needed by every later resume.
 
-A run that is killed after a roll-back and before its next checkpoint would read the bad data again. So `rollbacks.json` in
-the run directory records the roll-backs of this history, and so does each checkpoint.
+Without the record, a run killed between a roll-back and its next checkpoint would read the bad data again. So
+`rollbacks.json` in the run directory records the roll-backs of this history, and so does each checkpoint.
 """
 
 from __future__ import annotations
@@ -35,16 +35,14 @@ def find_rollback_point(
     directory: RunDirectory,
     report_event: Callable[..., None],
 ) -> ResumePoint:
-    """Return the newest good checkpoint before the first bad step, or else the one from which the history began.
+    """Return the newest good checkpoint before the first bad step, or else the checkpoint at the history's origin.
 
-    Collective.
-
-    Raises UserError (exit 1) if there is none, or if there have been too many roll-backs.
+    Collective. Raises UserError (exit 1) without such a checkpoint, or after too many roll-backs.
     """
     limit, verify = config.resilience.max_rollbacks, config.checkpoint.verify
     origin = on_first_rank("reading origin.json", lambda: _origin(directory))
     begun = origin.step if origin is not None else 0
-    # A checkpoint since the last roll-back shows that it has helped.
+    # A checkpoint saved since the last roll-back proves that the roll-back helped.
     last_saved = max(checkpoints.steps(), default=begun)
     failed_rollbacks = [one for one in progress.rollbacks if one.from_step >= last_saved]
     if len(failed_rollbacks) >= limit:
@@ -55,7 +53,8 @@ def find_rollback_point(
             FAILED,
             required.cause,
         )
-    # Trouble right after a checkpoint of an earlier roll-back may come from that checkpoint: try the one before it, if any.
+    # A fault right after the target of an earlier roll-back may come from that checkpoint. Try an older one first, if
+    # any.
     suspects = [one.to_step for one in failed_rollbacks if one.to_step == required.first_bad - 1]
     for bound in (min([required.first_bad, *suspects]), required.first_bad):
         step = checkpoints.latest(verify, at_most=bound - 1)
@@ -78,16 +77,16 @@ def find_rollback_point(
 def sync_rollback_history(
     directory: RunDirectory, start: Start, progress: Progress, new: Sequence[Rollback] = ()
 ) -> None:
-    """Merge the roll-backs in `progress` (loaded from `start`) with those in `rollbacks.json`. Collective.
+    """Merge the roll-backs in `progress` (loaded from `start`) with those in `rollbacks.json`.
 
-    Both get the union, followed by the `new` roll-backs.
+    Collective. Afterwards `progress` and the file contain the union, followed by the `new` roll-backs.
     """
     own = start.kept >= 0
 
     def merge() -> list[Rollback]:
         found = read_rollbacks(directory)
         written = [Rollback(**one) for one in found] if own else []
-        # A new roll-back may equal an earlier one, if the same trouble has come back; it counts separately.
+        # A new roll-back may equal an earlier one if the same fault has recurred; both count.
         known = [*written, *(one for one in progress.rollbacks if one not in written), *new]
         if [asdict(one) for one in known] != found:
             _write(directory, known)
@@ -97,7 +96,10 @@ def sync_rollback_history(
 
 
 def read_rollbacks(directory: RunDirectory) -> list[dict[str, Any]]:
-    """Return the content of `rollbacks.json`; an empty list without it. Raises UserError (exit 2) if it cannot be read."""
+    """Return the content of `rollbacks.json`; an empty list without the file.
+
+    Raises UserError (exit 2) for invalid content.
+    """
     try:
         found = json.loads(directory.rollbacks.read_bytes())
     except FileNotFoundError:
@@ -113,7 +115,7 @@ def read_rollbacks(directory: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _origin(directory: RunDirectory) -> Origin | None:
-    """Return the recorded origin of the history. None, with a warning, if it cannot be read."""
+    """Return the recorded origin of the history. If the record cannot be read, log a warning and return None."""
     try:
         return read_origin(directory)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Saves: the times of checkpoints, their contents, and the report of each save."""
+"""`Saves`: when checkpoints are saved, their contents, and the report of each save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Saves(Hook):
-    """Saves every `checkpoint.interval` steps, or `interval_minutes`, and at the end. All methods are collective."""
+    """Saves a checkpoint every `checkpoint.interval` steps or `interval_minutes`, and at the end. Methods are collective."""
 
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints):
         self._checkpoints = checkpoints
@@ -32,17 +32,20 @@ class Saves(Hook):
         self._cause = Cause.SAVE_FAILED
         self._saved_at = time.monotonic()  # start of the last save, or of the run
         self.slowest_s = 0.0
-        """Duration in seconds of the slowest save so far, until it was on disk, as seen by this rank."""
+        """Duration in seconds of the slowest save so far on this rank, until the checkpoint was on disk."""
 
     def before_gradients(self, step: int) -> None:
-        """With `interval_minutes`, request a save when the first rank's clock says so. All ranks save after the same step."""
+        """Request a save when `interval_minutes` have passed on the first rank's clock.
+
+        All ranks save after the same step.
+        """
         if self._config.interval is None and self._trainer.reporter.world.rank == 0:
             seconds = 60 * self._config.interval_minutes
             if 0 < seconds <= time.monotonic() - self._saved_at:
                 self._trainer.request_save()
 
     def after_step(self, step: int) -> None:
-        """Save if a save is due. After the last step, save and wait."""
+        """Save if a save is due. After the last step, save and wait for the end of the save. Collective."""
         trainer, interval = self._trainer, self._config.interval
         due = trainer.results.save_requested or (interval is not None and trainer.is_due(interval))
         if due and step < trainer.config.train.steps:
@@ -55,7 +58,10 @@ class Saves(Hook):
         self._saved_step = step
 
     def prepare(self, step: int) -> None:
-        """Write all pending output about the step. Refuse to save a state known to be bad."""
+        """Write all pending output about the step, and compare replicas. Collective.
+
+        Raises RollbackRequired if the state is known to be bad.
+        """
         trainer = self._trainer
         trainer.process_last_result()
         trainer.hooks.call("before_save", step)
@@ -66,7 +72,7 @@ class Saves(Hook):
         with trainer.reporter.phases.during("save", step):
             self._saved_at = time.monotonic()
             self.prepare(step)
-            # Before the manifest: a checkpoint on disk never lacks the metrics of its own past.
+            # Before the manifest is written, so a checkpoint on disk never lacks the metrics of earlier steps.
             trainer.metrics.sync()
             trainer.reporter.sync_events()
             trainer.results.clear_save_request()
@@ -76,9 +82,9 @@ class Saves(Hook):
                 self.save()
 
     def save(self) -> None:
-        """Start a checkpoint of the current step; return once the state has been copied.
+        """Start a checkpoint of the current step, and return once the state has been copied. Collective.
 
-        Raises UserError (exit 1) on every rank after too many failed saves in a row, including the last one.
+        Raises UserError (exit 1) on every rank after checkpoint.max_failed_saves failed saves in a row.
         """
         self._wait()
         trainer = self._trainer
@@ -86,7 +92,7 @@ class Saves(Hook):
         self._report(self._checkpoints.save(self._saved_step, *self.contents()))
 
     def contents(self) -> tuple[NamedTensors, dict[str, Any], dict[str, bytes], dict[str, Any]]:
-        """Return the contents of a checkpoint of the current step, as arguments of `Checkpoints.save`."""
+        """Return the contents of a checkpoint of the current step: the arguments of `Checkpoints.save` after `step`."""
         trainer = self._trainer
         state = {
             "progress": trainer.progress.state(),
@@ -99,9 +105,9 @@ class Saves(Hook):
         return tensors, state, self._files, layout
 
     def save_and_wait(self) -> None:
-        """Save the current step, unless it is already saved, and wait until it is on disk.
+        """Save the current step, unless already saved, and wait until the checkpoint is on disk.
 
-        Raises UserError (exit 1) on failure.
+        Collective. Raises UserError (exit 1) on failure.
         """
         self._wait()
         step = self._trainer.progress.step
@@ -133,7 +139,8 @@ class Saves(Hook):
                 log.info("saved step %d (%.1f s)", outcome.step, outcome.seconds)
                 self._trainer.hooks.call("after_save", outcome.step)
             else:
-                # All ranks know the same: the first one's message goes to the terminal, the others' to their files.
+                # All ranks know the outcome. Rank 0's message goes to the terminal, the messages of other ranks to
+                # their log files.
                 level = logging.ERROR if reporter.world.rank == 0 else logging.INFO
                 message = "saving step %d failed: %s"
                 log.log(level, message, outcome.step, outcome.error, extra=outcome.cause.mark)
@@ -145,7 +152,7 @@ class Saves(Hook):
 
 
 def _files(config: Config, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Return config.toml and the tokenizer's files, so that the checkpoint is self-contained."""
+    """Return relative path -> content of config.toml and the tokenizer's files, which make the checkpoint self-contained."""
     files = {"config.toml": to_toml(config).encode()}
     if tokenizer is not None:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Node-local states (`checkpoint.local_interval`): when they are saved, and when a start uses one."""
+"""Storage tiers of checkpoints: node-local states (`checkpoint.local_interval`), and the mirror (`checkpoint.mirror`)."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ _HISTORY = re.compile(r"[0-9a-f]{8}")
 
 
 class Tiers:
-    """The checkpoints of a run and, with `checkpoint.local_interval`, the states on its nodes. Collective.
+    """The checkpoints of a run and, with `checkpoint.local_interval`, its node-local states. Methods are collective.
 
-    States belong to one history of one run. The path of a state is PLACE/RUN/HISTORY/step-N: the private folder
-    (`checkpoint.local_dir`), the run's name with a hash of its path, and a random number chosen when the history begins. The
-    run directory records the number and all places, so that a start with another configuration can remove the states.
+    A state belongs to one history of one run. Its path is PLACE/RUN/HISTORY/step-N: the private folder
+    `checkpoint.local_dir`, the run's name with a hash of its path, and a random number chosen when the history begins.
+    The run directory records the number and all places, so a start with another configuration can still remove the
+    states.
     """
 
     def __init__(self, config: Config, checkpoints: Checkpoints, directory: RunDirectory):
@@ -59,9 +60,9 @@ class Tiers:
             self._open(self._number)
 
     def find_start(self, earlier: Earlier, reporter: Reporter) -> Start:
-        """Return the start of the run: the newest complete state on the nodes or on shared storage.
+        """Return the start of the run from the newest complete checkpoint, on the nodes or on shared storage.
 
-        Raises UserError like `resume.find_start`.
+        Collective. Raises UserError like `resume.find_start`.
         """
         config, checkpoints, directory = self._config, self._checkpoints, self._directory
         start = None
@@ -92,13 +93,16 @@ class Tiers:
             return None
         state = json.loads((local.path(step) / "trainer.json").read_text("utf-8"))
         if len(state["progress"]["rollbacks"]) < known:
-            return None  # from before a roll-back
+            return None  # the state is older than a roll-back
         nodes = local.nodes
         reporter.event("local_state", step=step, nodes=len(nodes.ranks), newest_checkpoint=shared)
         return step
 
     def _follow(self, start: Start) -> None:
-        """Keep the states of the history that continues from `start`, and remove all other states of this run."""
+        """Keep the local states of the history continued by `start`, and remove this run's other local states.
+
+        Collective.
+        """
         point, local = start.point, self.local
         from_nodes = local is not None and point is not None and point.path == local.path(point.step)
         finished = point is not None and point.step >= self._config.train.steps and not from_nodes
@@ -106,7 +110,7 @@ class Tiers:
             return self._remove_states()
         begins = point is None or start.kept < 0 or start.replaces or local is None
         number = on_first_rank("drawing a number", lambda: secrets.token_hex(4)) if begins else self._number
-        # Nodes may differ in checkpoint.local_dir.
+        # Nodes may have different paths in checkpoint.local_dir.
         places = gather_from_ranks("comparing checkpoint.local_dir", lambda: str(self._place))
         places = sorted({*self._places, *places})
         if begins or places != self._places:
@@ -118,16 +122,16 @@ class Tiers:
         self.local.forget_after(start.kept)
 
     def _read_record(self) -> tuple[str, list[str]]:
-        """Return, on the first rank, the id of the run directory's history and the folders of its node-local states.
+        """Return the recorded id of the current history, and the folders of its local states.
 
-        The id is a random string; "" if no history is recorded.
+        Call on the first rank. The id is a random string; "": no history is recorded.
         """
         text = self._record.read_text("utf-8") if self._record.exists() else ""
         number, *places = text.splitlines() or [""]
         return number, places
 
     def _remove_states(self) -> None:
-        """Remove all states of this run on every node."""
+        """Remove all local states of this run on every node. Collective."""
 
         def remove() -> None:
             for place in {*self._places, str(self._place)}:
@@ -138,7 +142,7 @@ class Tiers:
             on_every_rank("removing local states", remove)
 
     def _open(self, history: str) -> None:
-        """Open the states of `history` on all nodes; remove the states of this run's other histories."""
+        """Open the local states of `history`, and remove the states of this run's other histories. Collective."""
         folder = self._place / self._run / history
 
         def make() -> PrivateFolder:
@@ -153,10 +157,7 @@ class Tiers:
 
 
 class LocalSaves(Hook):
-    """Saves a state on the nodes every `checkpoint.local_interval` steps.
-
-    Called after `Saves`. All methods are collective.
-    """
+    """Saves a node-local state every `checkpoint.local_interval` steps. Called after `Saves`. All methods are collective."""
 
     def __init__(self, trainer: Trainer, saves: Saves, local: LocalTier):
         self._trainer, self._saves, self._local = trainer, saves, local
@@ -169,7 +170,7 @@ class LocalSaves(Hook):
                 self._saves.prepare(step)
                 self._report(self._local.save(step, *self._saves.contents()))
         if step >= trainer.config.train.steps:
-            self._report(self._local.end())  # `Saves` has just seen the last checkpoint on disk
+            self._report(self._local.end())  # `Saves` has just completed the last checkpoint
         self._report(self._local.poll())
 
     def after_rollback(self, step: int) -> None:
@@ -184,9 +185,9 @@ class LocalSaves(Hook):
 
 
 def _holds_unmarked_states(folder: Path) -> bool:
-    """Return whether `folder` holds node-local states of an earlier forge, which did not write marker files.
+    """Return whether `folder` holds only node-local states of an earlier forge, which wrote no marker files.
 
-    True if it holds only folders of runs and, in these, folders of histories.
+    Such a folder contains only folders of runs, and these contain only folders of histories.
     """
     runs = [path for path in folder.iterdir() if path.name != MARKER]
     histories = [path for run in runs if is_directory(run) for path in run.iterdir()]
@@ -196,7 +197,7 @@ def _holds_unmarked_states(folder: Path) -> bool:
 
 
 def mirror_url(config: Config) -> str:
-    """Return the URL of this run's mirror. Raises UserError if it is not a URL."""
+    """Return the URL of this run's mirror. Raises UserError if checkpoint.mirror is not a URL."""
     if not is_url(config.checkpoint.mirror):
         raise UserError(
             f'checkpoint.mirror = "{config.checkpoint.mirror}": is not a URL; allowed: s3://..., gs://..., file:///... and '
@@ -206,9 +207,10 @@ def mirror_url(config: Config) -> str:
 
 
 def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier) -> None:
-    """Restore the newest copy if the run directory has lost all checkpoints of the history that `config` continues.
+    """Restore the newest mirrored checkpoint if the run directory has lost all checkpoints of the history to continue.
 
-    Collective. Raises UserError: like `restore`, or exit 2 if a new history would overwrite the copies of another.
+    Collective. Raises UserError like `restore`. Also raises UserError (exit 2) if a new history would overwrite the
+    copies of an earlier history.
     """
     kept, folder = config.checkpoint, checkpoints.folder
     if not kept.mirror:
@@ -216,9 +218,9 @@ def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirecto
 
     def bring() -> None:
         url = mirror_url(config)
-        filesystem_of(url)  # refuses a URL now, not at the first save
+        filesystem_of(url)  # report an invalid URL now, not at the first save
         new_because = new_history_because(config, directory, earlier.finished)
-        # A damaged or set-aside checkpoint shows that the folder is not lost: `find_start` decides about those.
+        # A damaged checkpoint means that the folder is not lost; `find_start` then decides.
         if new_because is None and folders.is_empty(folder):
             restore(url, folder)
         elif new_because is not None and (copies := copied_steps(url)):
@@ -232,7 +234,7 @@ def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirecto
 
 
 class MirrorSaves(Hook):
-    """Copies each complete checkpoint to the store. On the first rank only."""
+    """Copies each complete checkpoint to the mirror. Exists only on the first rank."""
 
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints):
         config = trainer.config.checkpoint

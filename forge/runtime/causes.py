@@ -1,7 +1,7 @@
-"""Causes: every fault that ends or disturbs a run, with its severity, its meaning and the remedy.
+"""Causes: every fault that ends or disturbs a run, with its severity, meaning and remedy.
 
-Exceptions, log records, events.jsonl and status.json carry the id of a cause. Diagnoses and the tables of
-docs/reference/faults.md are rendered from here, so no program parses forge's messages.
+Exceptions, log records, events.jsonl and status.json contain the id of a cause. Diagnoses and the tables of
+docs/reference/faults.md are rendered from this file, so no program parses forge's messages.
 
     python -m forge.runtime.causes    # print the tables of docs/reference/faults.md
 """
@@ -12,7 +12,7 @@ from enum import IntEnum, StrEnum
 
 
 class Severity(IntEnum):
-    """The consequence of a cause, the worst first."""
+    """The consequence of a cause, from the worst to the mildest."""
 
     ENDS = 0
     STOPS = 1
@@ -20,13 +20,13 @@ class Severity(IntEnum):
     NOTE = 3
 
 
-# Second remedy for every cause that ended a run.
+# Second remedy, shown for every cause that ended a run.
 AGAIN = "Start the same command again: it resumes from the newest complete checkpoint."
 _ENDS, _STOPS, _COSTS, _NOTE = Severity
 
 
 class Cause(StrEnum):
-    """One kind of fault with a stable id. meaning, remedy: sentences for the user, with Markdown."""
+    """A kind of fault with a stable id. meaning, remedy: sentences for the user, in Markdown."""
 
     severity: Severity
     meaning: str
@@ -40,11 +40,11 @@ class Cause(StrEnum):
 
     @property
     def mark(self) -> dict[str, object]:
-        """Return the `extra` of a log record of this cause."""
+        """Return the `extra` argument of a log call with this cause."""
         return {"cause": self}
 
     def of(self, *ranks: int) -> dict[str, object]:
-        """Return the `extra` of a log record that names `ranks` as those at fault."""
+        """Return the `extra` argument of a log call with this cause and the ranks at fault."""
         return {"cause": self, "ranks": ranks}
 
     OUT_OF_MEMORY = (
@@ -224,7 +224,7 @@ _TITLES = (
 
 
 def tables() -> str:
-    """Return the tables of docs/reference/faults.md, a section for each severity."""
+    """Return the tables of docs/reference/faults.md, with a section for each severity."""
     text = ""
     for severity, title in zip(Severity, _TITLES, strict=True):
         text += f"### {title}\n\n| cause | meaning | what to do |\n|---|---|---|\n"

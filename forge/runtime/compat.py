@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.fsdp import FSDPModule
 
-# 2.13 renamed these two; 2.11 has the old names only. Called as (x, axis, group) and
-# (x, "sum", axis, group); neither waits.
+# PyTorch 2.13 renamed these two functions; 2.11 has only the old names. Called as (x, axis, group) and (x, "sum", axis,
+# group). Neither waits.
 all_gather_single: Callable[..., Tensor] = (
     getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 )
@@ -29,22 +29,22 @@ reduce_scatter_single: Callable[..., Tensor] = (
 
 
 def reduce_scatter_into(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Sum `whole` `[ranks * n]` over the ranks of `group` into `part` `[n]`, which may be a view of it, without waiting."""
+    """Start a reduce-scatter of `whole` `[ranks * n]` into `part` `[n]`, which may be a view of `whole`. Collective."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(part, whole, group=group, async_op=True)
 
 
 def all_gather_into(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
-    """Gather every rank's `part` `[n]` into `whole` `[ranks * n]`, of which `part` may be a view, without waiting.
+    """Start an all-gather of `part` `[n]` into `whole` `[ranks * n]`; `part` may be a view of `whole`.
 
-    group: None: all ranks.
+    Collective. group None: all ranks.
     """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(whole, part, group=group, async_op=True)
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a CUDA stream for work that overlaps the computation; None on the CPU, where threads do this work."""
+    """Return a CUDA stream for work that overlaps computation; None on the CPU, where threads do such work."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
@@ -54,8 +54,8 @@ def communication_memory(
 ) -> Iterator[None]:
     """Allocate the body's memory as NCCL symmetric memory, at the same address on every rank of `groups`.
 
-    NCCL's kernels then need fewer multiprocessors. With `symmetric` the context needs CUDA and is collective. Without
-    `symmetric` it does nothing.
+    NCCL's kernels then need fewer multiprocessors. With `symmetric`, the function needs CUDA and is collective. Without
+    `symmetric`, the function does nothing.
     """
     if not (symmetric and groups):
         yield
@@ -69,29 +69,27 @@ def communication_memory(
         backend.register_mem_pool(pool, symm=True)
 
 
-# Pools of symmetric memory, kept as long as the process.
+# Pools of symmetric memory, kept until the process ends.
 _POOLS: list[Any] = []
 
 
 def training_device(local_rank: int) -> torch.device:
-    """Return this process's training device: its own GPU if the machine has any, else the CPU."""
+    """Return this process's training device: GPU `local_rank` if CUDA is available, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
 
 
 def communication_backend(device: torch.device) -> str:
-    """Return the process-group backend for tensors on `device`; objects on the CPU are always sent over gloo."""
+    """Return the process-group backend for tensors on `device`. The backend always includes gloo, for objects."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def split_group(world: dist.ProcessGroup, sets: list[list[int]], backend: str | None) -> dist.ProcessGroup:
-    """Split `world`, whose NCCL communicator exists, into the groups of `sets`, all at once.
+    """Split `world`, which must have an NCCL communicator, into the groups of `sets`, all at once.
 
-    Return this rank's group. Collective.
-
-    backend: the part of `world`'s backend that the groups get, e.g. "cuda:nccl". None: the whole backend, which PyTorch
-    2.11 always uses.
+    Return this rank's group. Collective. backend: the part of `world`'s backend for the groups, e.g. "cuda:nccl"; None:
+    the whole backend. PyTorch 2.11 always uses the whole backend.
     """
     options: dict[str, Any] = {}
     if backend is not None and "backend" in inspect.signature(dist.split_group).parameters:
@@ -102,8 +100,8 @@ def split_group(world: dist.ProcessGroup, sets: list[list[int]], backend: str | 
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather every rank's `x` `[n, ...]` in rank order: `[ranks * n, ...]`. Backward reduce-scatters the gradients."""
-    # 2.13 renamed the function; 2.11 has the old name only.
+    """All-gather `x` `[n, ...]` in rank order: `[ranks * n, ...]`. Collective. Backward reduce-scatters the gradient."""
+    # PyTorch 2.13 renamed the function; 2.11 has only the old name.
     name = "all_gather_single_autograd"
     gather = getattr(collectives, name, None) or collectives.all_gather_tensor_autograd
     return gather(x.contiguous(), 0, group)
@@ -115,18 +113,19 @@ def all_to_all(
     receives: list[int] | None = None,
     sends: list[int] | None = None,
 ) -> Tensor:
-    """Send `x[r]` of x `[ranks, ...]` to rank r; the result's `[r]` comes from rank r. Backward is another all-to-all.
+    """All-to-all: send `x[r]` of x `[ranks, ...]` to rank r; `result[r]` is from rank r.
 
-    With `sends` and `receives`, the first sends[0] rows of x `[sum(sends), ...]` go to rank 0, and so on; the result is
-    `[sum(receives), ...]`, in the order of ranks.
+    Collective. Backward is another all-to-all. With `sends` and `receives`, the first sends[0] rows of x `[sum(sends),
+    ...]` go to rank 0, the next sends[1] rows to rank 1, and so on. The result is `[sum(receives), ...]`, in the order
+    of ranks.
     """
     return collectives.all_to_all_single_autograd(x.contiguous(), receives, sends, group)
 
 
 def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send `x` to the next rank of the ring and return the previous rank's `x`. No gradient.
+    """Send `x` to the next rank of the ring and return the previous rank's `x`.
 
-    Returns without waiting; the first use of the result waits.
+    Collective, without autograd. Does not wait: the first use of the result waits.
     """
     rank, ranks = group.rank(), group.size()
     sends, receives = [0] * ranks, [0] * ranks
@@ -135,15 +134,15 @@ def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def arrived(x: Tensor) -> Tensor:
-    """Wait until `x`, a plain tensor or the result of a functional collective, can be used; return it. No gradient."""
+    """Wait until `x`, a plain tensor or a functional collective's result, can be used, and return it. Without autograd."""
     return x.wait() if isinstance(x, collectives.AsyncCollectiveTensor) else x
 
 
 def fsdp_parameter_groups(model: FSDPModule) -> list[Any]:
-    """Return the parameter groups of all FSDP2 units of `model`, a root after its first forward."""
+    """Return the parameter groups of all FSDP2 units of the root `model`. Call after its first forward."""
     found: list[Any] = []
     for state in model._get_fsdp_state()._state_ctx.all_states:
-        # In 2.13 a unit may have several, in 2.11 at most one.
+        # In PyTorch 2.13 a unit may have several groups, in 2.11 at most one.
         groups = getattr(state, "_fsdp_param_groups", None)
         found += [state._fsdp_param_group] if groups is None else groups
     return [group for group in found if group is not None]
@@ -156,7 +155,7 @@ def end_fsdp_backward(model: FSDPModule) -> None:
 
 @torch.enable_grad()
 def backward_starts_at_functions() -> bool:
-    """Return whether a backward can start at a torch.autograd.Function inside a graph; in PyTorch 2.11 it cannot."""
+    """Return whether a backward can start at a torch.autograd.Function inside a graph. In PyTorch 2.11 it cannot."""
     x = torch.ones((), requires_grad=True)
     node: Any = _Same.apply(x).grad_fn
     try:
@@ -177,9 +176,9 @@ class _Same(torch.autograd.Function):
 
 
 def keep_buffers_of_compiled_backward() -> None:
-    """Let a backward through compiled functions, e.g. flex_attention, run with retain_graph=True.
+    """Allow backwards through compiled functions, e.g. flex_attention, with retain_graph=True.
 
-    Call before their compilation.
+    Call before the functions are compiled.
     """
     import torch._functorch.config
 
@@ -187,10 +186,10 @@ def keep_buffers_of_compiled_backward() -> None:
 
 
 def share_memory(group: dist.ProcessGroup) -> None:
-    """Let the ranks of `group` read each other's symmetric memory, for asynchronous tensor parallelism. Collective.
+    """Give the ranks of `group` access to each other's symmetric memory, for asynchronous tensor parallelism.
 
-    PyTorch 2.13 and 2.14 deprecate the call, but their compilers still divide products only for groups registered this
-    way.
+    Collective. PyTorch 2.13 and 2.14 deprecate the call, but their compilers still split products only for groups
+    registered this way.
     """
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -200,12 +199,10 @@ def share_memory(group: dist.ProcessGroup) -> None:
 
 
 def weigh_meshes_as_nothing() -> bool:
-    """Let the compiler's memory budget count the device meshes of tensor parallelism as zero bytes.
+    """Make the compiler's memory budget count tensor parallelism's device meshes as zero bytes.
 
-    Return whether that is possible.
-
-    From PyTorch 2.12 on, meshes are among the values saved for backward. PyTorch 2.13 has a setting for it, 2.12 has
-    none.
+    Since PyTorch 2.12, meshes are among the values saved for backward. PyTorch 2.13 has a setting for the size of
+    meshes. Return False under 2.12, which has no such setting.
     """
     key = "unsafe_treat_script_objects_as_zero_size"
     if hasattr(torch._functorch.config, key):
@@ -217,10 +214,10 @@ def weigh_meshes_as_nothing() -> bool:
 def raise_timeouts(seconds: float) -> None:
     """Raise the collective timeout of every existing process group to at least `seconds`.
 
-    Needed because new groups get PyTorch's default (10 minutes on NCCL), not the timeout of the first group.
+    Needed because new groups have PyTorch's default timeout (10 minutes for NCCL), not the first group's.
     """
     wanted = timedelta(seconds=seconds)
-    # 2.14 has a public name for this function.
+    # PyTorch 2.14 has a public name for this function.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):
         for device in group._device_types:
@@ -230,10 +227,10 @@ def raise_timeouts(seconds: float) -> None:
 
 
 def flight_record() -> bytes | None:
-    """Return PyTorch's record of this process's latest collectives, a pickle for `torchfrtrace`; None if there is none."""
+    """Return PyTorch's flight record of this process's latest collectives, a pickle for `torchfrtrace`; None without one."""
     import torch._C._distributed_c10d as c10d
 
-    # NCCL and gloo keep separate records. On a CUDA machine NCCL's collectives hang, not gloo's.
+    # NCCL and gloo keep separate records. With CUDA, NCCL's collectives are the ones that hang.
     name = "_dump_nccl_trace" if torch.cuda.is_initialized() else "_dump_fr_trace"
     dump = getattr(c10d, name, None)
     return None if dump is None else dump()
@@ -243,7 +240,7 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of the run's libraries."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("forge", "numpy"):
-        with suppress(PackageNotFoundError):  # run from a source tree
+        with suppress(PackageNotFoundError):  # not installed: run from a source tree
             found[package] = version(package)
     return found
 
@@ -251,7 +248,7 @@ def versions() -> dict[str, str]:
 def forget_meshes() -> None:
     """Clear DTensor's cache of meshes.
 
-    A new process group could otherwise get an equal mesh with the groups of an earlier one.
+    Otherwise, after a new process group is created, an equal mesh could have the groups of an earlier one.
     """
     from torch.distributed.tensor import debug
 

@@ -1,4 +1,4 @@
-"""Shared work and decisions of ranks: one rank's work for all, and errors that all ranks raise together."""
+"""Work done by one rank for all ranks, and errors raised by all ranks together."""
 
 from __future__ import annotations
 
@@ -20,20 +20,17 @@ log = logging.getLogger(__name__)
 
 
 class RanksFailed(UserError):
-    """A function that ranks ran together failed on some rank.
-
-    Raised on every rank of the group. The failed rank's log has the traceback.
-    """
+    """Raised on every rank of a group if work failed on any of them. The failed rank's log has the traceback."""
 
     def __init__(self, message: str, cause: Cause = Cause.ERROR):
         super().__init__(message, FAILED, cause)
 
 
 def on_first_rank(what: str, work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """Run `work` on the first rank of `group` (None: of all) and return its result on every rank. Collective.
+    """Run `work` on the first rank of `group` (None: all ranks) and return its result on every rank.
 
-    If `work` raises, every rank raises: a UserError unchanged, any other exception as RanksFailed with the text `what`. The
-    result must be picklable. Only one thread at a time may use a group.
+    Collective. If `work` raises, every rank raises: a UserError unchanged, any other exception as RanksFailed, with
+    `what` in its message. The result must be picklable. Only one thread at a time may use a group.
     """
     outcome: list[Any] = [_attempt(what, work) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(outcome, src=dist.get_process_group_ranks(group)[0], group=group)
@@ -45,9 +42,9 @@ def on_first_rank(what: str, work: Callable[[], Result], group: dist.ProcessGrou
 def gather_from_ranks(
     what: str, work: Callable[[], Result], group: dist.ProcessGroup | None = None
 ) -> list[Result]:
-    """Run `work` on every rank of `group` and return all results, in rank order, on every rank. Collective.
+    """Run `work` on every rank of `group`; return all results, in rank order, on every rank.
 
-    If `work` raises on any rank, every rank raises, as in `on_first_rank`.
+    Collective. If `work` raises on any rank, every rank raises, like in `on_first_rank`.
     """
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, _attempt(what, work), group=group)
@@ -56,9 +53,9 @@ def gather_from_ranks(
 
 
 def on_every_rank(what: str, work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """Run `work` on every rank of `group` and return this rank's own result, which is not sent. Collective.
+    """Run `work` on every rank of `group` and return this rank's own result, without sending it.
 
-    If `work` raises on any rank, every rank raises, as in `on_first_rank`.
+    Collective. If `work` raises on any rank, every rank raises, like in `on_first_rank`.
     """
     own: list[Result] = []
     gather_from_ranks(what, lambda: own.append(work()), group)
@@ -67,11 +64,11 @@ def on_every_rank(what: str, work: Callable[[], Result], group: dist.ProcessGrou
 
 @dataclass(frozen=True)
 class _Failure:
-    """An exception of `work` in a form that can be sent: exceptions themselves may not unpickle."""
+    """An exception of `work` in picklable form, because exceptions themselves may not unpickle."""
 
     message: str
     cause: Cause
-    exit_code: int | None = None  # of a UserError; None for any other exception
+    exit_code: int | None = None  # exit code of a UserError; None for any other exception
 
 
 def _attempt(what: str, work: Callable[[], Result]) -> tuple[Result | None, _Failure | None]:
@@ -81,7 +78,7 @@ def _attempt(what: str, work: Callable[[], Result]) -> tuple[Result | None, _Fai
         return None, _Failure(str(error), error.cause, error.exit_code)
     except Exception as error:
         if not isinstance(error, OSError):  # e.g. a full disk: a traceback would not help
-            # The caller decides about the consequences.
+            # Only a warning, because the caller decides about the consequences.
             log.warning("%s failed on this rank", what, exc_info=True, extra=Cause.NOTE.mark)
         return None, _Failure(describe(error), cause_of(error))
 
@@ -100,16 +97,16 @@ def _raise_first(what: str, failures: list[_Failure | None], group: dist.Process
 
 
 def describe(error: BaseException) -> str:
-    """Return the class and message of an exception, on one line."""
+    """Return class and message of an exception as text."""
     return f"{type(error).__name__}: {error}"
 
 
-# Gloo and NCCL raise plain RuntimeErrors.
+# Gloo and NCCL raise plain RuntimeErrors, recognised by their text.
 _BROKEN_CONNECTION = re.compile(r"gloo/transport/|Connection (?:closed|reset) by peer|NCCL")
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Return the cause of a run that ends with `error`. Parses text only of PyTorch's errors, never of forge's."""
+    """Return the cause of a run ending with `error`. Parses only the text of PyTorch's errors, never forge's."""
     if isinstance(error, UserError):
         return error.cause
     if isinstance(error, OSError):

@@ -1,4 +1,4 @@
-"""User errors, as opposed to defects of forge: one sentence and an exit code, without a traceback."""
+"""Errors of the user, in contrast to defects of forge: reported as one sentence and an exit code, without a traceback."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ USUAL_CAUSES = {
 class UserError(Exception):
     """Ends the program with `message` on rank 0 and `exit_code` on every rank.
 
-    The message names the given value, the allowed values and the next action. Secrets of URLs in it are redacted. cause: by
-    default derived from the exit code.
+    The message names the given value, the allowed values and the next action. Secrets in the message's URLs are
+    redacted. cause None: derived from the exit code.
     """
 
     def __init__(self, message: str, exit_code: int = BAD_CONFIG, cause: Cause | None = None):
@@ -39,7 +39,7 @@ class UserError(Exception):
 
 @contextmanager
 def caused_by(cause: Cause) -> Iterator[None]:
-    """Set this cause on a UserError raised in the body, unless the error already has a cause."""
+    """Set `cause` on a UserError raised in the body, unless the error already has a specific cause."""
     try:
         yield
     except UserError as error:
@@ -49,13 +49,14 @@ def caused_by(cause: Cause) -> Iterator[None]:
 
 
 class MissingExtra(UserError):
-    """A package of an optional extra is not installed."""
+    """A package of an optional extra (pip install 'forge[...]') is not installed."""
 
 
 class RollbackRequired(Exception):
-    """Raised on all ranks in a step: the run has to return to a checkpoint from before step `first_bad`.
+    """Raised on all ranks in a step: the run must return to a checkpoint before step `first_bad`.
 
-    pass_over: skip the data of steps `first_bad` to `last_step`. remedy: advice if the roll-back does not help.
+    pass_over: skip the data of steps `first_bad` to `last_step`. remedy: advice to the user if the roll-back does not
+    help.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return the end of a message about `name`: the most similar candidate, if any."""
+    """Return the end of a message about `name`: '; did you mean "CANDIDATE"?', or "" if no candidate is similar."""
     close = nearest(name, candidates)
     return f'; did you mean "{close}"?' if close else ""
 
@@ -88,7 +89,7 @@ _SECRET = re.compile(
 
 
 def redact(text: str) -> str:
-    """Return `text` with the secrets of each URL replaced by REDACTED.
+    """Return `text` with the secrets of all URLs replaced by REDACTED.
 
     Secrets are user and password, and secret query values, e.g. `sig=...`.
     """
@@ -98,7 +99,7 @@ def redact(text: str) -> str:
 
 
 def redact_all(value: Any) -> Any:
-    """Return a JSON value with every text in it redacted."""
+    """Return the JSON value with every string redacted."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, list | tuple):
@@ -109,5 +110,5 @@ def redact_all(value: Any) -> Any:
 
 
 def is_redacted(url: str) -> bool:
-    """Return whether this URL contains redacted secrets and so cannot be opened."""
+    """Return whether this URL contains redacted secrets, so it cannot be opened."""
     return f"://{HIDDEN}@" in url or any(match[0].endswith(f"={HIDDEN}") for match in _SECRET.finditer(url))

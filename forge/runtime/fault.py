@@ -1,9 +1,10 @@
-"""Fault injection: make one rank fail at a named point of one step, to prove that the run survives it.
+"""Fault injection: make one rank fail at a named point of one step, to prove that the run survives.
 
-`FORGE_FAULT=point:step:rank[:action]` in the environment; `*` as step or rank means every one. Without the variable, fault
-injection is off. Actions: `kill` (the default) sends SIGKILL to this process, `raise` raises OSError(ENOSPC) like a full
-disk, `sleep` or `sleep=SECONDS` (default: an hour) sleeps, `signal` or `signal=NAME` (default: SIGTERM) sends this process a
-signal. Nothing fails after a restart by torchrun: otherwise the run could never get past the point.
+The environment variable is `FORGE_FAULT=point:step:rank[:action]`; `*` as step or rank means every step or rank.
+Without the variable, fault injection is off. Actions: `kill` (default) sends SIGKILL to this process. `raise` raises
+OSError(ENOSPC), like a full disk. `sleep` or `sleep=SECONDS` (default: an hour) sleeps. `signal` or `signal=NAME`
+(default: SIGTERM) sends a signal to this process. After a restart by torchrun, fault injection is off; otherwise the
+run could never pass the point.
 
 Points:
 
@@ -11,7 +12,7 @@ Points:
     step                 every rank, with the step's batch, before any computation
     evaluation           every rank, before the first batch of an evaluation after that step
     save.begin           every rank, before anything is copied or written
-    save.between_shards  every rank, after its own shard file is on disk and before the shards' index is
+    save.between_shards  every rank, after its own shard file is on disk, before rank 0 writes the index
     local.before_manifest every rank, after the files of a node-local state, with peers' copies, are on all nodes
     save.before_manifest rank 0, after every file except the manifest is on disk
     save.before_rename   rank 0, after the partial folder is complete and before its final name

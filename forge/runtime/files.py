@@ -1,4 +1,4 @@
-"""Files: replaced atomically, locked, and parsed."""
+"""Replace files atomically, lock them, and parse JSON."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
 def replace_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
-    """Write `content` beside `path`, sync it and rename it over `path`. On OSError `path` is unchanged.
+    """Write `content` to a temporary file, sync it, and rename it to `path`.
 
-    Without `sync` the function does not wait for the disk. A crash of the machine, but not of the process, may then
-    leave an empty file.
+    On OSError `path` is unchanged. Without `sync` the function does not wait for the disk. A crash of the node, but not
+    of the process, may then leave an empty file.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -44,7 +44,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_json(text: str | bytes) -> Any:
-    """Parse JSON from outside. Raises ValueError, also for nesting too deep for Python's parser."""
+    """Parse untrusted JSON. Raises ValueError for invalid JSON and for too deep nesting."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -52,10 +52,10 @@ def read_json(text: str | bytes) -> Any:
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
-    """Lock an open file with flock. Return False if its file system has no locks.
+    """Lock an open file with flock. Return False if the file system has no locks.
 
-    If another process holds the lock, wait for it with `wait`, and otherwise raise BlockingIOError. Raises OSError if the
-    file cannot be locked.
+    shared: take a shared lock. If another process holds the lock: with `wait`, wait for its release; without `wait`,
+    raise BlockingIOError. Raises OSError if the file cannot be locked.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
@@ -67,5 +67,5 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
 
 
 def is_url(path: str | Path) -> bool:
-    """Return whether fsspec reads `path`: s3://bucket/key, gs://..., https://..."""
+    """Return whether `path` is a URL for fsspec: s3://bucket/key, gs://..., https://..."""
     return "://" in str(path)

@@ -1,4 +1,4 @@
-"""Load classes and functions that a configuration names by import path."""
+"""Load classes and functions named by import path in a configuration."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from forge.runtime.errors import did_you_mean
 
 
 def load_class(path: str) -> type[Any]:
-    """Import the class at `path`: `package.module:Class`. Raises ValueError with one sentence."""
+    """Import the class at `path`, `package.module:Class`. Raises ValueError with a one-sentence message."""
     return _load(path, "class", lambda found: isinstance(found, type))
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """Import the function at `path`: `package.module:function`. Raises ValueError with one sentence."""
+    """Import the function at `path`, `package.module:function`. Raises ValueError with a one-sentence message."""
     return _load(path, "function", callable)
 
 

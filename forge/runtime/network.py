@@ -1,4 +1,4 @@
-"""Rendezvous address under Slurm, identification of ranks of one start, and Gloo's network interface."""
+"""Rendezvous address under Slurm, a unique name for each start, and Gloo's network interface."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forge.runtime.errors import FAILED, UserError
 
 # Below Linux's range for outgoing connections (32768 to 60999).
 FIRST_PORT, END_OF_PORTS = 20000, 32768
-# Steps of one job, and the next jobs, get different ports. Coprime to the number of ports, so no two jobs nearby share one.
+# Consecutive steps and jobs get different ports. Coprime to the number of ports, so nearby jobs do not share a port.
 PORTS_PER_JOB = 17
 POLL_S = 0.05
 _SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
@@ -27,13 +27,13 @@ _SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
 def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
     """Return host and port of the rendezvous for this Slurm step.
 
-    They are MASTER_ADDR and MASTER_PORT if set, otherwise the step's first node and a port derived from the job and the
-    step.
+    MASTER_ADDR and MASTER_PORT are used if set. Otherwise the host is the step's first node, and the port is derived
+    from job and step.
     """
     host = environment.get("MASTER_ADDR") or _first_host(environment)
     if port := environment.get("MASTER_PORT"):
         return host, int(port)
-    # A batch script has no step yet; its first step has number 0.
+    # A batch script has no step; its first step has number 0.
     job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return host, FIRST_PORT + (PORTS_PER_JOB * job + step) % (END_OF_PORTS - FIRST_PORT)
 
@@ -51,11 +51,12 @@ def _first_host(environment: Mapping[str, str]) -> str:
 
 
 def name_start(store: Store, rank: int, size: int, timeout: timedelta) -> str:
-    """Agree on a unique name for this start. Call on every rank.
+    """Agree on a unique name for this start.
 
-    A store that outlives starts holds keys of earlier ranks, whose number may differ. So each rank writes a nonce. Rank 0
-    publishes the nonces that it finds, until every rank has seen its own nonce there and has counted itself under rank 0's
-    nonce, which no earlier rank can know. Raises UserError (exit 1) after `timeout`.
+    Collective, over the store. A store that outlives a start holds keys of earlier ranks, possibly of another number of
+    ranks. So each rank writes a nonce, and rank 0 repeatedly publishes all nonces it finds. A rank that finds its own
+    nonce among them counts itself under rank 0's nonce, which no earlier rank can know. Once all ranks have done so,
+    this nonce is the name. Raises UserError (exit 1) after `timeout`.
     """
     own, end = uuid4().hex, time.monotonic() + timeout.total_seconds()
     keys = [f"nonce-of-rank-{one}" for one in range(size)]
@@ -80,10 +81,11 @@ def name_start(store: Store, rank: int, size: int, timeout: timedelta) -> str:
 def choose_gloo_interface(
     store: Store, rank: int, size: int, meeting_host: str, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Set GLOO_SOCKET_IFNAME if Gloo would otherwise publish an address that other nodes cannot reach. Call on every rank.
+    """Set GLOO_SOCKET_IFNAME if Gloo would publish an address unreachable from other nodes.
 
-    Gloo listens on the address of the machine's own name, which Debian's /etc/hosts sets to 127.0.1.1. In that case use the
-    interface with the route to `meeting_host` or, on that host itself, to the last rank's machine.
+    Call on every rank. Gloo listens on the address of the node's own name, and Debian's /etc/hosts maps this name to
+    127.0.1.1. In that case, use the interface with the route to `meeting_host` or, on that host itself, to the last
+    rank's node.
     """
     if rank == size - 1:
         store.set("address-of-the-last-rank", _own_address(meeting_host))
@@ -97,7 +99,7 @@ def choose_gloo_interface(
 
 
 def _address(host: str) -> str:
-    """Return the IPv4 address of `host`; 127.0.0.1 for an unknown name, as Gloo does."""
+    """Return the IPv4 address of `host`; like Gloo, 127.0.0.1 for an unknown name."""
     try:
         return socket.gethostbyname(host)
     except OSError:
@@ -109,7 +111,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _own_address(peer: str) -> str:
-    """Return this machine's IPv4 source address for packets to `peer`; nothing is sent."""
+    """Return this node's IPv4 source address for packets to `peer`. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((peer, 9))
@@ -119,7 +121,7 @@ def _own_address(peer: str) -> str:
 
 
 def _interface(address: str) -> str | None:
-    """Return the name of the network interface with this IPv4 address."""
+    """Return the name of the network interface with this IPv4 address; None if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])

@@ -1,8 +1,8 @@
-"""Private folders, which only this user can enter: the block cache, and states in the memory of nodes.
+"""Private folders, accessible only to this user: for the block cache, and for node-local states.
 
-Their usual places, /tmp and /dev/shm, are open to every user of the machine. Another user could make such a folder first, and
-put their own links or blocks into it. So forge uses a folder only if this user owns it, it is a real directory of mode 0700,
-and it has forge's marker file. In it forge removes only real directories with forge's own names.
+Their usual locations, /tmp and /dev/shm, are open to every user of the node. Another user could make such a folder
+first, and put links or blocks into it. So forge uses a folder only if this user owns it, it is a real directory of mode
+0700, and it has forge's marker file. Inside, forge removes only real directories with names made by forge.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ _TEXT = b"forge keeps temporary data here and removes it. Do not put other files
 class PrivateFolder:
     """The private folder `path`, made if it does not exist. Several processes may make it at the same time.
 
-    An empty folder of this user becomes private. So does a folder without a marker, if `adopts` recognises it as made by a
-    version of forge without markers. key: the configuration key of the folder, for messages.
-
+    An empty folder of this user becomes private. So does a folder without a marker if `adopts(path)` recognises the
+    content of an earlier forge version, which wrote no markers. key: the configuration key of the folder, for messages.
     Raises UserError for a folder that is a link, belongs to another user, is open to other users, or holds other files.
     """
 
@@ -44,16 +43,16 @@ class PrivateFolder:
 
     @classmethod
     def existing(cls, path: Path) -> PrivateFolder | None:
-        """Return the private folder `path`, or None if there is no such folder; nothing is made."""
+        """Return the existing private folder `path`, or None. Makes no folder."""
         try:
             return cls(path, "") if os.path.lexists(path / MARKER) else None
         except UserError:
             return None
 
     def make(self, *names: str) -> Path:
-        """Make the directory `path`/names[0]/names[1]/... and return it.
+        """Make and return the directory `path`/names[0]/names[1]/... below the private folder.
 
-        Raises OSError if one of these is a link or a file.
+        Raises OSError if one of these directories is a link or a file.
         """
         made = self.path
         for name in names:
@@ -66,7 +65,7 @@ class PrivateFolder:
     def remove(self, names: re.Pattern[str], *within: str, keep: str = "") -> None:
         """Remove the directories below `path`/within[0]/within[1]/... whose names match `names`, except `keep`.
 
-        Links are neither followed nor removed. A directory that cannot be removed stays.
+        Links are neither followed nor removed. Failures to remove are ignored.
         """
         folder = self.path
         for name in within:
@@ -79,7 +78,7 @@ class PrivateFolder:
 
 
 def is_directory(path: Path) -> bool:
-    """Return whether `path` is a directory, and not a link to one."""
+    """Return whether `path` is a real directory, not a link."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except OSError:
@@ -92,13 +91,13 @@ def _make(folder: Path) -> None:
 
 
 def _problem(folder: Path, key: str, adopts: Callable[[Path], bool]) -> str | None:
-    """Return the reason why the existing `folder` cannot be private, with the remedy; None if it can.
+    """Return the reason why the existing `folder` cannot be private, with a remedy; None if it can.
 
-    If it has no marker but may become private, add the marker.
+    Adds the marker to a folder that may become private.
     """
     is_marked = os.path.lexists(
         folder / MARKER
-    )  # before the mode: a racing process sets the mode before it adds the marker
+    )  # read before the mode, because a racing process sets the mode before it adds the marker
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
         return f"is a link or a file; set {key} to a directory"
@@ -111,7 +110,7 @@ def _problem(folder: Path, key: str, adopts: Callable[[Path], bool]) -> str | No
     if is_marked:
         return None
     names = os.listdir(folder)
-    # The racing process adds the marker before any other file.
+    # A racing process adds the marker before any other file.
     if names and not adopts(folder) and not os.path.lexists(folder / MARKER):
         return (
             f"holds files that forge did not make, e.g. {min(names)}; set {key} to an empty or a new folder"

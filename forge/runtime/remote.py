@@ -1,4 +1,4 @@
-"""Remote files by URL, through fsspec: whole, or by blocks, with retries. `waiting_for` reports waits for stores."""
+"""Read remote files by URL, through fsspec: whole or by blocks, with retries. `waiting_for` reports waits for stores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from forge.runtime.files import is_url
 
 BLOCK_BYTES = 1 << 18
 """Block size for fetching, caching and checking files; the last block is shorter."""
-# A store may be away for minutes. The watchdog's limits (resilience.step_timeout_s) are longer.
+# A store may be unreachable for minutes. The watchdog's limits (resilience.step_timeout_s) are longer.
 RETRY_S = 600.0
 _FIRST_S, _LONGEST_S = 0.25, 30.0
 _TIMEOUT_S = 60.0  # of one request
@@ -41,7 +41,8 @@ _RETRIED_ERRNO = {
     *(errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH, errno.ENOTCONN, socket.EAI_AGAIN),
     getattr(errno, "EREMOTEIO", errno.EIO),  # Linux only
 }
-# Named by top package and class, because only the packages of the stores in use are installed. Subclasses count, too.
+# By top-level package and class name, because only the packages of the stores in use are installed. Includes
+# subclasses.
 _RETRIED_TYPES = {
     *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError", "azure.ServiceRequestError"),
     *("azure.ServiceResponseError", "botocore.ConnectionError", "botocore.HTTPClientError"),
@@ -54,7 +55,7 @@ Result = TypeVar("Result")
 
 
 class Corrupt(Exception):
-    """Received data differ from the expected data; the message says how."""
+    """Received data differ from the expected data. The message describes the difference."""
 
 
 def join(folder: str | Path, name: str) -> str:
@@ -63,10 +64,10 @@ def join(folder: str | Path, name: str) -> str:
 
 
 def filesystem(protocol: str) -> Any:
-    """Return fsspec's file system for a protocol. UserError if its package is not installed.
+    """Return fsspec's file system for a protocol.
 
-    Credentials and endpoints come from the package's own configuration, and from fsspec's variables, e.g.
-    FSSPEC_S3_ENDPOINT_URL.
+    Raises UserError if its package is not installed. Credentials and endpoints come from the package's own
+    configuration and from fsspec's environment variables, e.g. FSSPEC_S3_ENDPOINT_URL.
     """
     options: dict[str, Any] = {}
     try:
@@ -91,7 +92,10 @@ def filesystem(protocol: str) -> Any:
 
 
 def filesystem_of(url: str) -> Any:
-    """Return fsspec's file system for a URL. UserError for a URL with redacted secrets, e.g. from a run's config.toml."""
+    """Return fsspec's file system for a URL.
+
+    Raises UserError for a URL with redacted secrets, e.g. from a run's config.toml.
+    """
     if is_redacted(url):
         raise UserError(
             f"{url}: forge removed the password or signature when it wrote the configuration; on the command line, set the "
@@ -105,19 +109,20 @@ _thread = threading.local()
 
 
 def give_up_on(event: threading.Event) -> None:
-    """From now on, make no further attempt in this thread once `event` is set."""
+    """Stop retrying in this thread once `event` is set."""
     _thread.given_up = event
 
 
 def waiting_for() -> str:
-    """Return the current waits of this process's threads for a store, as text, the longest first; empty if there are none."""
+    """Return, as text, the current waits of this process's threads for stores, the longest first; empty without waits."""
     waits = list(_waits.values())
     return "; ".join(waits[:3]) + (f"; and {len(waits) - 3} more" if len(waits) > 3 else "")
 
 
 def with_retries(what: str, work: Callable[[], Result]) -> Result:
-    """Call `work`. After a transient error, repeat it, with growing random pauses. what: the URL and the operation.
+    """Return `work()`.
 
+    After a transient error, call it again, with growing random pauses. what: the URL and the operation, for messages.
     Raises UserError at once for any other error, after RETRY_S seconds of transient errors, and once the event of
     `give_up_on` is set.
     """
@@ -151,10 +156,10 @@ def with_retries(what: str, work: Callable[[], Result]) -> Result:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a store's error may be transient. Its type decides, or else its HTTP status, or else its errno.
+    """Return whether a store's error may be transient, by its type, else by its HTTP status, else by its errno.
 
-    File systems translate errors, so the original errors (`raise ... from`) are examined as well. fsspec reports an
-    unreachable server as FileNotFoundError, and s3fs an unknown status as EIO.
+    File systems translate errors, so the original errors (`raise ... from`) are also examined: fsspec reports an
+    unreachable server as FileNotFoundError, and s3fs reports an unknown status as EIO.
     """
     chain = [error]
     while (cause := chain[-1].__cause__) is not None:
@@ -187,7 +192,10 @@ def _status(error: BaseException) -> int | None:
 
 
 def read_whole(url: str) -> bytes:
-    """Return the content of a small object. Raises FileNotFoundError if it does not exist, else like `with_retries`."""
+    """Return the content of a small object.
+
+    Raises FileNotFoundError if it does not exist; other errors like `with_retries`.
+    """
     files = filesystem_of(url)
 
     def read() -> bytes | None:
@@ -226,10 +234,11 @@ def _bytes(url: str, begin: int, end: int) -> str:
 
 
 class RemoteFile:
-    """One object, read in blocks. key: identifies its content in a cache; equal keys mean equal bytes.
+    """A remote object, read in blocks.
 
-    expected: returns the digest of each block, recorded when the dataset was written. Without it the object must keep the
-    version (ETag, or time) that it had at opening. Either way a changed object raises UserError with its URL.
+    key: identifies the object's content in a cache; equal keys mean equal bytes. expected: returns the recorded digest
+    of a block; None: the object must keep its version (ETag or modification time) since opening. In both cases a
+    changed object raises UserError with its URL.
     """
 
     def __init__(
@@ -259,7 +268,7 @@ class RemoteFile:
         return -(-self.size // BLOCK_BYTES)
 
     def fetch(self, block: int) -> bytes:
-        """Return a block's bytes from the store."""
+        """Fetch a block from the store and verify it. Raises UserError for changed content."""
         begin = block * BLOCK_BYTES
         end = min(begin + BLOCK_BYTES, self.size)
         data = read_range(self._files, self.url, begin, end, self.size)
@@ -271,7 +280,7 @@ class RemoteFile:
                 )
             return data
         if not self.is_intact(block, data):
-            # The transfer may have been damaged.
+            # The transfer may have damaged the data; try once more.
             data = read_range(self._files, self.url, begin, end, self.size)
             if not self.is_intact(block, data):
                 raise UserError(
@@ -281,7 +290,7 @@ class RemoteFile:
         return data
 
     def is_intact(self, block: int, data: bytes) -> bool:
-        """Return whether `data` has the checksum of a block; True if the file has no checksums."""
+        """Return whether `data` matches the checksum of block `block`; True if the file has no checksums."""
         return self._expected is None or self._digest is None or self._digest(data) == self._expected(block)
 
     def _look(self) -> tuple[int, str]:
@@ -291,7 +300,7 @@ class RemoteFile:
 
 
 def open_remote(url: str) -> io.BufferedReader:
-    """Open an object for reading. Reading a block retries like `with_retries`."""
+    """Open an object for reading. Reads are retried like in `with_retries`."""
     return io.BufferedReader(_Reader(url), _READ_BYTES)
 
 
@@ -359,7 +368,7 @@ def _size(url: str, about: dict[str, Any]) -> int:
 
 
 def version_of(url: str) -> str:
-    """Return a value that changes when the object changes: its ETag or modification time; empty if the store has neither."""
+    """Return the object's ETag or modification time, which changes with its content; empty if the store has neither."""
     return _version(with_retries(url, lambda: filesystem_of(url).info(url)))
 
 

@@ -1,7 +1,7 @@
 """Write to stderr without waiting for its reader.
 
-If the reader of a pipe hangs, the pipe fills up and the next write blocks for ever: the process would neither train nor
-stop. O_NONBLOCK does not help, because other processes share the pipe. So a thread of this process writes.
+If the reader of a pipe hangs, the pipe fills up and the next write blocks forever: the process would neither train nor
+stop. O_NONBLOCK does not help, because other processes share the pipe. So a separate thread writes.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import unicodedata
 from collections import deque
 from typing import TextIO
 
-# Seconds after which the reader of a message counts as stuck, and the number of messages kept until it reads again.
+# Seconds until the reader counts as stuck, and the maximum number of texts kept until it reads again.
 PATIENCE_S, MOST = 1.0, 1000
 
 
 class PatientStream:
-    """A text stream on a file descriptor. `write` returns when the text is written, or after PATIENCE_S.
+    """A text stream on a file descriptor. `write` returns when the text is written, or after PATIENCE_S seconds.
 
-    While the reader does not read, texts are kept and `write` returns at once. Texts beyond MOST are dropped. When the
-    reader reads again, a line reports how many were dropped. Errors of the descriptor are ignored, because the reader may
-    no longer exist.
+    While the reader is stuck, texts are kept and `write` returns at once. Texts beyond MOST are dropped. When the
+    reader reads again, a line reports the number of dropped lines. Errors of the descriptor are ignored, because the
+    reader may no longer exist.
     """
 
     def __init__(self, descriptor: int, encoding: str = "utf-8"):
@@ -32,7 +32,7 @@ class PatientStream:
         os.register_at_fork(after_in_child=self._restart)
 
     def _restart(self) -> None:
-        """Reset the state in a forked child, which does not inherit its parent's thread."""
+        """Reset the state. Also called in a forked child, which does not inherit its parent's thread."""
         self._changed = threading.Condition()
         self._texts: deque[str] = deque()
         self._thread: threading.Thread | None = None
@@ -89,7 +89,7 @@ stderr = PatientStream(2)
 def patient(stream: TextIO | None) -> TextIO | PatientStream:
     """Return a stream that writes to `stream` without waiting for its reader.
 
-    A `stream` without a file descriptor is returned unchanged.
+    A stream without a file descriptor is returned unchanged. None: stderr.
     """
     if stream is None:
         return stderr
@@ -100,14 +100,14 @@ def patient(stream: TextIO | None) -> TextIO | PatientStream:
     return stderr if descriptor == 2 else PatientStream(descriptor, stream.encoding)
 
 
-# These characters reorder the text around them.
+# Characters that reorder the text around them.
 _DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def printable(text: str, keep: str = "") -> str:
     """Return `text` with control characters, direction marks and lone surrogates escaped.
 
-    keep: characters that are not escaped.
+    keep: characters not to escape.
     """
     return "".join(
         character.encode("unicode_escape").decode()

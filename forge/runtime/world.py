@@ -1,4 +1,4 @@
-"""A process among all ranks: its rank from the launcher's variables, and how it joins the others."""
+"""The rank of the process, from the launcher's environment variables, and its entry into the default process group."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from forge.runtime.terminal import stderr
 
 # Enough for sockets to 8,192 ranks in eight groups.
 OPEN_FILES = 1 << 16
-# Seconds of waiting for other ranks before the first report, and between later reports.
+# Seconds of waiting for other ranks: before the first report, and between later reports.
 SILENT_S, SPEAK_AGAIN_S = 10.0, 60.0
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among all ranks. restarts_left: number of restarts that the launcher still allows.
+    """The position of this process among all ranks.
 
-    local_size: processes on this machine (0: unknown). bound: Slurm may have assigned one GPU to this process.
+    restarts_left: number of restarts still allowed by the launcher. local_size: number of processes on this node; 0:
+    unknown. bound: Slurm may have bound one GPU to this process.
     """
 
     rank: int
@@ -53,22 +54,21 @@ class World:
 
     @property
     def first_process(self) -> int:
-        """The id of a process on this machine that survives restarts of the ranks: torchrun's agent, else this process."""
+        """Return the id of a process that survives restarts of the ranks: torchrun's local agent, else this process."""
         return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
     @property
     def restarted(self) -> bool:
-        """Return whether this command has been started before: torchrun restarted the ranks, or Slurm requeued the job."""
+        """Return whether this is a restart: torchrun restarted the ranks, or Slurm requeued the job."""
         counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
         return any(os.environ.get(name, "0") != "0" for name in counts)
 
 
 def read_world(environment: Mapping[str, str] = os.environ) -> World:
-    """Read the rank and the number of ranks from the launcher's environment: torchrun's, or else an srun step's.
+    """Read rank and world size from the environment of torchrun, or else of an srun step.
 
-    Without a launcher, the process is the only one.
-
-    Raises UserError for a missing or non-numeric variable, and for a rank that is not below the number of ranks.
+    Without a launcher, this process is the only rank. Raises UserError for a missing or non-numeric variable, and for a
+    rank not below the world size.
     """
 
     def number(name: str, default: str = "") -> int:
@@ -125,15 +125,15 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Create the default process group, for a single process too, so that later code needs no special case.
+    """Create the default process group, also for a single process, so later code needs no special case.
 
-    Raises UserError if this node has more processes than GPUs, if srun does not name the first node, if the port is taken,
-    or if not all processes have arrived after `timeout`.
+    Collective. Raises UserError if this node has more processes than GPUs, if srun does not name the first node, if the
+    port is taken, or if not all processes have arrived after `timeout`.
     """
     if world.device.type == "cuda":
         use_expandable_segments(os.environ)
         gpus = torch.cuda.device_count()
-        # On every rank of the machine, so that rank 0, which prints, raises, too.
+        # Checked on every rank of the node, so rank 0, which prints the error, raises too.
         processes = max(world.local_size, world.local_rank + 1)
         if processes > gpus and not (world.bound and gpus == 1):
             raise UserError(
@@ -145,7 +145,8 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
     if os.environ.keys() & {"FORGE_NODES", "FORGE_END_WITH_LAUNCHER"}:
         die_with_parent()
     backend = compat.communication_backend(world.device)
-    # With a device, each NCCL communicator is bound to its GPU now; without, PyTorch guesses at the first collective.
+    # With device_id, NCCL communicators are bound to their GPU now. Otherwise PyTorch guesses the GPU at the first
+    # collective.
     bound: dict[str, Any] = {"device_id": world.device} if world.device.type == "cuda" else {}
     if world.launcher == "srun":
         host, port = slurm_meeting_point(os.environ)
@@ -159,7 +160,8 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, **bound
     )
-    # Gloo fails on a rank whose peer exits during the connection, e.g. after a config error: wait until all are connected.
+    # Wait until all ranks are connected: Gloo raises on a rank whose peer exits while connecting, e.g. after a config
+    # error.
     dist.barrier()
 
 
@@ -174,7 +176,7 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
     if world.local_rank == 0:
         silence.start()
     try:
-        # The store's own wait for other ranks prints nothing. `_wait_for_all` does.
+        # The store's own wait for other ranks would print nothing; `_wait_for_all` prints.
         return dist.TCPStore(
             host, int(port), is_master=opens, wait_for_workers=False, multi_tenant=opens, timeout=timeout
         )
@@ -189,9 +191,10 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
 
 
 def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
-    """Return once all processes have connected.
+    """Wait on rank 0 until all processes have connected.
 
-    Only rank 0 waits. It reports the number of connected processes if that takes long.
+    Other ranks return at once. Rank 0 reports the number of connected processes if it waits long. Raises UserError
+    after `timeout`.
     """
     arrived = store.add("arrived", 1)
     began = time.monotonic()
@@ -212,20 +215,21 @@ def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its launcher dies.
+    """Make the kernel kill this process when its launcher dies.
 
-    Otherwise ranks of a lost elastic agent would continue in the old group, and ranks of a killed sweep would hold their
-    run's lock.
+    Otherwise the ranks of a lost elastic agent would continue in the old group, and the ranks of a killed sweep would
+    keep their run's lock.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
-    """Let PyTorch's CUDA allocator grow its segments, unless the user has configured it. Call before CUDA allocates.
+    """Make PyTorch's CUDA allocator use expandable segments, unless the user has configured it.
 
-    Otherwise batches and gathered weights of several sizes leave gaps too small for later tensors. Source:
-    https://docs.pytorch.org/docs/stable/notes/cuda.html (PYTORCH_ALLOC_CONF; before PyTorch 2.9 PYTORCH_CUDA_ALLOC_CONF).
+    Call before CUDA allocates. In fixed segments, batches and gathered weights of different sizes leave gaps too small
+    for later tensors. Source: https://docs.pytorch.org/docs/stable/notes/cuda.html (PYTORCH_ALLOC_CONF; before PyTorch
+    2.9 PYTORCH_CUDA_ALLOC_CONF).
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -234,7 +238,7 @@ def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
 def _raise_file_limit() -> None:
     """Raise the limit of open files, often 1,024, to OPEN_FILES or the system's maximum.
 
-    Gloo connects each rank of a group with every other one: four groups of 1,024 ranks take 4,092 sockets.
+    Gloo connects every pair of ranks in a group: a rank in four groups of 1,024 ranks has 4,092 sockets.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
@@ -246,9 +250,9 @@ def _fresh(store: dist.Store, world: World, timeout: timedelta, environment: Map
     """Return a view of `store` without the keys written before a restart.
 
     torchrun keeps one store over all restarts, but PyTorch assumes a new store each time: a group could connect to the
-    address of a dead worker, and hang. The view adds a prefix that is new at each start. On one node the prefix is the
-    number of restarts. On several nodes the agents' numbers of restarts may differ, because an agent does not count a
-    change of nodes as a restart. There the ranks agree on a prefix.
+    address of a dead worker and hang. The view adds a new prefix at each start. On one node, the prefix is the number
+    of restarts. On several nodes, the agents' numbers of restarts may differ, because an agent does not count a change
+    of nodes as a restart, so the ranks agree on a prefix.
     """
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
         return dist.PrefixStore(f"start-{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

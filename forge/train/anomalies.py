@@ -1,8 +1,8 @@
-"""Policy for anomalous steps: skip and diagnose a non-finite step or spike, and roll back after too many of them.
+"""Policy for anomalous steps: skip and diagnose a non-finite step or spike; roll back after too many of them.
 
-The device skips a non-finite step at once. The step's numbers reach the host while the device works on the next step,
-before the next update. The model is then still in its state before the bad step, so the step can be recomputed and
-examined. Every decision uses numbers that are equal on all ranks.
+The device skips a non-finite step at once. The step's numbers reach the host while the device computes the next step's
+gradients, before the next update. The model is then still in its state before the bad step, so the bad step can be
+recomputed and examined. Every decision uses numbers equal on all ranks.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from forge.train.state import Progress
 
 log = logging.getLogger(__name__)
 
-# Tensors shown per rank, and per message.
+# Number of tensors shown per rank and per message.
 SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of recomputing a skipped step. where: the ranks and tensors that have non-finite values."""
+    """The result of recomputing a skipped step. where: the ranks and tensors with non-finite values."""
 
     cause: Cause
     loss: float
@@ -43,9 +43,10 @@ class Diagnosis:
 
 
 class AnomalyPolicy:
-    """Decides how training continues after each step. Every rank has its own, and all decide the same.
+    """Decides how training continues after each step.
 
-    compute_gradients: the trainer's method. report_event: `report_event(kind, **fields)` writes an event.
+    Every rank has its own policy, and all make equal decisions. compute_gradients: the trainer's method.
+    `report_event(kind, **fields)` writes an event.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class AnomalyPolicy:
         self._limits = Limits()
 
     def examine(self, step: int, batch: Batch, sums: Sums, report: GradientReport) -> GradientReport:
-        """Record a step before its update. `process_result` gets the step's result later.
+        """Record a step before its update, for `process_result` to examine the step's result later.
 
-        Return the report. If `resilience.spikes` is set to skip and the step is a spike, the device marks the step in
-        the report as one to skip.
+        Return `report`. If `resilience.spikes` = skip and the step is a spike, the device sets `skip` in the returned
+        report.
         """
         self._batch, self._limits = batch, self._progress.spikes.limits(step)
         if self._config.spikes == "skip" and self._limits != Limits():
@@ -95,14 +96,15 @@ class AnomalyPolicy:
         return diagnose
 
     def discard_gradients(self) -> None:
-        """Discard gradients and router counts, as if the current step had not begun. Collective."""
+        """Discard gradients and router counts of the current step. Collective."""
         self._model.zero_gradients()
         self._model.update_router(torch.ones((), device=self._device))
 
     def check_replicas(self, step: int, replicas: Iterable[Copy]) -> None:
         """Compare replicas across ranks before a checkpoint of `step`. Collective.
 
-        Raises RollbackRequired if they differ: either replica may be wrong, but both were equal at the last save.
+        Raises RollbackRequired if replicas differ. Any replica may be the wrong one, but all were equal at the last
+        save.
         """
         if not self._config.check_replicas:
             return
@@ -135,7 +137,7 @@ class AnomalyPolicy:
         )
 
     def _diagnose(self) -> Diagnosis:
-        """Compute the gradients of the skipped step again."""
+        """Compute the gradients of the skipped step again and return the diagnosis. Collective. Discards all gradients."""
         assert self._batch is not None
         self.discard_gradients()
         sums, report = self._compute_gradients(self._batch)
@@ -148,7 +150,7 @@ class AnomalyPolicy:
         return Diagnosis(Cause.DETERMINISTIC if bad else Cause.TRANSIENT, loss, norm, where)
 
     def _not_finite(self) -> list[str]:
-        """Return the ranks and tensors with non-finite local gradients, at most a few tensors per rank."""
+        """Return the ranks and tensors with non-finite local gradients, at most SHOWN tensors per rank. Collective."""
         own = []
         for shard in self._model.shards:
             if shard.grad is not None and not torch.isfinite(shard.grad).all():

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Evaluation(Hook):
-    """Evaluates every `evaluate.interval` steps. Unreadable held-out data costs a warning, not the run."""
+    """Evaluates every `evaluate.interval` steps. Unreadable held-out data causes a warning and does not end the run."""
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
@@ -56,7 +56,7 @@ def held_out_losses(
 ) -> dict[str, float]:
     """Return source name -> mean cross-entropy over all valid tokens of `evaluate.sequences` windows. Collective.
 
-    Losses and tokens are summed over batches and ranks before the division, so every token has the same weight in any
+    Losses and tokens are summed over batches and ranks before the division, so every token has equal weight in any
     layout. Raises UserError on every rank if any rank could not read its data.
     """
     losses = {}

@@ -17,7 +17,7 @@ def summarize(
 ) -> None:
     """Log the model's size, memory and layout, and the unused keys of the config.
 
-    whole: the whole model, on the meta device.
+    whole: the whole model on the meta device.
     """
     counts = parameter_counts(whole)
     log.info("%s: %s", model.engine_name, memory.per_parameter(counts.total))

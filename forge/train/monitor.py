@@ -20,7 +20,7 @@ LOADS = ("load_max", "load_min", "load_entropy")
 
 
 def make_monitors(config: Config, model: ParallelModel, meshes: Meshes, device: torch.device) -> Monitors:
-    """Return the monitors listed in `metrics.monitors`, for the model of `config`."""
+    """Return the monitors of `metrics.monitors` for the model of `config`."""
     tp, whole = meshes.tp, build_meta_model(config)
     return Monitors(
         config.metrics.monitors,
@@ -36,13 +36,13 @@ def make_monitors(config: Config, model: ParallelModel, meshes: Meshes, device: 
 
 
 def most_units(config: ModelConfig) -> int:
-    """Return the largest number of units of any dense or shared-expert feed-forward."""
+    """Return the largest hidden size of any dense or shared-expert feed-forward."""
     shared = config.moe.n_shared_experts * config.moe.expert_dim if config.moe is not None else 0
     return max(config.ffn_dim, shared)
 
 
 class StepMonitors(Hook):
-    """Writes the monitors of a step when its result is known. Between monitored steps the model is unmodified."""
+    """Writes the monitors of a step once its result is known. Between monitored steps the model has no hooks."""
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
@@ -71,7 +71,7 @@ class StepMonitors(Hook):
 
     def after_result(self, result: StepResult) -> None:
         if result.skipped:
-            # A diagnosis may recompute the monitored step within this one, which is not monitored.
+            # A diagnosis may recompute the monitored step during the current step, which must not be monitored.
             self._monitors.remove()
             self._active = False
         ready = self._delayed.pop(flush=True) if self._is_due(result.step) else None

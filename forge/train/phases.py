@@ -1,4 +1,4 @@
-"""The hook that applies phases, except for keys that concern data, which the loader applies."""
+"""The hook that applies phases. The loader applies a phase's data keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class PhaseChanges(Hook):
-    """Applies changed keys before the first step of a phase and before each step of a ramp."""
+    """Applies changed keys before the first step of a phase, and before each step of a ramp."""
 
     def __init__(self, trainer: Trainer):
         self._trainer, self._last = trainer, None
@@ -56,7 +56,7 @@ class PhaseChanges(Hook):
 def apply_plan(plan: StepPlan, before: StepPlan | None, models: Iterable[Any], optimizer: Optimizer) -> None:
     """Set the sliding windows and the optimizer keys that differ between `plan` and `before`.
 
-    before: the previous step's plan; None: set all.
+    before: the previous step's plan; None: set all values.
     """
     if plan.sliding_window and (before is None or plan.sliding_window != before.sliding_window):
         for block in (block for model in models for block in model.layers.values()):

@@ -1,4 +1,4 @@
-"""Step results: numbers on their way from device to host, read one step late and without a synchronisation."""
+"""Step results, copied from device to host and read one step late, without a synchronisation."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from forge.parallel.step.routers import RouterReport
 
 
 class StepResults:
-    """A queue with the result of at most one step, on its way from device to host.
+    """A queue with the result of at most one step.
 
-    All ranks push and pop the same numbers in the same order, so they take the same decisions. A result includes router
+    All ranks push and pop equal numbers in the same order, so they make equal decisions. A result includes router
     values if `with_routers(step)` is true.
     """
 
     def __init__(self, device: torch.device, with_routers: Callable[[int], bool]):
         self.stop_requested = False
-        """True once any rank has requested the end of the run, in a step with a known result."""
+        """True once any rank has requested the end of the run, in a step whose result is known."""
         self.save_requested = False
-        """True if any rank has requested a checkpoint since the last `clear_save_request`, in a step with a known result."""
+        """True if any rank has requested a checkpoint since the last `clear_save_request`, in a step whose result is
+        known."""
         self._device, self._with_routers = device, with_routers
         self._delayed = DelayedRead(device)
 
     def push(self, info: StepInfo, sums: Sums, report: GradientReport, routers: RouterReport | None) -> None:
-        """Start to copy the numbers of the launched step; return at once."""
+        """Start copying the numbers of the launched step to the host. Returns at once."""
         parts = [sums.values, torch.stack([report.norm, report.skip.double(), report.stop, report.save])]
         layers: tuple[int, ...] = ()
         if routers is not None and self._with_routers(info.step):
@@ -41,9 +42,9 @@ class StepResults:
         self._delayed.push((info, layers), torch.cat(parts))
 
     def pop(self) -> StepResult | None:
-        """Return the result of the last pushed step once the device has finished it; None if it was popped before.
+        """Wait for the device and return the result of the last pushed step; None if it was popped before.
 
-        The next step may have been launched by then, but not its update, so the model is still in the state after the
+        The next step may already have been launched, but not its update, so the model is still in the state after the
         returned step.
         """
         began = time.perf_counter()
@@ -68,20 +69,20 @@ class StepResults:
         )
 
     def clear_save_request(self) -> None:
-        """Forget all requests for a save so far. Call after each checkpoint, which serves them."""
+        """Forget all requests for a save so far. Call at each checkpoint."""
         self.save_requested = False
 
     def clear(self) -> None:
-        """Discard a result that was not popped."""
+        """Discard the pushed result, if it was not popped."""
         self._delayed = DelayedRead(self._device)
 
 
 class DelayedRead:
-    """A queue of small device vectors on their way to the host.
+    """A queue of small device vectors being copied to the host.
 
     `push` of step n starts a copy into pinned memory and returns at once. `pop` then returns step n - 1, whose copy is
-    complete once the device has begun step n. All ranks push and pop in the same order, so all of them decide on equal
-    values at the same step.
+    complete once the device has begun step n. All ranks push and pop in the same order, so they decide on equal values
+    at the same step.
     """
 
     def __init__(self, device: torch.device):
@@ -90,7 +91,7 @@ class DelayedRead:
         self._free: list[Tensor] = []
 
     def push(self, key: Any, vector: Tensor) -> None:
-        """Take a snapshot of `vector` `[n]`, any dtype, on the current stream. `vector` may change afterwards."""
+        """Copy `vector` `[n]`, any dtype, on the current stream. `vector` may change afterwards."""
         vector = vector.detach()
         if not self._on_cuda:
             self._waiting.append((key, vector.clone(), None))
@@ -102,9 +103,9 @@ class DelayedRead:
         self._waiting.append((key, host, event))
 
     def pop(self, flush: bool = False) -> tuple[Any, list[float]] | None:
-        """Return the oldest snapshot and its key.
+        """Return (key, values) of the oldest copy, waiting for the device if necessary.
 
-        None if there is no snapshot, or if only the newest is left and `flush` is false.
+        None if there is no copy, or if only the newest is left and `flush` is false.
         """
         if len(self._waiting) < (1 if flush else 2):
             return None
@@ -117,7 +118,7 @@ class DelayedRead:
         return key, values
 
     def _buffer_like(self, vector: Tensor) -> Tensor:
-        """Return a pinned buffer, reused if it fits: pinning memory is slow and synchronises with the device."""
+        """Return a pinned buffer like `vector`; reuse one if possible, because pinning synchronises with the device."""
         while self._free:
             buffer = self._free.pop()
             if buffer.shape == vector.shape and buffer.dtype == vector.dtype:

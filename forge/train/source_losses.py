@@ -1,4 +1,4 @@
-"""The hook that reports loss by source of the mixture and by position in the sequence: `metrics.sources`."""
+"""The hook of `metrics.sources`: reports loss by data source and by position in the sequence."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from forge.model import IGNORE
 from forge.train.results import DelayedRead
 from forge.train.trainer import Trainer
 
-# Intervals of the sequence with a mean loss each.
+# Number of intervals of the sequence; each has a mean loss.
 PARTS = 16
 
 
 class LossCounter:
-    """Sums of losses and counts of valid tokens, for each of `n_sources` and for each of PARTS intervals of the sequence.
+    """Sums of losses and numbers of valid tokens, by data source and by interval of the sequence.
 
-    ahead: summed losses of all multi-token prediction modules by source, float64 `[n_sources]`.
+    sums: (loss, tokens) of each source, then of each interval, float64 `[n_sources + PARTS, 2]`. ahead: summed losses
+    of all multi-token prediction modules by source, float64 `[n_sources]`.
     """
 
     def __init__(self, n_sources: int, seq_len: int, device: torch.device):
@@ -33,14 +34,14 @@ class LossCounter:
         self._done = 0
 
     def begin(self, inputs: Batch) -> None:
-        """Record that the losses which `count` gets next belong to the tokens of `inputs`. Call before each forward."""
+        """Announce that the next losses passed to `count` belong to `inputs`. Call before each forward."""
         self._inputs, self._done = inputs, 0
 
     def count(self, losses: Tensor) -> None:
         """Add the losses of the forward's next tokens, `[n]`, in the order of `[batch, seq]`.
 
-        Losses beyond the number of the forward's tokens belong to multi-token prediction: each of its modules calls the
-        loss once more.
+        Losses beyond the number of the forward's tokens belong to multi-token prediction, because each of its modules
+        calls the loss again.
         """
         inputs, first = self._inputs, self._done
         assert inputs is not None and inputs.sources is not None
@@ -63,7 +64,7 @@ class LossCounter:
 class SourceLosses(Hook):
     """Adds `sources`, `positions` and, with multi-token prediction, `mtp_sources` to the training lines of the metrics.
 
-    Each is a mean over the valid tokens of the step.
+    All are mean losses over the valid tokens of the step. `after_gradients` is collective.
     """
 
     def __init__(self, trainer: Trainer):
@@ -84,13 +85,13 @@ class SourceLosses(Hook):
         if self._watching:
             self._unwatch()
             sums = torch.cat([self._counter.sums.flatten(), self._counter.ahead])
-            # Tensor-parallel ranks have equal sums. Across this group the losses add up.
+            # Tensor-parallel ranks have equal sums; the sums of this group's ranks add up to the global batch.
             dist.all_reduce(sums, group=self._trainer.meshes.pipeline)
             self._delayed.push(step, sums)
 
     def after_result(self, result: StepResult) -> None:
         if result.skipped:
-            # A diagnosis may recompute the counted step within this one, which is not counted.
+            # A diagnosis may recompute the counted step during the current step, whose losses must not be counted.
             self._unwatch()
         ready = self._delayed.pop(flush=True) if self._trainer.metrics.is_due(result.step) else None
         if ready is not None:
@@ -106,7 +107,7 @@ class SourceLosses(Hook):
     def _means(self, values: list[float]) -> dict[str, Any]:
         """Return mean losses by source and by interval of the sequence.
 
-        A source without a valid token in the step is omitted. An interval without a valid token is null.
+        A source without valid tokens in the step is omitted. An interval without valid tokens is None.
         """
         number = len(self._names)
         values, ahead = values[:-number], values[-number:]

@@ -19,7 +19,7 @@ from forge.shard import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback(SkippedRange):
-    """A roll-back from `from_step` to the checkpoint of `to_step`. Training skips the samples that were read in between."""
+    """A roll-back from `from_step` to the checkpoint of `to_step`. Training skips the samples read in between."""
 
     from_step: int
     to_step: int
@@ -29,9 +29,9 @@ class Rollback(SkippedRange):
 class Progress:
     """Counts since the start of the run's history.
 
-    order: the global sample order, with the ranges skipped by roll-backs. step: optimizer updates, skipped ones included.
-    next_sample: the global sample that the next step reads first. tokens: positions trained on.
-    skipped_in_a_row: skipped steps since the last good one. spikes: window of recent losses and gradient norms.
+    order: the global sample order, with the ranges skipped by roll-backs. step: number of optimizer steps, including
+    skipped steps. next_sample: the first global sample of the next step. tokens: number of trained token positions.
+    skipped_in_a_row: skipped steps since the last good step. spikes: window of recent losses and gradient norms.
     """
 
     order: Order
@@ -49,9 +49,9 @@ class Progress:
         self.tokens += plan.tokens
 
     def rollback_to(self, saved: dict[str, Any], pass_over: bool) -> Rollback:
-        """Return the record of a roll-back to a checkpoint with the JSON state `saved`. Changes nothing yet.
+        """Return the record of a roll-back to a checkpoint with the JSON state `saved`.
 
-        pass_over: skip the samples read since that checkpoint.
+        Changes nothing. pass_over: skip the samples read since that checkpoint.
         """
         then = Progress(self.order)
         then.load(saved)
@@ -66,7 +66,7 @@ class Progress:
         self.next_sample = self.order.nth(self.next_sample, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return the state as JSON for a checkpoint."""
+        """Return the progress as JSON for a checkpoint."""
         return {
             "step": self.step,
             "next_sample": self.next_sample,
@@ -78,7 +78,7 @@ class Progress:
         }
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Restore the result of `state`. saved: the whole JSON of a checkpoint."""
+        """Restore the result of `state`. saved: the checkpoint's whole JSON state."""
         state = saved["progress"]
         for key in ("step", "next_sample", "tokens", "skipped_in_a_row"):
             setattr(self, key, int(state[key]))
@@ -88,12 +88,12 @@ class Progress:
 
 
 def model_tensors(model: ParallelModel) -> dict[str, tuple[Shard, Tensor]]:
-    """Return the parameters and router state by checkpoint name, each with its shard and values."""
+    """Return checkpoint name -> (shard, values) for all parameters and router state."""
     return {f"model.{shard.name}": (shard, shard.data) for shard in [*model.shards, *model.buffers]}
 
 
 def all_tensors(model: ParallelModel, optimizer: Optimizer) -> dict[str, tuple[Shard, Tensor]]:
-    """Return all tensors of a checkpoint by name."""
+    """Return checkpoint name -> (shard, values) for all tensors of a checkpoint."""
     slots = {f"optimizer.{shard.name}.{slot}": (shard, values) for slot, shard, values in optimizer.tensors()}
     return model_tensors(model) | slots
 
@@ -101,7 +101,7 @@ def all_tensors(model: ParallelModel, optimizer: Optimizer) -> dict[str, tuple[S
 def replicated_tensors(
     model: ParallelModel, optimizer: Optimizer
 ) -> Iterator[tuple[str, Tensor, ProcessGroup]]:
-    """Yield tensors that must be bit-identical across a group: name, this rank's tensor, the group."""
+    """Yield (name, this rank's tensor, group) for all tensors that must be bit-identical across a group."""
     for name, (shard, values) in all_tensors(model, optimizer).items():
         if shard.replicas is not None and shard.boxes:
             yield name, values, shard.replicas

@@ -1,4 +1,7 @@
-"""One optimizer step, used by trainer, planner, verifier and benchmarks. Collective; does not synchronise with the device."""
+"""One optimizer step, used by trainer, planner, verifier and benchmarks.
+
+Functions are collective and do not synchronise with the device.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,18 @@ from forge.parallel.step.routers import RouterReport
 def optimizer_step(
     model: ParallelModel, optimizer: Optimizer, batch: Batch, lr: float, max_norm: float
 ) -> tuple[Sums, GradientReport, RouterReport | None]:
-    """Train on the global batch; skip a non-finite step. batch: this data rank's part."""
+    """Make one step on the global batch; skip a non-finite step. Collective.
+
+    batch: this data rank's part of the global batch. Return the sums of losses, the gradient report and the routers'
+    report.
+    """
     sums = compute_gradients(model, batch)
     report = report_gradients(model.shards, sums.objective, stop=False)
     return sums, report, apply_gradients(model, optimizer, report, lr, max_norm)
 
 
 def compute_gradients(model: ParallelModel, batch: Batch) -> Sums:
-    """Compute the global batch's gradient into the shards; return the sums of its losses."""
+    """Compute the gradient of the global batch into the shards. Return the sums of losses. Collective."""
     sums = model.forward_backward(batch, model.count_tokens(batch))
     model.finalize_gradients()
     return sums
@@ -36,7 +43,8 @@ def apply_gradients(
 ) -> RouterReport | None:
     """Clip the gradients, update parameters and routers unless `report.skip`, and discard the gradients.
 
-    max_norm: bound of the global gradient norm; 0: no clipping. around_update: context around the optimizer's update only.
+    Collective. max_norm: bound of the global gradient norm; 0: no clipping. around_update: context manager for only the
+    optimizer's update. Return the routers' report.
     """
     clip_gradients(model.shards, report.norm, max_norm, optimizer)
     if model.largest_logits and hasattr(optimizer, "bound_logits"):

@@ -33,10 +33,12 @@ from forge.train.step import apply_gradients, compute_gradients
 
 
 class Trainer:
-    """A model and its training state on all ranks. All methods except `request_stop` and `is_due` are collective.
+    """A model and its training state on all ranks.
 
-    The constructor builds everything with initial weights and writes no file. `History` (forge/run/history.py) loads the
-    start state and opens the data at its step.
+    All methods except `request_stop`, `request_save` and `is_due` are collective.
+
+    The constructor builds everything with initial weights and writes no file. `History` (forge/run/history.py) loads
+    the start state and opens the data at its step.
     """
 
     def __init__(
@@ -53,11 +55,11 @@ class Trainer:
         self.meshes = make_meshes(degrees, self.device.type, offloaded=config.parallel.cpu_offload)
         compat.raise_timeouts(collective_timeout_s(config.resilience))
         self.model = build_parallel_model(config, self.meshes, self.device)
-        compat.raise_timeouts(collective_timeout_s(config.resilience))  # of groups created by the engines
+        compat.raise_timeouts(collective_timeout_s(config.resilience))  # for groups created by the engines
 
         self.optimizer = self._make_optimizer()
         reporter.memory.count_state(self.model.memory(), self.optimizer.tensors())
-        # Count the built model: a user's class may differ from [model].
+        # Count the built model, because a user's class may differ from [model].
         whole = build_meta_model(config)
         summarize(self.model, whole, config, degrees, reporter.memory)
 
@@ -80,9 +82,10 @@ class Trainer:
         self.batches: Loader
 
     def train(self, hooks: Sequence[Hook], roll_back: Callable[[RollbackRequired], None]) -> str | None:
-        """Train until `train.steps`. Return None after the last step, otherwise the reason of an early stop.
+        """Train until `train.steps`.
 
-        roll_back: returns this trainer to an earlier state. Raises UserError (exit 1) if there is none.
+        Collective. Return None after the last step, otherwise the reason for an early stop. roll_back: returns this
+        trainer to an earlier state, or raises UserError (exit 1) without such a state.
         """
         self.hooks = Hooks(hooks)
         with self.hooks.around_run(self.progress.step):
@@ -101,7 +104,10 @@ class Trainer:
         return self.signals.reason or "another rank was asked to stop"
 
     def step(self) -> None:
-        """Make one optimizer step. The host waits until the device has finished the previous step, but never for this one."""
+        """Make one optimizer step.
+
+        Collective. The host waits for the end of the previous step on the device, not of this one.
+        """
         config, step, plan = self.config, self.progress.step + 1, self.plan
         lr = planned_rate(config, self.phases, step, self.progress.tokens)
         with self.hooks.around("data", step):
@@ -109,13 +115,13 @@ class Trainer:
         self.progress.order = self.batches.order
         with self.hooks.around("gradients", step):
             sums, report = self.compute_gradients(batch)
-            # The previous step's result is known by now. Act on it before the next update.
+            # The previous step's result is now known. Act on it before the next update.
             if self.process_last_result():
                 sums, report = self.compute_gradients(batch)
         report = self.anomalies.examine(step, batch, sums, report)
         update, max_norm = self.hooks.around("optimizer", step), config.train.grad_clip_norm
         routers = apply_gradients(self.model, self.optimizer, report, lr, max_norm, update)
-        # A request made after the gradient report goes with the next report.
+        # A request made after the gradient report is sent with the next report.
         self._wants_save = self._wants_save and not self._reported_save
         self.progress.advance(plan)
         self.results.push(
@@ -123,7 +129,10 @@ class Trainer:
         )
 
     def compute_gradients(self, batch: Batch) -> tuple[Sums, GradientReport]:
-        """Compute the global batch's gradient into the shards; return the losses and the gradient norm."""
+        """Compute the gradient of the global batch into the shards. Collective.
+
+        Return the sums of losses and the gradient report.
+        """
         sums = compute_gradients(self.model, batch)
         stop = self.signals.reason is not None
         self._reported_save = self._wants_save
@@ -131,10 +140,10 @@ class Trainer:
         return sums, report
 
     def process_last_result(self) -> bool:
-        """Wait for the last step's result and act on it, unless that has been done. Call before an evaluation or a save.
+        """Wait for the last step's result and act on it, unless already done.
 
-        Return True if the current gradients were discarded and must be recomputed. Raises RollbackRequired if a roll-back
-        is needed.
+        Collective. Call before an evaluation or a save. Return True if the current gradients were discarded and must be
+        recomputed. Raises RollbackRequired if a roll-back is needed.
         """
         result = self.results.pop()
         if result is None:
@@ -144,34 +153,37 @@ class Trainer:
 
     @property
     def plan(self) -> StepPlan:
-        """The plan of the next step."""
+        """Return the plan of the next step."""
         return self.phases.at(self.progress.tokens)
 
     @property
     def finished(self) -> bool:
-        """True after the last step, or once a rank has requested a stop."""
+        """Return whether the last step is done or a rank has requested a stop."""
         return self.progress.step >= self.config.train.steps or self.results.stop_requested
 
     def is_due(self, interval: int) -> bool:
-        """Return whether work that is done every `interval` steps (0: never), and after the last one, is due now."""
+        """Return whether work due every `interval` steps (0: never) and after the last step is due now."""
         step = self.progress.step
         return interval > 0 and (step % interval == 0 or step == self.config.train.steps)
 
     def request_stop(self, reason: str) -> None:
-        """Ask all ranks to end the run. The request is sent with the next gradient norm."""
+        """Ask all ranks to end the run. The request is sent in the next gradient norm's all-reduce."""
         self.signals.reason = self.signals.reason or reason
 
     def request_save(self) -> None:
-        """Ask all ranks for a checkpoint. The request is sent with the next gradient norm."""
+        """Ask all ranks for a checkpoint. The request is sent in the next gradient norm's all-reduce."""
         self._wants_save = True
 
     def renew_optimizer(self) -> None:
-        """Replace the optimizer by a new one that starts from the current weights."""
-        del self.optimizer  # frees its moments before the new ones are allocated
+        """Replace the optimizer by a new one, which starts from the current weights."""
+        del self.optimizer  # frees the old moments before the new ones are allocated
         self.optimizer = self._make_optimizer()
 
     def _make_optimizer(self) -> Optimizer:
-        """Build the optimizer of this rank's shards. Raises UserError on every rank if it cannot update a parameter."""
+        """Build the optimizer of this rank's shards. Collective.
+
+        Raises UserError on every rank if the optimizer cannot update a parameter.
+        """
         config = self.config
         compiled = config.compile if config.compile.optimizer else None
         return on_every_rank(
@@ -182,7 +194,7 @@ class Trainer:
         )
 
     def open_data(self) -> None:
-        """Open this data rank's batches at `progress`. The config's mixture applies from this point on."""
+        """Open this data rank's batches at `progress`. From there on, the config's mixture applies."""
         dataset, progress = self.data.dataset, self.progress
         self.batches = Loader(
             dataset.following(progress.order),

@@ -1,8 +1,8 @@
-"""Context parallelism: the ranks of the cp axis share every sequence; each holds an early and a late part of it.
+"""Context parallelism: the ranks of the cp axis share every sequence. Each rank holds an early and a late chunk.
 
-Only attention looks across tokens, so only its inner function is replaced (`Attention.attend`). Linear-attention layers
-pass states instead of keys and values, under every value of parallel.context (forge/parallel/context/states.py). Parameters
-are not touched: data parallelism shards them over dp_shard x cp and sums their gradients there.
+Only attention looks across tokens, so only its inner function `Attention.attend` is replaced. Linear-attention layers
+exchange recurrent states instead of keys and values, whatever parallel.context is (forge/parallel/context/states.py).
+Parameters are unchanged: data parallelism shards them over dp_shard x cp and sums their gradients over these ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FUNCTIONS: dict[str, Callable[[SequenceSplit], AttentionFunction]] = {
 
 
 def apply_context(model: Transformer, layout: Layout) -> None:
-    """Replace the attention function of each layer of `model` by one that covers the whole sequence over the cp ranks.
+    """Replace each layer's attention function by one that attends over the whole sequence, across the cp ranks.
 
-    Raises UserError for the ring in compiled blocks on CUDA, and for an attention without `attend`.
+    Raises UserError for ring attention in compiled blocks on CUDA, and for an attention module without `attend`.
     """
     check_attention(model)
     split = SequenceSplit(layout.meshes.cp)
@@ -52,7 +52,7 @@ def apply_context(model: Transformer, layout: Layout) -> None:
 
 
 def check_attention(model: Transformer) -> None:
-    """Raise UserError for a layer whose attention has no `attend`: it would see only this rank's part of the sequence."""
+    """Raise UserError for an attention module without `attend`, because it would see only this rank's tokens."""
     for layer, block in model.layers.items():
         attention = getattr(block, "attention", None)
         if not hasattr(attention, "attend"):

@@ -1,7 +1,7 @@
-"""Context parallelism by gathering keys and values: every rank has all of them while a layer computes its attention.
+"""Context parallelism by gathering keys and values: during attention, every rank holds a layer's keys and values whole.
 
-One all-gather per layer and forward, one reduce-scatter in backward. Grouped heads make it cheap: only key/value heads
-travel (Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2).
+One all-gather per layer in forward, one reduce-scatter in backward. Grouped-query attention keeps both messages small:
+only key/value heads are sent (Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2).
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from forge.runtime import compat
 
 
 class AllGatherAttention:
-    """Attention of this rank's queries to the keys and values of the whole sequence, computed by `inner`."""
+    """Attention of this rank's queries to the keys and values of the whole sequence, computed by `inner`.
+
+    Calls are collective over the cp ranks: they gather keys and values.
+    """
 
     def __init__(self, split: SequenceSplit, inner: SdpaAttention = sdpa_attention):
         self.split, self._inner = split, inner
@@ -27,7 +30,8 @@ class AllGatherAttention:
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         seq = x.shape[1] * self.split.ranks
         if x.is_cuda and mask.is_causal(seq):
-            # Made here, once per forward: the compiler takes such masks as arguments, but cannot trace their making.
+            # Built once per forward, outside compiled code: the compiler accepts such masks as arguments but cannot
+            # trace their constructor.
             return mask.with_table(lower_right(self.split, x.shape[1]))
         queries, keys = self.split.indices(seq, x.device), torch.arange(seq, device=x.device)
         return self._inner.prepare_part(mask, queries, keys, x)
@@ -41,15 +45,19 @@ class AllGatherAttention:
     def attend_latent(
         self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
     ) -> Tensor:
-        """Gather the latents over the ranks, then attend to them. This sends less than gathering keys and values.
+        """Gather the latents over the cp ranks, expand them, and attend.
 
-        Arguments and result are those of `attend_latent` in `LatentAttention`.
+        Collective. Latents are smaller than keys and values. Arguments and result as in
+        `LatentAttention.attend_latent`.
         """
         k, v = layer.expand(*self._whole(latent, key))
         return self._attend(q, k, v, mask, layer.sink_logits())
 
     def _whole(self, *parts: Tensor) -> list[Tensor]:
-        """Gather several `[..., seq / cp, width]` over the ranks in one collective. Return each as `[..., seq, width]`."""
+        """All-gather several `[..., seq / cp, width]` over the cp ranks in one collective.
+
+        Return each as `[..., seq, width]`.
+        """
         gathered = compat.all_gather(torch.cat(parts, dim=-1).unsqueeze(0), self.split.group)
         return list(self.split.in_order(gathered).split([part.shape[-1] for part in parts], dim=-1))
 
@@ -60,11 +68,12 @@ class AllGatherAttention:
 
 
 def lower_right(split: SequenceSplit, tokens: int) -> tuple[Any, ...]:
-    """Return a `CausalBias` for each of this rank's two chunks of queries, over the keys up to the chunk's end.
+    """Return two `CausalBias` masks, one for each chunk of this rank's queries, over all keys up to the chunk's end.
 
-    tokens: number of tokens of both chunks together.
+    tokens: number of tokens in both chunks together.
     """
-    # Loads PyTorch's compiler, which takes most of a second: not for runs without context parallelism.
+    # This loads PyTorch's compiler, which takes most of a second, so only runs with context parallelism reach this
+    # line.
     from torch.nn.attention.bias import causal_lower_right
 
     size = tokens // 2
@@ -74,13 +83,13 @@ def lower_right(split: SequenceSplit, tokens: int) -> tuple[Any, ...]:
 def causal_chunks(q: Tensor, k: Tensor, v: Tensor, masks: tuple[Any, ...]) -> Tensor:
     """Compute plain causal attention of this rank's two chunks of queries. masks: from `lower_right`.
 
-    q `[batch, heads, seq / cp, head_dim]`, k `[batch, kv_heads, seq, head_dim]`, v `[..., v_dim]` -> `[..., v_dim]`. For
-    CUDA only: FlashAttention implements this mask for head_dim = v_dim, while elsewhere PyTorch would build it as a tensor
-    in every call. cuDNN does not implement it.
+    q `[batch, heads, seq / cp, head_dim]`, k `[batch, kv_heads, seq, head_dim]`, v `[batch, kv_heads, seq, v_dim]` ->
+    `[batch, heads, seq / cp, v_dim]`. CUDA only: FlashAttention implements this mask if head_dim = v_dim. Other
+    backends, cuDNN included, would build the mask as a tensor in every call.
     """
     scale, v_dim = q.shape[-1] ** -0.5, v.shape[-1]
     if q.shape[-1] != v_dim:
-        # Zeros change no score and no value. The only other kernel, for any sizes, is far slower.
+        # Zero padding changes no score and no value. The only kernel for unequal sizes is far slower.
         width = max(q.shape[-1], v_dim)
         q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     outs = [

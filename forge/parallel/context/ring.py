@@ -1,8 +1,9 @@
-"""Context parallelism on a ring: keys and values travel from rank to rank; each rank merges its attention to each part.
+"""Context parallelism on a ring: each rank merges attention to the keys and values of all ranks in turn.
 
-There are cp - 1 exchanges per layer and forward. In backward, keys and values go around again with their gradients, until
-the gradients are back at their rank (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite
-Context"). A rank holds the keys and values of at most two ranks. An exchange runs while the previous block is computed.
+A forward makes cp - 1 exchanges per layer. In backward, keys and values travel around the ring again together with
+their gradients, until the gradients are back at their owner rank (Liu et al. 2023, "Ring Attention with Blockwise
+Transformers for Near-Infinite Context"). A rank holds the keys and values of at most two ranks at a time. Each exchange
+overlaps the computation of the block before it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from forge.runtime import compat
 
 
 class Pair(NamedTuple):
-    """A chunk of this rank's queries, and a chunk of the keys that this rank holds at the moment and the queries see.
+    """A chunk of this rank's queries and a chunk of the currently held keys, at least partly visible to the queries.
 
-    Chunk 0 is the early one, chunk 1 the late one. table: which of the keys each query sees; None: all.
+    queries, keys: 0 for the early chunk, 1 for the late chunk. table: mask of the keys visible to each query; None:
+    all.
     """
 
     queries: int
@@ -34,9 +36,9 @@ class Pair(NamedTuple):
 
 
 class RingAttention:
-    """Attention of this rank's queries to every rank's keys and values in turn, its own first.
+    """Attention of this rank's queries to the keys and values of every rank in turn, beginning with its own.
 
-    kernel: computes each block; None: flex_attention if it has kernels, otherwise the written-out formula.
+    kernel: computes each block; None: flex_attention where it has kernels for the device, otherwise `PlainKernel`.
     """
 
     def __init__(self, split: SequenceSplit, kernel: PlainKernel | FlexKernel | None = None):
@@ -46,7 +48,7 @@ class RingAttention:
         return self._kernel or (FlexKernel() if has_flex(x) else PlainKernel())
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        """Return the mask. Its table holds the pairs of chunks to compute after 0, 1, ... exchanges: `list[list[Pair]]`."""
+        """Return `mask` with a table, `list[list[Pair]]`: entry i lists the pairs to compute after i exchanges."""
         split, ranks = self.split, self.split.ranks
         steps = [self._pairs(mask, x, split.chunks((split.rank - step) % ranks)) for step in range(ranks)]
         return mask.with_table(steps)
@@ -68,8 +70,8 @@ class RingAttention:
                 table: Any = kernel.make_table(
                     mask.window, mask.documents, tokens + q_chunk * size, tokens + k_chunk * size
                 )
-                # Without documents some key is visible. On CUDA `any` would wait for the device, and an empty block mask
-                # costs next to nothing.
+                # Without documents some key is always visible. On CUDA `any` would synchronise with the device, and an
+                # empty block mask costs almost nothing.
                 if kernel.flex or mask.documents is None or table.any():
                     pairs.append(Pair(i, j, table))
         return pairs
@@ -106,8 +108,8 @@ class _Ring(torch.autograd.Function):
             lse.copy_(sinks[:, None])
         kv = torch.cat([k, v], dim=-1)
         for step, pairs in enumerate(steps):
-            # Start the next exchange before the computation that hides it, and wait before its block is used: a compiled
-            # kernel does not accept a tensor in flight.
+            # Start the next exchange before the computation, so they overlap, and wait before its block is used: a
+            # compiled kernel does not accept the result of a running collective.
             arriving = compat.pass_on(kv, split.group) if step < len(steps) - 1 else kv
             for pair in pairs:
                 rows, columns, block = _block_of(pair, q, kv, soft_cap)
@@ -140,8 +142,8 @@ class _Ring(torch.autograd.Function):
                 found = kernel.backward(block, grad[:, :, rows], delta[:, :, rows], lse[:, :, rows])
                 grad_q[:, :, rows] += found[0]
                 grad_kv[:, :, columns] += torch.cat(found[1:], dim=-1)
-            # The gradients arrive from the rank that held these keys and values before, and leave with this rank's share.
-            # The last exchange returns each to its owner rank.
+            # Gradients arrive from the previous holder of these keys and values, and leave with this rank's
+            # contribution added. The last exchange returns them to their owner rank.
             if travelling is not None:
                 grad_kv += travelling
             travelling = compat.pass_on(grad_kv, split.group)
@@ -154,12 +156,12 @@ class _Ring(torch.autograd.Function):
 def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Add attention over further keys to `out` `[..., rows, head_dim]` and `lse` `[..., rows]`, in place.
 
-    out is normalised over the keys so far, and lse is the logarithm of the normaliser. For a row that has seen no key, lse
-    is -inf and out is 0. Each side is weighted by exp(lse); Milakov and Gimelshein 2018, "Online normalizer calculation for
-    softmax".
+    out is normalised over the keys so far, and lse is the logarithm of the normaliser. For a row that has seen no key,
+    lse is -inf and out is 0. Both outputs are weighted by exp of their lse. Milakov and Gimelshein 2018, "Online
+    normalizer calculation for softmax".
     """
     both = torch.logaddexp(lse, new_lse)
-    # If neither has seen a key, exp(-inf - 0) = 0 keeps out at 0; -inf - -inf would be NaN.
+    # If neither side has seen a key, exp(-inf - 0) = 0 keeps out at 0; -inf - -inf would be NaN.
     base = both.masked_fill(both == -torch.inf, 0.0)
     out.mul_(torch.exp(lse - base).unsqueeze(-1)).add_(new_out * torch.exp(new_lse - base).unsqueeze(-1))
     lse.copy_(both)
@@ -177,11 +179,11 @@ def _block_of(pair: Pair, q: Tensor, kv: Tensor, soft_cap: float) -> tuple[slice
 
 
 class AttentionBlock(NamedTuple):
-    """A block of queries and keys for a kernel. The result has the logsumexp, to merge it with other blocks.
+    """A block of queries, keys and values for a kernel. Kernels also return the logsumexp, for merging blocks.
 
-    q `[batch, heads, rows, head_dim]`, k and v `[batch, kv_heads, columns, head_dim or v_dim]`; results are in
-    promote(float32, q.dtype). A row that sees no key has out = 0 and lse = -inf. (The CPU's fused kernel returns lse = 0,
-    and such rows would then weigh as much as a key of score 0; so it is not used.)
+    q `[batch, heads, rows, head_dim]`, k and v `[batch, kv_heads, columns, head_dim or v_dim]`. Results are in
+    promote(float32, q.dtype). A row without visible keys has out = 0 and lse = -inf. The CPU's fused kernel is not
+    used, because it returns lse = 0 for such rows and would give them the weight of a key with score 0.
     table: a BlockMask for flex_attention, else bool `[batch or 1, 1, rows, columns]`; None: every query sees every key.
     """
 
@@ -193,7 +195,7 @@ class AttentionBlock(NamedTuple):
 
 
 class PlainKernel:
-    """Attention by its formula, with rows x columns scores in memory for each head."""
+    """Attention in plain tensor operations. For each head, rows x columns scores are in memory."""
 
     flex = False
     make_table = staticmethod(dense_part)
@@ -214,8 +216,8 @@ class PlainKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this block's contribution to the gradients of q, k and v.
 
-        grad: the gradient of the attention over all keys. lse: its logsumexp. delta `[batch, heads, rows]`: grad * output,
-        summed over the elements of a head.
+        grad: gradient of the output of attention over all keys. lse: logsumexp over all keys. delta `[batch, heads,
+        rows]`: grad * output, summed over the elements of a head.
         """
         q, k, v, table, soft_cap = block
         exact = promoted(q.dtype)
@@ -227,17 +229,17 @@ class PlainKernel:
         if slope is not None:
             grad_scores = grad_scores * slope
         grad_q = (grad_scores @ k).view(q.shape)
-        # A key/value head's gradient is the sum over its query heads: they are rows of one product.
+        # The products sum over the query heads of a key/value head, because those are rows of one matrix.
         return grad_q, grad_scores.mT @ rows, weights.mT @ grad_rows
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
-    """Stack the query heads of a key/value head along its rows: `[batch, kv_heads, group * rows, head_dim]`."""
+    """Stack the query heads of each key/value head as rows: -> `[batch, kv_heads, group * rows, head_dim]`, promoted."""
     return q.to(promoted(q.dtype)).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
 
 
 def _scores(rows: Tensor, k: Tensor, table: Tensor | None, soft_cap: float) -> tuple[Tensor, Tensor | None]:
-    """Return scores `[batch, kv_heads, group * rows, columns]`, and the soft cap's derivative, if any.
+    """Return scores `[batch, kv_heads, group * rows, columns]` and the soft cap's derivative (None without a soft cap).
 
     Scores are -inf outside the table.
     """
@@ -254,8 +256,8 @@ def _scores(rows: Tensor, k: Tensor, table: Tensor | None, soft_cap: float) -> t
 class FlexKernel:
     """Attention by PyTorch's flex_attention; methods as in `PlainKernel`.
 
-    flex_attention's backward cannot take `lse` and `delta` of all keys. So `backward` computes the block again and runs the
-    backward of the block alone, with a gradient of the block's logsumexp that accounts for the other blocks.
+    flex_attention's backward cannot take the `lse` and `delta` of all keys. So `backward` recomputes the block and
+    differentiates it alone. The gradient passed for the block's logsumexp accounts for the other blocks.
     """
 
     flex = True
@@ -275,7 +277,7 @@ class FlexKernel:
         q, k, v = (x.detach().requires_grad_() for x in block[:3])
         with torch.enable_grad():
             out, own_lse = self.attend(q, k, v, block.table, block.soft_cap)
-        # The whole is the sum of weight * out over blocks, where weight = exp(own_lse - lse) sums to 1.
+        # The full output is the sum of weight * out over blocks; the weights exp(own_lse - lse) sum to 1.
         exact = promoted(q.dtype)
         weight = torch.exp(own_lse.detach().to(exact) - lse)
         own_delta = (grad.to(exact) * out.detach().to(exact)).sum(-1)

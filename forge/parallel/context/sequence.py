@@ -1,4 +1,4 @@
-"""How a sequence is split over the ranks of the cp axis, and how its parts are put together again.
+"""How a sequence is split over the ranks of the cp axis and reassembled.
 
 The sequence is cut into 2 * cp chunks; rank r holds chunk r and chunk 2 * cp - 1 - r:
 
@@ -27,8 +27,8 @@ from forge.runtime import compat
 class SequenceSplit:
     """The split of each sequence over the context-parallel ranks of `group`.
 
-    With one rank every part is the whole sequence, and nothing is sent. pieces: number of equal pieces into which
-    tensor parallelism divides each part. depth: of multi-token prediction.
+    With one rank the part is the whole sequence, and nothing is sent. pieces: number of equal pieces into which
+    sequence parallelism (tp) divides each part. depth: number of multi-token prediction modules.
     """
 
     def __init__(self, group: dist.ProcessGroup, pieces: int = 1, depth: int = 0):
@@ -37,11 +37,14 @@ class SequenceSplit:
         self.rank, self.ranks = group.rank(), group.size()
 
     def chunks(self, rank: int) -> tuple[int, int]:
-        """Return the two chunks that `rank` holds, in this order."""
+        """Return the numbers of the two chunks held by `rank`: the early one, then the late one."""
         return rank, 2 * self.ranks - 1 - rank
 
     def part(self, whole: Tensor, dim: int = -1) -> Tensor:
-        """Return this rank's part of a tensor that has the sequence, a multiple of 2 * cp tokens, along `dim`."""
+        """Return this rank's two chunks of `whole`, concatenated.
+
+        `dim`: the sequence dimension, a multiple of 2 * cp long.
+        """
         if self.ranks == 1:
             return whole
         assert whole.shape[dim] % (2 * self.ranks) == 0, (
@@ -52,11 +55,11 @@ class SequenceSplit:
         return torch.cat([chunks[head], chunks[tail]], dim)
 
     def indices(self, seq: int, device: torch.device) -> Tensor:
-        """Return the positions in the whole sequence of this rank's tokens: int64 `[seq / cp]`."""
+        """Return this rank's token positions in the whole sequence: int64 `[seq / cp]`."""
         return self.part(torch.arange(seq, device=device))
 
     def in_order(self, parts: Tensor) -> Tensor:
-        """Put together all ranks' parts: `[cp, ..., seq / cp, width]` -> the whole `[..., seq, width]`."""
+        """Reassemble the whole sequence from all ranks' parts: `[cp, ..., seq / cp, width]` -> `[..., seq, width]`."""
         heads, tails = parts.chunk(2, dim=-2)
         return torch.cat([*heads.unbind(0), *reversed(tails.unbind(0))], dim=-2)
 
@@ -67,7 +70,7 @@ class SequenceSplit:
         return torch.cat([torch.stack(heads), torch.stack(tails[::-1])], dim=-2)
 
     def local_part(self, batch: Batch) -> Batch:
-        """Return this rank's part of `batch`, whose tensors are `[batch, seq]` and the same on all cp ranks."""
+        """Return this rank's part of `batch`. All cp ranks pass the same tensors `[batch, seq]`."""
         if self.depth and torch.is_grad_enabled():
             batch = replace(batch, ahead=look_ahead(batch.tokens, batch.labels, batch.documents, self.depth))
         if self.ranks == 1:
@@ -86,10 +89,10 @@ class SequenceSplit:
         )
 
     def logits(self, model: Callable[[Batch], Tensor], tokens: Tensor) -> Tensor:
-        """Return next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, all positions on all ranks.
+        """Return next-token logits `[batch, seq, vocab]` of `tokens` `[batch, seq]`, all positions on every cp rank.
 
-        `seq` may be any number: it is padded at its end to a multiple of 2 * cp and of all pieces; no token attends to
-        padding.
+        Collective. `seq` may have any length: it is padded at the end to a multiple of 2 * cp and of all pieces. No
+        token attends to padding.
         """
         seq = tokens.shape[1]
         if self.ranks == 1:
@@ -101,5 +104,5 @@ class SequenceSplit:
 
 
 def _without_labels(tokens: Tensor, positions: Tensor | None = None) -> Batch:
-    """Return a batch without labels, for which the model returns scores instead of losses."""
+    """Return a batch without labels; the model then returns logits instead of losses."""
     return Batch(tokens, None, positions)  # type: ignore[arg-type]

@@ -1,12 +1,13 @@
 """Context parallelism of linear attention: ranks exchange states of the recurrence, not keys and values.
 
-A run of tokens is one affine map of the state (forge/model/delta_rule.py). Each rank computes the maps of its two chunks of
-the sequence, by applying the recurrence to an identity and an empty state. One all-gather sends the maps of all 2 * cp
-chunks to every rank. Composing the maps of earlier chunks gives each chunk's initial state. The convolution needs the last
-few tokens before each chunk: a second, small all-gather.
+Consecutive tokens act on the state as one affine map (forge/model/delta_rule.py). Each rank computes the maps of its
+two chunks by applying the recurrence to an identity and to an empty state. One all-gather sends the maps of all 2 * cp
+chunks to every rank. Composing the maps of earlier chunks gives each chunk's initial state. The convolution needs the
+last few tokens before each chunk; a second, small all-gather sends them.
 
-fla's kernels return the last state for a given first one. So they run twice: once for the maps, and once for the outputs
-from the initial states. (fla's own context parallelism needs consecutive tokens on each rank.)
+fla's kernels compute the last state from a given initial state. So the kernels run twice: once to get the maps, and
+once to get the outputs from the initial states. fla's own context parallelism cannot be used, because it needs
+consecutive tokens on each rank.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from forge.runtime import compat
 
 
 class PassedStates:
-    """The `Recurrence` of this rank's part of every sequence."""
+    """A `Recurrence` on this rank's part of the sequence, starting from the state after the preceding tokens.
+
+    Calls are collective over the cp ranks.
+    """
 
     def __init__(self, split: SequenceSplit):
         self.split = split
@@ -45,11 +49,13 @@ class PassedStates:
         q, k, values, log_decay, beta = (_halves(x) for x in (q, k, v, log_decay, beta))
         resets = None if mask.table is None else _halves(mask.table) == 0
         key_dim = k.shape[-1]
-        # The identity beside an empty state, `[2 batch, heads, key_dim, key_dim + value_dim]`.
+        # The identity, followed by an empty state in the last dimension: `[2 batch, heads, key_dim, key_dim +
+        # value_dim]`.
         unit = torch.eye(key_dim, key_dim + v.shape[-1], dtype=k.dtype, device=k.device)
         unit = unit.expand(k.shape[0], k.shape[2], -1, -1)
         if is_for_kernels(v):
-            # The identity's columns get values of 0. So the last state has the images of the identity and the empty state.
+            # The identity's columns get values of 0, so the last state holds the images of the identity and of the
+            # empty state.
             wide = F.pad(values, (key_dim, 0))
             _, maps = fused_delta_rule(q, k, wide, log_decay, beta, resets, unit.contiguous())
             entering = self._entering(maps)
@@ -61,12 +67,12 @@ class PassedStates:
         return outputs(chunks, states, q.shape[1]).reshape(v.shape)
 
     def _before(self, x: Tensor, tokens: int) -> Tensor:
-        """Return the `tokens` tokens before each chunk `[2 batch, tokens, channels]`; zeros before the sequence.
+        """Return the last `tokens` tokens before each chunk, `[2 batch, tokens, channels]`; zeros before the sequence.
 
-        x `[batch, seq / cp, channels]`.
+        Collective. x `[batch, seq / cp, channels]`.
         """
         ends = x.unflatten(1, (2, -1))[:, :, max(0, x.shape[1] // 2 - tokens) :]
-        # A chunk may be shorter than the window: then it is sent whole, and several chunks are read.
+        # A chunk shorter than the window is sent whole, and the window then spans several chunks.
         each = ends.shape[2]
         gathered = compat.all_gather(ends.flatten(1, 2).unsqueeze(0), self.split.group)
         whole = F.pad(self.split.in_order(gathered), (0, 0, tokens, 0))
@@ -74,9 +80,9 @@ class PassedStates:
         return torch.stack([whole[:, c * each : c * each + tokens] for c in chunks], dim=1).flatten(0, 1)
 
     def _entering(self, maps: Tensor) -> Tensor:
-        """Return the state that enters each chunk of this rank.
+        """Return the initial state of each of this rank's chunks, `[2 batch, heads, key_dim, value_dim]`.
 
-        maps `[2 batch, heads, key_dim, key_dim + value_dim]`, of its chunks -> `[2 batch, heads, key_dim, value_dim]`.
+        Collective. maps `[2 batch, heads, key_dim, key_dim + value_dim]`: the maps of these chunks.
         """
         flat = maps.unflatten(0, (-1, 2)).flatten(2)  # [batch, 2, ...]
         gathered = compat.all_gather(flat.unsqueeze(0), self.split.group)

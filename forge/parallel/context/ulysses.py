@@ -1,7 +1,7 @@
 """Context parallelism by exchanging heads (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
-For attention, a layer switches from all heads of a part of the sequence to some heads of the
-whole sequence. Two all-to-alls per layer and forward, two in backward. Attention itself is the same as on one process.
+Before attention, an all-to-all exchanges "all heads, part of the sequence" for "some heads, whole sequence". A second
+all-to-all reverses the exchange afterwards. Backward makes two more. Attention itself is the same as in one process.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from forge.runtime import compat
 
 
 class UlyssesAttention:
-    """Each rank computes heads / cp heads over the whole sequence, by `inner`.
+    """Attention over the whole sequence: each rank computes heads / cp heads, by `inner`.
 
-    cp must divide the query heads. If it does not divide the key/value heads, each of these is sent several times, so that
-    every rank gets the key/value heads of its query heads.
+    Calls are collective over the cp ranks. cp must divide the number of query heads. If cp does not divide the number
+    of key/value heads, these are repeated, so every rank gets the key/value heads of its query heads.
     """
 
     def __init__(self, split: SequenceSplit, inner: SdpaAttention = sdpa_attention):
         self.split, self._inner = split, inner
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        # Only shape, dtype and device of x are used: a view is enough, and nothing is gathered.
+        # Only shape, dtype and device of x are used, so a view of the full length suffices; nothing is gathered.
         return self._inner.prepare(mask, x[:, :1].expand(-1, x.shape[1] * self.split.ranks, -1))
 
     def __call__(
@@ -39,7 +39,7 @@ class UlyssesAttention:
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         by_rank = [_features(x.unflatten(1, (ranks, -1)).movedim(1, 0)) for x in (q, k, v)]
-        # [cp: whose sequence, batch, seq / cp, features of the heads of q, k and v]
+        # [cp (the rank of this part of the sequence), batch, seq / cp, features of q, k and v heads]
         received = compat.all_to_all(torch.cat(by_rank, dim=-1), self.split.group)
         whole = self.split.in_order(received).split([part.shape[-1] for part in by_rank], dim=-1)
         q, k, v = (
@@ -49,7 +49,7 @@ class UlyssesAttention:
         if sinks is not None:
             sinks = sinks.unflatten(0, (ranks, -1))[self.split.rank]
         out = self._inner(q, k, v, mask, sinks)
-        # [cp: whose heads, batch, heads / cp, seq / cp, v_dim]
+        # [cp (the rank of these heads), batch, heads / cp, seq / cp, v_dim]
         received = compat.all_to_all(self.split.by_rank(out), self.split.group)
         return received.movedim(0, 1).flatten(1, 2)
 

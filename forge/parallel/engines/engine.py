@@ -1,4 +1,4 @@
-"""`DataParallel`: how data-parallel ranks share one model, and the choice of the engine.
+"""`DataParallel`, the interface of data-parallel engines, and the choice of the engine.
 
 `ParallelModel` calls every engine in the same way and order. An engine either gathers parameters unit by unit
 (forge/parallel/engines/fsdp.py) or keeps them in contiguous buffers (forge/parallel/engines/buffered).
@@ -23,15 +23,18 @@ from forge.shard import Shard
 
 
 class DataParallel(Protocol):
-    """An engine on one model, or on one stage of a model. Every method is collective unless it says otherwise."""
+    """An engine on one model, or on one stage of a model. Every method is collective unless its docstring says otherwise."""
 
     name: str
     """The engine as the log names it."""
     shards: list[Shard]
-    """The parameters that the optimizer updates, in the order of `named_parameters`; available after `allocate`."""
+    """This rank's shards of the parameters, for the optimizer, in the order of `named_parameters`; available after
+    `allocate`.
+    """
 
     copies: dict[Tensor, Tensor]
-    """The narrower copies that the model computes with: from `Shard.parameter` to the same elements of its copy.
+    """Compute-dtype copies of master parameters: `Shard.parameter` -> the same elements in the model's compute weights.
+
     Available after `allocate`; empty for an engine without copies.
     """
 
@@ -39,47 +42,47 @@ class DataParallel(Protocol):
         """Give this rank uninitialised storage for its part of the model."""
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Call before each forward that is followed by a backward; in a pipeline just before the backward.
+        """Call before each forward followed by a backward; in a pipeline, just before the backward.
 
-        last: it is the last backward of the optimizer step.
+        last: the backward is the last one of the optimizer step.
         """
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Take over weight gradients that a pipeline has computed separately from input gradients.
+        """Take over weight gradients computed separately from input gradients by a pipeline schedule.
 
-        Call after each such computation. last: it is the last one of the optimizer step.
+        Call after each such computation. last: the computation is the last one of the optimizer step.
         """
 
     def start_gradient_sync(self) -> None:
-        """Call after the last backward. Launches all reductions over data ranks that have not been launched."""
+        """Launch all reductions over data ranks not launched yet. Call after the last backward."""
 
     def finish_gradient_sync(self) -> None:
         """Complete the reductions. Afterwards the gradients of `shards` are sums over data ranks."""
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        """Call after `shards` have been written. The model then uses the new values.
+        """Make the model use the new values of `shards`.
 
-        copied: parameters of shards whose `copies` have been written too.
+        Call after each write. copied: parameters of shards whose `copies` have been written too.
         """
 
     def zero_gradients(self) -> None:
         """Discard the gradients."""
 
     def replicated_tensors(self) -> Iterable[tuple[str, Tensor, dist.ProcessGroup]]:
-        """Return tensors besides `shards` that must be bit-identical across a group: name, tensor, group."""
+        """Return tensors besides `shards` that must be bit-identical across a group, each as (name, tensor, group)."""
 
     def memory(self) -> dict[str, int]:
-        """Return this rank's device memory through a step, in bytes by kind. Not collective."""
+        """Return the bytes of device memory held by the engine on this rank, by kind. Not collective."""
 
     def accumulation_memory_summary(self) -> str:
-        """Return, for the log, the memory held between the microbatches of a step. Not collective."""
+        """Return a sentence for the log about the gradient memory held between microbatches. Not collective."""
 
 
 def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
     """Apply the engine of `parallel.data_parallel` to `model` (on the meta device), in place. Collective.
 
-    If no other rank shares this rank's parameters, fsdp2 has nothing to shard. Contiguous buffers then replace it: they
-    take the same memory, and need no hooks, casts and copies for gathering and reducing.
+    If no other rank shares this rank's parameters, fsdp2 has nothing to shard. Contiguous buffers then replace fsdp2:
+    they take the same memory, without hooks, casts and copies for gathering and reducing.
     """
     parallel = layout.parallel
     if parallel.data_parallel != "fsdp2":
@@ -94,7 +97,7 @@ def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
 
 
 def _alone(layout: Layout) -> bool:
-    """Return whether this rank shares no parameter or expert with a rank that reads other data."""
+    """Return whether this rank shares no dense parameter and no expert with a rank reading other data."""
     meshes = layout.meshes
     return meshes.fsdp.size() == 1 and (layout.model.moe is None or meshes.fsdp_experts.size() == 1)
 
@@ -102,9 +105,9 @@ def _alone(layout: Layout) -> bool:
 def _buffers_take_no_more_memory(layout: Layout) -> bool:
     """Return whether contiguous buffers take no more memory than fsdp2.
 
-    That holds if their gradients are as wide as fsdp2's, and no key makes fsdp2 hold less in one process.
-
-    fsdp2 accumulates gradients in `storage`, and holds them in `reduce` between microbatches.
+    The result is True if the buffers' gradients are no wider than fsdp2's, and no key makes fsdp2 hold less in one
+    process. fsdp2 accumulates gradients in `storage`. Between microbatches it holds them in the wider of `storage` and
+    `reduce`.
     """
     gradient = torch.promote_types(promoted(layout.compute), layout.reduce)
     held = layout.storage

@@ -1,17 +1,19 @@
 """`FullySharded`: the data-parallel engine on PyTorch's FSDP2.
 
-Units: the embedding, every block, and the final norm with the head. A tied embedding is shared by both ends of the model
-and so belongs to the root. The routed experts of a layer are a unit inside its block, sharded over other ranks: those that
-share one expert. forge/parallel/precision.py divides a unit whose modules compute in different dtypes. Gradients are
-summed, never averaged: the loss is divided by the global number of tokens before backward, so a sum over ranks is the
-gradient (torch.distributed.fsdp.fully_shard: gradient divide factor).
+Units: the embedding, every block, and the final norm with the head. A tied embedding is used at both ends of the model,
+so it belongs to the root. The routed experts of a layer are a separate unit inside its block, sharded over the ranks
+sharing an expert. forge/parallel/precision.py divides a unit whose modules compute in different dtypes.
 
-Accumulation: each microbatch's gradient is reduce-scattered at once and held sharded in the storage dtype, so no full-size
-gradient waits for the last microbatch. With replicas the all-reduce over them happens only in the last microbatch.
-`parallel.defer_gradient_reduction` does the opposite: one reduction per step, and full-size gradients until then.
-`parallel.reshard_after_forward = "never"` gathers parameters once per step. A rank with an unshared copy of the model holds
-everything in full size anyway. Its gradients are added up in backward, and its parameters are cast once per step instead of
-once per microbatch.
+Gradients are summed, never averaged: the loss is divided by the global number of tokens before backward, so the sum
+over ranks is the gradient. FSDP2's gradient divide factor is therefore 1.
+
+Accumulation: each microbatch's gradient is reduce-scattered at once and held sharded in the storage dtype, so no
+full-size gradient is held between microbatches. The all-reduce over replicas runs only in the last microbatch.
+`parallel.defer_gradient_reduction` makes one reduction per step instead and holds full-size gradients until then.
+`parallel.reshard_after_forward = "never"` gathers parameters once per step.
+
+A rank with an unshared copy of the model holds all parameters and gradients in full size anyway. Its gradients are
+accumulated unreduced, and its parameters are cast once per step instead of once per microbatch.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ from forge.shard import Shard, local
 
 
 class FullySharded:
-    """FSDP2 on `model`, which is on the meta device and is sharded in place.
+    """The `DataParallel` engine on FSDP2.
 
-    Dense parameters are sharded over `meshes.fsdp`, experts over `meshes.fsdp_experts`.
-
-    A `DataParallel` (forge/parallel/engines/engine.py). Raises UserError if precision.fp32_modules cannot be followed.
+    Shards `model`, on the meta device, in place. Dense parameters are sharded over `meshes.fsdp`, experts over
+    `meshes.fsdp_experts`. Raises UserError if precision.fp32_modules is invalid for the model, or splits a compiled
+    block.
     """
 
     name = "fsdp2"
@@ -66,17 +68,17 @@ class FullySharded:
         self._whole = {name for name, parameter in model.named_parameters() if parameter in whole}
         if layout.compile.enabled:
             _refuse_units_in_blocks(model, groups)
-        # Backward needs the end of the model again at once: the last block, and the group after it.
+        # Backward starts with the last block and the group after it, so these are not resharded after forward.
         ends = len(groups) - (3 if model.norm is not None else 2)
         sharded = [
             [_shard_unit(unit, layout, whole, last=number >= ends) for unit in group]
             for number, group in enumerate(groups)
         ]
         if isinstance(model.embedding, FSDPModule) and groups[0][-1].modules == (model.embedding,):
-            # Its backward adds to rows and never reads them.
+            # The embedding's backward does not read its weight.
             model.embedding.set_unshard_in_backward(False)
         _set_prefetch(model, sharded, layout.parallel.prefetch)
-        # Every unit, and whether this rank holds all of it.
+        # Each unit's module, and whether this rank holds the whole unit.
         self._units = [
             (module, _degree(_mesh(unit, layout)) == 1)
             for modules, units in zip(sharded, groups, strict=True)
@@ -88,7 +90,7 @@ class FullySharded:
         self._refresh_scales = scale_refresher(model)
 
     def allocate(self, device: torch.device) -> None:
-        """Allocate shards, which are on the CPU under parallel.cpu_offload, and buffers, which are always on `device`."""
+        """Allocate module buffers on `device`, and shards on `device` or, under parallel.cpu_offload, on the CPU."""
         self._device = device
         self._model.to_empty(device="cpu" if self._layout.parallel.cpu_offload else device)
         for module in self._model.modules():
@@ -103,33 +105,34 @@ class FullySharded:
 
     def begin_microbatch(self, *, last: bool) -> None:
         parallel = self._layout.parallel
-        # `never` keeps gathered parameters until the last microbatch is done. `auto` does so if forward frees nothing:
-        # in a pipeline, because other microbatches are in flight, and in unshared units. Parameters freed by forward
-        # must not stay: recomputation gathers them again, and would issue other operations than forward.
+        # `never` keeps gathered parameters until the end of the last microbatch. `auto` keeps them only if forward
+        # frees nothing: in unshared units, and in a pipeline, which has other microbatches in flight. Parameters freed
+        # after forward must be freed after backward too: otherwise recomputation in the next microbatch would issue
+        # other operations than forward.
         choice = parallel.reshard_after_forward
         self._root.set_is_last_backward(last)
         for unit, alone in self._units:
-            # In this order: set_requires_gradient_sync switches the all-reduce as well.
+            # The order matters: set_requires_gradient_sync also sets the all-reduce flag.
             unit.set_requires_gradient_sync(last or not (alone or _defers(self._layout)), recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
             stays = choice == "never" or (choice == "auto" and (alone or parallel.pp > 1))
             unit.set_reshard_after_backward(last or not stays, recurse=False)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Reduce gradients that were computed outside of a backward, as backward's hooks would."""
+        """Reduce gradients computed outside a backward, as backward's hooks would."""
         for group in compat.fsdp_parameter_groups(self._root):
             group.post_backward()
         compat.end_fsdp_backward(self._root)
 
     def start_gradient_sync(self) -> None:
-        """Do nothing: FSDP2 has reduced its units inside the last backward, and waited at its end."""
+        """Do nothing: FSDP2 has reduced all units during the last backward and waited for them at its end."""
 
     def finish_gradient_sync(self) -> None:
         if self._replicated:
             sum_gradients(self._replicated, self._layout.meshes.loss)
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        # Backward frees gathered parameters, but parameters gathered by a forward without backward may still be there.
+        # Backward frees gathered parameters, but a forward without backward may have left some gathered.
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -181,7 +184,7 @@ def _shard_unit(unit: Unit, layout: Layout, whole: set[nn.Parameter], *, last: b
     )
     module = unit.modules[0]
     assert isinstance(module, FSDPModule)
-    if mesh.size() > 1:  # a rank by itself would copy its gradients once more, only to divide them by 1
+    if mesh.size() > 1:  # with one rank, FSDP2 would make a copy of the gradients only to divide them by 1
         module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     return module
@@ -192,32 +195,32 @@ def _mesh(unit: Unit, layout: Layout) -> DeviceMesh:
 
 
 def _degree(mesh: DeviceMesh) -> int:
-    """Return the number of ranks over which `mesh` shards; replicas do not count."""
+    """Return the number of ranks over which `mesh` shards, without replicas."""
     return mesh.size(mesh.ndim - 1)
 
 
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
     """Return the dimension along which an expert parameter is sharded.
 
-    With fewer experts than ranks it is the dimension after that of experts, provided that `ranks` divides its size.
-    Otherwise it is the dimension of experts.
+    Normally the dimension is 0, the experts. With fewer experts than ranks, the dimension is 1, if `ranks` divides the
+    size of dimension 1.
     """
     n_experts = local(parameter).shape[0]
     return Split(1 if n_experts < ranks and parameter.shape[1] % ranks == 0 else 0)
 
 
 def _defers(layout: Layout) -> bool:
-    """Return whether gradients are reduced in the last microbatch only; always True in a pipeline."""
+    """Return whether gradients are reduced only in the last microbatch; always True in a pipeline."""
     return layout.parallel.defer_gradient_reduction or layout.parallel.pp > 1
 
 
 def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: bool) -> bool | int:
-    """Return whether gathered parameters are freed after forward; a number: they stay sharded over this many ranks.
+    """Return FSDP2's `reshard_after_forward`: True, False, or the number of ranks to reshard over.
 
-    `auto` frees them if another rank holds part of them, except for the first units of backward (`last`). In a pipeline
-    `auto` never frees them, because they would be gathered again for every microbatch. If the key is a number, experts
-    are freed: FSDP2 cannot keep parameters sharded over fewer ranks if they are split over ep. degree: ranks that shard
-    the parameters.
+    `auto` frees gathered parameters after forward if the unit is sharded, except in the first units of backward
+    (`last`). In a pipeline `auto` never frees gathered parameters, because every microbatch would gather them again. If
+    the key is a number, experts are freed: FSDP2 cannot reshard over fewer ranks if parameters are also split over ep.
+    degree: number of ranks sharding the unit.
     """
     choice = layout.parallel.reshard_after_forward
     if isinstance(choice, int) and experts:
@@ -229,20 +232,20 @@ def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: 
 
 
 def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: int) -> None:
-    """Let FSDP2 gather the parameters of the next `number` units while one computes, in forward and in backward.
+    """Make FSDP2 gather the parameters of the next `number` units while a unit computes, in forward and in backward.
 
-    0 uses PyTorch's default: no prefetch in forward beyond the overlap of its streams, one unit in backward.
+    0: PyTorch's default, i.e. no explicit prefetch in forward and one unit in backward.
     """
     if number == 0:
         return
     ends: list[object] = [model.embedding, *model.layers.values(), model.norm, model.head]
-    # Each group in the order of forward's use: the last unit encloses the others.
+    # Each group in the order of use in forward: the last unit encloses the others.
     ordered = [group[::-1] for group in groups[:-1]]
     # Multi-token prediction calls the embedding again after the last block. The second call must not gather the first
-    # block, which would stay gathered until backward, with mxfp8 weights in the codes of forward. So the root gathers the
-    # first block, and the embedding prefetches nothing.
+    # block: the block would stay gathered until backward, and mxfp8 weights would hold the codes for forward. So the
+    # root prefetches the first block, and the embedding prefetches nothing.
     again = model.embedding if getattr(model, "ahead", ()) else None
-    # Before the first group computes, the root gathers for it.
+    # The root prefetches for the first groups.
     root = groups[-1][-1]
     first = number if again is None else number + 1
     root.set_modules_to_forward_prefetch([module for group in ordered[:first] for module in group])
@@ -250,14 +253,15 @@ def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: in
         after = [module for later in ordered[place + 1 : place + 1 + number] for module in later]
         before = [module for earlier in ordered[max(0, place - number) : place][::-1] for module in earlier]
         for unit in group:
-            # A unit inside a block prefetches no other unit: recomputation, which runs forward again, would gather the
-            # next block. And units inside are gathered before recomputation reaches them, as in forward: selective
-            # checkpointing does not allow it more operations than it has recorded.
+            # A unit inside a block prefetches no other unit, because recomputation runs forward again and would gather
+            # the next block. In backward, a block gathers its inner units before recomputation reaches them, as in
+            # forward: selective checkpointing raises if recomputation runs operations not recorded in forward.
             if unit in ends and unit is not again:
                 unit.set_modules_to_forward_prefetch(after)
             wanted = [*group[1:], *before] if unit in ends else []
-            # An empty list would mean PyTorch's choice, which under accumulation takes the first unit's predecessor to
-            # be the last unit of the microbatch before and gathers it once more. The unit itself is gathered already.
+            # An empty list would select PyTorch's default. Under accumulation, the default takes the last unit of the
+            # previous microbatch as the first unit's predecessor and gathers it once more. Prefetching the unit itself
+            # does nothing, because it is already gathered.
             unit.set_modules_to_backward_prefetch(wanted or [unit])
 
 
@@ -265,7 +269,7 @@ def _refuse_units_in_blocks(model: Transformer, groups: list[list[Unit]]) -> Non
     units = [module for group in groups for unit in group for module in unit.modules]
     for block in model.layers.values():
         for name, module in block.named_modules():
-            # Routing and routed experts are outside of the graphs.
+            # Routers and routed experts are outside the compiled graphs.
             if name and module in units and not isinstance(module, Router | Experts):
                 raise UserError(
                     f"precision.fp32_modules splits blocks at {name}, but compile.enabled = true makes each block one "
@@ -291,19 +295,18 @@ def _shard_of(name: str, parameter: nn.Parameter, layout: Layout, whole: bool) -
     )
 
 
-# Small parameters that every rank keeps whole; their gradients are summed in one collective per step. Routers, and decays of
-# linear attention, compute in another dtype than the block around them. FSDP would gather and reduce them apart from the
-# block, in every layer and microbatch: a collective of a few megabytes is all latency over many ranks. Whole on every rank
-# they cost the bytes of their parameters, gradients and moments: 0.4 GB for 40 routers of 256 experts on a stream of 2560, in
-# float32 with float32 moments.
+# Small parameters kept whole on every rank; their gradients are summed in one collective per step. Routers, and decays
+# of linear attention, compute in another dtype than the block around them. FSDP would gather and reduce them separately
+# from the block, in every layer and microbatch. Over many ranks, such collectives of a few megabytes cost mostly
+# latency. Keeping them whole costs memory for parameters, gradients and moments: 0.4 GB for 40 routers of 256 experts
+# with model.dim = 2560, all in float32.
 def replicated_parameters(
     model: Transformer, dtypes: Mapping[nn.Parameter, torch.dtype], layout: Layout
 ) -> set[nn.Parameter]:
     """Return the parameters that stay whole on every rank.
 
-    They are those of routers that compute without a cast, and those of decays, which cast themselves.
-
-    The set is empty if nothing is sharded or everything is offloaded.
+    These are the parameters of routers with equal storage and compute dtype, and of decays, because a decay casts its
+    parameters itself. The set is empty if nothing is sharded, or under cpu_offload.
     """
     if layout.meshes.fsdp.size() == 1 or layout.parallel.cpu_offload:
         return set()
@@ -312,7 +315,7 @@ def replicated_parameters(
 
 
 def units_without(units: Sequence[Unit], parameters: set[nn.Parameter]) -> list[Unit]:
-    """Return `units` without `parameters`. Units and modules that have no other parameters are dropped."""
+    """Return `units` without `parameters`. Drop modules without other parameters, and units without modules."""
     kept = []
     for unit in units:
         modules = tuple(

@@ -1,4 +1,4 @@
-"""Matrix products in float8: the choice of layers (apply), torchao's two recipes (torchao), two block formats (formats)."""
+"""Matrix products in float8: choice of layers (apply.py), torchao's recipes (torchao.py), block formats (formats.py)."""
 
 from forge.parallel.float8.apply import apply_float8, check_patterns, compute_in_float8
 from forge.parallel.float8.gathering import gather_plain

@@ -1,13 +1,13 @@
-"""Matrix products in float8: the converted linear layers and experts, and whether a GPU's kernels compute them.
+"""Matrix products in float8: choose the linear layers and experts, and GPU kernels or emulation.
 
-    tensorwise  one scale per operand; with FSDP the weights can be gathered in float8, half the bytes of bfloat16
+    tensorwise  one scale per operand; FSDP can gather weights in float8, half the bytes of bfloat16
     rowwise     one scale per row, a power of two: closer to the exact product, somewhat slower
     blockwise   one scale per 128 values, per 128 x 128 weights (formats.py)
     mxfp8       one scale per 32 values, a power of two (formats.py)
 
-torchao computes the first two (torchao.py). The other two also convert routed experts. Parameters stay in
-`precision.storage` and keep their names, so checkpoints do not depend on the recipe. If the hardware has no kernel, the
-products are emulated: operands are rounded to float8 and multiplied in a wider format.
+torchao computes the first two recipes (torchao.py). The two block formats also convert routed experts. Parameters stay
+in `precision.storage` and keep their names, so checkpoints do not depend on the recipe. If the hardware has no kernel,
+the products are emulated: operands are rounded to float8 and multiplied in a wider format.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from forge.shard import local
 
 log = logging.getLogger(__name__)
 
-# torchao's products take matrices whose sides this number divides.
+# Both sides of a matrix must be multiples of this number for torchao's products.
 MULTIPLE = 16
 
 
 def apply_float8(model: nn.Module, layout: Layout) -> None:
-    """Let the linear layers of `model`, and with a block format its routed experts, compute in float8, in place.
+    """Convert the linear layers of `model`, and with a block format its routed experts, to float8 products, in place.
 
-    Layers in `float8_exclude`, and layers whose size does not fit, stay in precision.compute; the log names them.
+    Layers in `float8_exclude` and layers of unsuitable size stay in precision.compute; the log names them.
 
     Raises UserError if the hardware has no kernel and float8_emulate is false, if tensor parallelism cuts a block, if no
     layer is left to convert, or if a pattern in `float8_exclude` matches no module.
@@ -82,7 +82,10 @@ def apply_float8(model: nn.Module, layout: Layout) -> None:
 def _gather(
     model: nn.Module, layers: Iterable[str], experts: Iterable[str], form: Format, layout: Layout
 ) -> None:
-    """Let FSDP2 gather weights as codes of `form` if possible. Log the number of such weights."""
+    """Make FSDP2 gather weights as codes of `form` where possible, and log their number.
+
+    Raises UserError if float8_all_gather is true and no weight can be gathered in float8.
+    """
     weights = {f"{name}.weight": (model.get_submodule(name), "weight") for name in layers}
     weights |= {
         f"{name}.{leaf}": (model.get_submodule(name), leaf) for name in experts for leaf in ("w13", "w2")
@@ -103,7 +106,10 @@ def _gather(
 
 
 def compute_in_float8(model: nn.Module, precision: Precision, device_type: str) -> None:
-    """Let `model`, whole in this process, compute with `precision.float8`, in place. Raises UserError like `apply_float8`."""
+    """Convert `model`, whole in this process, to products in `precision.float8`, in place.
+
+    Raises UserError if the hardware has no kernel and float8_emulate is false.
+    """
     if precision.float8 == "none":
         return
     emulate = emulates(precision, device_type)
@@ -117,14 +123,14 @@ def compute_in_float8(model: nn.Module, precision: Precision, device_type: str) 
 def convert(
     model: nn.Module, layers: Iterable[str], experts: dict[str, Experts], form: Format, *, emulate: bool
 ) -> None:
-    """Let the layers with these names, and `experts`, compute in `form`, in place."""
+    """Convert the layers with these names, and `experts`, to products in `form`, in place."""
     products = products_for(form, emulate=emulate)
     hooks = count_hooks(model)
     for name in layers:
         convert_linear(model, name, products)
     for module in experts.values():
         convert_experts(module, products)
-    # Tensor parallelism lives in these hooks: without them every rank would silently compute a part for the whole.
+    # Tensor parallelism lives in these hooks. Without them, every rank would silently take its part for the whole.
     assert count_hooks(model) == hooks, "hooks were lost when linear layers were swapped"
 
 
@@ -146,9 +152,9 @@ def emulates(precision: Precision, device_type: str) -> bool:
 
 
 def choose_layers(model: nn.Module, precision: Precision) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Divide the linear layers of `model` into converted and plain ones.
+    """Choose the linear layers of `model` to convert.
 
-    Return two dictionaries: name -> layer to convert, and name -> reason why a layer is not converted.
+    Return two dictionaries: name -> layer to convert, and name -> reason for leaving a layer out.
     """
     chosen: dict[str, nn.Linear] = {}
     left_out: dict[str, str] = {}
@@ -156,7 +162,7 @@ def choose_layers(model: nn.Module, precision: Precision) -> tuple[dict[str, nn.
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        # The matrix of this rank: under tensor parallelism a part of the weight.
+        # This rank's matrix; under tensor parallelism, part of the weight.
         sides = tuple(local(module.weight).shape)
         pattern = next((pattern for pattern in precision.float8_exclude if fnmatchcase(name, pattern)), None)
         if pattern is not None:
@@ -187,7 +193,7 @@ def choose_experts(model: nn.Module, precision: Precision) -> dict[str, Experts]
 
 
 def check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Raise UserError for a pattern that matches no module, except for the key's default patterns."""
+    """Raise UserError for a pattern matching no module, unless the pattern is a default of the key."""
     if not has_all_names(model):
         return
     names = [name for name, _ in model.named_modules() if name]
@@ -201,7 +207,7 @@ def check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def _refuse_cut_blocks(layers: dict[str, nn.Linear], form: Format, tp: int) -> None:
-    """Raise UserError if tensor parallelism cuts a block: its scale would differ from that of one process."""
+    """Raise UserError if tensor parallelism cuts a block: its scale would differ from the scale in one process."""
     split = {}
     for name, layer in layers.items():
         weight = layer.weight

@@ -2,16 +2,20 @@
 
     blockwise  activations and gradients in 1 x 128, weights in 128 x 128, scales in float32 (DeepSeek-AI 2024,
                "DeepSeek-V3", arXiv:2412.19437, section 3.3.2)
-    mxfp8      all in 1 x 32 along the contraction, scales that are powers of two in E8M0 (Open Compute Project 2023,
+    mxfp8      all in 1 x 32 along the contraction, scales are powers of two in E8M0 (Open Compute Project 2023,
                "Microscaling Formats v1.0", sections 5.1 and 6.3)
 
-A block lies along the dimension that the product sums over. The last block of a dimension may be shorter.
+Blocks lie along the contraction, the dimension summed over by the product. The last block of a dimension may be
+shorter.
 
-Rounding. Values are read as float32. Blockwise: multiplier m = float32(448 / max(amax, 1e-12)), scale = 1 / m. MX: the scale
-is the smallest power of two with amax / scale <= 448 (rounded up, as Blackwell's cvt.rp and torchao's RCEIL do; the
-specification's floor rule saturates values above 448). Then codes: value / scale, saturated to +-448, to the nearest code,
-ties to even. A block with a NaN dequantises to NaN. A block with an infinity dequantises to values that are not finite in
-float32. An MX block whose scale would be 2^-127 has codes of zero, as on Blackwell.
+Rounding: values are converted to float32.
+Blockwise scale: multiplier m = float32(448 / max(amax, 1e-12)), scale = 1 / m.
+MX scale: the smallest power of two with amax / scale <= 448. The scale is rounded up, like Blackwell's cvt.rp and
+torchao's RCEIL; the specification's floor rule would saturate values above 448.
+Codes: value / scale, saturated to +-448, rounded to the nearest code, ties to even.
+
+A block with a NaN dequantises to NaN. A block with an infinity dequantises to non-finite values in float32. An MX block
+whose scale would be 2^-127 has codes of zero, as on Blackwell.
 """
 
 from __future__ import annotations
@@ -54,11 +58,11 @@ class Format:
     powers: bool
 
     def along(self, dim: int) -> tuple[int, int]:
-        """Return the rows and columns of an activation's block, for a product that sums over `dim`, -1 or -2."""
+        """Return (rows, columns) of an activation's block, for a product summing over `dim`, -1 or -2."""
         return (1, self.block) if dim == -1 else (self.block, 1)
 
     def of_weight(self, dim: int) -> tuple[int, int]:
-        """Return the rows and columns of a weight's block, for a product that sums over `dim`, -1 or -2."""
+        """Return (rows, columns) of a weight's block, for a product summing over `dim`, -1 or -2."""
         return (self.block, self.block) if self.square else self.along(dim)
 
     def quantise(self, x: Tensor, block: tuple[int, int]) -> Quantised:
@@ -69,14 +73,14 @@ class Format:
             exponents, multipliers = _power_scales(amax)
             scales = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
         else:
-            # The order of operations follows torchao's kernels, so scales are equal bit for bit.
+            # The order of operations is that of torchao's kernels, so scales are equal bit for bit.
             multipliers = (LARGEST / amax.double().clamp(min=SMALLEST)).float()
             scales = 1.0 / multipliers
         codes = (blocks * multipliers).clamp(-LARGEST, LARGEST).to(CODES)
         return Quantised(_joined(codes, x.shape), scales.squeeze(-1).squeeze(-2))
 
     def dequantise(self, quantised: Quantised, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return codes times scales in `dtype`, float32 or float64, of the codes' shape."""
+        """Return codes * scales in `dtype` (float32 or float64), in the shape of the codes."""
         codes, scales = quantised
         factors = scales.float().to(dtype).unsqueeze(-1).unsqueeze(-3)
         return _joined(_cut(codes.to(dtype), block) * factors, codes.shape)
@@ -92,10 +96,10 @@ FORMATS = {form.name: form for form in (BLOCKWISE, MXFP8)}
 
 
 def _power_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """For amax (float32), return each scale's biased exponent (int32) and the scale's reciprocal (float32).
+    """Return each MX scale's biased exponent (int32) and reciprocal (float32) for amax (float32).
 
-    Works on the bits of amax = (1 + mantissa) * 2^(exponent bits - 127), with 448 = 1.75 * 2^8. Unlike a division it is
-    exact on every device.
+    Works on the bits of amax = (1 + mantissa) * 2^(exponent bits - 127), with 448 = 1.75 * 2^8. Unlike division, this
+    arithmetic is exact on every device.
     """
     bits = amax.view(torch.int32)
     field, mantissa = bits >> 23, bits & 0x7FFFFF
@@ -117,6 +121,6 @@ def _cut(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _joined(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """Undo `_cut`: the tensor of `shape`, without the padding."""
+    """Undo `_cut`: return a tensor of `shape`, without the padding."""
     whole = blocks.flatten(-2).flatten(-3, -2)
     return whole[..., : shape[-2], : shape[-1]]

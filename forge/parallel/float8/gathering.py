@@ -1,11 +1,12 @@
 """FSDP2 gathers weights of the block formats as codes and scales: one byte per weight instead of two.
 
-A shard holds whole blocks, so its codes equal those of the whole weight. FSDP2 calls two methods of `ShardedWeight`
-(its tensor subclass extension): the first quantises the shard, the second makes the gathered weight.
+A shard holds whole blocks, so its codes equal those of the whole weight. FSDP2 calls two methods of `ShardedWeight`,
+its extension point for tensor subclasses. `fsdp_pre_all_gather` quantises the shard; `fsdp_post_all_gather` makes the
+gathered weight.
 
     blockwise  square blocks serve the products of forward and backward
-    mxfp8      forward sums over columns, backward over rows. Each direction needs other codes and gathers them itself. A
-               weight that stays gathered until backward, or whose forward runs again in backward, is gathered in
+    mxfp8      forward sums over columns, backward over rows. The two directions need different codes, so each gathers
+               its own. A weight kept gathered until backward, or used by recomputation, is gathered in
                precision.compute
 """
 
@@ -23,7 +24,7 @@ from forge.parallel.float8.formats import Format, Quantised
 from forge.parallel.layout import Layout
 
 aten: Any = torch.ops.aten
-# Operators of FSDP2 and of allocation, whose results are shards again.
+# Operators used by FSDP2 and by allocation; their results are wrapped as ShardedWeight again.
 _KEPT = (
     *(aten.detach, aten.empty_like, aten.new_zeros, aten.new_empty, aten.zeros_like, aten.slice, aten.copy_),
     *(aten.view, aten.as_strided, aten._to_copy, aten._pin_memory, aten.split, aten.clone, aten.narrow),
@@ -31,7 +32,7 @@ _KEPT = (
 
 
 class ShardedWeight(torch.Tensor):
-    """A weight, or a shard of one, that is gathered in `form`; `_tensor` has the values."""
+    """A weight, or a shard of a weight, that FSDP2 gathers in `form`. `_tensor`: the values."""
 
     @staticmethod
     def __new__(cls, tensor: Tensor, form: Format) -> ShardedWeight:
@@ -74,8 +75,8 @@ class ShardedWeight(torch.Tensor):
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Return this shard's codes as bytes, its scales, and the dimension that the next product sums over."""
-        # In backward a graph task runs.
+        """Return (codes as uint8, scales) of this shard, and (dim,): the dimension summed over by the next product."""
+        # A graph task id other than -1 means backward.
         dim = -1 if self.form.square or torch._C._current_graph_task_id() == -1 else -2
         values = self._tensor.to(mp_policy.param_dtype or self._tensor.dtype)
         codes, scales = self.form.quantise(values, self.form.of_weight(dim))
@@ -84,9 +85,9 @@ class ShardedWeight(torch.Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: tuple[int, ...], dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """Return the gathered weight and the tensors that FSDP2 frees later.
+        """Return the gathered weight and its tensors, for FSDP2 to free later.
 
-        If `out`, a gathered weight, is given, update it instead.
+        With `out`, an existing GatheredWeight, update `out` instead and return None.
         """
         codes, scales = outputs
         if out is not None:
@@ -96,7 +97,7 @@ class ShardedWeight(torch.Tensor):
 
 
 class GatheredWeight(torch.Tensor):
-    """A whole weight in codes and scales, for products that sum over `summed`.
+    """A whole weight as codes and scales, for products summing over `summed`.
 
     Shape and dtype are those of the dequantised weight.
     """
@@ -113,7 +114,7 @@ class GatheredWeight(torch.Tensor):
         self.codes, self.scales, self.form, self.summed = codes, scales, form, summed
 
     def quantised(self, dim: int) -> Quantised:
-        """Return codes and scales for a product that sums over `dim`, -1 or -2."""
+        """Return codes and scales for a product summing over `dim`, -1 or -2."""
         assert dim == self.summed or self.form.square, "gathered for the products of the other direction"
         scales = self.scales.view(torch.float8_e8m0fnu) if self.form.powers else self.scales
         return Quantised(self.codes.view(torch.float8_e4m3fn), scales)
@@ -121,7 +122,7 @@ class GatheredWeight(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         one = args[0]
-        # FSDP2 makes a view of the same shape.
+        # FSDP2 calls as_strided with the same shape.
         same = func.overloadpacket is aten.as_strided and tuple(args[1]) == tuple(one.shape)
         if same or func.overloadpacket in (aten.detach, aten.alias):
             return cls(one.codes, one.scales, one.form, one.summed, one.dtype)
@@ -138,7 +139,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def may_gather_in_blocks(form: Format, layout: Layout | Config) -> bool:
-    """Return whether FSDP2 can gather weights of `form` as codes and scales, provided that each rank has whole blocks."""
+    """Return whether FSDP2 can gather weights of `form` as codes and scales, if shards consist of whole blocks."""
     if layout.precision.float8_all_gather is False or layout.parallel.data_parallel != "fsdp2":
         return False
     if layout.parallel.tp > 1 or layout.parallel.ep > 1 or layout.compile.enabled:
@@ -147,7 +148,10 @@ def may_gather_in_blocks(form: Format, layout: Layout | Config) -> bool:
 
 
 def gather_in_blocks(weights: dict[str, tuple[nn.Module, str]], form: Format, layout: Layout) -> list[str]:
-    """Let FSDP2 gather these parameters, given as (module, attribute), as codes and scales; return their names."""
+    """Make FSDP2 gather `weights` as codes and scales, in place.
+
+    Return the names of the weights chosen. weights: parameter name -> (module, attribute).
+    """
     if not may_gather_in_blocks(form, layout):
         return []
     taken = []
@@ -166,7 +170,10 @@ def gather_in_blocks(weights: dict[str, tuple[nn.Module, str]], form: Format, la
 
 
 def gather_plain(modules: tuple[nn.Module, ...]) -> None:
-    """Let FSDP2 gather weights of `modules` as values if forward and backward need different codes (mxfp8). In place."""
+    """Make FSDP2 gather mxfp8 weights of `modules` in precision.compute, in place.
+
+    Forward and backward need different codes of these weights.
+    """
     for module in modules:
         for inner in module.modules():
             for name, weight in list(inner.named_parameters(recurse=False)):

@@ -8,7 +8,7 @@ from forge.config.layout import Precision
 from forge.parallel.float8.formats import Format
 from forge.parallel.float8.products import Emulated, Products
 
-# The first compute capability with kernels, or the only major one, and the names of such GPUs.
+# The first compute capability with kernels (for mxfp8 the only major version), and the names of such GPUs.
 _FIRST = {
     "tensorwise": ((8, 9), "Ada, Hopper or later"),
     "rowwise": ((8, 9), "Ada, Hopper or later"),
@@ -24,7 +24,7 @@ def missing_kernels(precision: Precision, device_type: str) -> str:
         return f"a CPU has no kernels for precision.float8 = {recipe}"
     first, names = _FIRST[recipe]
     capability = torch.cuda.get_device_capability()
-    # MX products of consumer Blackwell, 12.x, have other kernels.
+    # Consumer Blackwell (12.x) has other MX kernels.
     if capability < first or (recipe == "mxfp8" and capability[0] != first[0]):
         return (
             f"precision.float8 = {recipe} needs a GPU of compute capability {first[0]}.{first[1]} ({names}), "
@@ -38,7 +38,7 @@ def missing_kernels(precision: Precision, device_type: str) -> str:
 
 
 def product_format(precision: Precision, device_type: str) -> str:
-    """Return the format whose peak limits this machine's products: "float8" if it has kernels, else `precision.compute`."""
+    """Return the format whose peak FLOPS bounds this machine's products: "float8" with kernels, else `precision.compute`."""
     recipe = precision.float8
     if recipe == "none" or precision.float8_emulate is True or missing_kernels(precision, device_type):
         return precision.compute
@@ -46,10 +46,10 @@ def product_format(precision: Precision, device_type: str) -> str:
 
 
 def products_for(form: Format, *, emulate: bool) -> Products:
-    """Return the products of `form`: emulated, or by the kernels of this machine's GPU."""
+    """Return the products of `form`: emulated, or computed by the kernels of this machine's GPU."""
     if emulate:
         return Emulated(form)
-    # Imported here, because they import torchao.
+    # Imported lazily, because these modules import torchao.
     from forge.parallel.float8.kernels import BlockwiseKernels, MXKernels
 
     if form.powers:

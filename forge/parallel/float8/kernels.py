@@ -1,17 +1,17 @@
-"""The GPU's kernels for the products of the block formats. Not yet run on a real GPU: tests check the arguments only.
+"""The GPU's kernels for the products of the block formats. Not yet run on a real GPU: tests check only the arguments.
 
-Every product becomes a b^T of two matrices quantised along their rows, both padded with zeros to whole blocks:
+Every product is computed as a b^T. Both matrices are padded with zeros to whole blocks and quantised along their rows:
 
     output          a = x [tokens, in]      b = W [out, in]
     input gradient  a = dy [tokens, out]    b = W^T [in, out]
     weight gradient a = dy^T [out, tokens]  b = x^T [in, tokens], each sequence padded to whole blocks
 
-The codes and scales are from `Format.quantise`, as in emulation, so a GPU changes only the order of float32 sums.
+`Format.quantise` makes the codes and scales, as in emulation, so a GPU changes only the order of float32 sums.
 
-    blockwise  Hopper: cuBLASLt (torch.nn.functional.scaled_mm). Blackwell, which has no such kernel: torchao's Triton
+    blockwise  Hopper: cuBLASLt (torch.nn.functional.scaled_mm). Blackwell has no such kernel and uses torchao's Triton
                kernels. Experts are emulated: PyTorch has no grouped kernel, and torchao's needs DeepGEMM
-    mxfp8      Blackwell: torch._scaled_mm, and torch._scaled_grouped_mm for experts, with torchao's Triton kernels for the
-               order of scales that the tensor cores read
+    mxfp8      Blackwell: torch._scaled_mm, and torch._scaled_grouped_mm for experts, with torchao's Triton kernels,
+               which put scales in the tensor cores' order
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from forge.parallel.float8.torchao import quiet
 
 
 class BlockwiseKernels(Emulated):
-    """The products of the format `blockwise`, by GPU kernels.
+    """`Products` of blockwise: GPU kernels for linear layers, emulation for experts.
 
-    Linear layers use kernels. Experts are emulated, because there is no kernel for them. native: the GPU has cuBLASLt's
-    kernel.
+    native: the GPU has cuBLASLt's kernel.
     """
 
     def __init__(self, form: Format, *, native: bool):
@@ -59,7 +58,10 @@ class BlockwiseKernels(Emulated):
         return self._multiply(_tokens(grad, self.form), of_x, square=False)[:, : x.shape[-1]]
 
     def _multiply(self, a: Tensor, of_b: Quantised, *, square: bool) -> Tensor:
-        """Return a @ b.mT `[m, n]` of a `[m, k]`, b `[n, k]` in whole blocks. square: b is a weight with 128 x 128 blocks."""
+        """Return a @ b.mT, bfloat16 `[m, n]`.
+
+        a `[m, k]`; b `[n, k]` in whole blocks. square: b has 128 x 128 blocks (a weight).
+        """
         rows = a.shape[0]
         codes, scales = _quantised(a, self.form)
         if not self.native:
@@ -83,7 +85,7 @@ class BlockwiseKernels(Emulated):
 
 
 class MXKernels:
-    """`Products` of mxfp8."""
+    """`Products` of mxfp8, by GPU kernels."""
 
     def __init__(self, form: Format):
         self.form = form
@@ -116,7 +118,7 @@ class MXKernels:
         return y[:, : weight.shape[-1]]
 
     def _multiply(self, a: Tensor, of_b: Quantised) -> Tensor:
-        """Return a @ b.mT `[m, n]` of a `[m, k]`, b `[n, k]` in whole blocks."""
+        """Return a @ b.mT, bfloat16 `[m, n]`. a `[m, k]`; b `[n, k]` in whole blocks."""
         of_a = _quantised(a, self.form)
         y = torch._scaled_mm(
             of_a.codes,
@@ -128,7 +130,7 @@ class MXKernels:
         return y[: a.shape[0]]
 
     def _multiply_groups(self, rows: Tensor, of_weight: Quantised, groups: RowGroups) -> Tensor:
-        """rows `[n, k]` in `groups`, weight `[groups, out, k]` in whole blocks -> `[n, out]`."""
+        """rows `[n, k]` in `groups`, weight `[groups, out, k]` in whole blocks -> bfloat16 `[n, out]`."""
         if rows.shape[0] == 0:
             return rows.new_zeros(0, of_weight.codes.shape[1])
         of_rows = self.form.quantise(_padded(rows, self.form.block, 1), self.form.along(-1))
@@ -143,9 +145,9 @@ class MXKernels:
 
 
 def _weight(weight: Tensor, form: Format, dim: int) -> Quantised:
-    """Return weight `[..., out, in]` in whole blocks, quantised along `dim`.
+    """Return weight `[..., out, in]`, padded to whole blocks and quantised along `dim`.
 
-    With dim = -2 it is transposed, so that `dim` is last. Codes gathered by FSDP2 are used unchanged.
+    With dim = -2 the result is transposed, so `dim` is last. Codes gathered by FSDP2 are used unchanged.
     """
     if not isinstance(weight, GatheredWeight):
         turned = _whole_blocks(weight if dim == -1 else weight.mT, form)
@@ -155,7 +157,7 @@ def _weight(weight: Tensor, form: Format, dim: int) -> Quantised:
 
 
 def _quantised(x: Tensor, form: Format) -> Quantised:
-    """Return x `[m, k]` in whole blocks, quantised along k."""
+    """Return x `[m, k]`, padded to whole blocks and quantised along k."""
     return form.quantise(_whole_blocks(x, form), form.along(-1))
 
 
@@ -170,15 +172,12 @@ def _tokens(x: Tensor, form: Format) -> Tensor:
 
 
 def _whole_blocks(x: Tensor, form: Format) -> Tensor:
-    """Pad both sides of x `[..., m, k]` with zeros to whole blocks, which every kernel takes."""
+    """Pad both sides of x `[..., m, k]` with zeros to whole blocks, as every kernel needs."""
     return _padded(x, form.block, form.block)
 
 
 def _padded(x: Tensor, columns: int, rows: int) -> Tensor:
-    """Pad x `[..., m, k]` with zeros, so that k is a multiple of `columns` and m a multiple of `rows`.
-
-    Returns a contiguous tensor.
-    """
+    """Pad x `[..., m, k]` with zeros until k is a multiple of `columns` and m a multiple of `rows`. Contiguous."""
     pad = (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows)
     return F.pad(x, pad) if any(pad) else x.contiguous()
 

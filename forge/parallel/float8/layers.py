@@ -1,7 +1,7 @@
 """Put the products of a block format into the linear layers and routed experts of a model.
 
 Parameters, names and hooks stay. Under tensor parallelism a layer's weight is a DTensor, and the products run on local
-tensors. If the output is a sum over ranks, each rank adds bias / tp.
+tensors. If the output is a sum over tp ranks, each rank adds bias / tp.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forge.parallel.tensor.local import LocalLinear
 
 
 class BlockFormatLinear(nn.Linear):
-    """A linear layer with the parameters of `plain`, which computes with `products`."""
+    """A linear layer with the parameters of `plain`, computed by `products`."""
 
     def __init__(self, plain: nn.Linear, products: Products):
         with torch.device("meta"):
@@ -39,7 +39,7 @@ class BlockFormatLinear(nn.Linear):
         assert isinstance(x, DTensor)
         mesh, placement = weight.device_mesh, weight.placements[0]
         split_outputs, split_inputs = placement == Split(0), placement == Split(1)
-        # If each rank computes other outputs of the same input, the input's gradient is a sum over ranks.
+        # If ranks compute different outputs from the same input, the input's gradient is a sum over ranks.
         own = x.to_local(grad_placements=[Partial()] if split_outputs else x.placements)
         y = BlockLinear.apply(own, weight.to_local(), self.products)
         if bias is not None:
@@ -50,7 +50,7 @@ class BlockFormatLinear(nn.Linear):
 
 
 def convert_linear(model: nn.Module, name: str, products: Products) -> None:
-    """Let the linear layer `name` of `model` compute with `products`, in place."""
+    """Make the linear layer `name` of `model` compute with `products`, in place."""
     layer = model.get_submodule(name)
     if isinstance(layer, LocalLinear):
         layer.multiply = functools.partial(linear, products=products)
@@ -60,7 +60,7 @@ def convert_linear(model: nn.Module, name: str, products: Products) -> None:
 
 
 def convert_experts(experts: Experts, products: Products) -> None:
-    """Let `experts` compute with `products`, in place."""
+    """Make `experts` compute with `products`, in place."""
     experts.multiply = functools.partial(grouped, products=products)
 
 
@@ -73,15 +73,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -
 def grouped(
     rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None, *, products: Products
 ) -> Tensor:
-    """As `grouped_linear` (forge/model/experts.py)."""
+    """Like `grouped_linear` (forge/model/experts.py), computed by `products`."""
     y = BlockGroupedLinear.apply(rows, weight, groups, products)
     return y if bias is None else y + bias_of_rows(rows, bias, groups)
 
 
 class AddInParts(torch.autograd.Function):
-    """Add bias / parts on each of `parts` ranks, whose outputs are then summed. The sum contains the whole bias once.
+    """Add bias / parts on each of `parts` ranks.
 
-    In backward every rank gets the gradient of the whole bias.
+    The outputs are then summed over the ranks, so the sum contains the bias once. In backward, every rank gets the
+    gradient of the whole bias.
     """
 
     @staticmethod

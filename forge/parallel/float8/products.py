@@ -1,19 +1,19 @@
 """The matrix products of a linear layer and of routed experts in a block format, with their gradients.
 
-A linear layer y = x W^T has three products, and each sums over another dimension:
+A linear layer y = x W^T has three products, each summing over a different dimension:
 
     output           y = x W^T     over the inputs    x in 1 x B, W along its columns
     input gradient   dx = dy W     over the outputs   dy in 1 x B, W along its rows
     weight gradient  dW = dy^T x   over the tokens    dy and x along the tokens of each sequence
 
-So x, dy and (under mxfp8) W are quantised twice, along the dimension of the product. Blocks of tokens begin at the start of
-a sequence. So they do not depend on the microbatch, nor on the layout as long as every rank has whole blocks.
+So x, dy and (under mxfp8) W are quantised twice, once for each product they are used in. Blocks of tokens begin at the
+start of a sequence. The blocks do not depend on the microbatch, nor on the layout, if every rank has whole blocks.
 
-Routed experts have the same output and input gradient, each as one grouped product over all experts. Their weight gradient
-is computed from the unquantised values: blocks along the tokens of an expert would depend on the set of arriving tokens,
-that is, on the layout and the microbatch (torchao's recipe MXFP8_RCEIL_WGRAD_WITH_HP does the same).
+For routed experts, output and input gradient are each one grouped product over all experts. The weight gradient is
+computed from unquantised values: blocks along the tokens of an expert would depend on the set of arriving tokens, so on
+the layout and the microbatch. torchao's recipe MXFP8_RCEIL_WGRAD_WITH_HP also uses unquantised values.
 
-A `Products` computes the products: `Emulated` in this file, on any device, or the GPU's kernels in kernels.py.
+Implementations of `Products`: `Emulated` in this file, for any device, and the GPU's kernels in kernels.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Products(Protocol):
         """grad `[..., tokens, out]`, weight `[out, in]` -> `[..., tokens, in]`."""
 
     def grad_weight(self, grad: Tensor, x: Tensor) -> Tensor:
-        """grad `[..., tokens, out]`, x `[..., tokens, in]` -> `[out, in]`, a sum over all leading dimensions."""
+        """grad `[..., tokens, out]`, x `[..., tokens, in]` -> `[out, in]`, summed over all leading dimensions."""
 
     def grouped_output(self, rows: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         """rows `[n, in]` in `groups`, weight `[groups, out, in]` -> `[n, out]`."""
@@ -52,7 +52,7 @@ class Products(Protocol):
 class Emulated:
     """Products of dequantised values in promote(float32, dtype).
 
-    In float32 a dequantised MX value is exact, and a blockwise value is rounded once. Both are exact in float64.
+    A dequantised MX value is exact in float32; a blockwise value is rounded once. Both are exact in float64.
     """
 
     def __init__(self, form: Format):
@@ -72,7 +72,7 @@ class Emulated:
         return grouped_linear(self._activation(rows, -1), self._weight(weight, -1), groups).to(rows.dtype)
 
     def grouped_grad_input(self, grad: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        # A transposed copy: the grouped product takes weights `[groups, out, in]`.
+        # A transposed copy, because the grouped product takes weights `[groups, out, in]`.
         transposed = self._weight(weight, -2).mT.contiguous()
         return grouped_linear(self._activation(grad, -1), transposed, groups).to(grad.dtype)
 
@@ -85,9 +85,9 @@ class Emulated:
 
 
 def quantised_weight(weight: Tensor, form: Format, dim: int) -> Quantised:
-    """Return the codes and scales of weight `[..., out, in]` for a product that sums over `dim`.
+    """Return the codes and scales of weight `[..., out, in]` for a product summing over `dim`.
 
-    Gathered codes are used unchanged.
+    Codes gathered by FSDP2 are used unchanged.
     """
     if isinstance(weight, GatheredWeight):
         return weight.quantised(dim)
@@ -117,7 +117,7 @@ class BlockLinear(torch.autograd.Function):
 
 
 class BlockGroupedLinear(torch.autograd.Function):
-    """The grouped product of `rows` with the weights of experts, computed by `products`."""
+    """The grouped product of `rows` with the weights of their experts, computed by `products`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, groups: RowGroups, products: Products) -> Tensor:

@@ -1,6 +1,7 @@
-"""torchao's two float8 recipes, tensorwise and rowwise: linear layers are swapped for ones that scale and round operands.
+"""torchao's two float8 recipes, tensorwise and rowwise.
 
-torchao is imported only if one of them is on.
+torchao replaces linear layers by its own, which scale and round the operands. torchao is imported only if one of these
+recipes is used.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from forge.runtime.errors import UserError
 def convert_with_torchao(
     model: nn.Module, chosen: dict[str, nn.Linear], recipe: str, *, emulate: bool, gather: bool
 ) -> None:
-    """Swap the layers `chosen` of `model` in place. gather: FSDP gathers their weights in float8."""
+    """Replace the layers `chosen` of `model` by torchao's float8 layers, in place.
+
+    gather: FSDP gathers their weights in float8.
+    """
     with quiet():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     config = dataclasses.replace(
@@ -38,11 +42,11 @@ def convert_with_torchao(
 
 
 def scale_refresher(model: nn.Module) -> Callable[[], None]:
-    """Return a function to call after each change of the parameters of a sharded `model`. Collective when called.
+    """Return a function to call after each change of the parameters of `model`, sharded by FSDP.
 
-    If FSDP gathers weights in float8, the function computes all scales in one all-reduce. Before its first call FSDP
-    computes the scale of each weight in each forward, with the same result. If FSDP does not gather in float8, the function
-    does nothing.
+    Calls are collective. If FSDP gathers weights in float8, the function computes the scales of all weights in one
+    all-reduce. Until its first call, FSDP computes each scale separately in forward, with the same result. Without
+    float8 gathering, the function does nothing.
     """
     gathers = "enable_fsdp_float8_all_gather"
     if not any(getattr(getattr(module, "config", None), gathers, False) for module in model.modules()):
@@ -62,7 +66,7 @@ def gathers_in_float8(chosen: dict[str, nn.Linear], layout: Layout) -> bool:
         return False
     if wanted == "auto" and (parallel.data_parallel != "fsdp2" or parallel.tp > 1):
         return False
-    # torchao takes the largest element of each rank's shard, and fails on an empty shard.
+    # torchao computes the maximum of each rank's shard, and fails on an empty shard.
     ranks = mesh.size(mesh.ndim - 1)
     empty = [name for name, layer in chosen.items() if _holders(layer.weight.shape[0], ranks) < ranks]
     if empty and wanted is True:
@@ -74,16 +78,16 @@ def gathers_in_float8(chosen: dict[str, nn.Linear], layout: Layout) -> bool:
 
 
 def _holders(rows: int, ranks: int) -> int:
-    """Return the number of `ranks` that hold rows, if `rows` rows are split as torch.chunk does.
+    """Return the number of ranks holding rows if torch.chunk splits `rows` rows over `ranks`.
 
-    Its chunks are equal; the last ones are shorter or empty.
+    Chunks are equal, except that the last ones are shorter or empty.
     """
     return ceil(rows / ceil(rows / ranks))
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torchao's warnings during its import: they are about missing extensions that forge does not use."""
+    """Silence torchao's import warnings about missing extensions, which forge does not use."""
     os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]

@@ -2,12 +2,12 @@
 
 One optimizer step executes this rank's program (`Schedule.programs`), action by action:
 
-    RECV_F  F  SEND_F           an activation is sent to the next stage
-    RECV_B  B  SEND_B           the gradient of an activation is sent to the previous stage
-    RECV_B  I  SEND_B  ...  W   the same, with the gradients of the weights computed later
+    RECV_F  F  SEND_F           the activation goes to the next stage
+    RECV_B  B  SEND_B           the gradient of the stage's input goes to the previous stage
+    RECV_B  I  SEND_B  ...  W   like B, but the gradients of the weights are computed later
 
 The loss is divided by the step's valid tokens before backward, as without a pipeline, and nothing scales gradients
-afterwards. Shapes of activations are known beforehand, so shapes need no messages and no forwards.
+afterwards. Activation shapes follow from the configuration, so they need no messages and no extra forwards.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from forge.shard import Shard
 
 @dataclass(frozen=True)
 class StageModel:
-    """One stage on this rank: its module, and the data-parallel engine for it."""
+    """A pipeline stage on this rank: its module and its data-parallel engine."""
 
     stage: Stage
     model: Transformer
@@ -46,7 +46,7 @@ class StageModel:
 
 
 class PipelinedModel(ParallelModel):
-    """The stages of this rank, which compute together with the other pp ranks' stages."""
+    """A `ParallelModel` whose parts are this rank's stages of a pipeline."""
 
     def __init__(self, parts: Sequence[StageModel], plan: PipelinePlan, layout: Layout):
         super().__init__([part.model for part in parts], [part.engine for part in parts], layout)
@@ -61,7 +61,7 @@ class PipelinedModel(ParallelModel):
         self._forward_program = plan.schedule.forward_only().programs[rank]
         self.last_backward = plan.schedule.last_backward(rank)
         self.compute = layout.compute
-        # An extension point, for ranks without peers.
+        # An extension point, so the planner can run a rank without its peers.
         self.isend: Callable[..., dist.Work | None] = dist.isend
         self._config = layout.model
         self._pieces = layout.parallel.tp if layout.parallel.sequence_parallel else 1
@@ -70,7 +70,7 @@ class PipelinedModel(ParallelModel):
             first = _tied_shard([part for part in parts if part.stage.embed])
             last = _tied_shard([part for part in parts if part.stage.head])
             self._tied = Tied(first, last, plan.ends, pp, watched=layout.check_replicas)
-            # Norm, optimizer and checkpoints see the first stage's copy only.
+            # The gradient norm, the optimizer and checkpoints see only the first stage's copy.
             self.shards = [shard for shard in self.shards if shard is not last]
 
     def finalize_gradients(self) -> None:
@@ -86,7 +86,8 @@ class PipelinedModel(ParallelModel):
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
         yield from super().replicated_tensors()
         if self._tied is not None:
-            # The number of changes instead of the copy, whose change the next update hides. All other ranks yield 0.
+            # Yield the number of changes, not the copy, because the next update overwrites a change. All other ranks
+            # yield 0.
             yield f"weights.{NAME} of the last stage", self._tied.take_changes(), self.pp
 
     def accumulation_memory_summary(self) -> str:
@@ -107,7 +108,7 @@ class PipelinedModel(ParallelModel):
         return done.outputs.get((self.plan.stages[-1].index, 0))
 
     def _logits(self, inputs: Batch) -> Tensor:
-        """Return scores `[batch, seq, vocab]` on all ranks: the rank of the last stage broadcasts them."""
+        """Return logits `[batch, seq, vocab]` on all pp ranks: the rank of the last stage broadcasts them. Collective."""
         scores = self._forward(inputs)
         if scores is None:
             shape = (*inputs.tokens.shape, self._config.vocab_size)
@@ -124,7 +125,7 @@ class PipelinedModel(ParallelModel):
         return run
 
     def activation_shape(self, inputs: Batch, layer: int) -> tuple[int, ...]:
-        """Return the shape of the activation that a stage whose first layer is `layer` receives for `inputs`.
+        """Return the shape of the activation received, for `inputs`, by the stage whose first layer is `layer`.
 
         `[batch, this rank's piece of the sequence, dim]`; with attention residuals `[streams, batch, ...]`.
         """
@@ -134,11 +135,14 @@ class PipelinedModel(ParallelModel):
         return (self._config.streams_into(layer), *shape) if mixes else shape
 
     def run_forward(self, part: StageModel, x: Tensor, inputs: Batch) -> Tensor:
-        """Return the stage's result for `x`: tokens `[batch, seq]`, or the previous stage's activation."""
+        """Return the output of stage `part`.
+
+        x: tokens `[batch, seq]` for the first stage, otherwise the previous stage's activation.
+        """
         positions = inputs.positions
         piece = x.shape[1] if part.stage.embed else x.shape[-2]
         if positions is None and piece != inputs.tokens.shape[1]:
-            # A stage that gets a piece of the sequence cannot see how long the whole is.
+            # A stage receiving a piece of the sequence cannot see the length of the whole sequence.
             rows, seq = inputs.tokens.shape
             positions = torch.arange(seq, device=x.device).expand(rows, seq)
         self.begin_losses(inputs)
@@ -146,10 +150,10 @@ class PipelinedModel(ParallelModel):
 
 
 class _ProgramRun:
-    """One execution of a program on this rank; its state is kept by (stage, microbatch).
+    """One execution of a program on this rank.
 
-    losses: sums of the losses computed on this rank, float64 `[3]`. outputs: results of forwards whose backward has not run
-    yet.
+    losses: sums of the losses computed on this rank, float64 `[3]`. outputs: (stage, microbatch) -> output of a forward
+    whose backward has not run yet.
     """
 
     def __init__(self, model: PipelinedModel, microbatches: list[Batch], divisor: Tensor):
@@ -158,7 +162,7 @@ class _ProgramRun:
         self.losses = torch.zeros(3, dtype=torch.float64, device=divisor.device)
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self._inputs: dict[tuple[int, int], Tensor] = {}
-        # State that an I leaves to its W: the graph from each weight to the path of the input's gradient.
+        # State left by each I for its W: PyTorch's graph between the weights and the path of the input's gradient.
         self._weight_graphs: dict[tuple[int, int], list[dict[str, Any]]] = {}
 
     def do(self, action: Action) -> None:
@@ -168,7 +172,7 @@ class _ProgramRun:
         elif kind == "SEND_B":
             self.messages.send(Action(stage - 1, "B", microbatch))
         elif kind in ("RECV_F", "RECV_B"):
-            # The gradient of a stage's output is shaped like the input of the next stage.
+            # The gradient of a stage's output has the shape of the next stage's input.
             layers = self._model.stages[stage].stage.layers
             layer = layers.start if kind == "RECV_F" else layers.stop
             shape = self._model.activation_shape(self._microbatches[microbatch], layer)
@@ -184,7 +188,7 @@ class _ProgramRun:
         inputs, part = self._microbatches[microbatch], self._model.stages[stage]
         x = inputs.tokens
         if stage > 0:
-            # A leaf: backward stops here, and the previous stage waits for its gradient.
+            # Make x a leaf: backward stops at x, and the gradient of x is sent to the previous stage.
             x = self.messages.take(Action(stage, "F", microbatch))
             self._inputs[stage, microbatch] = x.requires_grad_(torch.is_grad_enabled())
         output = self.outputs[stage, microbatch] = self._model.run_forward(part, x, inputs)
@@ -195,10 +199,10 @@ class _ProgramRun:
         """Compute the gradients of weights and input (kind B), or of the input alone (kind I)."""
         stage, kind, microbatch = action
         if stage == 0 and kind == "I":
-            return  # no stage waits for the gradient of tokens: W does the whole backward
+            return  # tokens need no gradient, so W runs the whole backward
         part = self._model.stages[stage]
 
-        # The last stage starts from its loss, another one from the gradient of its output.
+        # The last stage starts from its loss, every other stage from the gradient of its output.
         output = self.outputs.pop((stage, microbatch))
         if part.stage.head:
             self.losses += output.detach()
@@ -214,7 +218,8 @@ class _ProgramRun:
         if kind == "I":
             given = None if gradient is None else [gradient]
             parameters = part.model.parameters()
-            # PyTorch's pipelines load its compiler, which takes every process that imports them most of a second.
+            # Imported lazily, because torch.distributed.pipelining loads PyTorch's compiler, which takes most of a
+            # second.
             from torch.distributed.pipelining._backward import stage_backward_input
 
             (found,), graphs = stage_backward_input([output], given, [x], parameters)
@@ -236,7 +241,7 @@ class _ProgramRun:
 
         stage_backward_weight(part.model.parameters(), self._weight_graphs.pop((stage, microbatch)))
         if last:
-            # Not earlier: FSDP would take the gradients of the first weights for the end of a backward.
+            # Not earlier, because FSDP would treat the gradients of the first weights as the end of a backward.
             part.engine.begin_microbatch(last=True)
         part.engine.take_weight_gradients(last=last)
 
@@ -244,8 +249,8 @@ class _ProgramRun:
 class Messages:
     """Activations and their gradients between stages. A tensor is sent only if the neighbour stage is on another rank.
 
-    Each tensor is kept under the action that needs it: under F, the input of its stage; under B, the gradient of its
-    output. Only `take` waits, for the one tensor that it returns.
+    Each tensor is kept under the action that needs it. For F, the tensor is the input of the action's stage; for B, the
+    gradient of the stage's output. Only `take` waits, and only for the tensor it returns.
     """
 
     def __init__(self, model: PipelinedModel, device: torch.device):
@@ -256,7 +261,7 @@ class Messages:
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
     def put(self, user: Action, tensor: Tensor) -> None:
-        """Keep `tensor` for the action `user`, until this rank takes it or sends it."""
+        """Keep `tensor` for the action `user`, until `take` or `send`."""
         self._here[user] = compat.arrived(tensor)
 
     def take(self, user: Action) -> Tensor:
@@ -268,19 +273,19 @@ class Messages:
         return tensor
 
     def send(self, user: Action) -> None:
-        """Start to send the tensor that `put` kept for `user` to the rank that runs user.stage."""
+        """Start sending the tensor kept by `put` for `user` to the rank of user.stage."""
         tensor = self._here.pop(user).contiguous()
         work = self._isend(tensor, **self._with(user.stage, "group_dst"))
         assert work is not None
         self._sending.append((work, tensor))
-        # A tensor must live until it is sent; free sent ones. Only `close` waits for the others.
+        # A tensor must live until it is sent. Free the tensors already sent; `close` waits for the rest.
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
 
     def receive(self, user: Action, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Start to receive the tensor that `user` needs.
+        """Start receiving the tensor needed by action `user`.
 
-        For F it is the previous stage's activation, for B the next stage's gradient.
+        For F, the tensor is the activation from the previous stage; for B, the gradient from the next stage.
         """
         source = user.stage - 1 if user.kind == "F" else user.stage + 1
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
@@ -289,15 +294,16 @@ class Messages:
         self._receiving[user] = work, tensor
 
     def _with(self, stage: int, key: str) -> dict[str, Any]:
-        """Return arguments of a send or receive between this rank and the rank of `stage`.
+        """Return the keyword arguments of a send or receive between this rank and the rank of `stage`.
 
-        They are the group of these two ranks, and, under `key` (group_src or group_dst), the other rank's index in it.
+        The arguments are the group of the two ranks and, under `key` (group_src or group_dst), the other rank's index
+        in the group.
         """
         group = self._groups[self._rank_of[stage]]
         return {"group": group, key: 1 - group.rank()}
 
     def close(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all tensors are sent."""
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()
@@ -309,15 +315,15 @@ def _tied_shard(parts: Sequence[StageModel]) -> Shard | None:
 
 
 def neighbour_groups(pipeline: dist.ProcessGroup, rank_of: Sequence[int]) -> dict[int, dist.ProcessGroup]:
-    """Return this rank's groups of two ranks: rank in `pipeline` -> group. Collective over all ranks.
+    """Return this rank's two-rank groups: rank in `pipeline` -> group with this rank.
 
-    rank_of: the rank of the pipeline that holds each stage.
+    Collective over all ranks. rank_of: stage -> its rank in the pipeline.
     """
     ranks, own, world = pipeline.size(), pipeline.rank(), dist.group.WORLD
     if ranks <= 2:
         return dict.fromkeys(range(ranks), pipeline)
     assert world is not None
-    # Groups that are made at once must not overlap.
+    # Groups made in one call must not overlap.
     rounds: list[list[tuple[int, ...]]] = []
     for pair in sorted({tuple(sorted(two)) for two in pairwise(rank_of) if two[0] != two[1]}):
         free = (made for made in rounds if not set(pair) & {rank for other in made for rank in other})
@@ -326,7 +332,8 @@ def neighbour_groups(pipeline: dist.ProcessGroup, rank_of: Sequence[int]) -> dic
         joined.append(pair)
     stride, found = world.size() // ranks, {}  # pp is the slowest axis
     for pairs in rounds:
-        # A rank without a pair also makes a group: ranks agree on a group's name, which counts the groups before it.
+        # A rank without a pair makes a group of one, because a group's name counts the groups made before it and must
+        # agree between ranks.
         alone = [(rank,) for rank in range(ranks) if rank not in {r for pair in pairs for r in pair}]
         sets = [[stride * r + line for r in few] for few in [*pairs, *alone] for line in range(stride)]
         group = new_group(world, sets, on_cpu=False)

@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline holds, and its schedule; decided on every rank before anything is built."""
+"""The layers of each pipeline stage, and the schedule. Every rank computes the same plan before the model is built."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers (global indices); embed: preceded by the embedding; head: followed by norm and head."""
+    """Consecutive layers (global indices). embed: the embedding precedes the layers. head: norm and head follow them."""
 
     index: int
     layers: range
@@ -43,15 +43,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """All stages of the pipeline, and each pp rank's program."""
+    """All stages of the pipeline, and the schedule."""
 
     stages: list[Stage]
     schedule: Schedule
     with_microbatches: Callable[[int], Schedule]
-    """The same schedule for another number of microbatches."""
+    """Returns this schedule for another number of microbatches."""
 
     def of_rank(self, rank: int) -> list[Stage]:
-        """Return the stages of a rank of the pp axis, in the order of forward."""
+        """Return the stages of pp rank `rank`, in the order of forward."""
         return [stage for stage in self.stages if self.schedule.rank_of[stage.index] == rank]
 
     @property
@@ -61,9 +61,9 @@ class PipelinePlan:
 
 
 def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
-    """Make stages and schedule, and log them.
+    """Return the stages and the schedule, and log them.
 
-    Raises UserError for mistakes in a schedule's CSV file; everything else was checked with the configuration.
+    Raises UserError for mistakes in a schedule's CSV file; the configuration's checks have covered everything else.
     """
     name, pp, whole = config.pipeline.schedule, degrees.pp, whole_backward_because(config)
 
@@ -76,8 +76,8 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
             made = make_schedule(name, pp, number_of_stages(config), number)
         if whole is not None:
             return made.unsplit()
-        # The embedding's gradient has several paths through the last stage, and some do not pass its input: PyTorch's
-        # split would walk their common part twice.
+        # With multi-token prediction, the embedding's gradient has several paths through the last stage, some not
+        # through the stage's input. PyTorch's split backward would walk their common part twice.
         return made.unsplit({len(made.rank_of) - 1}) if config.model.mtp is not None else made
 
     schedule = with_microbatches(degrees.accumulation)
@@ -102,10 +102,11 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
 
 
 def whole_backward_because(config: Config) -> str | None:
-    """Return the reason why weight gradients cannot be computed separately from input gradients; None if they can.
+    """Return the reason for not splitting backward into input and weight gradients; None if it can be split.
 
-    A checkpointed block would be recomputed once for the input and once more for every weight; selective checkpointing
-    refuses a second recomputation. The backward of a compiled block is one piece, which would run as a whole each time.
+    A checkpointed block would be recomputed for the input and again for every weight, and selective checkpointing
+    raises at a second recomputation. The backward of a compiled block cannot be split: it would run as a whole each
+    time.
     """
     if config.compile.enabled:
         return "compile.enabled: each weight would need another run of its block"
@@ -128,7 +129,7 @@ def _check_csv(config: Config, stages: int) -> None:
 
 @dataclass(frozen=True)
 class Costs:
-    """Multiply-adds of a forward per token: of each layer, of the embedding, of norm and head."""
+    """Multiply-adds of a forward per token: one number for each layer, one for the embedding, one for norm and head."""
 
     layers: tuple[int, ...]
     embedding: int
@@ -140,7 +141,7 @@ class Costs:
 
 
 def make_stages(config: Config, stages: int = 0) -> list[Stage]:
-    """Divide the layers among stages. stages: their number, if the configuration does not determine it."""
+    """Divide the layers among stages. stages: number of stages, used if the configuration does not determine it."""
     chosen, n_layers = config.pipeline.layers_per_stage, config.model.n_layers
     if isinstance(chosen, tuple):
         counts = list(chosen)
@@ -155,15 +156,15 @@ def make_stages(config: Config, stages: int = 0) -> list[Stage]:
 
 
 def split_evenly(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of each stage. They differ by at most one, the larger ones first."""
+    """Return the number of layers of each stage. Numbers differ by at most one, the larger ones first."""
     return [layers // stages + (index < layers % stages) for index in range(stages)]
 
 
 def split_by_cost(costs: Costs, stages: int) -> list[int]:
-    """Return the number of layers of each stage, at least one, such that the most expensive stage is as cheap as possible.
+    """Return the number of layers of each stage, at least 1, minimising the cost of the most expensive stage.
 
-    Among the splits that achieve this, choose the most even one (by the sum of squares), then the one with more layers in
-    front.
+    Ties: choose the most even split (smallest sum of squared costs), then the split with more layers in the first
+    stages.
     """
     n_layers = len(costs.layers)
     assert 1 <= stages <= n_layers
@@ -176,27 +177,27 @@ def split_by_cost(costs: Costs, stages: int) -> list[int]:
     def best(
         price: Callable[[int], float], total_of: Callable[[float, float], float]
     ) -> tuple[float, list[int]]:
-        """Return the least total of `price` over the stages, combined by `total_of`, and the end of each stage.
+        """Return the smallest total of `price` over all stages, combined by `total_of`, and the end of each stage.
 
-        Dynamic programming from the last stage.
+        Uses dynamic programming from the last stage backwards.
         """
 
         @cache
         def rest(index: int, begin: int) -> tuple[float, list[int]]:
-            """Solve for the stages from number `index` on, which begin with layer `begin`."""
+            """Solve for the stages from number `index` on, beginning with layer `begin`."""
             if index == stages - 1:
                 return price(cost_of(index, begin, n_layers)), [n_layers]
             totals = {
                 end: total_of(price(cost_of(index, begin, end)), rest(index + 1, end)[0])
                 for end in range(n_layers - (stages - index - 1), begin, -1)
             }
-            # Of equal ones min takes the first, which has more layers in front.
+            # Among equal totals, min takes the first, with more layers in this stage.
             end = min(totals, key=totals.__getitem__)
             return totals[end], [end, *rest(index + 1, end)[1]]
 
         return rest(0, 0)
 
-    # First the least possible maximum, then the most even split within it.
+    # First find the smallest possible maximum, then the most even split within it.
     limit, _ = best(lambda cost: cost, max)
     _, ends = best(lambda cost: cost * cost if cost <= limit else inf, add)
     return [end - begin for begin, end in pairwise([0, *ends])]
@@ -205,22 +206,22 @@ def split_by_cost(costs: Costs, stages: int) -> list[int]:
 def layer_costs(config: Config) -> Costs:
     """Return the cost of each layer, from the modules of the model on the meta device.
 
-    The embedding counts as an eighth of the head's product: it multiplies nothing, but it moves as much memory, and its
+    The embedding counts as an eighth of the head's product: it multiplies nothing, but moves as much memory, and its
     gradient is as large.
     """
     seq_len = config.train.seq_len
     with torch.device("meta"):
         model = build_model(config.model, seq_len)
-    # A multiply-add of the forward is six operations: two, and twice that backward.
+    # A multiply-add of the forward is six FLOPs: two in forward and four in backward.
     blocks = list(model.layers.values())[: config.model.n_layers]
     layers = [round(flops_per_token(layer, seq_len) / 6) for layer in blocks]
-    # Modules of multi-token prediction are blocks, too, on the last stage.
+    # The blocks of multi-token prediction are on the last stage and count as part of the head.
     head = round(flops_per_token(model, seq_len) / 6) - sum(layers)
     return Costs(tuple(layers), embedding=config.model.vocab_size * config.model.dim // 8, head=head)
 
 
 def table(stages: Sequence[Stage], costs: Costs, rank_of: Sequence[int]) -> str:
-    """Return one line per stage: its rank, its share of the work, its layers."""
+    """Return a table with one line per stage: rank, share of the work, layers."""
     work = [costs.of(stage) for stage in stages]
     rows = [
         f"  stage {stage.index:>2}  pp rank {rank_of[stage.index]:>2}  {share / sum(work):>6.1%} of the work  {stage}"

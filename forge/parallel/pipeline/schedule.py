@@ -1,7 +1,7 @@
 """Each pipeline rank's actions over time: the order of computations, the messages between them, the idle time.
 
-PyTorch's schedule classes make the orders, as tables of actions; execute.py runs them. An action is written in PyTorch's
-form, `2F0`: stage, kind, microbatch.
+PyTorch's schedule classes produce most orders, as tables of actions; execute.py runs them. Actions are written in
+PyTorch's form, e.g. `2F0`: stage, kind, microbatch.
 
     F  forward                                   B  backward
     I  gradient of the stage's input alone       W  gradients of the stage's weights, computed later
@@ -25,16 +25,16 @@ from typing import NamedTuple
 from forge.config.pipeline import V_SHAPED
 from forge.runtime.errors import UserError
 
-# In units of a forward; the two halves of a backward cost about a forward each.
+# In units of a forward. Each half of a backward costs about as much as a forward.
 DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)$")
 
 
 class Action(NamedTuple):
-    """One action of a pipeline rank: a computation or a message for one stage and one microbatch.
+    """One action of a pipeline rank: a computation or a message, for one stage and one microbatch.
 
     kind: F, B, I, W, or a message: SEND_F, RECV_F (activations), SEND_B, RECV_B (gradients of activations). stage: the
-    stage that computes, sends or receives.
+    computing, sending or receiving stage.
     """
 
     stage: int
@@ -46,7 +46,7 @@ class Action(NamedTuple):
 
 
 class TimedAction(NamedTuple):
-    """`action` runs from `start` to `stop`, in the unit of the durations given to `Schedule.timed`."""
+    """An action with its start and stop times, in the unit of the durations given to `Schedule.timed`."""
 
     action: Action
     start: float
@@ -54,7 +54,7 @@ class TimedAction(NamedTuple):
 
 
 def idle_share(timeline: Sequence[Sequence[TimedAction]]) -> float:
-    """Return the idle share of the total time of all ranks."""
+    """Return the bubble: the idle share of the total time of all ranks, 0 to 1."""
     actions = [timed for of_rank in timeline for timed in of_rank]
     busy = sum(timed.stop - timed.start for timed in actions)
     return 1 - busy / (max(timed.stop for timed in actions) * len(timeline))
@@ -73,11 +73,11 @@ class Schedule:
 
     @cached_property
     def timeline(self) -> list[list[TimedAction]]:
-        """Return each rank's actions over time, for messages that take no time and stages of equal cost."""
+        """Return each rank's actions over time, assuming instant messages and stages of equal cost."""
         return self.timed(lambda action: DURATION[action.kind])
 
     def timed(self, duration: Callable[[Action], float], message: float = 0) -> list[list[TimedAction]]:
-        """Return each rank's actions over time. Actions take `duration`, and a message to another rank takes `message`."""
+        """Return each rank's actions over time. duration: time of an action. message: time of a message to another rank."""
         done: dict[Action, tuple[int, float]] = {}
         free: list[float] = [0] * len(self.order)
         timed: list[list[TimedAction]] = [[] for _ in self.order]
@@ -98,15 +98,15 @@ class Schedule:
     def programs(self) -> list[list[Action]]:
         """Return each rank's order of computations and messages.
 
-        Both sides of a pair of ranks have their messages in the same order, each as early as possible: a receive is placed
-        at the point in time when its sender has just sent. So no two ranks deadlock, even if a backend matches messages by
-        order alone.
+        Both ranks of a pair list their messages in the same order. A receive is placed when its sender has just sent,
+        so each message is as early as possible. Ranks cannot deadlock, even if a backend matches messages only by
+        order.
         """
         programs: list[list[Action]] = [[] for _ in self.order]
         for rank, action in self._sequence:
             programs[rank].append(action)
             stage, kind, microbatch = action
-            # F feeds the next stage, B and I the one before, W nobody.
+            # F feeds the next stage, B and I feed the previous stage, W feeds none.
             to, which = (stage + 1, "F") if kind == "F" else (stage - 1, "B")
             if kind != "W" and 0 <= to < len(self.rank_of) and self.rank_of[to] != rank:
                 programs[rank].append(Action(stage, f"SEND_{which}", microbatch))
@@ -114,15 +114,15 @@ class Schedule:
         return programs
 
     def last_backward(self, rank: int) -> set[Action]:
-        """Return the actions of a rank after which the gradients of one of its stages are complete."""
+        """Return, for each stage of `rank`, the action that completes the stage's gradients."""
         last = {action.stage: action for action in self.order[rank] if action.kind in "BW"}
         return set(last.values())
 
     @cached_property
     def _sequence(self) -> list[tuple[int, Action]]:
-        """Return all actions with their ranks, each after its inputs. Ranks take turns, with one action each if possible.
+        """Return (rank, action) for all actions, each after the actions it needs.
 
-        Raises UserError if ranks would wait for each other.
+        Ranks take turns, with one action each if possible. Raises UserError for a deadlock.
         """
         sequence: list[tuple[int, Action]] = []
         done: set[Action] = set()
@@ -139,7 +139,7 @@ class Schedule:
         return sequence
 
     def _needs(self, action: Action) -> set[Action]:
-        """Return the actions, of any rank, whose results `action` needs."""
+        """Return the actions, on any rank, whose results `action` needs."""
         stage, kind, microbatch = action
         if kind == "F":
             return {Action(stage - 1, "F", microbatch)} if stage else set()
@@ -164,7 +164,10 @@ class Schedule:
         return Schedule(order, self.rank_of, 1)
 
     def unsplit(self, stages: Container[int] | None = None) -> Schedule:
-        """Return the schedule with a whole backward instead of I, and without W, for these stages (None: for all)."""
+        """Return the schedule with unsplit backwards: B replaces I, and W is removed.
+
+        stages: the stages to change; None: all.
+        """
 
         def whole(action: Action) -> bool:
             return stages is None or action.stage in stages
@@ -181,16 +184,17 @@ class Schedule:
 
 
 def make_schedule(name: str, ranks: int, stages: int, microbatches: int) -> Schedule:
-    """Make the schedule `name`. forge.config.pipeline has checked the numbers of stages and microbatches."""
+    """Return the schedule `name`. The configuration's checks have validated the numbers of stages and microbatches."""
     makers = {"GPipe": _gpipe, "1F1B": _one_forward_one_backward}
     if name in makers:
         order = tuple(tuple(makers[name](rank, ranks, microbatches)) for rank in range(ranks))
         return Schedule(order, tuple(range(ranks)), microbatches)
-    # Loads PyTorch's compiler, which takes most of a second: not for runs without a pipeline.
+    # Imported lazily: this loads PyTorch's compiler, which takes most of a second.
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     rank_of = tuple(place(stage, ranks, v_shaped=name in V_SHAPED) for stage in range(stages))
-    # PyTorch's classes make the tables of all ranks from one rank's stages; they read only these numbers.
+    # PyTorch's classes compute the tables of all ranks from one rank's stages, and read only these attributes of a
+    # stage.
     stub = SimpleNamespace(num_stages=stages, group_size=ranks, group_rank=0, group=None, submod=None)
     made = get_schedule_class(name)([stub] * (stages // ranks), microbatches)
     order = tuple(_actions(made.pipeline_order[rank]) for rank in range(ranks))
@@ -200,7 +204,8 @@ def make_schedule(name: str, ranks: int, stages: int, microbatches: int) -> Sche
 def place(stage: int, ranks: int, *, v_shaped: bool) -> int:
     """Return the rank of a stage.
 
-    Stages are assigned to ranks in turn; with a V shape, in ascending and then in descending order.
+    Stages are assigned to ranks 0, 1, ... in turn, round after round. With a V shape, every second round goes in
+    descending order.
     """
     turn, rank = divmod(stage, ranks)
     return ranks - 1 - rank if v_shaped and turn % 2 else rank
@@ -209,10 +214,9 @@ def place(stage: int, ranks: int, *, v_shaped: bool) -> int:
 def read_schedule(path: Path, ranks: int, microbatches: int) -> Schedule:
     """Read a schedule from a CSV file in PyTorch's format.
 
-    It has one line per rank, one computation like 2F0 per cell, and empty cells for idle time.
-
-    Messages and actions on shards are ignored; forge adds its own. Raises UserError if the file does not exist, or is not a
-    schedule for `ranks` and `microbatches`.
+    The file has one line per rank and one computation per cell, e.g. 2F0; empty cells are idle time. Messages and
+    actions on shards are ignored, because forge adds its own. Raises UserError if the file does not exist or is not a
+    valid schedule for `ranks` and `microbatches`.
     """
     key = f"pipeline.schedule = {path}"
     try:
@@ -234,9 +238,9 @@ def read_schedule(path: Path, ranks: int, microbatches: int) -> Schedule:
 
 
 def find_fault(schedule: Schedule) -> str | None:
-    """Return the reason why the order is not one optimizer step of every stage and microbatch; None if it is.
+    """Return a fault of the schedule, or None if every stage processes every microbatch exactly once.
 
-    Raises UserError if ranks would wait for each other for ever.
+    Raises UserError for a deadlock.
     """
     seen: dict[Action, int] = {}
     for rank, actions in enumerate(schedule.order):
@@ -257,7 +261,7 @@ def find_fault(schedule: Schedule) -> str | None:
     beyond = [str(action) for action in seen if action.microbatch >= schedule.microbatches]
     if beyond:
         return f"has {beyond[0]}, but a step has {schedule.microbatches} microbatches, counted from 0"
-    _ = schedule.programs  # raises if ranks would wait for each other
+    _ = schedule.programs  # raises UserError for a deadlock
     return None
 
 
@@ -276,7 +280,7 @@ def _parse(cell: str, key: str) -> list[Action]:
 
 
 def _actions(table: Sequence) -> tuple[Action, ...]:
-    """Convert the actions of one rank from PyTorch's. An overlapped forward and backward become two actions in sequence."""
+    """Convert one rank's actions from PyTorch's form. An overlapped forward and backward become two consecutive actions."""
     leaves = [leaf for action in table if action is not None for leaf in action.sub_actions or (action,)]
     return tuple(Action(leaf[0], leaf[1].value, leaf[2]) for leaf in leaves)
 

@@ -1,8 +1,9 @@
 """The weight shared by the first and the last stage, if embedding and head are tied.
 
-The first stage's copy is the parameter: norm, optimizers and checkpoints see only this one. The last stage's copy has the
-same initial values; its gradient is added to the first stage's, and each update is copied to it. Both are cut in the same
-way, so one rank sends to one rank; with a V-shaped schedule both copies are on one rank.
+The first stage's copy is the parameter: the gradient norm, optimizers and checkpoints see only this copy. The last
+stage's copy has the same initial values. Its gradient is added to the first stage's gradient, and each update of the
+first stage's copy is copied back. Both copies are sharded in the same way, so each rank exchanges data with one rank
+only. With a V-shaped schedule both copies are on one rank.
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ class Tied:
     """Keeps the first and the last stage's copy of the tied weight equal.
 
     first, last: this rank's shards of the two copies; None on ranks without that stage.
-
     ends: the pp ranks of both stages.
-
     watched: detect and count unexpected changes of the last stage's copy between two updates, e.g. a flipped bit.
     """
 
@@ -46,7 +45,7 @@ class Tied:
         self._changes: Tensor | int = 0
 
     def sum_gradients(self) -> None:
-        """Add the gradient of the last stage's copy to the gradient of the first stage's."""
+        """Add the gradient of the last stage's copy to the first stage's gradient. Collective over these two stages."""
         first, last = self._ends
         total = _gradient(self._first)
         found = self._move(_gradient(self._last), total, sender=last, receiver=first)
@@ -54,7 +53,7 @@ class Tied:
             total.add_(found)
 
     def copy_values(self) -> None:
-        """Copy the first stage's values to the last stage."""
+        """Copy the first stage's values to the last stage's copy. Collective over these two stages."""
         first, last = self._ends
         values = None if self._first is None else self._first.data
         copy = None if self._last is None else self._last.data
@@ -65,7 +64,7 @@ class Tied:
             self._copied = self._bits() if self._watched else None
 
     def take_changes(self) -> Tensor:
-        """Return how often the last stage's copy has changed by itself since the last call; 0 on other ranks."""
+        """Return the number of unexpected changes of the last stage's copy since the last call; 0 on other ranks. Scalar."""
         self._count_changes()
         if self._copied is not None:
             self._copied = self._bits()  # report each change once
@@ -79,7 +78,7 @@ class Tied:
     def _bits(self) -> Tensor:
         """Return the sum of the bit patterns of the last stage's copy, read as integers.
 
-        Any single flipped bit changes the sum. Does not wait for the device.
+        Any single flipped bit changes the sum. Does not synchronise with the device.
         """
         assert self._last is not None
         values = self._last.data.reshape(-1)
@@ -88,7 +87,10 @@ class Tied:
     def _move(
         self, source: Tensor | None, target: Tensor | None, *, sender: int, receiver: int
     ) -> Tensor | None:
-        """Return `source` on the rank that has `target`. If the two are on different ranks, send `source` there."""
+        """Return `source` on the receiving rank, where `target` is not None; None without a source.
+
+        Sends and receives only if `sender` and `receiver` differ.
+        """
         if source is not None and target is None:
             dist.send(source.contiguous(), group=self._group, group_dst=receiver)
         elif source is None and target is not None:

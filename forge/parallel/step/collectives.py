@@ -1,11 +1,10 @@
-"""Collectives inside a forward, each with the collective of its gradient.
+"""Differentiable collectives for forwards: each pairs the collective of forward with the collective of its gradient.
 
-Tensor parallelism splits activations `[batch, seq, ...]` along the sequence (axis 1) or keeps them whole on every rank.
-Whole tensors come in two kinds, which differ only in the gradient. If the ranks divide the following work, each rank has a
-part of the gradient, and the parts must be summed. If all ranks do the same work, each has the whole gradient. Below,
-pieces are `[batch, seq / tp, ...]`.
+Tensor parallelism splits activations `[batch, seq, ...]` along the sequence (dimension 1) or keeps them whole on every
+rank. If the ranks divide the work on a whole tensor, each rank has a partial gradient, and these must be summed. If all
+ranks do the same work, each has the whole gradient. Below, pieces are `[batch, seq / tp, ...]`.
 
-The functional collectives are traced by torch.compile and seen by CommDebugMode.
+These are functional collectives: torch.compile traces them, and CommDebugMode sees them.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ SEQUENCE = 1
 
 
 def gather_for_parts(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Gather pieces of the sequence, for work that is split over the ranks. Backward reduce-scatters the gradient."""
+    """All-gather pieces of the sequence, for work split over the ranks. Backward reduce-scatters the gradient."""
     return _Paired.apply(x, mesh, _all_gather, _reduce_scatter)
 
 
 def gather_for_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Gather pieces of the sequence, for work that every rank does in full.
+    """All-gather pieces of the sequence, for work done in full by every rank.
 
     Backward keeps this rank's piece of the gradient.
     """
@@ -38,32 +37,32 @@ def gather_for_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def share(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the replicated `x`, for work that is split over the ranks. Backward all-reduces the gradient."""
+    """Return the replicated `x`, for work split over the ranks. Backward all-reduces the gradient."""
     return _Paired.apply(x, mesh, _unchanged, sum_over)
 
 
 def sum_to_pieces(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Reduce-scatter `[batch, seq, ...]` along the sequence. Backward gathers the gradient."""
+    """Reduce-scatter `[batch, seq, ...]` along the sequence. Backward all-gathers the gradient."""
     return _Paired.apply(x, mesh, _reduce_scatter, _all_gather)
 
 
 def sum_to_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sum over the ranks, on every rank."""
+    """All-reduce `x`. Backward returns the gradient unchanged."""
     return _Paired.apply(x, mesh, sum_over, _unchanged)
 
 
 def own_piece(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's piece of a sequence that is equal on all ranks. Backward gathers the gradient."""
+    """Return this rank's piece of `x`, equal on all ranks. No collective in forward. Backward all-gathers the gradient."""
     return _Paired.apply(x, mesh, _own_piece, _all_gather)
 
 
 def sum_over(x: Tensor, ranks: DeviceMesh | dist.ProcessGroup) -> Tensor:
-    """All-reduce `x`. Has no gradient."""
+    """All-reduce `x`, without autograd."""
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", ranks))
 
 
 class _Paired(torch.autograd.Function):
-    """Autograd function: the collective `there` in forward, and `back` in backward."""
+    """Autograd function with the collective `there` in forward and the collective `back` in backward."""
 
     @staticmethod
     def forward(

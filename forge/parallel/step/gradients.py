@@ -1,6 +1,6 @@
 """Gradients between backward and the optimizer: the global norm, the decision whether to skip, and clipping.
 
-Nothing here waits for the device: norm, decision and clip coefficient stay on it.
+Nothing in this file synchronises with the device: norm, decision and clip coefficient stay on the device.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from forge.shard import Shard
 
 
 def sum_gradients(shards: Sequence[Shard], ranks: dist.ProcessGroup) -> None:
-    """Sum the gradients of `shards` over `ranks`, which all hold the same elements. One collective.
+    """Sum the gradients of `shards` over `ranks`, a group of ranks with the same elements.
 
-    A rank without a gradient adds zeros: its tokens may have reached no router while those of other ranks did.
+    Collective: one all-reduce. A missing gradient counts as zeros: on some ranks, no token may have reached a router.
     """
     shards = [shard for shard in shards if shard.boxes]
     for shard in shards:
@@ -37,11 +37,11 @@ def sum_gradients(shards: Sequence[Shard], ranks: dist.ProcessGroup) -> None:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """The gradient norm of a step, and the ranks' decisions about it: device scalars, equal on all ranks.
+    """The gradient norm of a step, and all ranks' decisions about the step: device scalars, equal on all ranks.
 
     norm: L2 norm of the whole gradient, float64. skip: 1.0 if the step must leave the model unchanged (a gradient or
-    the loss is not finite), else 0.0, float32. stop: number of ranks that request the end of the run after this step;
-    save: number of ranks that request a checkpoint; both float64.
+    the loss is not finite), else 0.0, float32. stop: number of ranks requesting the end of the run after this step,
+    float64. save: number of ranks requesting a checkpoint, float64.
     """
 
     norm: Tensor
@@ -51,15 +51,15 @@ class GradientReport:
 
 
 def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool, save: bool = False) -> GradientReport:
-    """Return the norm of the gradient and the decision whether to skip the step.
+    """Return the gradient norm and the decision whether to skip the step.
 
     Collective over all ranks: one small all-reduce.
 
-    loss: any device scalar that is finite in a good step. If it is not finite on one rank, all ranks skip the step. Each
-    element of the global gradient is counted on one rank only, so the norm is the same for every layout.
+    loss: a device scalar. If it is not finite on any rank, all ranks skip the step. Each element of the global gradient
+    is counted on only one rank, so the norm does not depend on the layout.
     """
     entries = torch.zeros(4, dtype=torch.float64, device=loss.device)
-    # By a kernel each: an assignment would copy from the host and wait for the device.
+    # `fill_` runs a kernel. An assignment would copy from the host and synchronise with the device.
     entries[1].fill_(float(stop))
     entries[3].fill_(float(save))
     entries[2] = (~torch.isfinite(loss)).double()
@@ -72,7 +72,8 @@ def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool, save: boo
             if counted:
                 entries[0] += square
             else:
-                # A replica is in no sum, but if only its memory holds a non-finite value, all ranks must skip.
+                # A replica is not counted in the norm, but a non-finite value in only one replica must make all ranks
+                # skip.
                 entries[2] += (~torch.isfinite(square)).double()
     if dist.get_world_size() > 1:
         dist.all_reduce(entries)
@@ -82,9 +83,9 @@ def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool, save: boo
 
 
 def clip_gradients(shards: list[Shard], norm: Tensor, max_norm: float, optimizer: object = None) -> None:
-    """Scale all gradients in place so that their global norm is at most `max_norm` (0: leave them), on the device.
+    """Scale all gradients in place, on the device, to a global norm of at most `max_norm` (0: leave them).
 
-    An optimizer with a method `scale_by` gets the factor instead, and scales its gradients in its next step.
+    An optimizer with a method `scale_by` receives the factor instead, and scales the gradients in its next step.
 
     Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
@@ -100,15 +101,15 @@ def clip_gradients(shards: list[Shard], norm: Tensor, max_norm: float, optimizer
             torch._foreach_mul_(grads, factor)
             continue
         for grad in grads:
-            # Never by a factor in bfloat16, whose rounding would scale all gradients wrongly. CUDA rounds a factor without
-            # dimensions to the gradient's dtype; one with as many dimensions as the gradient keeps its own.
+            # A factor in bfloat16 would scale all gradients by a rounded value. CUDA rounds a 0-dimensional factor to
+            # the gradient's dtype; a factor with as many dimensions as the gradient keeps its own dtype.
             grad.mul_(factor.view((1,) * grad.ndim))
 
 
 def _present(shards: list[Shard]) -> dict[torch.dtype, list[Tensor]]:
-    """Return the existing gradients on this rank, grouped by dtype because multi-tensor kernels take one dtype.
+    """Return this rank's existing gradients by dtype, because multi-tensor kernels take one dtype.
 
-    They are on the CPU if the parameters are.
+    Gradients of offloaded parameters are on the CPU.
     """
     grads: dict[torch.dtype, list[Tensor]] = {}
     for shard in shards:

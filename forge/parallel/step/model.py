@@ -1,4 +1,4 @@
-"""`ParallelModel`: a model on any layout, as the training loop sees it, and the implementation without a pipeline."""
+"""`ParallelModel`, the training loop's interface to a model on any layout, and its implementation without a pipeline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from forge.shard import Shard
 
 
 class LossObserver(Protocol):
-    """Sees the losses of tokens, see `FusedLoss.observer`."""
+    """Receives the loss of every token (`FusedLoss.observer`)."""
 
     def begin(self, inputs: Batch) -> None: ...
     def count(self, losses: Tensor) -> None: ...
@@ -52,11 +52,14 @@ class Sums:
 
 
 class ParallelModel:
-    """A model spread over ranks. Methods are collective unless they say otherwise; the loop calls them in this order.
+    """A model distributed over ranks.
 
-    parts: this rank's pipeline stages; without a pipeline, the whole model as the only part. shards: this rank's parameters.
-    buffers: the balancing state of routers, which checkpoints save beside the parameters. copies: parameter of a shard ->
-    this rank's part of its copy in the narrower compute dtype.
+    Methods are collective unless their docstring says otherwise. The training loop calls them in the order of this
+    file.
+
+    parts: this rank's pipeline stages; without a pipeline, the whole model as the only part. shards: this rank's shards
+    of the parameters. buffers: the balancing state of routers, saved in checkpoints with the parameters. copies:
+    parameter of a shard -> this rank's part of its copy in the narrower compute dtype.
     """
 
     def __init__(self, parts: Sequence[Transformer], engines: Sequence[DataParallel], layout: Layout):
@@ -78,39 +81,48 @@ class ParallelModel:
         self.micro_batch_size = layout.micro_batch_size
 
     def observe_losses(self, observer: LossObserver | None) -> None:
-        """From the next forward on, call `observer` with the loss of every token. observer None: stop calling it."""
+        """Call `observer` with the loss of every token, from the next forward on; None: no observer. Not collective."""
         self._loss_observer = observer
         part: Any
         for part in self.parts:
             part.loss.observer = None if observer is None else observer.count
 
     def begin_losses(self, inputs: Batch) -> None:
-        """Tell the loss observer that the next losses belong to `inputs`. Call before each forward."""
+        """Announce to the loss observer that the next losses belong to `inputs`.
+
+        Call before each forward. Not collective.
+        """
         if self._loss_observer is not None:
             self._loss_observer.begin(inputs)
 
     def count_tokens(self, batch: Batch) -> Tensor:
         """Return the number of valid labels in the global batch: a float64 device scalar, equal on all ranks.
 
-        Called before the first forward, because the loss is divided by this number before the first backward.
+        Collective. Call before the first forward, because the loss is divided by this number before backward.
         """
         return _sum_over(_valid_tokens(self._split.part(batch.labels)), self._meshes.loss)
 
     def forward_backward(self, batch: Batch, tokens: Tensor) -> Sums:
-        """Add the gradient of (sum of losses / tokens) of every microbatch to the shards; return the sums of losses."""
+        """Accumulate the gradient of (sum of losses / tokens) over all microbatches. Collective.
+
+        Return the sums of losses over the global batch.
+        """
         microbatches = [self._split.local_part(micro) for micro in batch.microbatches(self.micro_batch_size)]
-        # A batch without any valid token has loss 0 and gradient 0, not 0/0.
+        # A batch without valid tokens has loss 0 and gradient 0, not 0/0.
         divisor = tokens.clamp(min=1)
         for part in self.parts:
             part.set_loss_scale(1 / divisor)
         losses = self._forward_backward(microbatches, divisor)
-        # Before any other collective: on some ranks no hook has fired for some parameters, whose reductions start here.
+        # Before any other collective: if no hook has fired for a parameter on some ranks, its reduction starts now.
         for engine in self._engines:
             engine.start_gradient_sync()
         return Sums(torch.cat([_sum_over(losses, self._meshes.pipeline), tokens.reshape(1)]))
 
     def finalize_gradients(self) -> None:
-        """Complete the sums of gradients over every axis. Afterwards the shards' gradients are the global batch's."""
+        """Complete the sums of gradients over all mesh axes. Collective.
+
+        The shards then hold the gradient of the global batch.
+        """
         for engine in self._engines:
             engine.finish_gradient_sync()
         if self._partial:
@@ -121,20 +133,21 @@ class ParallelModel:
     def update_router(self, skip: Tensor) -> RouterReport | None:
         """Update the balancing state of all routers, unless `skip` (device scalar) is 1.0.
 
-        Return the report; None for a dense model.
+        Return the report, or None for a dense model.
         """
         return None if self._routers is None else self._routers.update(skip)
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        """Recompute tensors derived from the parameters. Call after each optimizer step, and after a load into a used model.
+        """Recompute tensors derived from the parameters.
 
-        copied: parameters of shards whose `copies` are already up to date.
+        Call after each optimizer step, and after loading into a model in use. copied: parameters of shards whose
+        `copies` are already up to date.
         """
         for engine in self._engines:
             engine.after_update(copied)
 
     def zero_gradients(self) -> None:
-        """Discard the gradients, and everything measured with them."""
+        """Discard the gradients and the largest logits."""
         for engine in self._engines:
             engine.zero_gradients()
         if self._largest_logits is not None:
@@ -142,7 +155,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Sums:
-        """Return the sums of one batch, without computing gradients."""
+        """Return the sums of losses of `batch`, without gradients. Collective."""
         inputs = self._split.local_part(batch)
         values = torch.zeros(4, dtype=torch.float64, device=inputs.tokens.device)
         losses = self._forward(inputs)
@@ -153,33 +166,33 @@ class ParallelModel:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return next-token scores `[batch, seq, vocab]` of `tokens` `[batch, seq]`, the same tokens on all ranks."""
+        """Return next-token logits `[batch, seq, vocab]` of `tokens` `[batch, seq]`.
+
+        Collective. All ranks pass the same tokens.
+        """
         return self._split.logits(self._logits, tokens)
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
-        """Yield tensors besides `shards` that must be bit-identical across a group: name, tensor, group."""
+        """Yield tensors besides `shards` that must be bit-identical across a group, each as (name, tensor, group)."""
         for engine in self._engines:
             yield from engine.replicated_tensors()
 
     def memory(self) -> dict[str, int]:
-        """Return this rank's device memory through a step, in bytes by kind. Not collective."""
+        """Return the bytes of device memory held by the engines on this rank, by kind. Not collective."""
         of_engines = [engine.memory() for engine in self._engines]
         return {kind: sum(memory[kind] for memory in of_engines) for kind in of_engines[0]}
 
     @property
     def engine_name(self) -> str:
-        """Return the name of the engine that distributes this rank's parameters."""
+        """Return the name of this rank's data-parallel engine, for the log."""
         return self._engines[0].name
 
     def accumulation_memory_summary(self) -> str:
-        """Return, for the log, the memory held between the microbatches of a step. Not collective."""
+        """Return a sentence for the log about the gradient memory held between microbatches. Not collective."""
         return "; ".join(engine.accumulation_memory_summary() for engine in self._engines)
 
     def _forward_backward(self, microbatches: list[Batch], divisor: Tensor) -> Tensor:
-        """Compute the gradients of the sum of all losses, divided by `divisor`.
-
-        Return the sums of losses on this rank, float64 `[3]`.
-        """
+        """Compute the gradient of (sum of all losses) / divisor. Return the sums of losses on this rank, float64 `[3]`."""
         raise NotImplementedError
 
     def _forward(self, inputs: Batch) -> Tensor | None:

@@ -1,6 +1,8 @@
-"""The balancing state of all routers: each rank counts its own tokens, and all ranks update from the sums.
+"""The balancing state of all routers.
 
-The state does not depend on the engine: it lies in buffers, whole on every rank, and every rank updates it from the same
+Each rank counts its own tokens, and all ranks update the state from the same sums.
+
+The state does not depend on the engine: it is in buffers, whole on every rank, and every rank updates it from the same
 integers.
 """
 
@@ -20,11 +22,11 @@ from forge.shard import Box, Shard
 
 @dataclass(frozen=True)
 class RouterReport:
-    """The routers' statistics of one step; device values, equal on all ranks.
+    """The routers' statistics of one step, on the device, equal on all ranks.
 
-    values: float64 `[layers, n_experts + 5]`. Columns: choices of each expert; balancing loss and z-loss, means over valid
-    tokens without their coefficients; number of dropped choices; lowest and highest bias after the step. layers: layer of
-    each row.
+    values: float64 `[layers, n_experts + 5]`. Columns: the number of choices of each expert; balancing loss and z-loss,
+    as means over valid tokens without their coefficients; number of dropped choices; lowest and highest bias after the
+    step. layers: the layer number of each row.
     """
 
     values: Tensor
@@ -46,8 +48,8 @@ class Routers:
     def update(self, skip: Tensor) -> RouterReport | None:
         """Update the balancing state by one step, unless `skip` (device scalar) is 1, and reset the counts.
 
-        Collective: one all-reduce over all ranks that process tokens, for all layers together. One more for the histograms
-        of quantile balancing, and one between pipeline stages.
+        Collective: one all-reduce over the ranks of this stage for all layers together, another for the histograms of
+        quantile balancing, and another over the pp ranks. Return the report, or None without routers.
         """
         if not self._layers:
             return None
@@ -61,12 +63,12 @@ class Routers:
         return RouterReport(values, self._layers)
 
     def _update_own(self, skip: Tensor) -> Tensor:
-        """Update this rank's own layers; return their rows of the report."""
+        """Update the layers on this rank; return their rows of the report. Collective over the ranks of this stage."""
         routers = list(self._own.values())
         counted = torch.stack([router.counts for router in routers])
         losses = torch.stack([router.losses for router in routers])
         dropped = torch.stack([router.dropped for router in routers])
-        # Counts stay exact: float64 holds integers up to 2^53.
+        # Counts stay exact, because float64 represents integers up to 2^53.
         sums = torch.cat([counted.double(), losses, dropped.double().unsqueeze(1)], dim=1)
         if self._stage.size() > 1:
             dist.all_reduce(sums, group=self._stage)
@@ -83,7 +85,7 @@ class Routers:
         return torch.cat([counts, losses / tokens, dropped, *ends], dim=1)
 
     def shards(self) -> list[Shard]:
-        """Return the routers' state for checkpoints; whole on every rank."""
+        """Return the routers' state for checkpoints. Every rank holds the whole state."""
         copies = self._stage if self._stage.size() > 1 else None
         return [
             Shard(

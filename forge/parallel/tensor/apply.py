@@ -1,17 +1,18 @@
-"""Tensor parallelism: the ranks of one mesh share every matrix product; with sequence parallelism also the other operators.
+"""Tensor parallelism: the tp ranks divide every matrix product; with sequence parallelism, the other operators too.
 
-Per block and direction there are two all-gathers and two reduce-scatters; without sequence parallelism two all-reduces.
-Styles of modules and their effects: forge/parallel/tensor/plan.py. Experts are left whole (forge/parallel/expert.py).
+With sequence parallelism, each block makes two all-gathers and two reduce-scatters in forward, and as many in backward;
+without it, two all-reduces in each direction. Modules and their styles: forge/parallel/tensor/plan.py. Experts stay
+whole (forge/parallel/expert.py).
 
-A parameter may be whole on every rank while its gradient comes from this rank's part of the activations only (norms and
-routers on pieces of the sequence, QK-norm on some of the heads). Such partial gradients are summed over the ranks once per
-step, all in one collective (`sum_gradients`).
+Partial gradients: some parameters are whole on every rank, but each rank computes their gradient from its part of the
+activations only (norms and routers on pieces of the sequence, QK-norm on some of the heads). These gradients are summed
+over the tp ranks once per step, in one collective (`sum_gradients`).
 
-Loss: each rank computes the logits of its own rows of the vocabulary; they are not gathered. Per chunk of tokens the ranks
-exchange two numbers per token: the logsumexp over a rank's own rows, and the target's logit, which is 0 on all ranks except
-the owner of the target's row. The logsumexp over the ranks' logsumexps is the one over the whole vocabulary (Shoeybi et al.
-2019, "Megatron-LM", section 3, which sends maximum and sum separately). Gradients of a rank's own logits and rows are
-local; gradients of hidden states are summed over the ranks.
+Loss: each rank computes the logits of its own rows of the vocabulary; logits are not gathered. For each token, the
+ranks exchange two numbers: the logsumexp over the rank's rows, and the target's logit, which is 0 except on the owner
+rank of the target's row. The logsumexp of the ranks' logsumexps is the logsumexp over the whole vocabulary (Shoeybi et
+al. 2019, "Megatron-LM", section 3, sends maximum and sum separately). Gradients of the rank's logits and rows are
+local. Gradients of hidden states are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from forge.runtime import compat
 from forge.runtime.errors import UserError
 from forge.shard import Shard
 
-# Endings of the names of a block's last projections, which write into the residual stream.
+# Name endings of the projections that write into the residual stream.
 INTO_STREAM = tuple(f".{back}" for _, back in PARTS.values())
 
 
 def apply_tensor(model: Transformer, layout: Layout) -> None:
-    """Split `model` (on the meta device) in place over the tp ranks; all parameters but experts' become DTensors.
+    """Split `model` (on the meta device) over the tp ranks, in place. All parameters except experts' become DTensors.
 
     Raises UserError if the plan does not fit the model, or if asynchronous collectives are requested without a GPU.
     """
     mesh, parallel = layout.meshes.tp, layout.parallel
-    # PyTorch warns of every redistribution over more than one axis. A step has none, but tests and tools have some.
+    # PyTorch warns at every redistribution over more than one axis. A step has none, but tests and tools have some.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if parallel.async_tp:
         _overlap_collectives(mesh)
@@ -75,7 +76,7 @@ def apply_tensor(model: Transformer, layout: Layout) -> None:
 
 
 def partial_shards(model: nn.Module, shards: Sequence[Shard]) -> list[Shard]:
-    """Return the shards whose gradients must be summed over the tp ranks; empty without tensor parallelism."""
+    """Return the shards with partial gradients, to be summed over the tp ranks; empty without tensor parallelism."""
     modules = {n: m for n, m in model.named_modules() if getattr(m, "partial_gradients", False)}
     names = {f"{name}.{own}" for name, module in modules.items() for own, _ in module.named_parameters()}
     return [shard for shard in shards if shard.name in names]
@@ -109,7 +110,10 @@ def _loss(model: Transformer, plan: TensorPlan, layout: Layout) -> TensorLoss:
 
 
 def _overlap_collectives(mesh: DeviceMesh) -> None:
-    """Let the compiler split matrix products and interleave them with their collectives (PyTorch's asynchronous TP)."""
+    """Turn on PyTorch's asynchronous TP: the compiler interleaves matrix products with their collectives.
+
+    Raises UserError without CUDA.
+    """
     if mesh.device_type != "cuda":
         raise UserError("parallel.async_tp = true needs CUDA GPUs that reach each other's memory; use false")
     torch._inductor.config._micro_pipeline_tp = True
@@ -117,10 +121,10 @@ def _overlap_collectives(mesh: DeviceMesh) -> None:
 
 
 class TensorLoss(FusedLoss):
-    """FusedLoss for a head whose weight is a DTensor over `mesh`; sums and logits are equal on all ranks.
+    """FusedLoss for a head whose weight is a DTensor over `mesh`. Sums and logits are equal on all ranks. Collective.
 
-    pieces: hidden states are pieces of the sequence. first_row: the first row of this rank's part of the vocabulary; None:
-    the weight is not split over the vocabulary, so it is gathered and every rank computes the whole loss.
+    pieces: hidden states are pieces of the sequence. first_row: the first row of this rank's part of the vocabulary;
+    None: the vocabulary is not divided, so the weight is gathered and every rank computes the whole loss.
     """
 
     def __init__(self, plain: FusedLoss, mesh: DeviceMesh, *, pieces: bool, first_row: int | None):
@@ -142,7 +146,7 @@ class TensorLoss(FusedLoss):
 
 
 class SplitVocabulary(Vocabulary):
-    """The part of a split vocabulary that is on this rank: the rows from `first_row` on, and their logits."""
+    """A split vocabulary. This rank has the rows from `first_row` on, and their logits. Methods are collective."""
 
     def __init__(self, mesh: DeviceMesh, first_row: int):
         self.mesh = mesh

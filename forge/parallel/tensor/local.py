@@ -1,6 +1,6 @@
-"""Modules that replace others under tensor parallelism.
+"""Modules of tensor parallelism.
 
-They have the same parameters and names, and compute on local tensors.
+Each replaces a module of the model, keeps its parameter names, and computes on local tensors.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from forge.parallel.step.collectives import (
 class ModulePlace:
     """The position of a module in the model.
 
-    stream: the layout of the residual stream, in pieces of the sequence or whole on every rank. input, output: for a
-    linear layer, the layout of its input, which has all features, and the layout of its output. partial: the module
-    processes only some of the tokens or heads.
+    stream: the placement of the residual stream, in pieces of the sequence or whole on every rank. input, output: the
+    placements of a linear layer's input (all features) and output. partial: on each rank, the module processes only
+    some of the tokens or heads.
     """
 
     mesh: DeviceMesh
@@ -47,9 +47,9 @@ class ModulePlace:
 
 
 class LocalNorm(RMSNorm):
-    """A norm on this rank's part of the activations; its weight is whole on every rank.
+    """A norm of this rank's part of the activations; its weight is whole on every rank.
 
-    partial_gradients: ranks see different tokens or heads, so the weight's gradient is a sum over them.
+    partial_gradients: ranks see different tokens or heads, so the weight's gradient must be summed over ranks.
     """
 
     def __init__(self, plain: RMSNorm, place: ModulePlace):
@@ -65,7 +65,7 @@ class LocalNorm(RMSNorm):
 
 
 class WholeProjectionNorm(LocalNorm):
-    """A norm over all heads, where every rank has all heads."""
+    """A norm over all heads, with all heads on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[batch, seq, heads, head_dim]` -> the same shape."""
@@ -73,7 +73,7 @@ class WholeProjectionNorm(LocalNorm):
 
 
 class LocalProjectionNorm(ProjectionNorm):
-    """A norm over all heads, with some of the heads and their part of the weight on this rank."""
+    """A norm over all heads, with 1 / tp of the heads and their part of the weight on each rank. Collective."""
 
     def __init__(self, plain: ProjectionNorm, place: ModulePlace):
         with torch.device("meta"):
@@ -84,15 +84,15 @@ class LocalProjectionNorm(ProjectionNorm):
     def forward(self, x: Tensor) -> Tensor:
         """x `[batch, seq, heads / tp, head_dim]` -> the same shape."""
         exact = x.flatten(-2).to(promoted(x.dtype))
-        # All ranks need the sum over all heads, and each continues with its own heads. So the gradient is a sum over
-        # ranks, too.
+        # All ranks need the sum over all heads, and each continues with its own heads. So the gradient of the sum is
+        # all-reduced too.
         square = share(sum_to_all(exact.square().sum(-1, keepdim=True), self.mesh), self.mesh)
         weight = local_tensor(self.weight).to(exact.dtype) + (1.0 - self.initial)
         return (exact * torch.rsqrt(square / self.weight.numel() + self.eps) * weight).to(x.dtype).view_as(x)
 
 
 def local_projection_norm(plain: ProjectionNorm, place: ModulePlace) -> nn.Module:
-    """Return a split norm if its projection is split, else a whole one."""
+    """Return a `LocalProjectionNorm` if the norm's projection is split, else a `WholeProjectionNorm`."""
     return LocalProjectionNorm(plain, place) if place.partial else WholeProjectionNorm(plain, place)
 
 
@@ -114,7 +114,7 @@ class LocalRouter(Router):
 
 
 class LocalMix(DepthMix):
-    """The mix over depth (`DepthMix`) for this rank's part of the tokens; its query is whole on every rank."""
+    """The mix over depth (`DepthMix`) of this rank's tokens; its query is whole on every rank."""
 
     def __init__(self, plain: DepthMix, place: ModulePlace):
         with torch.device("meta"):
@@ -127,7 +127,7 @@ class LocalMix(DepthMix):
 
 
 class LocalJoin(Join):
-    """The projection of `Join` for this rank's part of the tokens; its weight is whole on every rank."""
+    """The projection `Join` of this rank's tokens; its weight is whole on every rank."""
 
     def __init__(self, plain: Join, place: ModulePlace):
         with torch.device("meta"):
@@ -136,12 +136,12 @@ class LocalJoin(Join):
         self.partial_gradients = place.partial
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        """Both `[batch, seq, dim]`, or this rank's pieces of the sequence -> the same shape."""
+        """first, second `[batch, seq or seq / tp, dim]` -> `[batch, seq or seq / tp, dim]`."""
         return F.linear(torch.cat([first, second], dim=-1), local_tensor(self.weight))
 
 
 class LocalSharedGate(SharedGate):
-    """The gate of shared experts, on this rank's piece of the sequence or on all of it; its weight is whole on every rank."""
+    """The gate of shared experts, for a piece of the sequence or all of it; its weight is whole on every rank."""
 
     def __init__(self, plain: SharedGate, place: ModulePlace):
         with torch.device("meta"):
@@ -155,7 +155,7 @@ class LocalSharedGate(SharedGate):
 
 
 class LocalConvolution(ShortConvolution):
-    """The convolution of this rank's channels, or of all channels if these are not split."""
+    """The convolution of this rank's channels (`split`), or of all channels."""
 
     def __init__(self, plain: ShortConvolution, place: ModulePlace, *, split: bool):
         with torch.device("meta"):
@@ -168,7 +168,7 @@ class LocalConvolution(ShortConvolution):
 
 
 class LocalDecay(Decay):
-    """The decays of this rank's heads, or of all heads if these are not split."""
+    """The decays of this rank's heads (`split`), or of all heads."""
 
     def __init__(self, plain: Decay, place: ModulePlace, *, split: bool):
         with torch.device("meta"):
@@ -181,9 +181,9 @@ class LocalDecay(Decay):
 
 
 class LocalEmbedding(Embedding):
-    """Looks up all tokens among this rank's rows of the vocabulary.
+    """An embedding with some rows of the vocabulary on each rank (`split`), or all.
 
-    first_row: the number of the first of these rows; None: all rows are on every rank.
+    first_row: number of this rank's first row; None: every rank has all rows. Collective if split.
     """
 
     def __init__(self, plain: Embedding, place: ModulePlace, *, split: bool):
@@ -200,7 +200,7 @@ class LocalEmbedding(Embedding):
         if self.first_row is None:
             x = self.scaled(F.embedding(tokens, weight))
             return own_piece(x, self.mesh) if self.pieces else x
-        # A token of another rank's rows looks up zeros; so the sum over ranks is the token's row.
+        # A token whose row is on another rank looks up zeros, so the sum over ranks is the token's row.
         row = tokens - self.first_row
         here = (row >= 0) & (row < weight.shape[0])
         x = F.embedding(row.masked_fill(~here, 0), weight).masked_fill(~here.unsqueeze(-1), 0.0)
@@ -208,9 +208,10 @@ class LocalEmbedding(Embedding):
 
 
 class LocalLinear(nn.Linear):
-    """A linear layer on local tensors, without a collective: its weight is split by rows, or whole on every rank.
+    """A linear layer on local tensors, without collectives.
 
-    partial_gradients: ranks see different tokens, so the gradients of a whole weight are sums over them.
+    Its weight is split by rows, or whole on every rank. partial_gradients: ranks see different tokens, so the gradient
+    of a whole weight must be summed over ranks.
     """
 
     def __init__(self, plain: nn.Linear, place: ModulePlace, *, split: bool, partial: bool):
@@ -220,20 +221,20 @@ class LocalLinear(nn.Linear):
             placement = Split(0) if split else Replicate()
             self.register_parameter(name, distributed(parameter, place.mesh, placement))
         self.partial_gradients = partial
-        # (x, weight, bias) -> the product. An extension point: float8 replaces it.
+        # (x, weight, bias) -> output. An extension point: float8 replaces this function.
         self.multiply: Callable[..., Tensor] = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `[..., in_features]` -> the output features on this rank."""
+        """x `[..., in_features]` -> `[..., out_features]`, or this rank's `[..., out_features / tp]` if split."""
         bias = None if self.bias is None else local_tensor(self.bias)
         return self.multiply(x, local_tensor(self.weight), bias)
 
 
 class LocalNarrow(LocalLinear):
-    """The first half of a low-rank projection, to features that all heads share. Its weight is whole on every rank.
+    """The first half of a low-rank projection, to features shared by all heads.
 
-    Its input is a DTensor that is whole on every rank. If the heads are split over ranks (`partial`), the gradients of
-    weight and input are sums over ranks.
+    Its weight and its input, a DTensor, are whole on every rank. If the heads are split over ranks (`partial`), the
+    gradients of weight and input are summed over ranks.
     """
 
     def __init__(self, plain: nn.Linear, place: ModulePlace):
@@ -250,7 +251,7 @@ class LocalNarrow(LocalLinear):
 class SharedLatents(Latents):
     """Gathers the latents' pieces of the sequence in one collective.
 
-    partial: the heads are split over ranks; otherwise every rank has all heads.
+    partial: the heads are split over ranks, so gradients are summed over the ranks; otherwise every rank has all heads.
     """
 
     def __init__(self, plain: Latents, place: ModulePlace):
@@ -258,7 +259,7 @@ class SharedLatents(Latents):
         self.mesh, self.partial, self.pieces = place.mesh, place.partial, not place.stream.is_replicate()
 
     def forward(self, latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """latent `[batch, seq or seq / tp, rank]`, key `[..., rope_dim]` -> the same of the whole sequence."""
+        """latent `[batch, seq or seq / tp, rank]`, key `[batch, seq or seq / tp, rope_dim]` -> both with the whole `seq`."""
         both = torch.cat([latent, key], dim=-1)
         if self.pieces:
             both = gather_for_parts(both, self.mesh) if self.partial else gather_for_all(both, self.mesh)
@@ -269,7 +270,7 @@ class SharedLatents(Latents):
 
 
 class LocalSinks(Sinks):
-    """The logits of this rank's heads."""
+    """The sink logits of this rank's heads (`split`), or of all heads."""
 
     def __init__(self, plain: Sinks, place: ModulePlace, *, split: bool):
         with torch.device("meta"):
@@ -277,26 +278,29 @@ class LocalSinks(Sinks):
         self.weight = distributed(plain.weight, place.mesh, Split(0) if split else Replicate())
 
     def forward(self) -> Tensor:
-        """Return the logits `[heads / tp]`, or of all heads if they are not split."""
+        """Return the sink logits: `[heads / tp]` if split, else `[heads]`."""
         return local_tensor(self.weight)
 
 
 def split_indices(indices: HeadIndices, place: ModulePlace) -> HeadIndices:
-    """Reduce `indices` to this rank's heads, in place, and return it."""
+    """Keep only this rank's heads in `indices`, in place, and return `indices`."""
     share = len(indices.heads) // place.mesh.size()
     indices.heads = indices.heads[share * place.mesh.get_local_rank() :][:share]
     return indices
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> nn.Module:
-    """Make the parameters directly in `module` (on the meta device) DTensors over the 1-D `mesh`, in place."""
+    """Turn the direct parameters of `module` (on the meta device) into DTensors over the 1-D `mesh`, in place.
+
+    Return `module`.
+    """
     for name, parameter in list(module.named_parameters(recurse=False)):
         module.register_parameter(name, distributed(parameter, mesh, placement))
     return module
 
 
 def _take_parameters(module: nn.Module, plain: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Give `module` the parameters directly in `plain`, as DTensors over the 1-D `mesh`."""
+    """Register the direct parameters of `plain` in `module`, as DTensors over the 1-D `mesh`."""
     for name, parameter in plain.named_parameters(recurse=False):
         module.register_parameter(name, distributed(parameter, mesh, placement))
 
@@ -310,12 +314,13 @@ def distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement)
 def first_row(vocabulary: int, mesh: DeviceMesh) -> int:
     """Return the number of this rank's first row of the vocabulary.
 
-    Rows are split as torch.chunk does: all ranks but the last ones have ceil(vocabulary / tp) rows.
+    Rows are split like torch.chunk: every rank has ceil(vocabulary / tp) rows, except that the last ones have fewer or
+    none.
     """
     return min(vocabulary, -(-vocabulary // mesh.size()) * mesh.get_local_rank())
 
 
 def local_tensor(weight: Tensor) -> Tensor:
-    """Return this rank's part of `weight`, a DTensor; gradients flow back to it."""
+    """Return this rank's part of the DTensor `weight`. Differentiable."""
     assert isinstance(weight, DTensor)
     return weight.to_local()

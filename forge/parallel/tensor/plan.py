@@ -1,22 +1,22 @@
-"""How modules are split under tensor parallelism, and the effect of each style on a module: STYLES.
+"""How modules are split under tensor parallelism. STYLES defines the effect of each style on each kind of module.
 
-A plan maps names of modules, with globs for single components, to styles. The residual stream is in pieces of the
-sequence with parallel.sequence_parallel, else whole on every rank; attention and feed-forward take it whole.
+A plan maps module names, with a glob for each component, to styles. With parallel.sequence_parallel the residual stream
+is in pieces of the sequence, else whole on every rank. Attention and feed-forward need the whole stream.
 
-    colwise            rows of the weight are split: takes the whole input, returns some of the features
-    rowwise            columns of the weight are split: takes some of the features, returns a sum into the stream
-    colwise_rep        colwise, but the features are gathered on every rank
-    rowwise_rep        rowwise, but the input has all features on every rank
-    sequence_parallel  a norm on its piece of the sequence
+    colwise            rows of the weight are split: takes all input features, returns some of the output features
+    rowwise            columns of the weight are split: takes some of the input features, returns all output features,
+                       summed over ranks into the stream
+    colwise_rep        colwise, then the output features are gathered on every rank
+    rowwise_rep        rowwise, for an input with all features on every rank
+    sequence_parallel  a norm of this rank's piece of the sequence
 
-Latent attention computes its latents on pieces of the sequence and gathers these, which are smaller than the stream.
-
-For the embedding `rowwise` splits the vocabulary, for the head `colwise` does. Modules that match no pattern stay whole
-on every rank.
+Latent attention computes its latents on pieces of the sequence and gathers the latents, which are smaller than the
+stream. `rowwise` splits the vocabulary of the embedding; `colwise` splits the vocabulary of the head. Modules without a
+matching pattern stay whole on every rank.
 
 Linear layers are split by PyTorch's styles and compute on DTensors. Embedding, norms, routers and loss compute on local
-tensors with their own collectives, because DTensor would make the embedding's whole gradient on every rank and sum
-each norm's gradient separately in every microbatch. They are replaced by modules with the same parameters and names.
+tensors with their own collectives, because DTensor would materialise the embedding's whole gradient on every rank and
+sum each norm's gradient separately in every microbatch. local.py has replacements with the same parameter names.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ OWN: Mapping[str, str] = {
     "layers.*.feed_forward.shared.w2": "rowwise",
     "head": "colwise",
 }
-# Projections into a submodule of a block, some of which it may lack, and back into the residual stream.
+# For each submodule of a block: its input projections, some of which may be missing, and its projection back into the
+# stream.
 PARTS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {
     GroupedAttention: (("wq", "wk", "wv", "wg", "sinks"), "wo"),
     LatentAttention: (("wq", "wq_b", "wkv_b", "wg", "sinks"), "wo"),
@@ -119,10 +120,11 @@ PARTS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {
 
 
 def plan_for(model: nn.Module, layout: Layout) -> TensorPlan:
-    """Return module name -> style, for every module that the configuration's plan, or else the model's own plan, matches.
+    """Return module name -> style for all modules matched by the plan.
 
-    Raises UserError for a pattern that matches nothing, a style that does not fit its module, a plan that cannot be
-    imported, and inconsistent projections of one submodule.
+    The plan is `parallel.tp_plan` or, if that is "auto", the model's own. Raises UserError for a pattern matching no
+    module, a style unsuitable for its module, a plan that cannot be imported, and inconsistent projections of one
+    submodule.
     """
     key, patterns = _patterns(model, layout)
     plan: TensorPlan = {}
@@ -147,7 +149,7 @@ def plan_for(model: nn.Module, layout: Layout) -> TensorPlan:
 
 
 def _is_foreign(name: str, module: nn.Module, plan: TensorPlan) -> bool:
-    """Return whether `module` has parameters of its own, but is not in STYLES and has no ParallelStyle."""
+    """Return whether `module` has direct parameters, but neither an entry in STYLES nor a ParallelStyle."""
     path = name.split(".")
     around = (plan.get(".".join(path[:end])) for end in range(1, len(path)))
     own = next(module.parameters(recurse=False), None) is not None
@@ -156,7 +158,7 @@ def _is_foreign(name: str, module: nn.Module, plan: TensorPlan) -> bool:
 
 
 def _patterns(model: nn.Module, layout: Layout) -> tuple[str | None, Mapping[str, Any]]:
-    """Return (configuration key, plan). Key None: the model's own plan, whose patterns may match nothing."""
+    """Return (configuration key, plan). The key is None for the model's own plan, whose patterns may match nothing."""
     chosen = layout.parallel.tp_plan
     if isinstance(chosen, dict):
         return "parallel.tp_plan", chosen
@@ -195,9 +197,9 @@ def _check_style(key: str | None, name: str, module: nn.Module, style: Any, layo
 
 
 def _check_part(name: str, part: nn.Module, plan: TensorPlan, tp: int) -> None:
-    """Check that all projections of a submodule agree about its share of the features.
+    """Check that the projections of a submodule are all whole, or split as colwise inputs and a rowwise output.
 
-    The input projections give it that share, and the output projection takes it.
+    Raises UserError otherwise, or if tp does not divide the heads.
     """
     names = next((names for kind, names in PARTS.items() if isinstance(part, kind)), None)
     if names is None:
@@ -223,12 +225,12 @@ def _check_part(name: str, part: nn.Module, plan: TensorPlan, tp: int) -> None:
 
 
 def _take_stream(part: nn.Module, place: ModulePlace) -> nn.Module:
-    """Leave the input of a submodule unchanged: its projections gather what they need."""
+    """Leave the input of a submodule unchanged, because its projections gather their own inputs."""
     return part
 
 
 def _take_whole_input(part: nn.Module, place: ModulePlace) -> nn.Module:
-    """Gather a submodule's input once, as one DTensor for all projections, so that their gradients are summed only once."""
+    """Gather a submodule's input once, as one DTensor for all projections, so the input's gradient is summed only once."""
     others = (None,) * (len(inspect.signature(part.forward).parameters) - 1)
     style = PrepareModuleInput(
         input_layouts=(place.stream, *others),
@@ -260,7 +262,7 @@ def _compute_on_every_rank(linear: nn.Linear, place: ModulePlace) -> nn.Module:
 
 Apply: TypeAlias = Callable[[Any, ModulePlace], nn.Module]
 
-# For each kind of module, its styles and a function that makes the split module. None: no pattern names the module.
+# For each kind of module: style -> function returning the split module. Style None: no pattern matches the module.
 STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
     LatentAttention: {None: _take_stream},
     Attention: {None: _take_whole_input},
@@ -315,12 +317,12 @@ STYLES: dict[type[nn.Module], dict[str | None, Apply]] = {
 
 
 def styles_of(module: nn.Module) -> dict[str | None, Apply]:
-    """Return the entry of STYLES for the kind of `module`. It is empty if modules of this kind stay unchanged."""
+    """Return the entry of STYLES for the kind of `module`; empty if modules of this kind stay unchanged."""
     return next((styles for kind, styles in STYLES.items() if isinstance(module, kind)), {})
 
 
 def input_of(model: nn.Module, name: str, stream: Placement) -> Placement:
-    """Return the layout of the input of the linear layer `name`. The input has all features."""
+    """Return the placement of the input of the linear layer `name`, along the sequence. The input has all features."""
     parent, _, leaf = name.rpartition(".")
     latent = isinstance(model.get_submodule(parent), LatentAttention) and leaf != "wo"
     return stream if latent else Replicate()

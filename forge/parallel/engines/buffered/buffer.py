@@ -1,11 +1,11 @@
 """The memory of one buffer: compute weights, their gradients, and this rank's master copies.
 
 compute    [numel]               parameters in precision.compute; the model's parameters are views of it
-masters    [part of numel]       parameters in precision.storage, updated by the optimizer; if storage is the dtype
-                                 of `compute`, they are this rank's part of `compute`
+masters    [part of numel]       parameters in precision.storage, updated by the optimizer; if storage and compute
+                                 have the same dtype, a view of this rank's part of `compute`
 gradients  [numel], zero2: part  accumulated in float32 at least. The gradients of the first microbatch overwrite a
-                                 whole buffer, and every `.grad` becomes a view of it. Autograd adds later gradients
-                                 in place (torch.Tensor.grad_dtype). So a whole buffer is never zeroed
+                                 whole buffer, and every `.grad` becomes a view of the buffer. Autograd adds later
+                                 gradients in place (torch.Tensor.grad_dtype). So a whole buffer is never zeroed
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from forge.shard import Shard
 class PlacedParameter:
     """A parameter of the model, in its slot of a buffer.
 
-    gradient: the parameter's slot of the gradient buffer; None if this rank keeps only a part of the gradients (zero2).
-    `.grad` is `gradient` after a step's first microbatch. Before that, `.grad` is autograd's own tensor, or None.
-    place: this rank's local tensor of `gradient`.
+    gradient: the parameter's slot in the gradient buffer; None if this rank keeps only part of the gradients (zero2).
+    During a step's first microbatch, `.grad` is None or autograd's own tensor. From then on `.grad` is `gradient`.
+    place: the local tensor of `gradient`, which may be a DTensor.
     """
 
     def __init__(self, parameter: nn.Parameter, slot: Slot, gradient: Tensor | None):
@@ -44,7 +44,7 @@ class PlacedParameter:
         self._address = address(_local(parameter))
 
     def check(self) -> None:
-        """Raise RuntimeError if the parameter or its gradient has left the buffer."""
+        """Raise RuntimeError if the parameter or its gradient is no longer a view of the buffer."""
         if self.gradient is not None and self.parameter.grad is not self.gradient:
             raise RuntimeError(
                 f"the gradient of {self.name} does not lie in its contiguous buffer any more: something called zero_grad() "
@@ -62,8 +62,8 @@ class BucketMemory:
     """Views of one bucket of a buffer.
 
     compute: the whole bucket of weights. own: this rank's part of `compute`. master: this rank's part of the master
-    copies. gradient: the whole bucket of gradients; under zero2, which sums gradients over `microbatch_groups` in every
-    microbatch, this rank's part of it. shards: the shards in `master`.
+    copies. gradient: the whole bucket of gradients; under zero2, this rank's part. microbatch_groups: under zero2, the
+    groups over which gradients are summed in every microbatch; otherwise empty. shards: the shards stored in `master`.
     """
 
     plan: BufferPlan
@@ -77,14 +77,15 @@ class BucketMemory:
     shards: list[Shard]
 
     def is_copied(self, parameters: Collection[Tensor]) -> bool:
-        """Return whether `parameters` contains every parameter that has elements in this rank's part of the bucket."""
+        """Return whether `parameters` contains every parameter with elements in this rank's part of the bucket."""
         return all(shard.parameter in parameters or not shard.boxes for shard in self.shards)
 
 
 class Buffer:
-    """Memory for `plan` on `device`, all zeros, with new parameters that replace the model's `originals`.
+    """Memory for `plan` on `device`, all zeros, with new parameters to replace the model's `originals`.
 
-    microbatch_groups: groups over which gradients are summed before they are accumulated; only this rank's part is kept.
+    microbatch_groups: groups over which each microbatch's gradients are summed before accumulation; only this rank's
+    part of the sum is kept. Empty: accumulate first.
     symmetric_memory: allocate the buffers of collectives in NCCL's symmetric memory.
     """
 
@@ -137,8 +138,8 @@ class Buffer:
 
     def _place(self, slot: Slot, original: nn.Parameter) -> tuple[nn.Parameter, Slot, Tensor | None]:
         shape = local_box(original).sizes
-        # `.data`: otherwise all parameters would share one version counter, and gathering one bucket would look to
-        # autograd like a change of weights that it has saved for backward.
+        # `.data`, because otherwise all parameters would share one version counter: after gathering one bucket,
+        # autograd would report all weights saved for backward as modified in place.
         data = self.compute[slot.start :][: prod(shape)].view(shape).data
         parameter = nn.Parameter(_like(original, data), requires_grad=original.requires_grad)
         if self.sharded_gradients:
@@ -147,12 +148,13 @@ class Buffer:
         return parameter, slot, _like(original, self.gradients[slot.start :][: prod(shape)].view(shape))
 
     def shards(self, meshes: Meshes) -> list[Shard]:
-        """Return this rank's part of each parameter: flat slices of masters, whose gradients are views of the buffer."""
+        """Return this rank's part of each parameter: flat slices of `masters`. Their gradients are views of `gradients`."""
         for memory in self.buckets:
             gradients = own_part(memory.gradient, self.plan.groups.shard[len(memory.microbatch_groups) :])
             for placed in memory.parameters:
                 start, stop, at = memory.bucket.kept(placed.slot, self.plan.groups.part)
-                # A slot has room for the largest part that tensor parallelism makes; this rank's may be smaller.
+                # A slot has room for the largest tensor-parallel part of the parameter; this rank's part may be
+                # smaller.
                 start, stop = min(start, placed.numel), min(stop, placed.numel)
                 leaf = memory.master[at:][: stop - start].detach()
                 leaf.grad_dtype = None  # any
@@ -184,7 +186,7 @@ def _local(parameter: nn.Parameter) -> Tensor:
 
 
 def _like(original: nn.Parameter, local: Tensor) -> Tensor:
-    """Return `local` as this rank's part of a DTensor that is distributed like `original`."""
+    """Return `local` as this rank's part of a DTensor with the placements of `original`; plain if `original` is plain."""
     if not isinstance(original, DTensor):
         return local
     return DTensor.from_local(

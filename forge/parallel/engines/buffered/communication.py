@@ -1,7 +1,7 @@
-"""Background collectives on a bucket, and the temporary buckets that they send from.
+"""Background collectives on a bucket, and the temporary buckets used as their send buffers.
 
-A bucket is cut into parts over one or two groups of ranks, one after the other. The first group is the ranks of one copy of
-the model, the second, with parallel.shard_optimizer_over = "dp", the copies. Only `own_part` knows that order.
+A bucket is cut into parts over one group of ranks, or over two groups in turn. The first group is the ranks of one copy
+of the model. The second, with parallel.shard_optimizer_over = "dp", is the copies. Only `own_part` knows this order.
 """
 
 from __future__ import annotations
@@ -19,19 +19,25 @@ ProcessGroups: TypeAlias = Sequence[dist.ProcessGroup]
 
 
 def own_part(whole: Tensor, groups: ProcessGroups) -> Tensor:
-    """Return the part of `whole` `[n]` that this rank keeps when it is cut over `groups`; a view."""
+    """Return this rank's part of `whole` `[n]`, cut over the first of `groups`, then over the next; a view."""
     for group in groups:
         whole = whole.view(group.size(), -1)[group.rank()]
     return whole
 
 
 def address(tensor: Tensor) -> tuple[int, int]:
-    """Return the storage of `tensor` and its offset. Unlike `data_ptr`, this works for fake tensors."""
+    """Return the identity of the tensor's storage, and the tensor's offset in it.
+
+    Unlike `data_ptr`, the function also works for fake tensors.
+    """
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def sum_to_parts(whole: Tensor, shard: ProcessGroups, replicate: ProcessGroups) -> Iterator[dist.Work]:
-    """Sum `whole` over the ranks of all groups into `own_part(whole, shard)`; the rest of `whole` is overwritten."""
+    """Sum `whole` over the ranks of all groups into `own_part(whole, shard)`.
+
+    Overwrites the rest of `whole`. Yields each collective.
+    """
     for group in shard:
         part = own_part(whole, [group])
         yield compat.reduce_scatter_into(part, whole, group)
@@ -41,17 +47,17 @@ def sum_to_parts(whole: Tensor, shard: ProcessGroups, replicate: ProcessGroups) 
 
 
 def gather_parts(whole: Tensor, shard: ProcessGroups) -> Iterator[dist.Work]:
-    """Fill `whole` from the `own_part` of every rank."""
+    """All-gather every rank's `own_part` into `whole`. Yields each collective."""
     for number in reversed(range(len(shard))):
         outer = own_part(whole, shard[:number])
         yield compat.all_gather_into(outer, own_part(outer, [shard[number]]), shard[number])
 
 
 class AsyncCollectives:
-    """Collectives that run one after another.
+    """Collectives to run one after another.
 
-    On CUDA all are enqueued at once on `stream`, after the current stream's work so far. On the CPU (no
-    stream) the first is started; the others wait for `advance` or `finish`.
+    On CUDA the constructor enqueues all of them on `stream`, after the work already in the current stream. On the CPU
+    (no stream) the constructor starts the first collective; `advance` and `finish` start the others.
     """
 
     def __init__(self, collectives: Iterator[dist.Work], stream: torch.cuda.Stream | None):
@@ -68,13 +74,13 @@ class AsyncCollectives:
             self._event = stream.record_event()
 
     def advance(self) -> None:
-        """On the CPU wait for the running collective and start the next."""
+        """On the CPU, wait for the running collective and start the next one. On CUDA, do nothing."""
         if self._work is not None:
             self._work.wait()
             self._work = next(self._collectives, None)
 
     def finish(self) -> None:
-        """Let all later computation on this device see the results."""
+        """Make later computation on this device wait for the results. On the CPU, run the remaining collectives first."""
         while self._work is not None:
             self.advance()
         if self._event is not None:
@@ -82,10 +88,10 @@ class AsyncCollectives:
 
 
 class TemporaryBuckets:
-    """At most two buckets of memory, shared by all buckets of an engine; `sizes`: bytes needed by each bucket.
+    """At most two temporary buckets, shared by all buckets of an engine.
 
-    The memory is allocated at the first use, and kept until `free`; for `symmetric` groups it is allocated now, in their
-    symmetric memory, and never freed.
+    sizes: bytes needed by each bucket. Memory is allocated at its first use and kept until `free`. With `symmetric`
+    groups, the constructor allocates the memory in the groups' symmetric memory, and never frees this memory.
     """
 
     def __init__(self, sizes: Collection[int], device: torch.device, symmetric: ProcessGroups = ()):
@@ -98,14 +104,14 @@ class TemporaryBuckets:
         self._used: dict[tuple[int, int], Tensor] = {}
         self.nbytes = self._limit * self._nbytes
         self.peak = 0
-        """Largest number of buckets that were allocated at once."""
+        """Largest number of temporary buckets allocated at once."""
 
     @property
     def exhausted(self) -> bool:
         return len(self._used) == self._limit
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised `[numel]`, to be passed to `release` later."""
+        """Return an uninitialised `[numel]` of `dtype`. Pass it to `release` after use."""
         assert not self.exhausted and numel * dtype.itemsize <= self._nbytes
         if not self._free:
             self._free.append(self._allocate())

@@ -1,12 +1,12 @@
 """`Buffered`: the data-parallel engines on contiguous buffers.
 
-    ddp     every rank optimises everything          one all-reduce per bucket and step
-    zero1   each rank optimises its part             one reduce-scatter and one all-gather per bucket and step
-    zero2   the same, with sharded gradients         one reduce-scatter per bucket and microbatch, one all-gather per step
+    ddp     every rank updates all parameters        one all-reduce per bucket and step
+    zero1   each rank updates its part               one reduce-scatter and one all-gather per bucket and step
+    zero2   like zero1, with sharded gradients       one reduce-scatter per bucket and microbatch, one all-gather per step
 
-All three share one implementation. They differ in the groups over which parameters are sharded and replicated (plan.py),
-and in whether gradients are summed before or after accumulation (reduction.py). With dp_replicate > 1 gradients are also
-summed over the copies of the model or, with parallel.shard_optimizer_over = "dp", sharded over them.
+The three engines share one implementation. They differ in the groups over which parameters are sharded and replicated
+(plan.py), and in whether gradients are summed before or after accumulation (reduction.py). With dp_replicate > 1
+gradients are also summed over the copies of the model or, with parallel.shard_optimizer_over = "dp", sharded over them.
 
 The counterpart of Megatron-Core's DistributedDataParallel with its distributed optimizer (Rajbhandari et al., "ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models", 2020, stages 1 and 2).
@@ -33,9 +33,9 @@ from forge.shard import Shard
 
 
 class Buffered:
-    """The data-parallel engine on contiguous buffers: ddp, zero1 or zero2, by `parallel.data_parallel`.
+    """The `DataParallel` engine on contiguous buffers: ddp, zero1 or zero2, by `parallel.data_parallel`.
 
-    A `DataParallel` on `model`. All methods are collective.
+    All methods are collective.
     """
 
     shards: list[Shard]
@@ -54,8 +54,8 @@ class Buffered:
 
         # Views of buffers replace the parameters on the meta device.
         originals = dict(model.named_parameters())
-        # zero2 sums each microbatch over the ranks of one copy. Parameters that no other rank shares, all of them or the
-        # experts, have no such group; their gradients stay whole, as in zero1, and are not copied for nothing.
+        # zero2 sums each microbatch's gradients over the ranks of one copy. Unshared parameters (all, or only the
+        # experts) have no such group. Their gradients stay whole, as in zero1, and need no temporary copy.
         first = 1 if parallel.data_parallel == "zero2" else 0
         self.buffers = [
             Buffer(
@@ -78,8 +78,8 @@ class Buffered:
         self.shards = [shards[name] for name in originals]
         self.copies = {p: copy for buffer in self.buffers for p, copy in buffer.copies.items()}
 
-        # Backward finishes a bucket with its first parameter in the order of forward. Buckets of all buffers are reduced
-        # in this order, and gathered in its reverse.
+        # Backward finishes a bucket with the gradient of the bucket's first parameter in the order of forward. The
+        # buckets of all buffers are reduced in the order of these gradients, and gathered in the reverse order.
         order = {name: place for place, name in enumerate(originals)}
         buckets.sort(key=lambda memory: -min(order[placed.name] for placed in memory.parameters))
         stream = compat.side_stream(device)
@@ -105,14 +105,14 @@ class Buffered:
         self._reduction.begin(last=last)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Move weight gradients that were computed outside of a backward into the buffers.
+        """Move weight gradients computed outside a backward into the buffers.
 
         No hook reports these gradients. They are reduced when the remaining buckets are launched.
         """
         self._reduction.place_gradients()
 
     def start_gradient_sync(self) -> None:
-        """Launch the reduction of every bucket that backward has not launched."""
+        """Launch the reduction of every bucket not launched during backward."""
         self._reduction.launch_rest()
 
     def finish_gradient_sync(self) -> None:
@@ -134,7 +134,7 @@ class Buffered:
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
         """Yield fingerprints of the weights used since the last call and of the weights to be used next.
 
-        Each is (name, an integer, ranks on which the integer must be the same).
+        Each is (name, fingerprint, group whose ranks must have equal fingerprints); the fingerprint is an int64 scalar.
         """
         self.finish_parameter_sync()
         self._fingerprints.add()
@@ -143,7 +143,7 @@ class Buffered:
     def memory(self) -> dict[str, int]:
         """Return the bytes of device memory on this rank, by kind.
 
-        `buckets`: temporary buckets, which are allocated during backward only.
+        `buckets`: temporary buckets, allocated only during backward.
         """
         return {
             "parameters": sum(buffer.compute.nbytes for buffer in self.buffers),
@@ -161,11 +161,12 @@ class Buffered:
 
 
 def _needs(model: Transformer, names: dict[nn.Parameter, str]) -> Iterator[tuple[nn.Module, list[str]]]:
-    """Yield (module, names of the parameters that must be gathered before it runs), in the order of forward."""
+    """Yield (module, names of the parameters to gather before the module runs), in the order of forward."""
     parts = [model.embedding, *model.layers.values(), model.norm, model.head]
     needs = [(part, [names[p] for p in part.parameters()]) for part in parts if part is not None]
     of_parts = {name for _, own in needs for name in own}
-    # A tied embedding is also the head, which is not called as a module, so a hook on the model itself waits for it.
+    # A tied embedding is also the head. The head's product does not call the embedding module, so a hook on the model
+    # itself waits for the embedding.
     tied = {"embedding.weight"} if model.config.tie_embeddings else set()
     yield model, [name for name in names.values() if name not in of_parts or name in tied]
     yield from needs
@@ -178,7 +179,10 @@ def _replace_parameters(model: nn.Module, new: dict[nn.Parameter, nn.Parameter])
 
 
 def _forbid_moving(model: nn.Module) -> None:
-    """Make it an error to move parameters out of the buffers, or to load values that would bypass the masters."""
+    """Make `model.to`, `model.load_state_dict` and the like raise RuntimeError.
+
+    Moving or casting would take parameters out of the buffers; loading would bypass the master copies.
+    """
 
     def move(*_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(

@@ -2,7 +2,7 @@
 
 All gathers are launched in the order of forward, as soon as the masters are updated. A later launch would save no
 memory, because buckets are always allocated. A pre-forward hook of each submodule waits for the submodule's buckets. So
-any forward, in training, evaluation or generation, computes with the parameters of the last update.
+every forward, in training, evaluation or generation, computes with the latest parameters.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from forge.parallel.engines.buffered.layout import PART_ALIGNMENT, round_up
 
 
 class Gathering:
-    """Gathers `buckets`, which are in the order of forward.
+    """Gathers `buckets`, given in the order of forward.
 
-    needs: modules of the model, each with the names of the parameters that must be gathered before its forward. overlap:
-    gather during forward; otherwise wait for everything as soon as the masters have changed.
+    needs: modules of the model, each with the names of the parameters to gather before its forward. overlap: gather
+    during forward; otherwise gather everything, and wait, as soon as the masters have changed.
     """
 
     def __init__(
@@ -35,14 +35,15 @@ class Gathering:
         stream: torch.cuda.Stream | None,
     ):
         self._buckets, self._stream, self._overlap = buckets, stream, overlap
-        # Buckets are launched in order and arrive in order: so far len(self._launched) and self._arrived of them.
+        # Buckets are launched in order and arrive in order. self._arrived: number of arrived buckets.
         self._launched: list[AsyncCollectives] = []
         self._arrived = 0
         self._changed, self._begun = True, False
-        # Parameters whose part of `compute` the optimizer has written.
+        # Parameters whose compute weights the optimizer has already written.
         self._copied: Collection[Tensor] = ()
-        # Between steps a checkpoint may be loaded into masters. If a bucket's master is its part of `compute`, a gather
-        # in flight would overwrite it (gloo writes back what it has read), so the gather must wait for the next forward.
+        # Between steps a checkpoint may be loaded into masters. If a bucket's master is a view of `compute`, a running
+        # gather would overwrite it (gloo writes back the values it has read), so such a gather must wait for the next
+        # forward.
         in_place = [bool(m.plan.groups.shard) and m.master is m.own for m in buckets]
         self._early = in_place.index(True) if True in in_place else len(buckets)
 
@@ -68,11 +69,11 @@ class Gathering:
             self.finish()
 
     def wait(self) -> None:
-        """Wait for the running gathers, which read the old values. Call before anything writes masters or their copies."""
+        """Wait for the running gathers of the current values. Call before writing masters or their copies."""
         self._wait_for(len(self._launched) - 1)
 
     def finish(self) -> None:
-        """Gather all buckets and wait: every parameter of the model then equals its masters."""
+        """Gather all buckets and wait. Every compute parameter of the model then equals its masters. Collective."""
         self._gather(len(self._buckets) - 1)
 
     def _before_forward(self, last: int, _module: nn.Module, _inputs: object) -> None:
@@ -88,9 +89,12 @@ class Gathering:
         self._wait_for(last)
 
     def _restart(self) -> None:
-        """Copy masters into this rank's part of every bucket that needs it. All buckets must then be gathered again."""
+        """Copy masters into this rank's part of each bucket, unless the part is the master or already has the values.
+
+        All buckets must then be gathered again. Collective at the first call, which makes replicas equal.
+        """
         if not self._begun:
-            # Ranks with copies of a part begin with the copies of the first rank.
+            # Replicas of a part begin with the values of the group's first rank.
             for memory in self._buckets:
                 for group in memory.plan.groups.replicate:
                     dist.broadcast(memory.master, group=group, group_src=0)
@@ -102,7 +106,7 @@ class Gathering:
         self._launched, self._arrived, self._changed = [], 0, False
 
     def _launch(self, number: int) -> None:
-        """Launch the first `number` buckets, except those already launched."""
+        """Launch the gathers of the first `number` buckets, except those already launched."""
         for memory in self._buckets[len(self._launched) : number]:
             gather = gather_parts(memory.compute, memory.plan.groups.shard)
             self._launched.append(AsyncCollectives(gather, self._stream))
@@ -114,10 +118,11 @@ class Gathering:
 
 
 class Fingerprints:
-    """Check that ranks have computed with the same weights, by a sum over the bits of the weights in every step.
+    """Fingerprints of each step's weights, for checking that ranks have computed with equal weights.
 
-    A gather overwrites a flipped bit in one rank's weights. The bit spoils the gradients of one step and is gone before
-    copies are compared at a save. So each step adds up the bits of its weights, in one pass over them.
+    A flipped bit in one rank's weights corrupts the gradients of one step. The next gather overwrites the bit, so a
+    comparison of the weights at a save does not see it. Therefore each step adds up the bits of its weights, in one
+    pass.
     """
 
     # Odd, so that multiplying by it modulo 2^64 loses nothing (the multiplier of Knuth's MMIX generator).
@@ -130,19 +135,19 @@ class Fingerprints:
             if group.size() == 1:
                 continue
             for slot in (slot for bucket in buffer.plan.buckets for slot in bucket.slots):
-                # Including the zeros after it, which fill its last word of 64 bits.
+                # Including the zeros after the slot, which fill its last 64-bit word.
                 values = buffer.compute[slot.start :][: round_up(slot.stop - slot.start, PART_ALIGNMENT)]
                 self._weights.append((slot.name, values.view(torch.int64), group))
         self._sums: Tensor | int = 0
 
     def add(self) -> None:
-        """Add the bits of the present weights to the fingerprints. Does not wait for the device."""
+        """Add the bits of the current weights to the fingerprints. Does not synchronise with the device."""
         if self._weights:
             sums = torch.stack([words.sum() for _, words, _ in self._weights])
             self._sums = self._sums * self.MULTIPLIER + sums
 
     def take(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
-        """Yield (name, fingerprint since the last `take`, ranks that should have the same one)."""
+        """Yield (name, fingerprint since the last `take`, group whose ranks should have equal fingerprints)."""
         sums, self._sums = self._sums, 0
         for number, (name, _, group) in enumerate(self._weights):
             assert isinstance(sums, Tensor), "nothing was added"

@@ -1,11 +1,11 @@
-"""Positions of parameters in a contiguous buffer, and each rank's elements of it: arithmetic only.
+"""Positions of parameters in a contiguous buffer, and the elements owned by each rank: arithmetic only.
 
     buffer   | bucket 0                              | bucket 1                | ...
              | slot a        | slot b   | slot c  |..| slot d     | slot e  |..|       .. padding
     ranks    | rank 0      | rank 1      | rank 2    | rank 0 | rank 1 | rank 2 |
 
 A slot holds one parameter. A bucket is sent in one collective and cut into equal parts, one per rank, at any element of
-any parameter. So padding is a few elements per bucket; nothing is padded to rows.
+any parameter. So padding is a few elements per bucket; rows are not padded.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from math import prod
 
 from forge.shard import Box
 
-# In elements. Parameters begin at multiples of 64, so that kernels may use their widest loads; parts of ranks at
-# multiples of 8, which are 16 bytes of bfloat16, the widest loads of NCCL.
+# In elements. Parameters begin at multiples of 64, so kernels can use their widest loads. Parts of ranks begin at
+# multiples of 8: 16 bytes of bfloat16, NCCL's widest load.
 SLOT_ALIGNMENT = 64
 PART_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class BufferItem:
-    """A parameter to place in the buffer. alone: it gets a separate bucket."""
+    """A parameter to place in the buffer. alone: give the parameter a bucket of its own."""
 
     name: str
     numel: int
@@ -58,9 +58,10 @@ class Bucket:
         return self.start + self.numel
 
     def kept(self, slot: Slot, part: int) -> tuple[int, int, int]:
-        """Return (start, stop, at): rank `part` keeps elements [start, stop) of the flattened parameter in `slot`.
+        """Return (start, stop, at) for the rank of `part`.
 
-        It keeps them from element `at` of its part of the bucket on. (0, 0, 0): it keeps none of them.
+        The rank keeps elements [start, stop) of the flattened parameter in `slot`. These elements begin at element `at`
+        of the rank's part of the bucket. (0, 0, 0): the rank keeps none.
         """
         begin = self.start + part * self.part_numel
         start, stop = max(slot.start, begin), min(slot.stop, begin + self.part_numel)
@@ -68,7 +69,7 @@ class Bucket:
 
 
 def lay_out(items: Sequence[BufferItem], *, parts: int, bucket_numel: int) -> tuple[Bucket, ...]:
-    """Lay out `items` in their order. A bucket is closed once it holds `bucket_numel` elements; 0: one bucket for all."""
+    """Lay out `items` in order. A bucket is closed once it holds `bucket_numel` elements; 0: one bucket for all."""
     buckets: list[Bucket] = []
     start = 0
     for group in _divide(items, bucket_numel):
@@ -84,18 +85,19 @@ def lay_out(items: Sequence[BufferItem], *, parts: int, bucket_numel: int) -> tu
 
 
 def default_bucket_numel(ranks: int) -> int:
-    """Return the size of a bucket in elements that hides the latency of a ring of `ranks`.
+    """Return a bucket size, in elements, large enough to hide the latency of a ring of `ranks`.
 
-    Megatron-Core's rule (DistributedDataParallelConfig.bucket_size).
+    The rule is Megatron-Core's (DistributedDataParallelConfig.bucket_size).
     """
     return max(40_000_000, 1_000_000 * ranks)
 
 
 def slice_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield boxes that cover elements [start, stop) of a row-major tensor of `shape`: at most 2 * ndim - 1 boxes.
+    """Yield boxes that cover elements [start, stop) of a row-major tensor of `shape`.
 
-    The boxes are in row-major order. Whole rows are one box. The elements before and after them are parts of one row
-    each, and are cut in the same way.
+    There are at most 2 * ndim - 1 boxes, in row-major order.
+
+    All whole rows form one box. The partial row before them and the partial row after them are cut recursively.
     """
     if start >= stop:
         return

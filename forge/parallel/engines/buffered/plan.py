@@ -1,4 +1,4 @@
-"""The buffers of a model: the parameters in each buffer, the ranks that shard it, and the ranks that sum its gradients."""
+"""The buffers of a model: the parameters in each buffer, and the groups that shard it and sum its gradients."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from forge.parallel.precision import plan_units
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups for parameters of one kind, dense or experts. Groups of one rank are left out.
+    """Process groups for dense parameters, or for experts.
 
-    shard: groups that divide gradients and optimizer state, outermost first. shard_axes: the mesh axis of each such group.
-    replicate: groups of ranks that hold replicas of a shard. replicate_axes: the mesh axes of these groups. same_weights:
-    ranks with equal compute weights; may be this rank only.
+    Groups of one rank are left out. shard: groups over which gradients and optimizer state are sharded, outermost
+    first. shard_axes: the mesh axis of each such group. replicate: groups of ranks with replicas of a shard.
+    replicate_axes: the mesh axes of these groups. same_weights: ranks with equal compute weights; may be this rank
+    only.
     """
 
     shard: tuple[dist.ProcessGroup, ...]
@@ -44,7 +45,7 @@ class Groups:
         return self._part([group.rank() for group in self.shard])
 
     def part_at(self, at: Mapping[str, int]) -> int:
-        """Return the index of the part kept by another rank. at: that rank's position on each mesh axis."""
+        """Return the index of the part kept by another rank. at: the other rank's position on each mesh axis."""
         return self._part([at[axis] for axis in self.shard_axes])
 
     def _part(self, places: list[int]) -> int:
@@ -58,8 +59,8 @@ class Groups:
 class Formats:
     """The dtypes of a buffer's tensors.
 
-    compute: of the model's weights. storage: of the masters. gradient: of gradients accumulated over microbatches.
-    reduce: of gradients in collectives.
+    compute: the model's weights. storage: the masters. gradient: gradients accumulated over microbatches. reduce:
+    gradients in collectives.
     """
 
     compute: torch.dtype
@@ -70,7 +71,7 @@ class Formats:
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """One buffer. It begins with the last parameter in the order of forward, because backward finishes that one first."""
+    """One buffer. Parameters are in the reverse order of forward, because backward finishes the last parameter first."""
 
     formats: Formats
     groups: Groups
@@ -82,7 +83,7 @@ class BufferPlan:
 
     @property
     def casts_gradients(self) -> bool:
-        """Whether gradients are reduced in another dtype than they are accumulated in."""
+        """Return whether gradients are accumulated in one dtype and reduced in another."""
         sent = bool(self.groups.shard or self.groups.replicate)
         return sent and self.formats.reduce != self.formats.gradient
 
@@ -90,7 +91,7 @@ class BufferPlan:
 def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
     """Plan the buffers of `model` (on the meta device).
 
-    Raises UserError if precision.fp32_modules cannot be followed.
+    Raises UserError if precision.fp32_modules is invalid for the model.
     """
     _, dtypes = plan_units(model, layout.precision)
     kinds = parameter_kinds(model)
@@ -98,7 +99,7 @@ def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
     for name, parameter in reversed(list(model.named_parameters())):
         expert = kinds.get(parameter) == "expert"
         key = _formats_of(parameter, dtypes[parameter], layout), expert
-        # Both ends of a pipeline may hold it. In a bucket of its own it is cut the same way on both.
+        # Both ends of a pipeline may hold the embedding. In a bucket of its own, it is cut the same way on both.
         alone = model.config.embedding_at_both_ends and name == "embedding.weight"
         members.setdefault(key, []).append(BufferItem(name, _slot_numel(parameter), alone))
     plans = []
@@ -111,10 +112,10 @@ def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
 
 
 def _groups_of(layout: Layout, *, expert: bool) -> Groups:
-    """Return the process groups over which an engine shards parameters and replicates them.
+    """Return the process groups over which the engine shards and replicates parameters.
 
-    ddp: all data ranks hold copies. zero1, zero2: the ranks of one copy of the model shard its parameters. With
-    parallel.shard_optimizer_over = "dp" the ranks of all copies shard them together.
+    ddp: all data ranks hold replicas. zero1, zero2: the ranks of one copy of the model shard its parameters; with
+    parallel.shard_optimizer_over = "dp", the ranks of all copies do so together.
     """
     parallel, meshes = layout.parallel, layout.meshes
     axis = "ep_shard" if expert else "dp_shard_cp"
@@ -132,8 +133,8 @@ def _groups_of(layout: Layout, *, expert: bool) -> Groups:
 def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -> Formats:
     """Return the dtypes of a parameter's buffer.
 
-    Gradients are reduced in `precision.reduce`, and accumulated in that dtype, float32 or `compute`, whichever is
-    widest.
+    Gradients are reduced in `precision.reduce`, and accumulated in the widest of `precision.reduce`, float32 and
+    `compute`.
     """
     reduce = layout.reduce
     if compute != layout.compute:  # pinned
@@ -142,9 +143,10 @@ def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -
 
 
 def _slot_numel(parameter: nn.Parameter) -> int:
-    """Return the parameter's largest number of elements on any rank, so that all ranks have the same layout.
+    """Return the parameter's largest number of elements on any rank.
 
-    Otherwise ranks of tensor parallelism would keep different elements of a replicated parameter.
+    Slots of this size give all ranks the same layout. With different layouts, tensor-parallel ranks would keep
+    different elements of a replicated parameter.
     """
     sizes = list(parameter.shape)
     if isinstance(parameter, DTensor):

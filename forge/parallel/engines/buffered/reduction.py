@@ -1,16 +1,18 @@
 """Sum gradients over ranks, bucket by bucket, while backward runs.
 
-A hook on every parameter reports its gradient. A bucket is launched once all of its gradients have arrived and all earlier
-buckets have been launched. So all ranks have the same order of collectives, in whatever order backward makes gradients.
-Some gradients come without a hook's report: those of unused parameters, and weight gradients that a pipeline schedule
-computes separately. They are collected when the remaining buckets are launched, after backward.
+A hook on every parameter reports its gradient. A bucket is launched once all of its gradients have arrived and all
+earlier buckets have been launched. So all ranks issue collectives in the same order, whatever order backward computes
+gradients in.
+
+No hook reports the gradients of unused parameters, nor weight gradients computed separately by a pipeline schedule.
+Both are collected after backward, when the remaining buckets are launched.
 
 A bucket is reduced in one of two ways:
 
     in place   (ddp, zero1)  autograd accumulates all microbatches in the buffer, which is reduced in the last backward;
                              through a temporary bucket if precision.reduce is another dtype
-    collected  (zero2)       each microbatch's gradients are copied into a temporary bucket and reduced; the rank adds its
-                             part of the sum to its gradients
+    collected  (zero2)       each microbatch's gradients are copied into a temporary bucket and reduced; each rank adds
+                             its part of the sum to its gradient buffer
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class BucketGradients:
     def move(self) -> None:
         """Copy the gradients of the step's first backward from autograd's tensors to the buffer.
 
-        Autograd adds later ones in place.
+        Autograd adds the gradients of later backwards in place.
         """
         if self.collected or not self._empty:
             return
@@ -77,7 +79,10 @@ class BucketGradients:
             placed.parameter.grad = placed.gradient
 
     def place_all(self) -> None:
-        """Call after the step's first backward. Moves all gradients into the buffer, with zeros for missing ones."""
+        """Move all gradients of the step's first backward into the buffer, with zeros for missing gradients.
+
+        Has no effect in later backwards of the step.
+        """
         if self.collected or not self._empty:
             return
         self.move()
@@ -97,13 +102,19 @@ class BucketGradients:
         return len(self.arrived) == self.expected
 
     def arrive(self, placed: PlacedParameter) -> None:
-        """Record that backward has made the gradient. Copy it to its slot, if the slot's memory exists already."""
+        """Record the arrival of the parameter's gradient.
+
+        Copy the gradient to its slot if the temporary bucket is already allocated.
+        """
         self.arrived.add(placed.name)
         if self.collected and self.temporary is not None:
             self._collect(placed)
 
     def collect_rest(self) -> None:
-        """Collect gradients that had no slot, or that no hook reported. Missing ones are zeros. Call before the launch."""
+        """Collect gradients not yet copied or not reported by a hook; zeros for missing gradients.
+
+        Call before the launch.
+        """
         if self.collected:
             for placed in self.memory.parameters:
                 if placed.parameter.grad is not None:
@@ -118,7 +129,7 @@ class BucketGradients:
         return bucket[placed.slot.start - self.memory.bucket.start :][: placed.numel]
 
     def collectives(self, *, last: bool) -> Iterator[dist.Work]:
-        """Return the collectives that sum the bucket over ranks. last: in the step's last backward."""
+        """Yield the collectives that sum the bucket over ranks. last: this is the step's last backward."""
         groups, kept, temporary = self.memory.plan.groups, self.memory.gradient, self.temporary
         if temporary is None:
             yield from sum_to_parts(kept, groups.shard, groups.replicate)
@@ -138,7 +149,7 @@ class BucketGradients:
     def _collect(self, placed: PlacedParameter) -> None:
         """Add the parameter's `.grad` to its slot of the temporary bucket, and free `.grad`.
 
-        The slot may already have the part that a hook has reported.
+        The slot may already contain a contribution reported by a hook.
         """
         assert placed.parameter.grad is not None
         flat, target = _complete(placed, placed.parameter.grad).detach().reshape(-1), self.sent(placed)
@@ -148,19 +159,22 @@ class BucketGradients:
 
 
 def _complete(placed: PlacedParameter, gradient: Tensor) -> Tensor:
-    """Return this rank's part of the parameter's gradient."""
+    """Return the complete gradient of this rank's part of the parameter.
+
+    Collective if tensor parallelism left a partial sum.
+    """
     if isinstance(gradient, DTensor):
         assert isinstance(placed.parameter, DTensor)
-        # Tensor parallelism may leave a partial sum; complete it, as autograd does when it accumulates.
+        # Tensor parallelism may leave a partial sum. Complete the sum, as autograd does when it accumulates.
         gradient = gradient.redistribute(placements=placed.parameter.placements).to_local()
     return gradient
 
 
 class Reduction:
-    """Sums the gradients of `buckets`, which are in the order in which backward finishes them.
+    """Sums the gradients of `buckets`, given in the order of their completion in backward.
 
-    overlap: collectives run during backward; otherwise each is waited for. check: called with each bucket's gradients
-    before they are sent. symmetric_memory: temporary buckets are in NCCL's symmetric memory.
+    overlap: run collectives during backward; otherwise wait for each. check: called with each bucket's gradients before
+    they are sent. symmetric_memory: allocate temporary buckets in NCCL's symmetric memory.
     """
 
     def __init__(
@@ -177,7 +191,7 @@ class Reduction:
         sent = [bucket for bucket in self.buckets if bucket.temporary_numel]
         nbytes = [bucket.temporary_numel * bucket.memory.plan.formats.reduce.itemsize for bucket in sent]
         groups = [(*bucket.memory.plan.groups.shard, *bucket.memory.plan.groups.replicate) for bucket in sent]
-        # Each once, in an order that is the same on all ranks.
+        # Each group once, in the same order on all ranks.
         unique = dict.fromkeys(group for several in groups if symmetric_memory for group in several)
         self.temporary = TemporaryBuckets(nbytes, device, list(unique))
         self._overlap, self._stream, self._check = overlap, stream, check
@@ -188,14 +202,18 @@ class Reduction:
         self._last = self._complete = self._begun = False
         for bucket in self.buckets:
             trained = [placed for placed in bucket.memory.parameters if placed.parameter.requires_grad]
-            # Unshared gradients need not be known before the end of backward; but no gradient of a
-            # bucket may be in memory twice for longer than backward takes for the bucket.
+            # Unshared gradients are not needed before the end of backward. But they are copied to the buffer when the
+            # bucket is complete, so each is in memory twice only while backward works on the bucket.
             for placed in trained if bucket.shared else trained[-1:]:
                 hook = functools.partial(self._arrive, bucket, placed, placed is trained[-1])
                 placed.parameter.register_post_accumulate_grad_hook(hook)
 
     def begin(self, *, last: bool) -> None:
-        """Prepare for a backward. last: it is the last backward of the optimizer step."""
+        """Prepare for a backward.
+
+        last: the backward is the last one of the optimizer step. Raises RuntimeError if gradients already summed over
+        ranks have not been zeroed.
+        """
         self.finish()
         if self._complete:
             raise RuntimeError(
@@ -211,7 +229,7 @@ class Reduction:
             bucket.begin()
 
     def launch_rest(self) -> None:
-        """Launch every bucket that has not been launched during backward, complete or not."""
+        """Launch every bucket not launched during backward, complete or not."""
         while self._next < len(self._due):
             self._launch(self._due[self._next])
 
@@ -224,14 +242,14 @@ class Reduction:
             return
         self.launch_rest()
         for _, collectives in self._running:
-            collectives.advance()  # on the CPU: so that the second collectives of all buckets run at once
+            collectives.advance()  # on the CPU, the second collectives of all buckets then run at once
         while self._running:
             self._finish_oldest()
         self.temporary.free()
         self._due, self._next, self._complete = [], 0, self._last
 
     def place_gradients(self) -> None:
-        """Move all existing gradients into the buffers. Call after a backward, before the next one adds to them."""
+        """Move all existing gradients into the buffers. Call between two backwards."""
         for bucket in self.buckets:
             bucket.place_all()
 
@@ -244,7 +262,7 @@ class Reduction:
     def _arrive(
         self, bucket: BucketGradients, placed: PlacedParameter, moves: bool, _parameter: nn.Parameter
     ) -> None:
-        if moves:  # the one that backward is expected to finish last
+        if moves:  # the gradient expected last in backward
             bucket.move()
         if not bucket.shared:
             return
@@ -254,7 +272,8 @@ class Reduction:
             raise RuntimeError(
                 f"backward produced a gradient of {placed.name} after its bucket had been reduced"
             )
-        # Only the next two buckets get a temporary one. If later ones could take both, these would wait for ever.
+        # Only the next two buckets get a temporary bucket. If later buckets could take both, the next two would wait
+        # forever.
         if bucket.collected and bucket.temporary is None and bucket in self._due[self._next : self._next + 2]:
             self._acquire_temporary(bucket)
         bucket.arrive(placed)
@@ -292,13 +311,14 @@ class Reduction:
 
 
 class GradientCheck:
-    """`parallel.check_gradients`: check each bucket's gradients before they are summed with other ranks'.
+    """`parallel.check_gradients`: check each bucket's gradients before they are summed over ranks.
 
-    finite: raise UserError (exit 1) with parameter and rank if a gradient is NaN or infinite. plausible: raise it also if a
-    bucket's norm is more than IMPLAUSIBLE times its largest norm so far. Waits for the device at every bucket.
+    finite: raise UserError (exit 1), naming parameter and rank, if a gradient is NaN or infinite. plausible: raise
+    UserError also if a bucket's norm exceeds IMPLAUSIBLE times its largest norm so far. Synchronises with the device at
+    every bucket.
     """
 
-    # A bucket's norm differs by a factor of a few from step to step, ten at a bad batch.
+    # A bucket's norm changes by a small factor from step to step, and by about ten at a bad batch.
     IMPLAUSIBLE = 1000.0
 
     def __init__(self, level: Literal["finite", "plausible"]):
