@@ -21,7 +21,11 @@ CASES = {
     "gated delta with documents, compiled": ("gated_delta", [DOCUMENTS, COMPILED], 1),
     "gated delta over cp, recomputed": ("gated_delta", [CP, RECOMPUTED], 4),
     "kimi delta": ("kimi_delta", [], 1),
-    "kimi delta with documents, compiled and recomputed": ("kimi_delta", [DOCUMENTS, COMPILED, RECOMPUTED], 1),
+    "kimi delta with documents, compiled and recomputed": (
+        "kimi_delta",
+        [DOCUMENTS, COMPILED, RECOMPUTED],
+        1,
+    ),
     "kimi delta over cp, compiled": ("kimi_delta", [CP, COMPILED], 4),
 }
 # Each of four ranks tunes all kernels.

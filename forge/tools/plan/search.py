@@ -40,6 +40,8 @@ MARGIN = 1.2
 ROUND = 8
 # Layouts within this factor of the fastest count as equally fast: a plan's range is far wider.
 EQUAL = 1.02
+# The activations of a layout may be overestimated by these factors, with and without a plan of its shapes.
+KNOWN, UNKNOWN = 1.05, 2.0
 # Memory that a layout leaves free: three GiB, on a small GPU a twentieth.
 SPARE, SMALL_SPARE = 3 * GIB, 0.05
 
@@ -173,8 +175,11 @@ class Corrections:
     def bytes(self, layout: CandidateLayout) -> float:
         return layout.state + layout.activations * self._factor(self._bytes, layout)
 
-    def is_known(self, layout: CandidateLayout) -> bool:
-        return layout.signature in self._seconds or layout.shapes in self._seconds
+    def least_bytes(self, layout: CandidateLayout) -> float:
+        """Return a lower bound of `bytes`. The state is exact; the activations of unplanned shapes may be overestimated."""
+        is_known = layout.signature in self._seconds or layout.shapes in self._seconds
+        doubt = KNOWN if is_known else UNKNOWN
+        return layout.state + layout.activations * self._factor(self._bytes, layout) / doubt
 
     @staticmethod
     def _factor(factors: dict[Any, list[float]], layout: CandidateLayout) -> float:
@@ -193,21 +198,16 @@ def _promising(
 ) -> list[CandidateLayout]:
     """Return the layouts that may fit, the fastest first.
 
-    An estimate corrected by plans of other shapes gets a wider margin.
-
     An interleaved pipeline is left out until the 1F1B pipeline of the same shapes has been planned: that plan takes
     a quarter of the time, and corrects the estimates of both.
     """
     waits = {layout.shapes for layout in left if layout.schedule == "1F1B"}
 
-    def may_fit(layout: CandidateLayout) -> bool:
-        doubt = 1.02 if corrected.is_known(layout) else 1.5
-        return corrected.bytes(layout) <= doubt * usable_bytes(hardware)
-
     def is_ready(layout: CandidateLayout) -> bool:
         return not layout.changes or layout.schedule != "Interleaved1F1B" or layout.shapes not in waits
 
-    return sorted((one for one in left if is_ready(one) and may_fit(one)), key=corrected.seconds)
+    may_fit = [one for one in left if is_ready(one) and corrected.least_bytes(one) <= usable_bytes(hardware)]
+    return sorted(may_fit, key=corrected.seconds)
 
 
 def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
