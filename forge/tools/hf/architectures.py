@@ -143,7 +143,7 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     """Prefixes of tensor names ignored by an import, as by transformers."""
     numbered_layers: bool = False
-    """config.json lists the numbers of linear-attention layers, and of the other layers, which have no positions (kimi.py)."""
+    """config.json lists the numbers of linear-attention layers and of the others, which have no positions (kimi.py)."""
     prefix: str = ""
     """Prefix of all tensor names. A class with a prefix has a nested config.json (forge/tools/hf/kimi.py)."""
     interleaved_rope: bool = False
