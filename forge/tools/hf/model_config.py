@@ -278,7 +278,7 @@ def _read_dense(config: ConfigJson, n_layers: int) -> tuple[int, int]:
 
 
 def _read_windows(config: ConfigJson, n_layers: int) -> tuple[int, list[str]]:
-    """Return sliding_window (0: none) and layer_pattern (empty: all layers alike)."""
+    """Return sliding_window (0: none) and layer_pattern (empty: all layers are of one kind)."""
     keys = config.architecture.window_keys
     if not keys or ("use_sliding_window" in keys and not config["use_sliding_window"]):
         return 0, []

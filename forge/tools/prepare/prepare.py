@@ -1,8 +1,7 @@
 """Turn text into token shards, in parallel. The result does not depend on the number of worker processes.
 
-The corpus is cut into chunks by size alone. A worker tokenizes a chunk into a part, whose last file gets its final name when
-the part is complete. Finally the parts are joined in order. After an interruption, the same command makes only the missing
-parts.
+The corpus is cut into chunks by size alone. A worker tokenizes a chunk into a part, whose last file completes the part.
+Finally the parts are joined in order. After an interruption, the same command makes only the missing parts.
 
     OUTPUT/.parts/plan.json         options and chunks of the parts
     OUTPUT/.parts/part-00007-train.bin    tokens of chunk 7, one file per split
@@ -242,7 +241,7 @@ def _require_input(folder: Path, found: dict[str, Any]) -> None:
 def _check_input(request: Request, tokenizer: Tokenizer) -> None:
     """Raise UserError if finished datasets were made from other content than the current input.
 
-    Documents are read only if a file's stamp has changed. Without the input, e.g. after a move, nothing is compared.
+    Documents are read only if a file's stamp has changed. If the input no longer exists, nothing is compared.
     """
     if gone := [path for path in request.inputs if not is_url(path) and not os.path.exists(path)]:
         print(f"--input {gone[0]}: does not exist, so it is not compared with the dataset", file=sys.stderr)
@@ -377,10 +376,7 @@ def _encode_missing(request: Request, chunks: list[Chunk], parts: Path, wanted: 
 
 
 def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> Tally:
-    """Return the sum of the tallies of all parts, and print warnings.
-
-    Raises UserError if too many documents are unreadable, or if a split would be empty.
-    """
+    """Return the sum of all tallies, and print warnings. Raises UserError for too many bad documents or an empty split."""
     tally = Tally()
     for bad in corpus.unreadable:
         tally.add_bad(bad)

@@ -64,7 +64,7 @@ def _memory(runs: Sequence[RunRecord]) -> list[Part]:
     return _columns("What rank 0 holds, in GiB", found)
 
 
-# Kinds of memory, named alike in a plan and in the event `memory`.
+# Kinds of memory, with the names of both a plan and the event `memory`.
 KINDS = ("parameters", "masters", "gradients", "optimizer", "buckets", "activations")
 
 

@@ -43,7 +43,7 @@ OptimizerFactory: TypeAlias = Callable[[list[Shard], Config, Any], Optimizer]
 
 @dataclass(frozen=True)
 class Twist:
-    """Changes made by a test to the layout and to the reference alike. Functions must be at module level, for pickling.
+    """Changes made by a test to both the layout and the reference. Functions must be at module level, for pickling.
 
     routers: called at the start with the routers' local weights and their biases; writes into them. labels: called with
     the labels of every batch, int64 `[sequences, seq]`, and the data rank; writes into the labels.
