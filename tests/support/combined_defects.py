@@ -15,7 +15,7 @@ from forge.shard import Box, Rates, Shard
 
 
 def look_ahead_within_the_part() -> None:
-    """Multi-token prediction that looks ahead within a cp rank's part."""
+    """Multi-token prediction reads the next tokens from the cp rank's own part only."""
     from forge.model.mtp import look_ahead
     from forge.parallel.context.sequence import SequenceSplit
 
@@ -31,7 +31,7 @@ def look_ahead_within_the_part() -> None:
 
 
 def shared_experts_on_every_rank() -> None:
-    """Shared experts added by every tp rank."""
+    """The output of shared experts added by every tp rank."""
     from forge.parallel.expert import PieceRoutedMoE
 
     def forward(self: Any, x: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -41,17 +41,17 @@ def shared_experts_on_every_rank() -> None:
 
 
 def latent_norms_left_apart() -> None:
-    """The norm of MLA's latent without the gradient of other tp ranks' heads."""
+    """The gradient of MLA's latent norm without the heads of other tp ranks."""
     _left_apart(["kv_norm"])
 
 
 def head_norms_left_apart() -> None:
-    """QK norms without the gradient of other tp ranks' heads."""
+    """Gradients of QK norms without the heads of other tp ranks."""
     _left_apart(["q_norm", "k_norm"])
 
 
 def routers_left_apart() -> None:
-    """Router weights without the gradient of other tp ranks' tokens (torchtitan #2387)."""
+    """Gradients of router weights without the tokens of other tp ranks (torchtitan #2387)."""
     _left_apart(["router"])
 
 
@@ -65,7 +65,7 @@ def _left_apart(names: Collection[str]) -> None:
 
 
 def expert_inputs_left_apart() -> None:
-    """Gradients below experts not summed over tp where the stream is whole (torchtitan #4054)."""
+    """Gradients below experts not summed over tp without sequence parallelism (torchtitan #4054)."""
     from forge.parallel import expert
     from forge.parallel.step.collectives import _own_piece
 
@@ -73,7 +73,7 @@ def expert_inputs_left_apart() -> None:
 
 
 def expert_biases_on_every_rank() -> None:
-    """Output biases of experts times tp (torchtitan #4245)."""
+    """Output biases of experts multiplied by tp (torchtitan #4245)."""
     from forge.model.experts import Experts
 
     compute = Experts.compute
@@ -99,14 +99,14 @@ def routers_balanced_without_tp() -> None:
 
 
 def sequence_loss_of_own_tokens() -> None:
-    """A balancing loss over sequences that sees a cp rank's tokens."""
+    """A balancing loss per sequence computed from one cp rank's tokens only."""
     from forge.parallel import expert
 
     expert.sum_over = lambda counts, ranks: counts
 
 
 def last_row_dropped() -> None:
-    """An expert exchange that loses the last row of an uneven split."""
+    """An exchange of expert rows loses the last row of an uneven split."""
     from forge.parallel import expert
 
     combine = expert.combine
@@ -118,7 +118,7 @@ def last_row_dropped() -> None:
 
 
 def sinks_counted_twice() -> None:
-    """Attention sinks that every tp rank counts in the gradient norm (Megatron-LM #7452)."""
+    """Attention sinks counted in the gradient norm by every tp rank (Megatron-LM #7452)."""
     from forge.tools.verify import record
 
     report = record.report_gradients
@@ -128,7 +128,7 @@ def sinks_counted_twice() -> None:
 
 
 def flat_slices_without_decay() -> None:
-    """Weight decay that flat zero1 slices do not get, being vectors."""
+    """Weight decay skipped for zero1 slices of matrices, because flat slices look like vectors."""
     from forge.optim import adamw
 
     decay = adamw.weight_decay
@@ -145,7 +145,7 @@ def flat_slices_without_decay() -> None:
 
 
 def norm_of_the_batch() -> None:
-    """NorMuon that keeps the norm of an owner's matrices together, not of each."""
+    """NorMuon preserves the joint norm of an owner's matrices instead of each matrix's norm."""
     from forge.optim.muon import LEAST_MOMENT, _RowMoments
 
     normalize = _RowMoments.normalize
@@ -160,14 +160,14 @@ def norm_of_the_batch() -> None:
 
 
 def own_largest_logits() -> None:
-    """QK-clip by the largest logits of a rank's own samples."""
+    """QK-clip by the largest logits of the rank's own samples."""
     from forge.parallel.logits import LargestLogits
 
     LargestLogits.complete = lambda self: None
 
 
 def heads_by_own_rows() -> None:
-    """Muon that takes heads apart only where a rank has all rows (Megatron-LM #7117)."""
+    """Muon splits heads only on a rank with all rows of the matrix (Megatron-LM #7117)."""
     from forge.optim.muon import Muon
 
     init = Muon.__init__
@@ -183,7 +183,7 @@ def heads_by_own_rows() -> None:
 
 
 def own_part_of_matrices() -> None:
-    """Muon on the part of a matrix that its zero1 rank has reduced (DeepSpeed #8090)."""
+    """Muon applied to a zero1 rank's part of a matrix instead of the whole matrix (DeepSpeed #8090)."""
     from forge.optim.matrices import _Round
 
     def gather(self: Any, held: list[Tensor], empty: Tensor) -> tuple[list[Tensor], Callable[[], None]]:
@@ -196,7 +196,7 @@ def own_part_of_matrices() -> None:
 
 
 def states_pass_documents() -> None:
-    """A state of linear attention that passes from one document to the next between cp ranks."""
+    """The state of linear attention carried into the next document between cp ranks."""
     from forge.model import AttentionMask
     from forge.parallel.context.states import PassedStates
 
@@ -204,7 +204,7 @@ def states_pass_documents() -> None:
 
 
 def second_use_without_gradient() -> None:
-    """zero2 that reduces a weight after its first use, and loses the second (DeepSpeed #8224)."""
+    """zero2 reduces a weight's gradient after its first use and loses the second (DeepSpeed #8224)."""
     from forge.model.transformer import Block
 
     forward, used = Block.forward, set()
@@ -226,7 +226,7 @@ def second_use_without_gradient() -> None:
 
 
 def mean_before_the_step() -> None:
-    """A mean of weights that takes a zero1 rank's weights before the update."""
+    """A mean of the weights taken before the update, under zero1."""
     from forge.optim.ema import WithAverage
 
     step = WithAverage.step
@@ -244,7 +244,7 @@ def mean_before_the_step() -> None:
 
 
 def experts_not_clipped() -> None:
-    """Clipping that passes over experts."""
+    """Gradients of experts left out of clipping."""
     from forge.train import step
 
     clip = step.clip_gradients
@@ -252,7 +252,7 @@ def experts_not_clipped() -> None:
 
 
 def keys_in_another_order() -> None:
-    """Shared keys that ulysses repeats in another order than query heads need them."""
+    """Ulysses repeats shared keys in another order than the query heads."""
     from forge.parallel.context.ulysses import UlyssesAttention
 
     call = UlyssesAttention.__call__
@@ -265,7 +265,7 @@ def keys_in_another_order() -> None:
 
 
 def windows_taken_as_whole() -> None:
-    """A ring that takes a block of keys that a window covers in part as all visible."""
+    """Ring attention treats a block of keys partly inside the window as fully visible."""
     from forge.parallel.context.ring import PlainKernel
 
     table = PlainKernel.make_table
@@ -273,7 +273,7 @@ def windows_taken_as_whole() -> None:
 
 
 def sinks_of_the_first_rank() -> None:
-    """Ulysses ranks that all take the sinks of the first rank's heads."""
+    """All ulysses ranks use the sinks of the first rank's heads."""
     from forge.parallel.context.ulysses import UlyssesAttention
 
     call = UlyssesAttention.__call__
@@ -286,7 +286,7 @@ def sinks_of_the_first_rank() -> None:
 
 
 def own_scales() -> None:
-    """Eight-bit moments whose ranks do not agree on the scales of blocks that tp cuts."""
+    """Ranks of a block of eight-bit moments cut by tp use different scales."""
     from forge.optim.moments import Int8Moments
 
     init = Int8Moments.__init__
@@ -299,7 +299,7 @@ def own_scales() -> None:
 
 
 def noise_by_local_index() -> None:
-    """Rounding noise of bfloat16 moments by the index on the rank."""
+    """Rounding noise of bfloat16 moments drawn by the local index on the rank."""
     from forge.optim.rounding import StochasticRounding
 
     init = StochasticRounding.__init__
@@ -315,7 +315,7 @@ def noise_by_local_index() -> None:
 
 
 def counted_in_recomputation() -> None:
-    """Recomputation that counts the tokens of experts again."""
+    """Recomputation counts the tokens of experts a second time."""
     from forge.model.router import Router
 
     balance = Router._balance
@@ -336,7 +336,7 @@ def loss_scale_by_microbatches() -> None:
 
 
 def held_out_tokens_of_own_part() -> None:
-    """A held-out loss divided by a cp rank's own number of tokens times ranks."""
+    """A held-out loss divided by the cp rank's number of tokens times the number of ranks."""
     from forge.parallel.step.model import ParallelModel
 
     evaluate = ParallelModel.evaluate
@@ -351,7 +351,7 @@ def held_out_tokens_of_own_part() -> None:
 
 
 def generated_from_0() -> None:
-    """Text generated with positions that begin at 0 on every cp rank."""
+    """Generation with positions starting at 0 on every cp rank."""
     from forge.parallel.context import sequence
 
     without = sequence._without_labels
@@ -361,7 +361,7 @@ def generated_from_0() -> None:
 
 
 def rates_left_behind() -> None:
-    """Width-dependent learning rates that zero1 slices do not get."""
+    """Width-dependent learning rates not applied to zero1 slices."""
     from forge.parallel import build
 
     describe = build.describe
@@ -374,12 +374,12 @@ def rates_left_behind() -> None:
 
 
 def mix_queries_left_apart() -> None:
-    """Queries of attention residuals without the gradient of other tp ranks' tokens."""
+    """Gradients of attention residuals' queries without the tokens of other tp ranks."""
     _left_apart(["mix.query"])
 
 
 def saved_streams_detached() -> None:
-    """Saved streams that enter a pipeline stage without a way back for their gradients."""
+    """Gradients of saved streams not sent back to the previous pipeline stage."""
     from forge.model import Transformer
 
     forward = Transformer.forward
@@ -391,7 +391,7 @@ def saved_streams_detached() -> None:
 
 
 def residual_blocks_of_the_stage() -> None:
-    """Residual blocks counted from the first layer of a pipeline stage."""
+    """Residual blocks counted from the first layer of the pipeline stage."""
     from forge.model import Transformer
 
     init = Transformer.__init__
@@ -406,12 +406,12 @@ def residual_blocks_of_the_stage() -> None:
 
 
 def latents_of_experts_left_apart() -> None:
-    """Projections to the latents of experts without the gradient of other tp ranks' tokens."""
+    """Gradients of the projections to expert latents without the tokens of other tp ranks."""
     _left_apart(["to_latent", "from_latent", "latent_norm"])
 
 
 def quantiles_of_own_tokens() -> None:
-    """Biases solved from the histograms of one rank."""
+    """Router biases solved from the histograms of one rank."""
     from forge.parallel.step import routers
 
     reduce = routers.dist.all_reduce
@@ -423,7 +423,7 @@ def quantiles_of_own_tokens() -> None:
 
 
 def quantiles_of_the_last_microbatch() -> None:
-    """Histograms that each microbatch begins again."""
+    """Router histograms reset by each microbatch."""
     from forge.model.router import Router
 
     forward = Router.forward
@@ -437,7 +437,7 @@ def quantiles_of_the_last_microbatch() -> None:
 
 
 def decays_without_bound() -> None:
-    """Decays of Kimi Delta Attention whose bound is lost where heads are split."""
+    """The bound on decays of Kimi Delta Attention lost under tensor parallelism."""
     from forge.model import Decay
     from forge.parallel.tensor.local import LocalDecay
 
@@ -452,7 +452,7 @@ def decays_without_bound() -> None:
 
 
 def positions_in_position_free_latents() -> None:
-    """Latent attention that rotates keys of position-free layers where the sequence is split."""
+    """Latent attention rotates keys of position-free layers under context parallelism."""
     from forge.model import LatentAttention
 
     forward = LatentAttention.forward

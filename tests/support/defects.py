@@ -51,7 +51,7 @@ def mean_of_means() -> None:
 
 
 def expert_gradients_times_ep() -> None:
-    """Gradients of experts times ep."""
+    """Gradients of experts multiplied by ep."""
     _after_finalizing(lambda shard: 2.0 if shard.kind == "expert" else 1.0)
 
 
@@ -82,7 +82,7 @@ def partial_gradients_left_apart() -> None:
 
 
 def positions_from_0() -> None:
-    """Positions that start at 0 on every cp rank."""
+    """Positions starting at 0 on every cp rank."""
     from forge.parallel.context.sequence import SequenceSplit
 
     local = SequenceSplit.local_part
@@ -96,7 +96,7 @@ def positions_from_0() -> None:
 
 
 def documents_counted_from_each_chunk() -> None:
-    """A mask that forgets documents at the borders of cp."""
+    """An attention mask without documents across cp ranks."""
     from forge.parallel.context.sequence import SequenceSplit
 
     local = SequenceSplit.local_part
@@ -110,7 +110,7 @@ def documents_counted_from_each_chunk() -> None:
 
 
 def keys_keep_their_own_gradient() -> None:
-    """Keys and values without the gradient of other cp ranks."""
+    """Gradients of keys and values without the part of other cp ranks."""
     from forge.parallel.context import gathered
     from forge.runtime import compat
 
@@ -124,21 +124,21 @@ def keys_keep_their_own_gradient() -> None:
 
 
 def tied_gradients_left_apart() -> None:
-    """The tied gradient of the last stage dropped."""
+    """The last stage's gradient of a tied weight dropped."""
     from forge.parallel.pipeline.tied import Tied
 
     Tied.sum_gradients = lambda self: None
 
 
 def tied_values_left_behind() -> None:
-    """The tied weight of the last stage not updated."""
+    """The last stage's copy of a tied weight not updated."""
     from forge.parallel.pipeline.tied import Tied
 
     Tied.copy_values = lambda self: None
 
 
 def one_ranks_experts_are_saved() -> None:
-    """A checkpoint that saves one rank's experts."""
+    """A checkpoint with the experts of one rank only."""
     from forge.checkpoint.staging import Stager
 
     stage = Stager.stage
@@ -168,7 +168,7 @@ def stale_scale() -> None:
 
 
 def overwritten_input() -> None:
-    """A write into an activation that recomputation reads."""
+    """An in-place write into an activation needed by recomputation."""
     from forge.model.transformer import Block
 
     forward = Block.forward
@@ -183,7 +183,7 @@ def overwritten_input() -> None:
 
 
 def norm_of_own_shards() -> None:
-    """A gradient norm of the rank's own shards."""
+    """A gradient norm over the rank's own shards only."""
     from forge.parallel.step import gradients
 
     class Silent:
@@ -193,14 +193,14 @@ def norm_of_own_shards() -> None:
 
 
 def weights_of_the_step_before() -> None:
-    """Weights of the step before."""
+    """A forward with the weights of the previous step."""
     from forge.parallel.engines.buffered import Buffered
 
     Buffered.after_update = lambda self, copied: None
 
 
 def experts_drawn_by_local_index() -> None:
-    """Experts drawn by their index on the rank."""
+    """Experts initialised by their index on the rank."""
     from forge.parallel import build
     from forge.parallel.initialize import initialize
 
@@ -246,7 +246,7 @@ def only_local_logsumexp() -> None:
 
 
 def rows_of_other_ranks_not_masked() -> None:
-    """Tokens of other ranks' rows not masked."""
+    """Tokens outside the rank's rows of the embedding not masked."""
 
     from forge.parallel.tensor import local
 
@@ -259,14 +259,14 @@ def rows_of_other_ranks_not_masked() -> None:
 
 
 def updates_not_restored() -> None:
-    """A count of updates that a resume forgets."""
+    """The optimizer's count of updates lost on resume."""
     from forge.optim.adamw import AdamW
 
     AdamW.load_state = lambda self, state: None
 
 
 def every_piece_from_the_first_file() -> None:
-    """A loader that takes every piece of a tensor from the first rank that saved some."""
+    """A loader reading all pieces of a tensor from the first rank with a saved piece."""
     from forge.checkpoint import loading
 
     create = loading.DefaultLoadPlanner.create_local_plan

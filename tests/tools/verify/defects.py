@@ -105,7 +105,7 @@ class NormedFeedForward(FeedForward):
 
 
 class LocalNormModel(Transformer):
-    """A norm over the local width under tp."""
+    """A norm over the local features only, under tp."""
 
     def __init__(self, config: Any, seq_len: int, **part: Any):
         super().__init__(config, seq_len, **part)
@@ -127,7 +127,7 @@ class BiasedModel(Transformer):
 
 
 class Trust(Descent):
-    """An optimizer that normalises by its shard."""
+    """An optimizer normalising by the norm of its shard."""
 
     def step(self, lr: float, skip: Tensor) -> None:
         for shard in self._shards:
@@ -157,7 +157,7 @@ class GoodHook(Hook):
 
 
 class ShardClip(GoodHook):
-    """A hook that clips each gradient by the norm of the rank's shard."""
+    """A hook clipping each gradient by the norm of the rank's shard."""
 
     def after_gradients(self, step: int) -> None:
         for shard in self.trainer.model.shards:
@@ -166,7 +166,7 @@ class ShardClip(GoodHook):
 
 
 class FirstRankDecays(GoodHook):
-    """A hook that decays parameters on the first rank only."""
+    """A hook decaying parameters on the first rank only."""
 
     def before_step(self, step: int) -> None:
         if self.trainer.reporter.world.rank == 0:
@@ -174,7 +174,7 @@ class FirstRankDecays(GoodHook):
 
 
 class LocalCurve(GoodHook):
-    """A hook that reports the norm of the rank's own shards."""
+    """A hook reporting the norm of the rank's own shards."""
 
     def before_optimizer(self, step: int) -> None:
         grads = [shard.grad for shard in self.trainer.model.shards if shard.grad is not None]
