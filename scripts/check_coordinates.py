@@ -50,7 +50,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def draw(found: dict[str, dict[int, float]], name: str) -> str:
-    """Draw the changes by width as SVG, both axes logarithmic. found: activation -> width -> change. name: parametrization."""
+    """Draw the changes by width as SVG, both axes logarithmic. found: activation -> width -> change. name: title."""
     from forge.tools.report.draw import Curve, curves  # needs matplotlib
 
     drawn = [
