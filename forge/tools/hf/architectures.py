@@ -1,7 +1,7 @@
 """`Architecture`: config keys and tensor names of one model class of transformers. table.py lists the classes.
 
-In tables, "ours" are forge's names: keys of [model] ("dim", "moe.top_k") and modules. "theirs" are transformers' names: keys
-of config.json and modules.
+In tables, the prefix "ours" marks forge's names: keys of [model] ("dim", "moe.top_k") and module names. "theirs" marks
+transformers' names: keys of config.json and module names.
 """
 
 from __future__ import annotations

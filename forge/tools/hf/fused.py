@@ -35,7 +35,8 @@ class Rows(NamedTuple):
 class HFPlace(NamedTuple):
     """The place of one of forge's tensors in a tensor of transformers.
 
-    theirs: name of the latter below `model.layers.N`. shape: of the latter. rows: rows with forge's tensor; None: all.
+    theirs, shape: name (below `model.layers.N`) and shape of transformers' tensor. rows: rows with forge's tensor; None:
+    all.
     paired: rows of gate and up alternate; in forge all rows of gate come first. transposed: the input dim comes before the
     output dim.
     """

@@ -228,7 +228,7 @@ def _read(stored: list[Stored | Blocks | Scaled], shape: tuple[int, ...]) -> Ten
 
 
 class _LazyTensor(ShardTensor):
-    """A tensor for DCP that is made when DCP writes it, and freed after that. make: returns the values."""
+    """A tensor for DCP, made when DCP writes it and freed after the write. make: returns the values."""
 
     _make: Callable[[], Tensor]
 

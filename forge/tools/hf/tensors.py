@@ -234,7 +234,7 @@ def _zeros(theirs: str, *shape: int) -> Weight:
 def _router_state(
     model: ModelConfig, architecture: Architecture, name: str, tensor: Tensor, prefix: str
 ) -> Weight:
-    """Return the Weight of a router's state: the bias on the choice of experts, or counts, which exist only in forge."""
+    """Return the Weight of a router's state: the bias on the choice of experts, or the counts (absent in transformers)."""
     shape = tuple(tensor.shape)
     if not name.endswith(".bias") or architecture.router_bias is None:
         return Weight(name, shape, (), shape, is_state=True, dtype=tensor.dtype)

@@ -99,7 +99,7 @@ class DraftedScores:
         return line[len(text) :]
 
     def _places(self, begin: int, end: int) -> Tensor:
-        """Return the positions from `begin` to `end` - 1, int64 `[1, end - begin]`. Set this range in all caches."""
+        """Set positions `begin` to `end` - 1 in all caches. Return these positions, int64 `[1, end - begin]`."""
         for cache in self._caches:
             cache.begin, cache.end = begin, end
         return torch.arange(begin, end, device=self._model.rope_cos.device)[None]

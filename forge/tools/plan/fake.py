@@ -151,7 +151,7 @@ class FakeRank:
             apply_gradients(model, self.optimizer, report, optimizer.lr, train.grad_clip_norm)
 
     def update(self, microbatches: int) -> None:
-        """Run only the optimizer's part of a step, with fake gradients. `microbatches` sets the size of the batch held."""
+        """Run only the optimizer's part of a step, with fake gradients. microbatches: number of microbatches in memory."""
         with _explained(), self._watched():
             self.trace.begin()
             self.trace.moment = Moment("update")
@@ -192,7 +192,7 @@ class FakeRank:
             yield
 
     def _rows(self) -> int:
-        """Return the number of rows sent from this rank to the experts of one layer, per microbatch."""
+        """Return the number of token rows dispatched by this rank to the experts of one layer, per microbatch."""
         moe, train = self.config.model.moe, self.config.train
         if moe is None:
             return 0

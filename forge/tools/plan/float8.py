@@ -81,8 +81,8 @@ def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
 class PlainProducts:
     """`Products` for fake tensors: multiply unquantised operands with the operators of `precision.compute`.
 
-    A weight gathered as float8 codes has no copy in `precision.compute`. Its place takes a tensor with all strides 0,
-    which has no memory.
+    A weight gathered as float8 codes has no copy in `precision.compute`. A tensor with all strides 0, and so without
+    memory, replaces the copy.
     """
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:

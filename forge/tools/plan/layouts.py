@@ -225,9 +225,9 @@ def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Cha
 
 
 def _accumulations(config: Config, engine: str, *, several: bool) -> Iterator[Changes]:
-    """Yield pairs of values for RESHARD and DEFER, the config's own first.
+    """Yield pairs of values for the keys RESHARD and DEFER, the config's own pair first.
 
-    Only FSDP2 with several microbatches per step gets further pairs, which trade memory for traffic.
+    Further pairs trade memory for traffic. They exist only for FSDP2 with several microbatches per step.
     """
     own = {key: value_of(config, key) for key in (RESHARD, DEFER)}
     yield own
@@ -297,7 +297,7 @@ def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
 
 
 def held_parameters(degrees: Degrees, model: Model) -> float:
-    """Return the number of parameters used in a rank's computation, when all are gathered."""
+    """Return the number of parameters in a rank's memory when FSDP2's shards are all gathered."""
     # The ep axis includes the tp ranks, so experts are divided by ep alone.
     return (model.parameters - model.experts) / (degrees.tp * degrees.pp) + model.experts / (
         degrees.pp * max(degrees.ep, 1)
@@ -305,7 +305,7 @@ def held_parameters(degrees: Degrees, model: Model) -> float:
 
 
 def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: Model) -> float:
-    """Return roughly the seconds of a step."""
+    """Return a rough estimate of the seconds of a step."""
     d, train, dim, mode = degrees, config.train, config.model.dim, config.activation_checkpoint.mode
     peak = hardware.peak_flops(config.precision.compute) or hardware.peak_flops("bfloat16") or 1e12
     tokens = train.global_batch_size * train.seq_len / d.world

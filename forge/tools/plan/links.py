@@ -23,7 +23,7 @@ TWICE = ("all_reduce",)
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a collective. node, network: seconds for which its bytes occupy a rank's NVLink and NIC."""
+    """Seconds of a collective. node, network: seconds during which the bytes occupy a rank's NVLink and its NIC."""
 
     seconds: float = 0.0
     node: float = 0.0
@@ -36,7 +36,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Span:
-    """The spread of a group over nodes. most, least: the group's ranks on the node with most and with fewest of them."""
+    """The spread of a group over nodes. most, least: the largest and the smallest number of the group's ranks on a node."""
 
     ranks: int
     nodes: int
@@ -84,7 +84,7 @@ def bandwidth(hardware: Hardware) -> tuple[float, float]:
 
 
 def _latency(call: Collective, span: Span, hardware: Hardware) -> float:
-    """Return the latency of a collective: its seconds apart from the bytes.
+    """Return the latency of a collective, in seconds: its time without the transfer of bytes.
 
     A ring has a hop for every rank. An all-reduce over several nodes uses a tree between the nodes.
     """

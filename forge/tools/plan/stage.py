@@ -185,7 +185,7 @@ def fewer_microbatches(config: Config, degrees: Degrees) -> Degrees:
 
 
 def hideable(moment: Moment, call: Collective) -> bool:
-    """Return whether computation can hide the call: a background call during forward or backward."""
+    """Return whether computation can hide `call`: true for background calls in forward and backward."""
     return call.background and moment.phase in ("forward", "backward")
 
 

@@ -121,7 +121,7 @@ def _zip_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[st
 
 
 def _deb_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, int, IO[bytes]]]:
-    """Yield (name, size, content) of the wanted files in the tar printed by dpkg-deb. It lacks the package's scripts."""
+    """Yield (name, size, content) of the wanted files in the tar printed by dpkg-deb, without the package's scripts."""
     command = ["dpkg-deb", "--fsys-tarfile", str(path)]
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:

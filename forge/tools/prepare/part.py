@@ -196,9 +196,9 @@ def for_chunks(
 def _ignoring_interrupts() -> Iterator[None]:
     """Ignore SIGINT in the body, so that worker processes started there inherit this setting.
 
-    A terminal sends Ctrl-C to all its processes. Workers ignore it, and the main process stops each worker after its
-    current chunk. A handler installed by the worker would miss a Ctrl-C during the worker's start. Outside of the main
-    thread, e.g. in a Dask worker, do nothing: other threads cannot set handlers, and such a process has no terminal.
+    A terminal sends Ctrl-C to all its processes. Workers ignore the signal, and the main process stops each worker after its
+    current chunk. A handler installed by a worker would miss a Ctrl-C during the worker's start. Outside of the main
+    thread, e.g. in a Dask worker, do nothing: other threads cannot set handlers, and a Dask worker has no terminal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -291,7 +291,7 @@ class _Tokens:
         self.count = self.unknown = 0
 
     def add(self, texts: Iterable[str], *, begins: bool = True, ends: bool = True) -> int:
-        """Add consecutive parts of a document: all of them, or a stretch. Return their size in bytes of UTF-8.
+        """Add consecutive parts of a document, all or some. Return the size of the added text in bytes of UTF-8.
 
         begins, ends: whether the document begins with the first part, and ends with the last.
         """

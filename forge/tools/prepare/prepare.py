@@ -325,10 +325,10 @@ def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
 
 
 def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], shared: bool = False) -> None:
-    """Remove existing parts made from other options or chunks, and write the plan of this run.
+    """Remove existing parts made from other options or chunks, and write this run's options and chunks to `parts`.
 
-    shared: raise UserError for such parts, instead of removing them. Changed documents are found later: `encode_chunk`
-    compares each part with the content of its chunk.
+    shared: raise UserError for parts with other options, instead of removing them. Changed documents are found later:
+    `encode_chunk` compares each part with the content of its chunk.
     """
     digest = hashlib.sha256()
     for number, (file, *places) in ((n, piece) for n, chunk in enumerate(chunks) for piece in chunk):

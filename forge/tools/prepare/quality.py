@@ -1,4 +1,6 @@
-"""Leave out documents: by a user's filter, as contaminated by passages of given files, or as duplicates. Off by default."""
+"""Leave out documents rejected by a user's filter, documents sharing passages with given files, and duplicates.
+
+All three rules are off by default."""
 
 from __future__ import annotations
 
@@ -111,7 +113,7 @@ def load_filter(path: str) -> Keep:
 def known_ngrams(files: tuple[str, ...], n: int, text_key: str) -> frozenset[int]:
     """Return the hashes of all n-grams in the documents of `files`. A document of fewer than `n` words has none.
 
-    Raises UserError if any file is unreadable or skipped. Otherwise a test set could be missed silently.
+    Raises UserError if any file is unreadable or would be skipped, because a test set could otherwise be missed silently.
     """
     found: set[int] = set()
     corpus = find_corpus(files, text_key=text_key, option="--decontaminate")

@@ -1,4 +1,4 @@
-"""Sample a corpus: share a budget of bytes among all files. A large file gives ranges spread over its length."""
+"""Sample a corpus: share a budget of bytes among all files. A large file contributes ranges spread over its length."""
 
 from __future__ import annotations
 

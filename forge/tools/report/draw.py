@@ -54,7 +54,7 @@ WIDE, HALF = (10.4, 3.0), (5.2, 2.7)
 
 @dataclass(frozen=True)
 class Curve:
-    """A named curve. points: (x values, y values). color, run: index of its colour and of its dash pattern."""
+    """A named curve. points: (x values, y values). color: index of the colour. run: index of the dash pattern."""
 
     name: str
     points: Points | tuple[list[float], list[float]]

@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def size(self) -> float:
-        """The largest relative difference over all kinds of tensors."""
+        """The largest relative difference of any kind of tensor."""
         return max(self.largest.values(), default=0.0)
 
 
@@ -297,7 +297,9 @@ def _legal(config: Config, cases: Sequence[Case], report: Report) -> Iterator[Ca
 def _plain_on_rank(
     _rank: int, _world: int, text: str, settings: Settings, file: str
 ) -> tuple[list[str], dict]:
-    """Write the reference to `file`. Return its modules in computation order, and the sizes of its tensors for `merge`."""
+    """Write the reference to `file`. Return the modules in computation order, and the sizes of the reference's tensors.
+
+    `merge` needs these sizes."""
     logging.disable(logging.WARNING)
     reference = record_plain(text, settings)
     drop_unsteady(reference, text, settings)
