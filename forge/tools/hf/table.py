@@ -282,7 +282,7 @@ ARCHITECTURES = (
     Architecture(
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
-        # In this class, norms of latents have a fixed eps, whatever config.json says.
+        # In this class, norms of latents have a fixed eps, not read from config.json.
         fixed={"attention": "mla", "moe.score_function": "sigmoid", "norm_eps": 1e-6},
         keys=_DEEPSEEK_ROUTING | {f"mla.{key}": key for key in MLAConfig.model_fields},
         defaults={

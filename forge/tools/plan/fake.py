@@ -166,7 +166,7 @@ class FakeRank:
             del batch
 
     def batch_bytes(self, microbatches: int) -> int:
-        """Return the bytes of input of `microbatches` microbatches: their tokens, and this rank's part of each.
+        """Return the input bytes of `microbatches` microbatches: their tokens and labels, and this rank's part of these.
 
         Both stay allocated for a whole step.
         """

@@ -158,7 +158,7 @@ def _progress(asked: int, tries: int, fitting: list[Found]) -> str:
 class Corrections:
     """Estimates multiplied by the median ratio of plan to estimate, from the most similar layouts planned so far.
 
-    Similar, in this order: same signature, shapes, sizes, recomputation mode; otherwise all planned layouts.
+    From the most to the least similar: equal signature, shapes, sizes, recomputation mode; all planned layouts.
     """
 
     def __init__(self, tried: list[tuple[CandidateLayout, Found]]):
@@ -245,7 +245,7 @@ def _next(left: list[CandidateLayout], number: int, layers: int = LAYERS) -> lis
 
 @contextmanager
 def _pool(processes: int | None) -> Iterator[Any]:
-    """Yield a function (layouts, hardware) -> list of Found or None, in order, planned on `processes` processes."""
+    """Yield a function (layouts, hardware) -> results of `_attempt` in the order of `layouts`, on `processes` processes."""
     number = processes or min(8, cores())
     if number == 1:
         yield lambda chosen, hardware: [_attempt(layout, hardware) for layout in chosen]

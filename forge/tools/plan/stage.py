@@ -194,8 +194,8 @@ def all_calls(
 ) -> Iterator[tuple[Moment, Collective]]:
     """Yield (moment, collective) for every collective of a whole step, from a trace with fewer microbatches.
 
-    Untraced microbatches count like the middle microbatch of the trace. Messages between stages are scaled by the number
-    of microbatches, because each microbatch has equally many, but at no fixed position in the trace.
+    Untraced microbatches count like the middle microbatch of the trace. Messages between stages have no fixed position in
+    the trace, but every microbatch has equally many: their number is scaled by the number of microbatches.
     """
     left_out, middle = degrees.accumulation - traced.accumulation, traced.accumulation // 2
     for moment, call in calls:

@@ -35,7 +35,7 @@ DEVICE = torch.ops.prim.device.default
 
 @dataclass(frozen=True)
 class Moment:
-    """A point of a step. phase: forward, backward, or a stretch outside of both. part: the submodule, e.g. a layer."""
+    """A point of a step. phase: forward, backward, or a period outside of both. part: the submodule, e.g. a layer."""
 
     phase: str = "building"
     part: str = ""

@@ -1,6 +1,7 @@
 """Leave out documents rejected by a user's filter, documents sharing passages with given files, and duplicates.
 
-All three rules are off by default."""
+All three rules are off by default.
+"""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class PageSection:
 
 
 def shown(value: Any) -> str:
-    """Return a cell as text. Numbers that are not integers have four digits."""
+    """Return a cell as text; non-integer numbers with four digits."""
     if value is None:
         return ""
     if _is_number(value):

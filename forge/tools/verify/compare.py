@@ -50,7 +50,7 @@ class Difference:
 
     @property
     def what(self) -> str:
-        """The tensor, e.g. `gradient of layers.0.attention.wq.weight`."""
+        """The tensor in words, e.g. `gradient of layers.0.attention.wq.weight`."""
         return f"{self.kind} of {self.name}"
 
 

@@ -72,7 +72,7 @@ class Case:
         return " ".join([f"{axis}={degree}" for axis, degree in self.degrees] + shown) or "one process"
 
     def config(self, config: Config) -> Config:
-        """Return `config`, which describes one process, under this layout. Raises UserError for an illegal layout."""
+        """Return the one-process configuration `config` with this layout. Raises UserError for an illegal layout."""
         keys = {f"parallel.{axis}": degree for axis, degree in self.degrees} | dict(self.options)
         result = changed(config, keys)
         check_world(result, self.world)

@@ -299,7 +299,8 @@ def _plain_on_rank(
 ) -> tuple[list[str], dict]:
     """Write the reference to `file`. Return the modules in computation order, and the sizes of the reference's tensors.
 
-    `merge` needs these sizes."""
+    `merge` needs these sizes.
+    """
     logging.disable(logging.WARNING)
     reference = record_plain(text, settings)
     drop_unsteady(reference, text, settings)
