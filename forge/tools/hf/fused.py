@@ -21,7 +21,7 @@ from forge.config.model import ModelConfig
 
 
 class Rows(NamedTuple):
-    """Rows of a fused tensor: divide it into `groups` equal runs of rows, and take rows `start` to `stop` - 1 of each run."""
+    """Rows of a fused tensor: rows `start` to `stop` - 1 of each of its `groups` equal groups of consecutive rows."""
 
     groups: int
     start: int
@@ -109,7 +109,7 @@ def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
 def join(parts: list[Tensor], rows: list[Rows], shape: tuple[int, ...]) -> Tensor:
     """Fuse forge's tensors `parts` into one tensor of transformers of shape `shape`. Part i fills the rows `rows[i]`.
 
-    Rows of a run after the last part are zeros.
+    The rows of a group after the last part are zeros.
     """
     runs = [
         part.reshape(place.groups, place.stop - place.start, -1)

@@ -31,7 +31,7 @@ class Weight:
         transformers has no such tensor, and an import writes zeros.
     is_state: the tensor is a state in forge, not a parameter. dtype: forge's dtype of a state.
     heads: number of heads (or experts) with paired rows. Transformers stores the two rows of a pair as neighbours; forge
-        stores the first rows of all pairs, then the second rows. 0: both have one order.
+        stores the first rows of all pairs, then the second rows. 0: both store rows in the same order.
     first: first paired row of a head. All later rows of the head are paired, too.
     rows: the rows of transformers' tensor with forge's tensor; None: all. transposed: the last two dims are swapped.
     is_copy: a further copy of `ours`. An export writes the copy; an import ignores it.

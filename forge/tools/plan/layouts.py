@@ -1,7 +1,7 @@
 """`layouts`: the legal layouts for a search, ordered by a rough estimate of their speed.
 
-The estimate is arithmetic on the model's FLOPs and parameters, the bytes sent by each axis, and the bubble. It only
-chooses the layouts to plan, and each plan corrects it. A search prints numbers of plans, never of estimates.
+The estimate is arithmetic on the model's FLOPs and parameters, the bytes sent by each axis, and the bubble. Estimates only
+choose the layouts to plan, and each plan corrects later estimates. A search prints numbers of plans, never of estimates.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def _even(config: Config, degrees: Degrees) -> bool:
 
 
 def traceable(layout: CandidateLayout) -> bool:
-    """Return whether a search can afford to trace the layout: few layers represent the model, or it has at most eight."""
+    """Return whether a search can afford to trace the layout: few layers represent all, or the model has at most eight."""
     config, degrees = layout.config, layout.degrees
     return config.model.n_layers <= 8 or few_layers(with_experts_first(config, degrees), degrees) is not None
 

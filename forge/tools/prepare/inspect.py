@@ -27,11 +27,11 @@ from forge.train.state import Progress, Rollback
 class Sample:
     """One sequence of a step.
 
-    sample: its global number. rank: the data rank reading it. source, epoch, window: the sequence is window `window` of
-    `source`, in the source's epoch `epoch` (from 0). part: in a phase with shorter sequences, the part of the window, from 0;
-    otherwise None. first_token: index of its first token in the source.
-    tokens: its first ids. text: text of its first ids; None without a tokenizer. documents: positions in the sequence at
-    which documents begin. masked: number of labels ignored because they begin a document, under `data.document_mask`.
+    sample: global number of the sample. rank: the data rank reading the sequence. source, epoch, window: the sequence is
+    window `window` of `source`, in the source's epoch `epoch` (from 0). part: in a phase with shorter sequences, the part
+    of the window, from 0; otherwise None. first_token: index of the sequence's first token in the source.
+    tokens: the first ids of the sequence. text: their text; None without a tokenizer. documents: positions in the sequence
+    at which documents begin. masked: number of labels ignored at document starts, under `data.document_mask`.
     """
 
     sample: int

@@ -144,7 +144,7 @@ def _head(run: RunRecord) -> str:
 
 
 def silent_end(run: RunRecord) -> str:
-    """Return the state of a latest start without a reported end; empty if the end was reported.
+    """Return the state of the run's latest start if this start reported no end; otherwise empty.
 
     The state is "running", "elsewhere" (started on another machine, so unknown here) or "killed".
     """
