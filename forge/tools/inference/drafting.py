@@ -61,7 +61,7 @@ class DraftedScores:
         return self._scores[len(text)]
 
     def _advance(self, text: list[int], known: int) -> None:
-        """Run the model on `text` from token `known` on. If only the last token is new, run it also on a draft."""
+        """Make one forward on the tokens of `text` from `known` on, followed by a draft if only the last token is new."""
         known = _back_to(known, self._trunk)
         draft = self._draft(text) if known == len(text) - 1 and known > 0 else []
         self._finished = min(self._finished, known)
