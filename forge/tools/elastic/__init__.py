@@ -1,1 +1,1 @@
-"""Elastic runs: a rendezvous server and one agent per node, which start the ranks and replace lost nodes."""
+"""Elastic runs: a rendezvous server, and one agent per node. Agents start the ranks; lost nodes are replaced."""

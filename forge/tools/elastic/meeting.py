@@ -20,7 +20,7 @@ from forge.tools.elastic.secret import VARIABLE, SignedStore, is_loopback, make_
 
 CLOCK, OVER = "forge/clock", "forge/over"
 TICK_S = 0.5
-# Seconds of service after the end of the run, for spare nodes' agents, which still read the closed rendezvous.
+# Seconds of service after the end of the run, for agents of spare nodes still reading the closed rendezvous.
 LINGER_S = 15.0
 
 

@@ -13,7 +13,7 @@ from forge.tools.hf.kimi import k3_places
 
 _QWEN_WINDOWS = ("use_sliding_window", "sliding_window", "layer_types", "max_window_layers")
 _EXPERTS = {"moe.top_k": "num_experts_per_tok", "moe.expert_dim": "moe_intermediate_size"}
-# Keys of the routing of DeepSeek-V3, which several classes share.
+# Keys of the routing of DeepSeek-V3, shared by several classes.
 _DEEPSEEK_ROUTING = _EXPERTS | {
     "moe.n_experts": "n_routed_experts",
     "moe.n_shared_experts": "n_shared_experts",
@@ -339,7 +339,7 @@ ARCHITECTURES = (
         router_bias_is_2d=True,
         interleaved_rope=True,
     ),
-    # The text model of Kimi K3, for which transformers has no class.
+    # The text model of Kimi K3; transformers has no class for it.
     Architecture(
         "KimiK3ForConditionalGeneration",
         "kimi_k3",

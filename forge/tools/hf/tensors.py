@@ -26,7 +26,7 @@ from forge.tools.hf.kimi import LAST_MIX, LAYER_MIXES
 class Weight:
     """A tensor of forge and its counterpart in transformers.
 
-    ours: name of forge's tensor, which has shape `shape`; None: forge has no such tensor, and an export writes `fill`.
+    ours: name of forge's tensor, of shape `shape`; None: forge has no such tensor, and an export writes `fill`.
     theirs: names of transformers' tensors, each of shape `their_shape`; concatenated, they are forge's tensor. Empty:
         transformers has no such tensor, and an import writes zeros.
     is_state: the tensor is a state in forge, not a parameter. dtype: forge's dtype of a state.

@@ -40,7 +40,7 @@ PACES = (Pace(0.87, 0.75), Pace(1.0, 1.0), Pace(1.15, 1.4))
 class Spent:
     """Seconds by cause. compute: computation. waiting: exposed collectives. background: overlapped collectives.
 
-    node, network: seconds for which the bytes of exposed and overlapped collectives occupy NVLink and the NIC.
+    node, network: seconds during which bytes of exposed and overlapped collectives occupy NVLink and the NIC.
     """
 
     compute: float = 0.0

@@ -87,7 +87,7 @@ def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None
 def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, int, bool]]:
     """Return (axis, kind, bytes, hideable) -> calls of the whole model, from the first growth.
 
-    The other growths are of attention residuals, which add no collective. whole: number of buckets; None without buckets.
+    The other growths are of attention residuals and add no collective. whole: number of buckets; None without buckets.
     """
     small, large, steps = growths[0].small, growths[0].large, growths[0].steps
 

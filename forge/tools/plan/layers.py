@@ -370,7 +370,7 @@ def _extrapolate(
 def _optimizer_alone(config: Config, degrees: Degrees, hardware: Hardware | None, pp_rank: int) -> StagePlan:
     """Return the plan of the optimizer's part of a step, traced with all layers of the rank.
 
-    Results are cached for `crowded_bytes`, which asks again for the same plans.
+    Results are cached, because `crowded_bytes` asks again for the same plans.
     """
     key = f"{config.model_dump_json()} {degrees} {hardware}"
     if key not in _ALONE:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from forge.tools.prepare.content import File, text_bytes
 
 TO_THE_END = sys.maxsize
-# Limits of the bytes in a range, which is otherwise 1/1024 of the budget.
+# Limits of the bytes in a range; within the limits a range has 1/1024 of the budget.
 _SHORTEST, _LONGEST = 4096, 1 << 20
 # A compressed file can be read only from its start. Its ranges are spread over its first bytes: _REACH times its share of the
 # budget, at least _LEAST_REACH bytes.

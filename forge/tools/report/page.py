@@ -1,4 +1,4 @@
-"""The report on one or several runs: a single HTML file without scripts, which loads nothing from the network."""
+"""The report on one or several runs: a single HTML file, without scripts and without requests to the network."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def _start(sweep: Sweep, trial: Trial, seed: int, train: Sequence[str]) -> subpr
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # Ctrl-C then reaches only the sweep, which stops the runs
+            start_new_session=True,  # Ctrl-C then reaches only the sweep; the sweep stops the runs
             preexec_fn=_end_with_parent,
         )
 

@@ -112,7 +112,7 @@ class Borders:
         return seen
 
     def remove(self) -> None:
-        """Remove the forward hooks, which ends the recording."""
+        """End the recording: remove the forward hooks."""
         for handle in self._handles:
             handle.remove()
 

@@ -108,7 +108,7 @@ def _collect(processes: list[Any], pipes: list[Any], timeout: float) -> dict[int
                 processes[rank].join(60)
                 results[rank] = (False, f"died with exit code {processes[rank].exitcode}")
         if any(not ok for ok, _ in results.values()):
-            # Peers of a failed rank hang in collectives. Wait briefly for other reports, which help explain the failure.
+            # Peers of a failed rank hang in collectives. Wait briefly for other reports, to help explain the failure.
             deadline = min(deadline, time.monotonic() + 5.0)
     failed = any(not ok for ok, _ in results.values())
     for process in processes:

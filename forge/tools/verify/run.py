@@ -66,7 +66,7 @@ class Report:
 
     refused: (layout, reason) of layouts refused by the configuration's checks. not_reached: number of requested layouts
     left when the time was over. worst: the layout with the largest difference. smallest: a reduction of `worst` with fewer
-    degrees and options, which still differs or fails.
+    degrees and options that still differs or fails.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
