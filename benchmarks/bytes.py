@@ -1,11 +1,11 @@
-"""Bytes per parameter that an optimizer step reads and writes besides forward and backward, operator by operator.
+"""Bytes per parameter read and written in an optimizer step outside forward and backward, by operator.
 
     python benchmarks/bytes.py                                    every engine and precision on one process and two; a minute
     python benchmarks/bytes.py --worlds 1 --only bfloat16
 
-A dispatch mode sees every operator of a real step of two microbatches and counts each tensor that it reads or writes
-once. A compiled kernel counts like an operator; it is traced, not compiled. Nothing is timed: such a small model stays in
-a CPU's caches. Prints the table and writes it, with date, versions and settings, to
+A dispatch mode sees every operator of a real step with two microbatches, and counts each tensor read or written by the
+operator once. A compiled kernel counts as one operator, and is traced instead of compiled. Nothing is timed, because the
+small model stays in a CPU's caches. Prints the table and writes it, with date, versions and settings, to
 benchmarks/results/. Other --section.key=value options override the config.
 """
 
@@ -70,15 +70,15 @@ PARTS = ("zeroing", "first microbatch", "each other", "norm", "clip", "update", 
 FREE = ("empty", "empty_like", "empty_strided", "detach", "_local_scalar_dense")
 OVERWRITES = ("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_")
 COPIES = ("_to_copy", "copy_", "_foreach_copy_", "all_gather_copy_in", "cat", "split_with_sizes_copy")
-# The table shows these two parts, but its sum leaves them out.
+# The table shows these two parts, but leaves them out of the sum.
 ACCUMULATION = ("first microbatch", "each other")
 
 
 class Traffic(TorchDispatchMode):
-    """Counts bytes by `part` of the step and operator; collectives are left out.
+    """Dispatch mode; counts bytes by `part` of the step and by operator, without collectives.
 
-    While `gradients` is given, two kinds of operators count: those that write to these storages, with the cast before them,
-    and copies of `masters`, which fsdp2 gathers.
+    While `gradients` (storages) is set, only two kinds of operators count: writes to these storages, each with the cast
+    before it, and copies of `masters`, the parameters gathered by fsdp2.
     """
 
     def __init__(self, masters: set[int]) -> None:
@@ -113,7 +113,7 @@ class Traffic(TorchDispatchMode):
         return result
 
     def count_as(self, part: str, of: Any, method: str) -> None:
-        """Count the work of this method of an object, from now on, as `part`."""
+        """Replace method `method` of `of` by a wrapper; operators inside it count as `part`."""
         call = getattr(of, method)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ def accesses(
         *((a, kwargs[a.name]) for a in arguments if a.name in kwargs),
     ]
     only_reads = {"grads"} if name == "_fused_adamw_" and kwargs.get("grad_scale") is None else set()
-    # A tensor that is only overwritten is not read.
+    # An overwritten tensor is not read.
     overwrites = name in OVERWRITES or func._overloadname == "out"
     read, written = [], []
     for argument, value in given:
@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Count every row, print and write the table."""
+    """Count the bytes of every row; print and write the table."""
     about = environment(torch.device("cpu"))
     keys = [*(TINY if given.tiny else SHAPE), *overrides]
     config = configure(given.config, *keys)
@@ -185,7 +185,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
 
 def _rows(device: torch.device, given: argparse.Namespace, overrides: list[str]) -> list[Row]:
     world, rows = dist.get_world_size(), []
-    # In one process all engines hold the same memory, except fsdp2 in cases where it holds less.
+    # In one process all engines hold the same memory; fsdp2 sometimes holds less.
     for engine in ENGINES if world > 1 else ENGINES[:2]:
         for precision, options in PRECISIONS.items():
             for compiled in (False, True):
@@ -198,9 +198,9 @@ def _rows(device: torch.device, given: argparse.Namespace, overrides: list[str])
 
 
 def traffic_of(config_name: str, keys: tuple[str, ...], device: torch.device) -> Row:
-    """Return the bytes that this rank reads and writes in one step with two microbatches, per parameter of the model.
+    """Return this rank's bytes read and written in one step with two microbatches, divided by the model's parameters.
 
-    `bytes` has them by part of the step, `operators` by part and operator.
+    Key "bytes": by part of the step. Key "operators": by part and operator.
     """
     config = configure(config_name, *keys)
     ranks = dist.get_world_size()
@@ -256,7 +256,7 @@ def traffic_of(config_name: str, keys: tuple[str, ...], device: torch.device) ->
 
 
 def _count_compiled(optimizer: CompiledAdamW, traffic: Traffic) -> None:
-    """Let `traffic` count compiled kernels: each reads its operands once and writes its results once."""
+    """Make `traffic` count each compiled kernel as one read of its operands and one write of its results."""
     update, rounding = optimizer._kernel, optimizer.moments.rounding
 
     def add(name: str, *tensors: Tensor) -> None:

@@ -1,13 +1,13 @@
-"""The cost of a checkpoint for training, synchronous and asynchronous, and the time of a resume.
+"""Training time lost to a checkpoint, synchronous and asynchronous, and the time of a resume.
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --config 160m.toml --folder /mnt/disk
 
-Plain steps, and a save with the steps until the checkpoint is on disk, take turns. `beyond the wait` is the
-extra time of these steps over the plain ones before and after them: the cost of background writing for
-training, without the call of save() itself. It is small if training leaves a core free, as on hosts of GPUs:
-compare OMP_NUM_THREADS=1 on a machine of two cores. A resume verifies every checksum and loads; it is compared with
-reading the same files without using them.
+Two measurements alternate: plain steps, and a save followed by steps until the checkpoint is on disk. `beyond the wait` is
+the extra time of the steps during a save over the plain steps before and after: the cost of background writing, without
+the call of save(). The cost is small if training leaves a core free, as on a GPU host; to see this on two cores, set
+OMP_NUM_THREADS=1. A resume verifies every checksum and loads the checkpoint; its time stands beside that of a bare read of
+the files.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from scripts.options import exit_code_of, positive
 
 @dataclass(frozen=True)
 class Save:
-    """One save, and the steps until it ended.
+    """Times of one save and of the steps meanwhile.
 
     blocked: seconds of the call of save(). until_on_disk: seconds until the checkpoint was on disk. stepping: seconds of
-    the steps; steps: their number.
+    all steps meanwhile. steps: number of these steps.
     """
 
     blocked: float
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Measure saves in both modes and resumes, print and write the table."""
+    """Measure saves in both modes, and resumes; print and write the table."""
     device = joined().device
     config = configure(given.config, *overrides)
     about = environment(device) | {"settings": _settings(given, device)}
@@ -78,7 +78,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
                 saves.append(_with_save(loop, device))
                 plain.append(_mean_step(loop, given.steps, device))
             require_learning(mode, loop.losses())
-            # Compared with the steps on both sides, so that a machine's slower and faster phases cancel.
+            # Compared with the plain steps before and after: slow and fast phases of the machine cancel.
             usual = [(before + after) / 2 for before, after in pairwise(plain)]
             step = Spread.of(plain)
             beyond = [save.stepping - save.steps * step_s for save, step_s in zip(saves, usual, strict=True)]
@@ -106,7 +106,7 @@ def _mean_step(loop: ForgeLoop, steps: int, device: torch.device) -> float:
 
 
 def _with_save(loop: ForgeLoop, device: torch.device) -> Save:
-    """Time a save, and steps until it has ended: at least one."""
+    """Time a save, and the steps until the save has ended: at least one."""
     checkpoints, step = loop.checkpoints, loop.trainer.progress.step
     _, blocked = timed(loop.saves.save)
     steps, outcomes = 0, []
@@ -114,7 +114,7 @@ def _with_save(loop: ForgeLoop, device: torch.device) -> Save:
     while steps == 0 or not (outcomes or checkpoints.path(step).exists()):
         loop.step()
         steps += 1
-        outcomes = checkpoints.poll()  # empty if save() itself has waited
+        outcomes = checkpoints.poll()  # empty if save() waited for the checkpoint
     synchronize(device)
     stepping = time.perf_counter() - began
     outcomes = outcomes or checkpoints.wait()
@@ -125,7 +125,7 @@ def _with_save(loop: ForgeLoop, device: torch.device) -> Save:
 
 
 def _resume(loop: ForgeLoop, rounds: int) -> dict[str, Any]:
-    """Time verifying and loading the newest checkpoint, and a bare read of its files, in turns; all from cold files."""
+    """Time resumes from the newest checkpoint and bare reads of its files, alternating, all with a cold page cache."""
     checkpoints = loop.checkpoints
     step = checkpoints.latest(verify=False)
     assert step is not None

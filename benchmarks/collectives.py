@@ -1,4 +1,4 @@
-"""A recorder of every collective that a piece of code issues, with its size: a redundant gather is a failing test."""
+"""A recorder of the collectives issued by a piece of code, with their sizes. Tests use it to find redundant gathers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from forge.tools.plan.collectives import collective_of
 
 
 class Collectives(TorchDispatchMode):
-    """Context manager; `calls` are (name, bytes of the call's largest tensor) in the order of their issue.
+    """Context manager; records `calls`, in order of issue, as (name, bytes of the largest tensor of the call).
 
-    Counts like PyTorch's CommDebugMode, whose module hooks fail with FSDP2 in a second step. A
-    collective without a name in forge/tools/plan/collectives.py keeps its operator's name.
+    Replaces PyTorch's CommDebugMode, whose module hooks fail in a second step with FSDP2. Names are those of
+    forge/tools/plan/collectives.py; other collectives keep the operator's name.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # DTensor then works under this mode on the local tensors, with collectives of its own.
+            # DTensor's own operators and collectives on local tensors then reach this mode.
             return NotImplemented
         found = collective_of(func, args)
         if found is not None:
@@ -33,16 +33,16 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def number(self) -> dict[str, int]:
-        """Return name -> number of calls."""
+        """Return collective's name -> number of calls."""
         return dict(Counter(name for name, _ in self.calls))
 
     def sizes(self, name: str) -> list[int]:
-        """Return the bytes of each call with this name, in order."""
+        """Return the bytes of each call of collective `name`, in order."""
         return [size for called, size in self.calls if called == name]
 
 
 def collectives_of(action: Callable[[], Any]) -> Collectives:
-    """Return the collectives that `action` issues."""
+    """Call `action`. Return the collectives issued meanwhile."""
     with Collectives() as collectives:
         action()
     return collectives

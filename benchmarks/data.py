@@ -1,10 +1,10 @@
-"""How fast the loader gives sequences, from cold files and from warm ones, against a bare read of mapped memory.
+"""The loader's sequences per second, with cold and with warm files, against a bare read of mapped memory.
 
     python benchmarks/data.py
     python benchmarks/data.py --dataset data/python/train --seq-len 2048
 
-Without --dataset it writes one of random ids to a temporary folder (--megabytes). All contenders read the same
-number of different sequences, in random order, and make int64 inputs and labels of them.
+Without --dataset, a dataset of random ids is written to a temporary folder (--megabytes). All contenders read equally many
+different sequences in random order, and make int64 inputs and labels from them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> None:
-    """Let the contenders take turns, each with the files cold or warm as its name says; print and write the table."""
+    """Measure the contenders in turns, each with cold or warm files as named; print and write the table."""
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         _measure(given, given.dataset or write_dataset(Path(folder) / "dataset", given.megabytes))
 
@@ -95,7 +95,7 @@ def _measure(given: argparse.Namespace, path: Path) -> None:
 
 
 def write_dataset(folder: Path, megabytes: int) -> Path:
-    """Write `megabytes` MB of random ids, in documents of 1000 tokens, as a dataset. Return `folder`."""
+    """Write a dataset of random ids, `megabytes` MB in documents of 1000 tokens, to `folder`. Return `folder`."""
     writer = ShardWriter(folder, vocab_size=VOCAB, tokenizer="none")
     generator = np.random.default_rng(0)
     for _ in range(max(1, megabytes)):
@@ -106,9 +106,9 @@ def write_dataset(folder: Path, megabytes: int) -> Path:
 
 
 def forget(path: Path) -> None:
-    """Ask the system to drop the files from its cache.
+    """Ask the operating system to drop the files in `path` from its page cache.
 
-    It may decline, e.g. in a container's overlay for mapped files.
+    The system may decline, e.g. for mapped files on a container's overlay.
     """
     for file in path.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
@@ -119,7 +119,7 @@ def forget(path: Path) -> None:
 
 
 def touch(path: Path) -> None:
-    """Read every file once, so that all is in the cache."""
+    """Read every file in `path` once, into the page cache."""
     for file in path.iterdir():
         with open(file, "rb", buffering=0) as content:
             while content.read(1 << 24):
@@ -127,7 +127,7 @@ def touch(path: Path) -> None:
 
 
 def _after(prepare: Callable[[], None], action: Callable[[], None]) -> float:
-    """Call `prepare`, then `action`. Return the seconds of `action`."""
+    """Call `prepare`, then `action`. Return the seconds of `action` alone."""
     prepare()
     began = time.perf_counter()
     action()
@@ -135,7 +135,7 @@ def _after(prepare: Callable[[], None], action: Callable[[], None]) -> float:
 
 
 def _bare(path: Path, given: argparse.Namespace, batches: int) -> None:
-    """Run the naive loader: a mapped file, sequences in random order, a tensor for each batch. One shard only."""
+    """Read `batches` batches from one mapped shard, sequences in random order, each batch as a new tensor."""
     index = TokenDataset(path).index
     tokens = np.memmap(path / index.shards[0].token_file.name, index.token_dtype, mode="r")
     order = np.random.default_rng(0).permutation((len(tokens) - 1) // given.seq_len)

@@ -1,11 +1,11 @@
-"""The data-parallel engines side by side: step time, traffic and memory, by ranks and accumulation.
+"""The data-parallel engines compared: step time, traffic and memory, by number of ranks and microbatches per step.
 
     python benchmarks/engines.py                                  12 layers on the CPU, or on the available GPUs
     python benchmarks/engines.py --worlds 2 --accumulation 4      the case of the bar
     python benchmarks/engines.py --config 1b.toml --worlds 1      on a GPU
 
-All engines of one row are in the same processes and take turns. Prints the table and writes it, with date, versions and
-settings, to benchmarks/results/. Other --section.key=value options override the config for every engine.
+All engines of one row run in turns in the same processes. Prints the table and writes it, with date, versions and settings,
+to benchmarks/results/. Other --section.key=value options override the config for every engine.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from scripts.options import exit_code_of, positive
 
 ENGINES = ("fsdp2", "zero2", "zero1", "ddp")
 MIB = 2**20
-# (ranks, accumulation, engine) -> least ratio to fsdp2, on the CPU with the settings below.
+# (ranks, microbatches per step, engine) -> least ratio of speed to fsdp2's, on the CPU with the settings below.
 BARS = {(2, 4, "zero1"): 1.15}
 SHAPE = ("--model.n_layers=12", "--train.seq_len=128", "--train.micro_batch_size=1", "--optimizer.lr=1e-3")
 
 
 class Engine:
-    """One engine's training step, without metrics and checkpoints."""
+    """The training step of one engine, without metrics and checkpoints."""
 
     def __init__(self, name: str, config: Config, device: torch.device):
         self.name, self._config = name, config
@@ -75,12 +75,12 @@ class Engine:
         self._losses.append(sums.cross_entropy / sums.tokens)
 
     def sent(self) -> tuple[dict[str, int], float]:
-        """Return collectives of a step by name, except those of a few numbers, and MiB of their tensors."""
+        """Return the calls of collectives in a step by name and the MiB of their tensors, without those of a few numbers."""
         calls = [(name, size) for name, size in collectives_of(self.step).calls if size > 256]
         return dict(Counter(name for name, _ in calls)), sum(size for _, size in calls) / MIB
 
     def held(self) -> float:
-        """Return the MiB that parameters, gradients and optimizer state occupy on this rank."""
+        """Return the MiB of parameters, gradients and optimizer state on this rank."""
         moments = sum(values.nbytes for _, _, values in self._optimizer.tensors())
         return (sum(self._model.memory().values()) + moments) / MIB
 
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Run every number of ranks in turn, print and write the table."""
+    """Measure with every number of ranks; print and write the table."""
     about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     rows = [row for world in given.worlds for row in rows_of_ranks(world, _measure_all, given, overrides)]
     common = {key: value for key, value in rows[0]["settings"].items() if key != "global_batch_size"}

@@ -1,17 +1,17 @@
-"""One GPU in ten minutes: the tests that need a GPU, then the 1B and 8B Llama-3 shapes at 4096 tokens.
+"""One GPU in ten minutes: the tests marked `gpu`, then the 1B and 8B Llama-3 shapes at 4096 tokens.
 
-    python benchmarks/gpu.py                       the tests, then the rows that --minutes leave time for
-    python benchmarks/gpu.py --only "8b B 1x8"     rows whose name contains this, without the tests
-    python benchmarks/gpu.py --hardware h100       plan the memory of each row for that GPU; measure nothing
+    python benchmarks/gpu.py                       the tests, then as many rows as fit into --minutes
+    python benchmarks/gpu.py --only "8b B 1x8"     rows with this text in their name, without the tests
+    python benchmarks/gpu.py --hardware h100       plan the memory of each row for an H100; measure nothing
 
-    A     parameters, gradients and both moments in bfloat16: the state of most published speeds
-    B     float32 parameters and gradients, bfloat16 moments, bfloat16 products: the state of a real run
-    1x8   microbatches of 1 sequence, 8 of them in a step
-    bare  a plain PyTorch loop of the same model, microbatches and state
+    A     parameters, gradients and both moments in bfloat16, as in most published speeds
+    B     float32 parameters and gradients, bfloat16 moments, bfloat16 products, as in a real run
+    1x8   8 microbatches of 1 sequence per step
+    bare  a plain PyTorch loop with equal model, microbatches and state
 
-A row starts with a memory plan, and is skipped if it does not fit. Every row is a process of its own, so a crash costs one
-row. It trains a fresh model on learnable data, and is refused if its loss does not fall. The table is printed and
-written to benchmarks/results/, with the results of the tests, after each row.
+Each row is planned first, and skipped if its memory does not fit. Each row runs in its own process, so a crash costs one
+row. A row trains a fresh model on learnable data, and is refused if its loss does not fall. After each row, the table is
+printed and written to benchmarks/results/ with the results of the tests.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ OPTIONS = {
     "compiled update": ("--compile.optimizer=true",),
     "AC full": ("--activation_checkpoint.mode=full",),
     "AC selective": ("--activation_checkpoint.mode=selective",),
-    # FSDP2 keeps a gathered copy of one unit at a time, not of all.
+    # FSDP2 then holds the gathered parameters of one unit at a time.
     "reshard": ("--parallel.reshard_after_forward=always",),
     "float8 rowwise": ("--precision.float8=rowwise",),
     "float8 tensorwise": ("--precision.float8=tensorwise",),
 }
-# In the order of measurement: when time runs out, the last ones are missing. Rows that fit 80 GB come first.
+# In the order of measurement: the last rows are missing when time runs out. Rows fitting 80 GB come first.
 ROWS = (
     "1b B 2x4, compile",
     "1b A 2x4, compile",
@@ -96,7 +96,7 @@ ROWS = (
 # Bytes of a logit in a bare loop's backward: log-probability and gradient in float32, and four of copies. forge's loss
 # works in chunks.
 BARE_LOGIT = 12
-# Each row chooses compilation and recomputation itself, instead of the config's choice for its GPUs.
+# Each row sets compilation and recomputation, overriding the config's choice for its GPUs.
 COMMON = (
     "--compile.enabled=false",
     "--compile.loss=false",
@@ -120,7 +120,7 @@ TINY = (
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement; `note` says why there is none."""
+    """One row of the table. note: why the measurement is missing."""
 
     name: str
     note: str = ""
@@ -128,9 +128,9 @@ class Row:
     mfu: float | None = None
     allocated_gib: float = 0.0
     reserved_gib: float = 0.0
-    outside: float = 0.0  # share of kernel time that is neither products nor attention
+    outside: float = 0.0  # share of kernel time outside matrix products and attention
     attention: float = 0.0
-    idle: float | None = None  # share of a step in which the GPU runs no kernel
+    idle: float | None = None  # share of a step without a running kernel
     first_step_s: float = 0.0
     first_loss: float = 0.0
     last_loss: float = 0.0
@@ -138,7 +138,7 @@ class Row:
 
     @staticmethod
     def of(fields: dict[str, Any]) -> Row:
-        """Return the row that another process has written as JSON."""
+        """Return the row with these fields, read from the JSON of another process."""
         rate = fields["tokens_per_second"]
         return Row(**fields | {"tokens_per_second": rate and Spread(**rate)})
 
@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> list[Row]:
-    """Run the tests, then row after row until the time is up; print and write the table after each."""
+    """Run the tests, then row after row until the time is up; print and write the table after each row."""
     if not torch.cuda.is_available() and not (given.tiny or given.hardware):
         raise UserError(
             "benchmarks/gpu.py needs a GPU; --hardware NAME plans its rows, --tiny runs them on a CPU"
@@ -170,7 +170,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> list[Row]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = environment(device) | {"settings": _settings(given, device)}
     results: dict[str, Any] = {}
-    # Plans take seconds of one core each: they are made beside the tests and the rows before.
+    # A plan takes seconds of one core: plans are made in parallel with the tests and earlier rows.
     hardware, planner = this_gpu(), ThreadPoolExecutor(1)
     plans = {name: planner.submit(plan_of, name, given, overrides, hardware) for name in names if hardware}
     if not (given.tiny or given.only):
@@ -218,7 +218,7 @@ class MemoryPlan:
 
 
 def plan_of(name: str, given: argparse.Namespace, overrides: list[str], hardware: Hardware) -> MemoryPlan:
-    """Plan the memory of a row. Compilation and float8 do not change a plan, so rows that differ only there share one."""
+    """Plan the memory of a row. Rows differing only in compilation or float8 have one plan: neither changes the memory."""
     parts = [part for part in name.split(", ") if not part.startswith(("compile", "eager", "float8", "bare"))]
     parts += ["reshard"] if ", bare" in name else []  # a bare loop has one copy of its weights
     config = config_of(", ".join(parts), given, overrides)
@@ -237,7 +237,7 @@ def _planned(config: str, hardware: str) -> tuple[int, dict[str, int]]:
 
 
 def this_gpu() -> Hardware | None:
-    """Return the hardware of the GPU of this process, with the memory that CUDA reports; None without a GPU."""
+    """Return the hardware of this process's GPU, with the memory reported by CUDA; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / GIB
@@ -249,7 +249,7 @@ def this_gpu() -> Hardware | None:
 
 
 def _in_a_process(name: str, given: argparse.Namespace, overrides: list[str], seconds: float) -> Row:
-    """Return the row, measured in a process of its own. If the process fails, the row has the reason."""
+    """Measure a row in a new process. Return the row; if the process fails, its note has the reason."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "row.json"
         command = [sys.executable, __file__, "--row", name, "--row-file", str(file), *overrides]
@@ -269,7 +269,7 @@ def _in_a_process(name: str, given: argparse.Namespace, overrides: list[str], se
 
 
 def _attempt(name: str, given: argparse.Namespace, overrides: list[str]) -> Row:
-    """Return the row, or a row that says why it could not be measured."""
+    """Measure a row in this process. Return the row; if measuring fails, its note has the reason."""
     try:
         return _measure(name, config_of(name, given, overrides), given, joined().device)
     except UserError as error:
@@ -278,7 +278,11 @@ def _attempt(name: str, given: argparse.Namespace, overrides: list[str]) -> Row:
         return Row(name, f"refused: {error}")
     except torch.OutOfMemoryError:
         return Row(name, "out of memory")
-    except (RuntimeError, NotImplementedError, ImportError) as error:  # of the compiler, of a missing kernel
+    except (
+        RuntimeError,
+        NotImplementedError,
+        ImportError,
+    ) as error:  # from the compiler, or for want of a kernel
         return Row(name, f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
 
 
@@ -313,7 +317,7 @@ def _measure(name: str, config: Config, given: argparse.Namespace, device: torch
         try:
             began = time.perf_counter()
             loop.step()
-            first = loop.losses()  # waits for the device
+            first = loop.losses()  # synchronizes with the device
             first_step_s = time.perf_counter() - began
             seconds = take_turns(
                 [loop], rounds=given.rounds, steps=given.steps, warmup=given.warmup, device=device
@@ -347,7 +351,7 @@ def _measure(name: str, config: Config, given: argparse.Namespace, device: torch
         row,
         allocated_gib=torch.cuda.max_memory_allocated(device) / GIB,
         reserved_gib=torch.cuda.max_memory_reserved(device) / GIB,
-        # Of an unprofiled step, because profiling lengthens steps but not kernels. Overlapping kernels count twice, so the
+        # The step time is unprofiled: profiling lengthens steps but not kernels. Overlapping kernels count twice, so the
         # difference may be negative.
         idle=max(0.0, 1 - busy_s / Spread.of(seconds[name]).median),
     )

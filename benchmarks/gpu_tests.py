@@ -1,4 +1,4 @@
-"""The tests that need a GPU, run before a benchmark of it, with their outcomes for the results file."""
+"""The tests marked `gpu`, run before a GPU benchmark; their outcomes go to the results file."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# Folders with tests that need a GPU. The variants of the simulated GPU come first.
+# Folders with tests marked `gpu`. tests/gpu, the GPU variants of tests/simulated_gpu, comes first.
 FOLDERS = ("tests/gpu", "tests/model", "tests/parallel", "tests/train", "tests/data")
 OUTCOMES = ("passed", "failed", "error", "skipped")
 _WORDS = "|".join(OUTCOMES).upper()
-# A line of pytest -v is "NAME PASSED [ 1%]", one of pytest-xdist "[gw0] [ 1%] PASSED NAME".
+# A line of pytest -v is "NAME PASSED [ 1%]"; a line of pytest-xdist is "[gw0] [ 1%] PASSED NAME".
 _LINE = re.compile(rf"\[gw\d+\] .*?\b({_WORDS}) (\S+\.py::.*)|(\S+\.py::.*?) ({_WORDS})\b")
 
 
 def run_tests(seconds: float, folders: tuple[str, ...] = FOLDERS) -> dict[str, Any]:
-    """Run the tests marked `gpu` for at most `seconds`. Return counts by outcome, the failed ones, the last output."""
+    """Run the tests marked `gpu` for at most `seconds`. Return counts by outcome, failed tests and the last output."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider", *folders]
     command += ["-n", "4"] if find_spec("xdist") else []
     command += ["--reruns=0"] if find_spec("pytest_rerunfailures") else []
@@ -53,6 +53,6 @@ def run_tests(seconds: float, folders: tuple[str, ...] = FOLDERS) -> dict[str, A
 
 
 def summary(tests: dict[str, Any]) -> str:
-    """Return a line of counts, seconds and the end of the tests, and a line for each failure."""
+    """Return a line with counts, seconds and how the tests ended, then a line for each failure."""
     counts = ", ".join(f"{tests['counts'].get(word, 0)} {word}" for word in OUTCOMES)
     return "\n".join([f"tests: {counts} in {tests['seconds']:.0f} s, {tests['ended']}", *tests["failures"]])

@@ -1,10 +1,11 @@
-"""The time of a step that is not arithmetic: forge against a bare PyTorch loop of the same modules, on a very narrow model.
+"""Host time of a step: forge against a bare PyTorch loop with forge's modules, on a very narrow model.
 
     python benchmarks/host.py
 
-32 layers of width 16: operators have almost nothing to compute, so a step takes as long as Python and PyTorch need to
-launch it. Runs in one process and on two; on two the bare loop has fully_shard on each layer. Prints the table and writes it,
-with date, versions and settings, to benchmarks/results/. Other --section.key=value options override the config.
+The model has 32 layers of width 16. Its operators have almost nothing to compute, so Python and PyTorch's launches take
+the whole step. Runs with one process and with two; with two, the bare loop applies fully_shard to each layer. Prints the
+table and writes it, with date, versions and settings, to benchmarks/results/. Other --section.key=value options override
+the config.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NARROW = (
     "--optimizer.lr=1e-2",
     "--precision.compute=float32",
 )
-# (processes, engine) -> largest allowed ratio of forge's step time to the bare loop's, on the same number of processes.
+# (processes, engine) -> largest allowed ratio of forge's step time to the bare loop's with as many processes.
 BARS = {(1, "fsdp2"): 1.10, (2, "fsdp2"): 1.15, (2, "zero1"): 1.0}
 BARE = "bare"
 
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Run all contenders, print and write the table."""
+    """Measure all contenders; print and write the table."""
     torch.set_num_threads(1)
     layers = ["--model.n_layers=2"] if given.tiny else []
     plain = configure(given.config, *NARROW, *layers, *overrides)

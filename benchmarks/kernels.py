@@ -1,4 +1,4 @@
-"""A step's time by kernel: matrix products, attention, or neither, by the names in the profiler's trace."""
+"""Kernel time of a step in matrix products, attention and other kernels, told apart by name in the profiler's trace."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import synchronize
 
-# Kernels of cuBLAS (gemm, gemv, splitK, nvjet), CUTLASS, Triton templates and PyTorch's float8; operators on the CPU.
+# GPU kernels of cuBLAS (gemm, gemv, splitK, nvjet), CUTLASS, Triton templates and PyTorch's float8; CPU operators.
 _PRODUCT = re.compile(
     r"gemm|gemv|nvjet|splitk|cutlass|cublas|triton_(?:tem|mm)|scaled_mm|(?:aten|mkldnn)::_?(?:add|b|badd)?mm|"
     r"aten::mkldnn_|aten::dot\b|aten::mv\b",
     re.IGNORECASE,
 )
-# Flash, memory-efficient and cuDNN attention, and flex attention's templates. Matched before _PRODUCT, because some are of
-# CUTLASS.
+# Flash, memory-efficient and cuDNN attention, and flex attention's templates. Matched before _PRODUCT, because some of
+# these kernels are CUTLASS's.
 _ATTENTION = re.compile(r"flash|fmha|attention|sdpa|flex_|pytorch_.*scaled_dot", re.IGNORECASE)
 
 
 def kind_of(name: str) -> str:
-    """Return "attention", "products" or "other" for a kernel's or operator's name."""
+    """Return "attention", "products" or "other" for the name of a kernel or operator."""
     if _ATTENTION.search(name):
         return "attention"
     return "products" if _PRODUCT.search(name) else "other"
 
 
 def shares(times: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Return each kind's share of the summed time. The shares add up to one."""
+    """Return kind -> share of the summed time, from (name, time). The shares add up to 1."""
     totals = {"products": 0.0, "attention": 0.0, "other": 0.0}
     for name, seconds in times:
         totals[kind_of(name)] += seconds
@@ -40,7 +40,7 @@ def shares(times: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def largest_other(times: Iterable[tuple[str, float]], count: int = 8) -> list[tuple[str, float]]:
-    """Return the slowest kernels outside products and attention, with their share of the whole: where to look first."""
+    """Return the `count` slowest kernels outside products and attention as (name, share of all time): what to speed up."""
     times = list(times)
     whole = sum(seconds for _, seconds in times) or 1.0
     others = [(name[:120], seconds / whole) for name, seconds in times if kind_of(name) == "other"]
@@ -48,10 +48,10 @@ def largest_other(times: Iterable[tuple[str, float]], count: int = 8) -> list[tu
 
 
 def times_of(action: Callable[[], Any], device: torch.device) -> list[tuple[str, float]]:
-    """Return (name, microseconds without its callees) of each kernel of `action` on a CUDA device, or operator on the CPU."""
+    """Call `action`. Return (name, microseconds without callees) of each CUDA kernel, or of each operator on the CPU."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
-        activities = [ProfilerActivity.CUDA]  # kernels alone: recording operators would slow the host down
+        activities = [ProfilerActivity.CUDA]  # only kernels: recording operators would slow the host down
     with profile(activities=activities) as profiler:
         action()
         synchronize(device)

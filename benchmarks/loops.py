@@ -41,7 +41,7 @@ from forge.runtime.world import World, join, read_world
 from forge.shard import Shard
 from forge.train.trainer import Trainer
 
-# Learnable data without a file; no schedule, so that a loss falls within a few steps; no pauses of any kind.
+# Learnable data without a file. No schedule: the loss falls within a few steps. No pauses for saves or evaluation.
 LEARNABLE = (
     '--data.sources=[{path="synthetic",weight=1.0}]',
     "--data.validation=[]",
@@ -52,12 +52,12 @@ LEARNABLE = (
     "--evaluate.sample_interval=0",
     "--checkpoint.interval=0",
     "--metrics.tensorboard=false",
-    # So that the last losses in the table are of the same step.
+    # The last losses in the table then belong to the same step.
     "--metrics.log_interval=1",
-    # The contenders share one interpreter, so its garbage collector stays as it is for all of them.
+    # The contenders share one interpreter: none may change its garbage collector.
     "--train.gc_interval=0",
 )
-# A model of toy size that learns within four steps.
+# A toy model; its loss falls within four steps.
 TINY = (
     "--model.dim=32",
     "--model.n_layers=1",
@@ -73,7 +73,7 @@ TINY = (
 
 
 def configure(config: str, *overrides: str) -> Config:
-    """Return the config as a benchmark runs it; later overrides win."""
+    """Return the config with the benchmarks' settings, then `overrides`; later overrides win."""
     return load_config(["--config", config, *LEARNABLE, *overrides])
 
 
@@ -99,7 +99,7 @@ def settings_of(
 
 
 def joined() -> World:
-    """Return this process's rank among those on this machine. The first call joins them."""
+    """Return this process's rank on this machine. The first call joins the process group."""
     if not dist.is_initialized():
         join(read_world())
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -107,9 +107,9 @@ def joined() -> World:
 
 
 class ForgeLoop:
-    """forge's training loop with the hooks of train.py, without locking the run directory, `folder`.
+    """forge's training loop with the hooks of train.py; the run directory `folder` is not locked.
 
-    `saves` writes to `checkpoints` when it is called.
+    `saves`, the hook, writes to `checkpoints` when called.
     """
 
     def __init__(self, name: str, config: Config, folder: Path, mode: str = "async"):
@@ -141,7 +141,7 @@ class ForgeLoop:
     def losses(self) -> list[float]:
         self.trainer.process_last_result()
         if dist.get_rank():
-            return []  # the first writes the metrics
+            return []  # rank 0 has the metrics
         lines = map(json.loads, self._metrics.read_text().splitlines())
         losses = [line["loss"] for line in lines if "loss" in line]
         return [float("nan") if loss is None else loss for loss in losses]
@@ -152,10 +152,10 @@ class ForgeLoop:
 
 
 class BareLoop:
-    """The same model and start in a plain loop: PyTorch's loss and AdamW, no metrics.
+    """forge's model and initial weights in a plain loop with PyTorch's loss and AdamW, without metrics.
 
-    Its batches are on the device before it starts, so reading data costs it nothing. Computes in `precision.compute` by
-    autocast. On several processes fully_shard divides each layer.
+    All batches are on the device before the first step, so reading data costs no time. Computes in `precision.compute` by
+    autocast. With several processes, fully_shard shards each layer.
     """
 
     def __init__(self, name: str, config: Config, batches: list[Batch], device: torch.device):
@@ -201,9 +201,7 @@ class BareLoop:
     def step(self) -> None:
         batch = self._batches[self._next % len(self._batches)]
         self._next += 1
-        tokens = (
-            batch.labels != IGNORE
-        ).sum()  # the same number on each process: fully_shard takes the mean of their gradients
+        tokens = (batch.labels != IGNORE).sum()  # equal on all processes: fully_shard averages gradients
         total = torch.zeros((), device=batch.tokens.device)
         for micro in batch.microbatches(self.config.train.micro_batch_size):
             with torch.autocast(tokens.device.type, torch.bfloat16, self._narrow):
@@ -216,7 +214,7 @@ class BareLoop:
         self._losses.append(total / tokens)
 
     def _loss(self, micro: Batch) -> Tensor:
-        """Return the loss, summed over the tokens of a microbatch."""
+        """Return the cross-entropy summed over the tokens of a microbatch."""
         return _cross_entropy(self.model(micro.tokens), micro.labels)
 
     def losses(self) -> list[float]:
@@ -227,7 +225,7 @@ class BareLoop:
 
 
 class LlamaLoop(BareLoop):
-    """transformers' Llama of the same shape, in the same loop, with its attention "sdpa" and PyTorch's loss."""
+    """transformers' Llama of forge's shape in the loop of BareLoop, with attention "sdpa" and PyTorch's loss."""
 
     def _build(self, device: torch.device) -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -263,7 +261,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def why_no_bfloat16(device: torch.device) -> str | None:
-    """Return the reason why a step in bfloat16 would take minutes on `device`; None if it would not."""
+    """Return why a step in bfloat16 would take minutes on `device`; None if bfloat16 is fast."""
     if device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
     return (
@@ -272,12 +270,12 @@ def why_no_bfloat16(device: torch.device) -> str | None:
 
 
 def why_no_llama() -> str | None:
-    """Return the reason why transformers' Llama cannot take part; None if it can."""
+    """Return why transformers' Llama cannot take part; None if it can."""
     return None if find_spec("transformers") else "transformers is not installed"
 
 
 def make_batches(config: Config, count: int, device: torch.device) -> list[Batch]:
-    """Return this rank's part of the first `count` batches that forge's loader gives, on the device."""
+    """Return this rank's part of the first `count` batches of forge's loader, on the device."""
     loader = Loader(
         build_dataset(config),
         global_batch_size=config.train.global_batch_size,
@@ -294,10 +292,10 @@ def make_batches(config: Config, count: int, device: torch.device) -> list[Batch
 def compare(
     make: Callable[[Path], list[Contender]], given: argparse.Namespace, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Let the contenders returned by `make(folder)` take turns; return a row for each, as JSON. Collective.
+    """Measure the contenders of `make(folder)` in turns; return a row for each, fit for JSON. Collective.
 
-    A row has the seconds per step of each round, the losses, the tokens of a step, and the seconds of its FLOPs
-    at the device's peak, if known. Raises UserError for a contender that does not learn.
+    A row has the seconds per step of each round, the losses, the tokens of a step, and the seconds of a step's FLOPs
+    at the device's peak, if known. Raises UserError if a contender's loss does not fall.
     """
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
@@ -334,6 +332,6 @@ def compare(
 
 
 def known_peak(config: Config, device: torch.device) -> float | None:
-    """Return the GPU's peak for the products of this config, FLOP/s: float8's for float8. None if unknown."""
+    """Return the GPU's peak FLOP/s in the format of this config's matrix products, e.g. float8. None if unknown."""
     float8: Any = config.precision.float8 != "none"
     return peak_flops(device, "float8" if float8 else config.precision.compute)

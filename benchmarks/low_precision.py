@@ -1,13 +1,13 @@
-"""How much each float8 recipe changes training, emulated: final loss, and a layer with a planted outlier channel.
+"""Effect of each float8 recipe on training, emulated: final loss, gradient noise, and a layer with an outlier channel.
 
     python benchmarks/low_precision.py                                     after `make data`; days on two CPU cores
     python benchmarks/low_precision.py --small --steps 100 --compute float32     smaller models, an hour or more
     python benchmarks/low_precision.py --only mxfp8 --models dense         a part
 
-Whole runs of train.py, one after another, seed by seed. Each finished run is a line of OUTPUT/low_precision-runs.jsonl and is
-not repeated. Recipes of one seed share initial weights and batches, so differences of losses are paired. The table has their
-mean over seeds and the half-width of a 95 % interval by Student's t. --compute: the format around the float8 products;
-bfloat16, as on a GPU, is slow on most CPUs. The emulation says nothing about speed.
+Whole runs of train.py, one after another, seed by seed. A finished run is a line of OUTPUT/low_precision-runs.jsonl and is
+not repeated. All recipes of a seed share initial weights and batches, so losses are compared pairwise. The table has the
+mean difference over seeds with the half-width of its 95 % interval by Student's t. --compute is the format around the
+float8 products; bfloat16, as on a GPU, is slow on most CPUs. An emulation says nothing about speed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from forge.tools.verify.record import every_batch
 from scripts.options import exit_code_of, positive
 
 MODELS = {"dense": "debug.toml", "moe": "moe_debug.toml", "mla": "mla_debug.toml"}
-# Smaller, but with whole blocks of 128 in the projections.
+# A smaller model whose projections still have whole blocks of 128.
 SMALL = (
     "--model.dim=128",
     "--model.n_layers=2",
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Train the missing runs, measure gradients and a layer with an outlier, print and write the tables."""
+    """Train the missing runs; measure gradients, and a layer with an outlier; print and write the tables."""
     about = environment(torch.device("cpu"))
     shared = {"steps": given.steps, "seeds": given.seeds, "small": given.small, "compute": given.compute}
     about["settings"] = {"device": "cpu", "overrides": overrides} | shared
@@ -87,7 +87,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _trained(given: argparse.Namespace, overrides: list[str]) -> list[Run]:
-    """Return the requested runs; append those missing in the file to it."""
+    """Return the requested runs. Runs missing in the file of runs are trained and appended to the file."""
     file: Path = given.output / "low_precision-runs.jsonl"
     done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     found: list[Run] = []
@@ -120,7 +120,7 @@ def _trained(given: argparse.Namespace, overrides: list[str]) -> list[Run]:
 
 
 def _fingerprints(config: str, options: list[str]) -> Any:
-    """Return the identity of such a run's dataset, as read from JSON, to tell its samples from another dataset's."""
+    """Return the fingerprints of the datasets of a run with these options, as read back from JSON."""
     dataset = build_dataset(load_config(["--config", config, *options]))
     return json.loads(json.dumps(input_fingerprints(dataset, None)))
 
@@ -164,7 +164,7 @@ def gradient_noise(
 
 
 def _noise_table(found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Return the ratios by kind of parameter: the range over the layers."""
+    """Return a table of the ratios by kind of parameter, as ranges over layers."""
     rows = []
     for model, of in found.items():
         kinds = dict.fromkeys(re.sub(r"layers\.\d+\.", "", name) for one in of.values() for name in one)
@@ -180,10 +180,10 @@ def _noise_table(found: dict[str, dict[str, dict[str, float]]]) -> str:
 
 
 def outliers(dim: int, tokens: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the signal-to-noise ratios, dB, of a linear layer's output and gradients by size of an outlier channel.
+    """Return the signal-to-noise ratios, dB, of a linear layer's output and gradients, by size of an outlier channel.
 
-    One of the `dim` input features is multiplied by the size. The reference is float64. The feature's own part of the output
-    would hide the error, so its column of the weight is zero.
+    One of the `dim` input features is multiplied by the size; the reference is float64. The outlier's weight column is
+    zero: otherwise the outlier's part of the output would hide the error.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, tokens, dim, generator=generator)
@@ -200,7 +200,7 @@ def outliers(dim: int, tokens: int) -> dict[str, dict[str, dict[str, float]]]:
                 continue
             mine = _products(recipe, planted.bfloat16(), weight.bfloat16(), grad.bfloat16())
             for one in (mine, exact):
-                # Its own gradient is large, and would hide the others' error.
+                # The outlier's own large gradient would hide the error of the other columns.
                 one["weight gradient"][:, 5] = 0.0
             ratios = {kind: _decibel(exact[kind], value) for kind, value in mine.items()}
             found.setdefault(recipe, {})[str(size)] = ratios
@@ -208,7 +208,7 @@ def outliers(dim: int, tokens: int) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def _products(recipe: str | None, x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """Return a linear layer's output, input gradient and weight gradient."""
+    """Return the output, input gradient and weight gradient of a linear layer. recipe: of float8; None: without float8."""
     dim = weight.shape[0]
     model = nn.Sequential(nn.Linear(dim, dim, bias=False)).to(x.dtype)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: options, taking turns, refusing models that do not learn, writing results."""
+"""Shared by all benchmarks: options, interleaved measurement, a check for learning, and results files."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from scripts.options import count, positive
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "torchao", "numpy", "triton")
-# Nats by which the loss must have fallen. The synthetic stream starts at ln(vocab_size) and is far below that after
-# ten steps; noise between batches is a few hundredths.
+# Nats by which the loss must fall. On the synthetic stream it starts at ln(vocab_size) and is far lower after ten
+# steps; batches differ by a few hundredths.
 LEAST_GAIN = 0.2
 # Load of other work per core, above which no timing is published.
 MAX_LOAD = 0.25
@@ -44,9 +44,10 @@ COUNTS = {
 def parser(
     description: str | None, *, config: str = "", tiny: bool = True, **counts: int
 ) -> argparse.ArgumentParser:
-    """Return a parser of the options shared by benchmarks.
+    """Return a parser with the options shared by benchmarks.
 
-    `config`: default of --config; "" leaves the option out. `counts`: defaults of the available options of COUNTS.
+    config: default of --config; "" leaves this option out.
+    counts: option of COUNTS -> its default; options of COUNTS without a default are left out.
     """
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -69,18 +70,18 @@ def parser(
 
 
 class Contender(Protocol):
-    """Something that takes training steps."""
+    """A training loop under measurement."""
 
     name: str
 
     def step(self) -> None:
-        """Make one optimizer step. May return before the device has finished it."""
+        """Make one optimizer step. May return before the device has finished."""
 
     def losses(self) -> list[float]:
-        """Return the mean cross-entropy per token of the steps so far, in order. Some steps may be left out."""
+        """Return the mean cross-entropy per token of past steps, in order. Some steps may be missing."""
 
     def close(self) -> None:
-        """Release its resources."""
+        """Release the resources of this contender."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Return name -> seconds of `clock` per step in each round.
 
-    In a round every contender takes `steps` steps. Another contender begins each round, so that drift of the machine's
-    speed falls on all equally. Before the first round, each takes `warmup` steps.
+    In a round every contender takes `steps` steps. The starting contender changes from round to round, so drift of the
+    machine's speed falls on all equally. Before the first round, each contender takes `warmup` steps.
     """
     for contender in contenders:
         for _ in range(warmup):
@@ -131,14 +132,14 @@ def take_turns(
 
 
 def ratio(base: Sequence[float], mine: Sequence[float]) -> Spread:
-    """Return the ratio of the speed of `mine` to that of `base`, round by round. base, mine: seconds."""
+    """Return the speedup of `mine` over `base`, with its spread over rounds. base, mine: seconds per step of each round."""
     return Spread.of([b / m for b, m in zip(base, mine, strict=True)])
 
 
 def require_learning(name: str, losses: Sequence[float], least_gain: float = LEAST_GAIN) -> None:
-    """Raise UserError (exit 1) unless the loss fell: the speed of a model that does not learn means nothing."""
+    """Raise UserError (exit 1) unless the loss fell by `least_gain` nats: a speed without learning means nothing."""
     last = statistics.fmean(losses[-max(1, len(losses) // 4) :]) if losses else float("nan")
-    if len(losses) < 2 or not losses[0] - last >= least_gain:  # so that NaN is refused, too
+    if len(losses) < 2 or not losses[0] - last >= least_gain:  # written so as to refuse NaN, too
         raise UserError(
             f"{name}: its loss did not fall by {least_gain} nats on learnable data (it went from "
             f"{losses[0] if losses else float('nan'):.3f} to {last:.3f}); nothing is reported of a model that does "
@@ -148,20 +149,20 @@ def require_learning(name: str, losses: Sequence[float], least_gain: float = LEA
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a CUDA device has finished its work; no effect on others."""
+    """Wait until a CUDA device has finished its work; no effect on other devices."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(action: Callable[[], Any]) -> tuple[Any, float]:
-    """Return the result of `action`, and the seconds it took."""
+    """Return the result of `action` and its wall time, seconds."""
     began = time.perf_counter()
     result = action()
     return result, time.perf_counter() - began
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return date, machine and versions, for a results file."""
+    """Return the date, the machine and package versions for a results file."""
     return {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
@@ -178,7 +179,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def write_results(
     name: str, folder: Path, about: dict[str, Any], results: dict[str, Any], table: str
 ) -> Path:
-    """Write FOLDER/DATE-DEVICE-NAME.json and, beside it, the table as Markdown. Return the path of the JSON file."""
+    """Write FOLDER/DATE-DEVICE-NAME.json, and the table beside it as .md. Return the path of the JSON file."""
     folder.mkdir(parents=True, exist_ok=True)
     short = "cpu" if "cpu" in about["settings"]["device"] else about["device"].replace(" ", "-").lower()
     path = folder / f"{about['date']}-{short}-{name}.json"
@@ -197,10 +198,10 @@ def publish(
     *,
     timed: bool = True,
 ) -> None:
-    """Print the table and write it down. timed: the results depend on the speed of the machine.
+    """Print the table and write the results files. timed: the results depend on the speed of the machine.
 
-    Raises UserError (exit 1) if `folder` is in the repository and files have changes that are not committed, or the results
-    are timed and the machine was busy.
+    Raises UserError (exit 1) in two cases: `folder` is in the repository and the repository has uncommitted changes; the
+    results are timed and the machine was busy.
     """
     print(table)
     if folder.resolve() == RESULTS:
@@ -215,7 +216,7 @@ def publish(
 
 
 def heading(name: str, about: dict[str, Any]) -> str:
-    """Return the lines above a table: without them a number means nothing."""
+    """Return the lines above a table: benchmark, date, machine, versions and settings."""
     versions = ", ".join(f"{package} {found}" for package, found in about["versions"].items() if found)
     settings = ", ".join(f"{key} {value}" for key, value in about["settings"].items())
     return (
@@ -231,7 +232,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def against_bar(bar: float | None, found: Spread | float) -> str:
-    """Compare a measurement with the least that is wanted: met, missed, or undecided if its range holds the bar."""
+    """Compare a measurement with its bar, a minimum: met, missed, or undecided if the measured range includes the bar."""
     if bar is None:
         return ""
     low, high = (found.low, found.high) if isinstance(found, Spread) else (found, found)

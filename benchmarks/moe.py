@@ -1,4 +1,4 @@
-"""A mixture of experts against a dense model of the same active parameters, and against experts padded to the largest.
+"""A mixture of experts against a dense model with as many active parameters, and against padded experts.
 
     python benchmarks/moe.py                     32 experts, 4 per token; on the CPU or on the first GPU
     python benchmarks/moe.py --experts 8 --top-k 2 --train.micro_batch_size=4
@@ -45,16 +45,16 @@ from scripts.options import exit_code_of, positive
 DENSE, MOE, PADDED = "dense, as many active parameters", "experts", "experts, padded"
 SKEWED, PADDED_SKEWED = "experts, skewed load", "experts, padded, skewed load"
 BASES = {DENSE: DENSE, MOE: DENSE, PADDED: MOE, SKEWED: PADDED_SKEWED, PADDED_SKEWED: PADDED_SKEWED}
-# Least ratio to the base, at the default size on a CPU.
+# Row -> least ratio of its speed to that of its base, at the default size on a CPU.
 BARS = {MOE: 0.6, SKEWED: 1.5}
-# Enough tokens in a microbatch that each expert has rows to work on: 256 on average, at the default size.
+# A microbatch large enough for 256 rows per expert on average, at the default size.
 SIZE = ("--train.micro_batch_size=8",)
 
 
 def padded(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
-    """`Experts.forward` by batched products: each expert's rows are padded to the most visited expert's number.
+    """Do `Experts.forward` with batched matrix products, every expert's rows padded to the largest number of rows.
 
-    The host has to read this number.
+    Waits for the device: the host reads this number.
     """
     longest = int(counts.max())
     first = counts.cumsum(0) - counts
@@ -66,9 +66,9 @@ def padded(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
 
 
 class ExpertsLoop(ForgeLoop):
-    """forge's step on a mixture with a given load: tokens draw their experts, and expert i has popularity i^-skew.
+    """forge's step on a mixture of experts with a fixed load: tokens draw experts with popularity i^-skew of expert i.
 
-    So every contender has the same load from the first step, whatever its router has learned. `pad`: see `padded`.
+    Every contender thus has an equal load from the first step, independent of the router. pad: use `padded`.
     """
 
     def __init__(self, name: str, config: Config, folder: Path, pad: bool, skew: float):
@@ -81,13 +81,16 @@ class ExpertsLoop(ForgeLoop):
                 module.forward = functools.partial(padded, module)
 
     def load(self) -> float:
-        """Return the load of the most visited expert in the last step, relative to an even share; mean over layers."""
+        """Return the largest load of an expert in the last step, as a multiple of an even share; mean over layers."""
         counts = torch.stack([router.previous_counts for router in self.model.routers.values()]).double()
         return (counts.amax(1) / counts.mean(1)).mean().item()
 
 
 def draw(skew: float, top_k: int, scores: Tensor) -> Tensor:
-    """Draw `top_k` different experts for each of scores `[..., n_experts]` (Gumbel's trick): int64 `[..., top_k]`."""
+    """Draw `top_k` different experts per token by the Gumbel trick.
+
+    scores: `[..., n_experts]`; only the shape counts. Returns int64 `[..., top_k]`.
+    """
     numbers = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
     gumbel = -torch.empty_like(scores).exponential_().log()
     return (gumbel - skew * numbers.log()).topk(top_k).indices
@@ -100,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Run all contenders, refuse those that do not learn, print and write the table."""
+    """Measure all contenders, refuse those whose loss does not fall, print and write the table."""
     torch.set_num_threads(given.threads)
     device = joined().device
     dense, experts = _configs(given, overrides)
@@ -126,7 +129,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _configs(given: argparse.Namespace, overrides: list[str]) -> tuple[Config, Config]:
-    """Return a dense model, and a mixture whose active experts are together as wide."""
+    """Return the configs of a dense model and of a mixture whose active experts together are as wide."""
     dense = configure(given.config, *SIZE, *overrides)
     width, rest = divmod(dense.model.ffn_dim, given.top_k)
     if rest:

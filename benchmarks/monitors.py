@@ -1,12 +1,11 @@
-"""The cost of monitors: a monitored step as a ratio to an unmonitored one, and the cost at an interval of ten.
+"""The cost of monitors: the time of a monitored step over an unmonitored step, and the cost with every tenth step monitored.
 
     python benchmarks/monitors.py                          debug.toml
     python benchmarks/monitors.py --config moe_debug.toml
 
-Two runs in one process take turns; one monitors every step. Their losses are equal. On a CPU the time is processor
-time, which other work on the machine does not lengthen. Counts the operators of a step, too. Prints the
-table and writes it, with date, versions and settings, to benchmarks/results/. Other --section.key=value options override
-the config.
+Two runs alternate in one process: one monitors every step, the other none. Their losses are equal. On a CPU the time is
+processor time, not lengthened by other work on the machine. The operators of a step are counted, too. Prints the table and
+writes it, with date, versions and settings, to benchmarks/results/. Other --section.key=value options override the config.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from benchmarks.measure import (
 from forge.runtime.errors import FAILED, UserError
 from scripts.options import exit_code_of
 
-# The largest allowed share of the time of all steps, if every tenth step is monitored.
+# Largest allowed share of monitors in the time of all steps, with every tenth step monitored.
 INTERVAL, BAR = 10, 0.01
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators."""
+    """Dispatch mode; counts operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Run both in turn, print and write the table."""
+    """Measure both runs in turns; print and write the table."""
     torch.set_num_threads(given.threads)
     device = joined().device
     plain = configure(given.config, *overrides)

@@ -1,12 +1,12 @@
-"""The time of one update by each optimizer, and its traffic; by ranks, for a dense model and a mixture of experts.
+"""Time and traffic of one update by each optimizer, by number of ranks, for a dense model and a mixture of experts.
 
     python benchmarks/optimizers.py                        debug.toml and moe_debug.toml on 1, 2 and 4 ranks
     python benchmarks/optimizers.py --worlds 2 --parallel.data_parallel=zero1
     python benchmarks/optimizers.py --worlds 4 --parallel.tp=2
 
-All optimizers of one row are in the same processes and take turns. In one process, PyTorch's Muon is among them,
-unchanged (it iterates in bfloat16; for the dense model only) and with its iteration in float32; each expert is a separate
-parameter for it. Prints the table and writes it, with date, versions and settings, to benchmarks/results/. Other
+All optimizers of one row run in turns in the same processes. Rows of one process also have PyTorch's Muon, twice: as
+shipped, with bfloat16 iterations (dense model only), and with float32 iterations. Each expert is a separate parameter of
+PyTorch's Muon. Prints the table and writes it, with date, versions and settings, to benchmarks/results/. Other
 --section.key=value options override the config.
 """
 
@@ -48,18 +48,18 @@ OPTIMIZERS = {
 }
 TORCH, TORCH_FLOAT32 = "torch.optim.Muon", "torch.optim.Muon, float32"
 MIB = 2**20
-# Least ratio of the time of PyTorch's Muon to that of forge's, in one process on a CPU, where both iterate in float32.
+# Least ratio of the update time of PyTorch's Muon to forge's Muon, in one process on a CPU, both with float32 iterations.
 BAR = 1.0
 
 
 class Update:
-    """One optimizer on the gradient of one batch."""
+    """Updates by one optimizer, always with the gradient of one batch."""
 
     def __init__(self, name: str, step: Callable[[], None]):
         self.name, self.step = name, step
 
     def sent(self) -> tuple[dict[str, int], float]:
-        """Return collectives by name, except those of a few numbers, and MiB of their tensors."""
+        """Return the calls of collectives by name and the MiB of their tensors, without collectives of a few numbers."""
         calls = [(name, size) for name, size in collectives_of(self.step).calls if size > 256]
         return dict(Counter(name for name, _ in calls)), sum(size for _, size in calls) / MIB
 
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Run every number of ranks in turn, print and write the table."""
+    """Measure with every number of ranks; print and write the table."""
     about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     rows = [
         row
@@ -100,7 +100,7 @@ def _measure(
         configs[name] = config
         updates.append(Update(name, _ours(config, device)))
     if world == 1:
-        # On CPUs without bfloat16 products PyTorch's own takes minutes for experts.
+        # On CPUs without bfloat16 products, PyTorch's unchanged Muon takes minutes for experts.
         for name, cast in ((TORCH, True), (TORCH_FLOAT32, False))[model_name == "experts" :]:
             updates.append(Update(name, _torchs(configs["muon"], device, cast)))
     seconds = take_turns(updates, rounds=given.rounds, steps=given.steps, warmup=given.warmup, device=device)
@@ -127,7 +127,7 @@ def _measure(
 
 
 def _with_gradients(config: Config, device: torch.device) -> tuple[ParallelModel, Any]:
-    """Return the model with the gradient of one batch, and the ranks that share its matrices."""
+    """Return the model with the gradient of one batch, and the ranks among which matrices are divided for the update."""
     degrees = check_world(config, dist.get_world_size())
     meshes = make_meshes(degrees, device.type)
     model = build_parallel_model(config, meshes, device)
@@ -155,7 +155,7 @@ def _ours(config: Config, device: torch.device) -> Callable[[], None]:
 def _torchs(config: Config, device: torch.device, cast: bool) -> Callable[[], None]:
     """Return a step of torch.optim.Muon for the parameters of forge's Muon, and of torch.optim.AdamW for all others.
 
-    They get the same gradients. cast: iterate in bfloat16, as PyTorch's Muon does; otherwise in float32.
+    The gradients are those of forge's optimizers. cast: keep the bfloat16 iterations of PyTorch's Muon; otherwise float32.
     """
     shards = _with_gradients(config, device)[0].shards
     matrices: list[Tensor] = []

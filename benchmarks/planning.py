@@ -1,12 +1,11 @@
-"""The estimate of a plan against the time of real steps, on this machine, for ten configurations.
+"""Planned against measured step time on this machine, for ten configurations.
 
     python benchmarks/planning.py
 
-Each round measures the machine like scripts/measure_hardware.py, with one process and with two, then plans each
-configuration with these measurements and runs it. With one thread (the default), steps of one process are measured by
-processor time, like the machine, so that other work on the machine does not count; steps of two ranks by wall time.
-Prints the medians over
-rounds and writes the table, with date, versions and settings, to benchmarks/results/.
+A round measures the machine like scripts/measure_hardware.py, with one process and with two; then it plans each
+configuration with these measurements and runs it. With one thread (the default), the machine and the steps of one process
+are measured by processor time, so other work does not count; steps of two ranks are measured by wall time. Prints the
+medians over rounds and writes the table, with date, versions and settings, to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from scripts.measure_hardware import measure
 from scripts.options import exit_code_of
 
 BASE = ("--train.global_batch_size=8", "--train.micro_batch_size=4", "--model.vocab_size=4096")
-# Name -> (ranks, base, overrides).
+# Name -> (ranks, base config, overrides).
 CONFIGS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "debug": (1, "debug", ()),
     "wider": (1, "debug", ("--model.dim=512", "--model.ffn_dim=1408")),
@@ -73,7 +72,7 @@ def compare(given: argparse.Namespace) -> None:
             estimate, run = found[name]["estimate_s"], found[name]["step_s"]
             print(f"round {number + 1}, {name}: {estimate:.3f} s planned, {run:.3f} s measured", flush=True)
         rounds.append({"machine": machine, "load": os.getloadavg()[0], "configurations": found})
-        # After each, so that an interrupted benchmark keeps its measurements.
+        # Written after each round: an interrupted benchmark keeps its measurements.
         _publish(rounds, given)
 
 
@@ -100,7 +99,7 @@ def _publish(rounds: list[dict[str, Any]], given: argparse.Namespace) -> None:
 def _one(
     ranks: int, base: str, overrides: tuple[str, ...], hardware: Hardware, given: argparse.Namespace
 ) -> dict[str, float]:
-    """Return the seconds of a step as planned and as measured."""
+    """Return the planned and the measured seconds of a step."""
     argv = [f"--config={base}", *BASE, *overrides]
     if given.tiny:
         argv += ["--model.dim=64", "--model.ffn_dim=64", "--model.n_layers=2", "--train.seq_len=64"]
@@ -114,7 +113,7 @@ def _one(
 def _run(
     device: torch.device, argv: list[str], warmup: int, steps: int, threads: int
 ) -> list[dict[str, float]]:
-    """Return the median time of this rank's steps, each a whole optimizer step on random tokens."""
+    """Return the median seconds of this rank's optimizer steps on random tokens. Collective."""
     torch.set_num_threads(threads)
     clock = time.process_time if torch.distributed.get_world_size() == threads == 1 else time.perf_counter
     config = load_config(argv)

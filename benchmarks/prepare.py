@@ -1,13 +1,13 @@
-"""Megabytes of text prepared per core second: by forge, Hugging Face datasets with tokenizers, and Megatron's method.
+"""Megabytes of text prepared per core second by forge, by Hugging Face datasets with tokenizers, and by Megatron's method.
 
     python benchmarks/prepare.py
     python benchmarks/prepare.py --input corpus.jsonl --tokenizer tokenizer.json
 
-Each turns the same JSON lines into token ids on disk with the same tokenizer.json (one is trained on the text if none is
-given; needs the package tokenizers). Megatron's method is that of its tools/preprocess_data.py, rewritten here: a pool of
-processes; each takes a line, tokenizes it and sends the ids to the writer of the file. datasets (if
-installed) maps batches and writes Arrow. A core second is one of processor time of all processes, so other work
-on the machine hardly counts; wall time gives the scaling from 1 to 2 processes.
+All three turn the same JSON lines into token ids on disk with the same tokenizer.json. Without --tokenizer, a tokenizer is
+trained on the text, by the package tokenizers. Megatron's method follows its tools/preprocess_data.py: a pool of processes,
+each of which takes a line, tokenizes it and sends the ids to the process writing the file. datasets (if installed) maps
+batches and writes Arrow. Core seconds are the summed processor time of all processes, so other work on the machine hardly
+counts; wall time gives the scaling from 1 to 2 processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
-# One thread in each process, or a process would be more than one core.
+# One thread per process: a process then uses one core.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["RAYON_NUM_THREADS"] = "1"
 
@@ -40,20 +40,20 @@ from benchmarks.measure import Spread, environment, markdown, parser, publish
 from forge.runtime.errors import UserError
 from scripts.options import exit_code_of, positive
 
-# A contender: (input, tokenizer.json, output, processes). Called in a process of its own.
+# A contender: (input, tokenizer.json, output, processes). Called in a new process.
 Prepare = Callable[[Path, Path, Path, int], None]
 
 
 def by_forge(text: Path, tokenizer: Path, output: Path, processes: int) -> None:
-    """Prepare with scripts/prepare_data.py, into a dataset in `output`."""
-    # By its command, because workers started from this script would import its own imports, too.
+    """Prepare `text` with scripts/prepare_data.py, into a dataset in `output`."""
+    # As a command: workers started from this script would also import the imports of this script.
     script = Path(__file__).resolve().parent.parent / "scripts" / "prepare_data.py"
     options = ["--input", text, "--tokenizer", tokenizer, "--output", output, "--workers", str(processes)]
     subprocess.run([sys.executable, script, *options], check=True, capture_output=True)
 
 
 def by_datasets(text: Path, tokenizer: Path, output: Path, processes: int) -> None:
-    """Prepare with Hugging Face datasets and tokenizers, into `output`/ids."""
+    """Prepare `text` with Hugging Face datasets and tokenizers, into `output`/ids."""
     import datasets
     from tokenizers import Tokenizer
 
@@ -71,7 +71,7 @@ def by_datasets(text: Path, tokenizer: Path, output: Path, processes: int) -> No
 
 
 def by_pool(text: Path, tokenizer: Path, output: Path, processes: int) -> None:
-    """Prepare like Megatron: a pool of workers encodes, one process writes `output`/ids.bin and lengths.npy."""
+    """Prepare `text` like Megatron: a pool of workers encodes, one process writes `output`/ids.bin and lengths.npy."""
     output.mkdir()
     with (
         open(text, encoding="utf-8") as lines,
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> None:
-    """Let the contenders take turns; print and write the table."""
+    """Measure the contenders in turns; print and write the table."""
     if find_spec("tokenizers") is None:
         raise UserError("benchmarks/prepare.py: needs tokenizers; pip install 'forge[tokenizers]'")
     names = [name for name in CONTENDERS if name != "datasets and tokenizers" or find_spec("datasets")]
@@ -155,7 +155,7 @@ def measure(given: argparse.Namespace) -> None:
 
 
 def run(prepare: Prepare, text: Path, tokenizer: Path, output: Path, processes: int) -> tuple[float, float]:
-    """Return wall and processor seconds of a contender in its own process, child processes included."""
+    """Run a contender in a new process. Return wall seconds, and processor seconds with those of child processes."""
     shutil.rmtree(output, ignore_errors=True)
     before, began = _children(), time.perf_counter()
     process = multiprocessing.get_context("spawn").Process(
@@ -180,7 +180,7 @@ def _children() -> float:
 
 
 def write_text(path: Path, megabytes: int) -> Path:
-    """Write the files of Python's standard library as JSON lines, again and again up to `megabytes`. Return `path`."""
+    """Write the files of Python's standard library as JSON lines, repeated up to `megabytes` MB. Return `path`."""
     left = megabytes * 10**6
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py"))
     with open(path, "w", encoding="utf-8") as file:
@@ -201,7 +201,7 @@ def text_bytes(path: Path) -> int:
 
 
 def train(text: Path, path: Path) -> Path:
-    """Train a byte-level BPE of 8,192 ids, in the manner of GPT-2."""
+    """Train a byte-level BPE like GPT-2's, of 8,192 ids, on `text`; write it to `path`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

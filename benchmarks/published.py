@@ -1,9 +1,9 @@
-"""Plans of runs whose throughput others published, beside their figures.
+"""Planned throughput of published runs, beside the published figures.
 
     python benchmarks/published.py                  # all rows of benchmarks/published.toml; an hour or more
-    python benchmarks/published.py --only "MPT"     # rows whose name contains this
+    python benchmarks/published.py --only "MPT"     # rows with this text in their name
 
-Prints a table in Markdown. Every other row, in the order of tokens per second, was fitted; the others were held out.
+Prints a table in Markdown. In order of tokens per second, the planner was fitted to every other row; the rest are held out.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from forge.tools.plan.plan import Plan, make_plan
 from scripts.options import exit_code_of
 
 FILE = Path(__file__).with_name("published.toml")
-# The largest relative distance of a planned figure from the published one that counts as within.
+# Largest relative distance between the planned and the published figure of a row counted as within.
 BAR = 0.15
 
 
 @dataclass(frozen=True)
 class Row:
-    """A published run. tokens_per_s: of one GPU. differs: how the run is known to differ from forge's."""
+    """A published run. tokens_per_s: per GPU. differs: known differences between the run and forge's plan."""
 
     name: str
     source: str
@@ -41,17 +41,17 @@ class Row:
     differs: str = ""
 
     def loaded(self) -> Config:
-        """Return the configuration."""
+        """Return the configuration of the run."""
         return load_config([f"--config={self.config}", *(f"--{override}" for override in self.overrides)])
 
     def plan(self, hardware: Hardware) -> Plan:
-        """Return the plan of the run."""
+        """Return forge's plan of the run on `hardware`."""
         config = self.loaded()
         return make_plan(config, check_world(config, self.gpus), hardware)
 
 
 def read(path: Path = FILE) -> tuple[list[Row], dict[str, Hardware]]:
-    """Return the rows by tokens per second, and the hardware that they ran on by name."""
+    """Return the rows sorted by tokens per second, and hardware name -> hardware of the rows."""
     found = tomllib.loads(path.read_text("utf-8"))
     rows = sorted((Row(**row) for row in found["row"]), key=lambda row: row.tokens_per_s)
     changed = found.get("hardware", {})
@@ -64,19 +64,19 @@ def _hardware(keys: dict[str, Any]) -> Hardware:
 
 
 def is_fitted(number: int) -> bool:
-    """Return whether the row with this number, from 0, was fitted."""
+    """Return whether the planner was fitted to the row with this number, counted from 0."""
     return number % 2 == 0
 
 
 def line(number: int, row: Row, planned: float) -> str:
-    """Return a line of the table. planned: tokens per second of one GPU."""
+    """Return a line of the table. planned: tokens per second per GPU."""
     error = planned / row.tokens_per_s - 1
     half = "fitted" if is_fitted(number) else "held out"
     return f"| {row.name} | {row.tokens_per_s:,.0f} | {planned:,.0f} | {error:+.0%} | {half} |"
 
 
 def compare(only: str) -> int:
-    """Print the table and the number of rows within BAR; return an exit code, 1 if there is no row."""
+    """Print the table and the number of rows within BAR. Return the exit code: 1 if no name contains `only`."""
     rows, hardware = read()
     print("| run | published | planned | error | half |\n|---|---|---|---|---|")
     within: dict[bool, list[bool]] = {True: [], False: []}

@@ -1,4 +1,4 @@
-"""Ranks on this machine for benchmarks of several processes."""
+"""Benchmarks of several processes on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def rows_of_ranks(world: int, measure: Callable[..., list[Row]], *arguments: Any) -> list[Row]:
-    """Call `measure(device, *arguments)` on `world` joined processes; return the rows of the first, by way of JSON."""
+    """Call `measure(device, *arguments)` on `world` joined processes; return the rows of rank 0, sent as JSON."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,13 +1,13 @@
-"""Which optimizer learns most in the same number of steps and in the same time, each with its best learning rate.
+"""Optimizers compared by held-out loss at equal steps and at equal time, each with its best learning rate.
 
     python benchmarks/recipes.py                                           after `make data`; two hours on two CPU cores
     python benchmarks/recipes.py --steps 100 --seeds 1 --train.global_batch_size=4
     python benchmarks/recipes.py --only adamw muon --rates 1e-3 3e-3 1e-2
 
-Whole runs of train.py, one after another. Every optimizer is tried with all learning rates under the first seed, and its
-best one is repeated under the others; held-out loss decides. Prints the table, draws the curves of the best runs against
-steps and against time (each step counts with the median step time of its run, so that other work does not show), and writes
-all of it to benchmarks/results/. Other --section.key=value options override the config.
+Whole runs of train.py, one after another. Under the first seed every optimizer is trained with all learning rates. The rate
+of lowest held-out loss is repeated under the other seeds. The curves of the best runs are drawn against steps and against
+time; every step of a run counts with the run's median step time, so other work on the machine does not show. Prints the
+table, and writes table and curves to benchmarks/results/. Other --section.key=value options override the config.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "lion": ("--optimizer.name=lion", "--optimizer.betas=[0.9,0.99]"),
 }
 SMOOTHED = 10  # steps
-# Ratio of lion's rates to the others', recommended by Lion's authors.
+# Ratio of lion's learning rates to the other optimizers', as recommended by Lion's authors.
 SMALLER = {"lion": 0.2}
 Run = dict[str, Any]
 
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Train all, print and write the table, draw the curves."""
+    """Train with all optimizers; print and write the table; draw the curves."""
     about = environment(torch.device("cpu"))
     about["settings"] = settings_of_runs(given, overrides) | {"seeds": given.seeds}
     results = {name: _tune(name, given, overrides) for name in given.only}
@@ -63,7 +63,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _draw(results: dict[str, dict[str, list[Run]]], stem: Path) -> None:
-    """Write the training losses of the best runs, each the mean of the last steps, against steps and against time."""
+    """Draw the training losses of the best runs, smoothed over SMOOTHED steps, against steps and against time."""
     from forge.tools.report.draw import Curve, curves  # needs matplotlib
 
     by_step, by_time = list[Curve](), list[Curve]()
@@ -81,7 +81,7 @@ def _draw(results: dict[str, dict[str, list[Run]]], stem: Path) -> None:
 
 
 def settings_of_runs(given: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """Return the settings common to all runs. Raises UserError for a config that is wrong or has no held-out data."""
+    """Return the settings common to all runs. Raises UserError for a wrong config or one without held-out data."""
     config = load_config(["--config", given.config, *overrides])
     if not config.data.validation:
         raise UserError("data.validation is empty, but held-out loss decides; name held-out data")
@@ -95,7 +95,7 @@ def settings_of_runs(given: argparse.Namespace, overrides: list[str]) -> dict[st
 
 
 def _tune(name: str, given: argparse.Namespace, overrides: list[str]) -> dict[str, list[Run]]:
-    """Return the runs with each learning rate, and the runs with the best one."""
+    """Return the runs of one optimizer: one for each learning rate, and one for each seed with the best rate."""
 
     def trained(lr: float, seed: int) -> Run:
         options = [*overrides, f"--run.seed={seed}", f"--optimizer.lr={lr}", *RECIPES[name]]
@@ -107,7 +107,7 @@ def _tune(name: str, given: argparse.Namespace, overrides: list[str]) -> dict[st
 
 
 def train(what: str, config: str, steps: int, options: list[str]) -> Run:
-    """Return the held-out loss after a run of train.py, its losses and the seconds of its steps. UserError if it fails."""
+    """Run train.py. Return the final held-out loss, all losses and the seconds of the steps. UserError if the run fails."""
     with tempfile.TemporaryDirectory() as folder:
         own = [
             f"--run.output_dir={folder}",
@@ -127,7 +127,7 @@ def train(what: str, config: str, steps: int, options: list[str]) -> Run:
         lines = list(map(json.loads, (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()))
     ran = [line for line in lines if "loss" in line]
     held_out = [loss for line in lines for loss in line.get("eval", {}).values()]
-    # A loss that is not finite is null.
+    # null: a loss of NaN or infinity.
     found = {
         "held_out": sum(held_out) / len(held_out) if held_out and None not in held_out else float("inf"),
         "seconds": sum(line["step_time_s"] for line in ran),

@@ -1,13 +1,13 @@
-"""Seconds and steps lost by a lost rank, a lost node and absent storage, with states on the nodes and without.
+"""Seconds and steps lost to a dead rank, a dead node and missing storage, with and without training states on the nodes.
 
     python benchmarks/recovery.py              two nodes of one rank on this machine; ten minutes on two CPU cores
 
-Agents stand for nodes: with an agent the kernel kills its ranks, so a lost agent is a lost node. In each row a run of two
-nodes meets a fault halfway between two checkpoints and continues; in the storage rows the save before it has failed, too.
-Seconds to the first new step (the `recovered` event) count from the last write of status.json. They include the start of an
-interpreter, imports, and, for a node, the wait until it counts as lost. Seconds to the previous position count from the
-fault to the end of the interrupted step, and grow with the steps to repeat. Prints the table and writes it, with date,
-versions and settings, to benchmarks/results/.
+Each agent stands for a node: when an agent dies, the kernel kills its ranks. In each row a run of two nodes meets a fault
+halfway between two checkpoints, and continues; in the storage rows, the last save before the fault also fails. Seconds to
+the first new step (the `recovered` event) count from the last write of status.json. They include interpreter start,
+imports and, for a dead node, the timeout until the node counts as lost. Seconds to the previous position count from the
+fault until the interrupted step is complete; they grow with the number of repeated steps. Prints the table and writes it,
+with date, versions and settings, to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tests.support.elastic import LOST_AFTER_S, elastic
 from tests.support.runs import wait_for
 
 INTERVAL, LOCAL_INTERVAL = 60, 3
-# Steps long enough to weigh something beside a start of the processes.
+# Steps long enough not to vanish beside the start of processes.
 MODEL = ("--model.dim=128", "--model.ffn_dim=384", "--model.n_layers=4", "--train.seq_len=64")
-# The save at the first checkpoint fails, as when shared storage is away.
+# The first save fails, as without shared storage.
 NO_SAVE = {"FORGE_FAULT": f"save.between_shards:{INTERVAL}:*:raise"}
 FAULTS = {"rank": {}, "node": {}, "storage, then a rank": NO_SAVE, "storage, then a node": NO_SAVE}
 TIERS = {"shared storage alone": [], "states on the nodes": [f"--checkpoint.local_interval={LOCAL_INTERVAL}"]}
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> None:
-    """Run all cases, print and write the table."""
+    """Run all cases; print and write the table."""
     about = environment(torch.device("cpu"))
     about["settings"] = {
         "device": "cpu",
@@ -78,7 +78,7 @@ def _case(folder: Path, fault: str, options: list[str]) -> dict[str, Any]:
         nodes.wait_for_step(lost["step"] + 1)
         until_there = time.monotonic() - began
         [recovered] = nodes.run.events("recovered")[:1]
-        # The seconds by kind of the start before the fault, from its own goodput events.
+        # Kind -> seconds of the start before the fault, from the goodput events of that start.
         seconds = next(
             event for event in reversed(nodes.run.events("goodput")) if event["seconds"].get("steps")
         )["seconds"]

@@ -1,13 +1,13 @@
-"""The curves of forge, torchtitan and transformers, which train the same model from the same weights on the same tokens.
+"""Training curves of forge, torchtitan and transformers: the same model, initial weights and tokens.
 
     make side-by-side                                                        installs the peers, and runs all
     python benchmarks/side_by_side.py --only transformers --models Llama     a part
 
-Two models, a Llama and a Qwen3 mixture of experts, train on one process and on two, in float32 or --float64. train.py trains
-on real text. torchtitan's trainer, and a plain loop around transformers' model, train from forge's exported initial
-weights on the batches of forge's loader. Each package has its own model, loss, clipping, AdamW and sharding (FSDP2);
-torchtitan also its own schedule. Prints the differences, writes them and the curves to benchmarks/results/, and draws them.
-Other --section.key=value options override the config. Nothing is timed.
+Two models, a Llama and a Qwen3 mixture of experts, train on real text with one process and with two, in float32 or
+--float64. forge trains with train.py. torchtitan's trainer, and a plain loop around transformers' model, start from
+forge's exported initial weights and read the batches of forge's loader. Each package uses its own model, loss, clipping,
+AdamW and sharding (FSDP2), and torchtitan its own schedule. Prints the differences; writes differences, curves and a
+drawing to benchmarks/results/. Other --section.key=value options override the config. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from scripts.options import exit_code_of, positive
 ROOT = Path(__file__).resolve().parent.parent
 # Package -> module of benchmarks/peers.
 PEERS = {"torchtitan": "torchtitan_trainer", "transformers": "transformers_loop"}
-# torchtitan and a plain loop decay all parameters. At 3e-3, the rate of debug.toml, rounding grows to 0.05 nats, also
-# between one process and two of the same package.
+# Decay of all parameters, as in torchtitan and the plain loop. At 3e-3, the learning rate of debug.toml, rounding errors
+# grow to 0.05 nats, also between one and two processes of one package.
 SHARED = (
     "--model.dim=64",
     "--model.n_layers=4",
@@ -78,9 +78,9 @@ MODELS: dict[str, tuple[str, ...]] = {
     ),
 }
 TINY = ("--model.dim=32", "--model.n_layers=2", "--model.ffn_dim=64", "--train.seq_len=32")
-# The line of an exception, or of forge, in the output of torchrun.
+# A line of an exception, or an error line of forge, in torchrun's output.
 ERROR = re.compile(r"(\[rank\d+\]: )?([\w.]+Error|forge): ")
-# torchtitan's experts are torch._grouped_mm, which has no float64.
+# torchtitan's experts use torch._grouped_mm, which does not support float64.
 NO_FLOAT64 = ("Qwen3-MoE", "torchtitan")
 FLOAT64 = ("--precision.storage=float64", "--precision.compute=float64", "--precision.reduce=float64")
 Curves = dict[str, Curve]
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Train all, print and write the table, draw the curves."""
+    """Train with all packages; print and write the table; draw the curves."""
     versions = {peer: _version(peer) for peer in given.only}
     about = environment(torch.device("cpu"))
     about["versions"] |= versions
@@ -134,12 +134,12 @@ def compare(given: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def options_of(model: str, steps: int) -> list[str]:
-    """Return the overrides of a model of MODELS."""
+    """Return the config overrides for a model of MODELS."""
     return [*SHARED, *MODELS[model], f"--train.steps={steps}", f"--schedule.warmup_steps={steps // 15}"]
 
 
 def write_task(config: Config, folder: Path) -> Task:
-    """Write the initial weights and the batches of train.py for this configuration into `folder`."""
+    """Write train.py's initial weights and batches for this config into `folder`, as a task."""
     steps, schedule, optimizer = config.train.steps, config.schedule, config.optimizer
     loader = Loader(
         build_dataset(config),
@@ -174,7 +174,7 @@ def write_task(config: Config, folder: Path) -> Task:
 
 
 def _export(config: Config, folder: Path) -> None:
-    """Write forge's initial weights as a folder that transformers loads."""
+    """Write forge's initial weights to `folder` in Hugging Face's format."""
     folder.mkdir()
     architecture = choose_architecture(config.model)
     keys = write_model(config.model, architecture, config.train.seq_len)
@@ -187,7 +187,7 @@ def _export(config: Config, folder: Path) -> None:
 
 
 def train(task: Task, config: str, options: list[str], world: int) -> Curve:
-    """Return the curve of train.py on `world` processes."""
+    """Train with train.py on `world` processes; return the curve."""
     own = [f"--run.output_dir={task.folder}", f"--run.name=forge-{world}"]
     own += [f"--train.micro_batch_size={task.tokens.shape[1] // world}"]
     _run("forge", world, ROOT / "train.py", "--config", config, *options, *own)
@@ -197,7 +197,7 @@ def train(task: Task, config: str, options: list[str], world: int) -> Curve:
 
 
 def ask(peer: str, task: Task, world: int) -> Curve:
-    """Return the curve of a peer on `world` processes."""
+    """Train with another package on `world` processes; return the curve."""
     _run(peer, world, "-m", "benchmarks.peers", PEERS[peer], task.folder.absolute(), cwd=ROOT)
     return Curve.load(task.folder)
 
@@ -213,7 +213,7 @@ def _run(name: str, world: int, *command: str | Path, cwd: Path | None = None) -
 
 
 def table(curves: dict[str, Curves]) -> str:
-    """Return the differences between packages on the same number of processes, and of each between numbers of processes."""
+    """Return the table of differences: between packages on equally many processes; between one and two processes of each."""
     rows = []
     for model, found in curves.items():
         for one, other in combinations(found, 2):
@@ -243,7 +243,7 @@ def _losses(curves: dict[str, Curves]) -> dict[str, dict[str, list[float]]]:
 
 
 def _draw(curves: dict[str, Curves], file: Path) -> None:
-    """Draw the losses of each model, and below them the differences from the first curve on a logarithmic scale."""
+    """Draw the losses of each model; below, on a logarithmic scale, the differences from the first curve."""
     from forge.tools.report.draw import Curve as Line  # needs matplotlib
     from forge.tools.report.draw import curves as draw
 
@@ -269,7 +269,7 @@ def _draw(curves: dict[str, Curves], file: Path) -> None:
 
 
 def _version(peer: str) -> str:
-    """Return the installed version of a peer. Raises UserError (exit 1) if there is none."""
+    """Return the installed version of a package. Raises UserError (exit 1) if the package is missing."""
     try:
         return version(peer)
     except PackageNotFoundError:

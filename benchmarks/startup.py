@@ -1,11 +1,11 @@
-"""The cost of joining the ranks by world size: groups, sockets and seconds until every mesh exists.
+"""The cost of joining the ranks, by world size: process groups, sockets, and seconds until every mesh exists.
 
     python benchmarks/startup.py                          gloo on 2 to 32 processes, fake ranks of 64 to 8,192; five minutes
     python benchmarks/startup.py --worlds 8 --fake 1024
 
-The table also has PyTorch's init_device_mesh for the same three views of the ranks; it makes a group per axis. Gloo is
-measured twice: by default it connects every rank of a group with every other at once, and with TORCH_GLOO_LAZY_INIT=1 at the
-first message. The first sum over each group is part of the time. Fake ranks show the work of one process among many without
+The table also has PyTorch's init_device_mesh for forge's three views of the ranks, with a group per axis. Gloo is measured
+twice: by default, all ranks of a group connect to each other at once; with TORCH_GLOO_LAZY_INIT=1, at the first message.
+The time includes the first all-reduce of each group. Rows of fake ranks show the work of one process among many, without
 connections. Prints the table and writes it, with date, versions and settings, to benchmarks/results/.
 """
 
@@ -43,9 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> None:
-    """Start all worlds, print and write the table."""
+    """Start the ranks of every world size; print and write the table."""
     for world in [*given.worlds, *given.fake]:
-        degrees_of(world)  # a wrong number is reported before anything starts
+        degrees_of(world)  # reports a wrong number before any process starts
     about = environment(torch.device("cpu"))
     before = os.environ.get(LAZY)
     rows: list[Row] = []
@@ -69,7 +69,7 @@ def measure(given: argparse.Namespace) -> None:
 
 
 def degrees_of(world: int) -> Degrees:
-    """Return a layout with as many axes as `world` ranks have room for."""
+    """Return degrees with as many axes of size > 1 as `world` ranks allow."""
     if world % 2:
         raise UserError(f"{world} ranks cannot be divided by 2; give even numbers")
     tp, rest = 2, world // 2
@@ -89,12 +89,12 @@ def degrees_of(world: int) -> Degrees:
 
 
 def forge_meshes(degrees: Degrees) -> None:
-    """Make forge's meshes."""
+    """Make forge's meshes. Collective."""
     make_meshes(degrees, "cpu")
 
 
 def mesh_per_view(degrees: Degrees) -> None:
-    """Make a mesh for each view of the ranks with init_device_mesh, which shares no groups."""
+    """Make a mesh for each view of the ranks with init_device_mesh, without shared process groups. Collective."""
     d = degrees
     for shape in (
         (d.pp, d.dp_replicate, d.dp_shard * d.cp, d.tp),
@@ -108,12 +108,12 @@ MAKERS: dict[str, Callable[[Degrees], None]] = {"forge": forge_meshes, "init_dev
 
 
 def started(device: torch.device) -> list[Row]:
-    """Return this rank's row for each maker of meshes."""
+    """Return this rank's rows: one for each way to make meshes. Collective."""
     return [made(maker, "gloo, lazy" if os.environ[LAZY] == "1" else "gloo") for maker in MAKERS]
 
 
 def made(maker: str, groups: str) -> Row:
-    """Make all meshes on this rank, use each of their groups once, and return the row."""
+    """Make all meshes, all-reduce once over each of their groups, and return this rank's row. Collective."""
     world, began = dist.get_world_size(), time.perf_counter()
     degrees = degrees_of(world)
     before = _groups()
@@ -135,7 +135,7 @@ def made(maker: str, groups: str) -> Row:
 
 
 def _groups() -> list[Any]:
-    """Return the process groups that this rank is in."""
+    """Return the process groups of this rank."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
@@ -144,7 +144,7 @@ def _sockets() -> int:
     for number in os.listdir("/proc/self/fd"):
         try:
             count += os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
-        except FileNotFoundError:  # the listing's own
+        except FileNotFoundError:  # the descriptor opened for the listing
             continue
     return count
 

@@ -1,4 +1,4 @@
-"""forge's training step against a bare PyTorch loop of the same model, taking turns in one process.
+"""forge's training step against a bare PyTorch loop with forge's model, in turns in one process.
 
     python benchmarks/throughput.py                          the debug model; on CPU or on the first GPU
     python benchmarks/throughput.py --config 160m.toml --train.micro_batch_size=4
@@ -49,17 +49,17 @@ from scripts.options import exit_code_of, positive
 BARE, FORGE = "bare, float32", "forge, float32"
 NARROW_BARE, NARROW_FORGE = "bare, bfloat16", "forge, bfloat16"
 TWO = ", two processes"
-# Row -> (base, least ratio), on a CPU with the shape below.
+# Row -> (base, least ratio of speed to the base's), on a CPU with the shape below.
 BARS = {
     FORGE: (BARE, 1.0),
     NARROW_FORGE: (NARROW_BARE, 1.12),
     FORGE + TWO: (BARE + TWO, 1.0),
     NARROW_FORGE + TWO: (NARROW_BARE + TWO, 1.06),
 }
-# Overrides of debug.toml if the command line has none: one microbatch per process.
+# Overrides of debug.toml for a command line without overrides: one microbatch per process.
 SHAPE = ("--model.n_layers=6", "--model.vocab_size=8192", "--train.seq_len=512", "--train.micro_batch_size=4")
-# Features at world size 1, each against forge without it. Rounding, recomputation and compilation pay off on large
-# models; the rows give their cost or gain on this one.
+# Features at world size 1, each against forge without the feature. Stochastic rounding, recomputation and compilation pay
+# off on large models; the rows give the cost or gain on this small model.
 FEATURES = {
     "compile": ("--compile.enabled=true",),
     "activation checkpointing, full": ("--activation_checkpoint.mode=full",),
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Run all contenders, refuse those that do not learn, print and write the table."""
+    """Measure all contenders, refuse those whose loss does not fall, print and write the table."""
     torch.set_num_threads(given.threads)
     device = joined().device
     plain = configure(given.config, "--precision.compute=float32", *overrides)
@@ -107,7 +107,7 @@ def _contenders(
     folder: Path,
     skipped: dict[str, str] | None,
 ) -> list[Contender]:
-    """Return every possible row; reasons for missing ones go to `skipped`. Without it, only rows with a bar."""
+    """Return the contenders. skipped: receives row -> reason for each impossible row; None: only rows with a bar."""
     plain, bfloat16 = (
         configure(given.config, *overrides, f"--precision.compute={dtype}")
         for dtype in ("float32", "bfloat16")
@@ -143,7 +143,7 @@ def _contenders(
             RuntimeError,
             NotImplementedError,
             ImportError,
-        ) as error:  # of the compiler, of a missing kernel
+        ) as error:  # from the compiler, or for want of a kernel
             skipped[title] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return found
 

@@ -1,11 +1,11 @@
-"""Whether a narrow and a wide model have the same best learning rate, under each parametrization.
+"""Best learning rates of narrow and wide models, under each parametrization.
 
     python benchmarks/transfer.py                          after `make data`; 40 minutes on two CPU cores
     python benchmarks/transfer.py --parametrizations mup --widths 64 128 --steps 50
 
-Whole runs of train.py, one after another: the model of the config at each width, with each learning rate. The first width
-is the base of the parametrization. Prints the held-out losses and, for each width, the distance of its best learning rate
-from the first width's on the grid; writes everything, with date, versions and settings, to benchmarks/results/.
+Whole runs of train.py, one after another: the config's model at each width, with each learning rate. The first width is
+the base width of the parametrization. Prints the held-out losses and, for each width, the grid distance between its best
+learning rate and that of the first width. Writes everything, with date, versions and settings, to benchmarks/results/.
 Other --section.key=value options override the config.
 """
 
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Train all, print and write the table."""
+    """Train at all widths and rates; print and write the table."""
     about = environment(torch.device("cpu"))
     about["settings"] = settings_of_runs(given, overrides) | {"overrides": overrides}
     rows = [row for name in given.parametrizations for row in _widths(name, given, overrides)]

@@ -1,1 +1,1 @@
-"""Commands: each file is one. Shared code: options.py; model.py for commands on a trained model; images.py for plots."""
+"""Commands, one per file. Shared code: options.py for all, model.py for trained models, images.py for plots, planned.py."""

@@ -4,7 +4,7 @@
     python scripts/average.py runs/debug/checkpoints/step-00000200 runs/debug/checkpoints/step-00000300 --output mean
     python scripts/average.py runs/debug/checkpoints/step-00000300 --ema --output mean
 
-The output can be evaluated, exported, and trained further (checkpoint.init), like any other checkpoint.
+Like any other checkpoint, the output can be evaluated, exported, and used as checkpoint.init.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     add(
         "--ema",
         action="store_true",
-        help="average the means over steps kept by optimizer.ema, not the weights",
+        help="average the exponential moving averages kept by optimizer.ema, instead of the weights",
     )
     given = parser.parse_args(arguments)
     return exit_code_of(lambda: _run(given))

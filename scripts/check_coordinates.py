@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Train a few steps of one recipe at several widths and draw how much each activation has changed.
+"""Train a few steps of one recipe at several widths, and draw the change of each activation by width.
 
     python scripts/check_coordinates.py --config debug --optimizer.parametrization=mup --optimizer.mup.base_dim=64
 
-With a parametrization that transfers learning rates, the curves are flat. The exit code does not check this: read the slopes.
-Needs the extra forge[report].
+If learning rates transfer between widths, the curves are flat. The exit code does not check this: read the slopes. Needs
+the extra forge[report].
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def draw(found: dict[str, dict[int, float]], name: str) -> str:
-    """Draw the changes by width, both axes logarithmic, as SVG."""
+    """Draw the changes by width as SVG, both axes logarithmic. found: activation -> width -> change. name: title."""
     from forge.tools.report.draw import Curve, curves  # needs matplotlib
 
     drawn = [

@@ -1,18 +1,18 @@
 #!/usr/bin/env python
-"""Check GPUs, links and two kernels against the figures of train.py --plan, with one process per GPU.
+"""Check GPUs, links and kernels against the rates assumed by train.py --plan, with one process per GPU.
 
 torchrun --nproc-per-node 8 scripts/check_node.py
 srun --nodes=64 --ntasks-per-node=8 --gpus-per-node=8 python scripts/check_node.py
 
 Checks name, memory and uncorrected ECC errors of each GPU; a matrix product, causal attention and a copy in memory; and
-all-reduce, all-gather, reduce-scatter and all-to-all in each node and over all nodes. Each result is checked for
-correctness, and each rate is compared with the planned one. Rates of collectives are bus bandwidths, as in nccl-tests.
+all-reduce, all-gather, reduce-scatter and all-to-all in each node and over all nodes. Every result is checked for
+correctness, and every rate is compared with the planned rate. Rates of collectives are bus bandwidths, as in nccl-tests.
 
 Exit codes: 0 all results are right and all compared rates reach the required fractions; 1 a check failed; 2 a wrong option,
-no GPU, or a GPU that the planner does not know. torchrun turns each code but 0 into 1.
+no GPU, or a GPU unknown to the planner. torchrun turns each code but 0 into 1.
 
---device cpu runs the same checks over gloo, to try the command. A CPU has no name, memory, driver or ECC to compare, and
-rates are compared only with a --hardware file of scripts/measure_hardware.py.
+--device cpu runs the checks over gloo, to try the command. On a CPU, name, memory, driver and ECC are not compared, and rates
+are compared only with a --hardware file of scripts/measure_hardware.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ fraction = number(float, lambda value: value > 0, "more than 0")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check this node's ranks and return the exit code: FAILED if a check failed."""
+    """Run this process's part of the checks. Return the exit code: FAILED if a check failed on any rank. Collective."""
     given = _parser().parse_args(arguments)
     failed: list[str] = []
     if given.device == "cpu":
@@ -57,7 +57,7 @@ def _run(given: argparse.Namespace, world: World) -> list[str]:
         hardware = _hardware(given, world)
         join(world, timedelta(minutes=5))
     except UserError as error:
-        if world.rank and world.local_rank == 0:  # the node at fault, for which rank 0 waits
+        if world.rank and world.local_rank == 0:  # rank 0 waits for this node and prints nothing itself
             print(f"forge: {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
         raise
     gpus = given.gpus or (hardware.cards_per_node if hardware and hardware.card else 0)
@@ -84,7 +84,7 @@ def _run(given: argparse.Namespace, world: World) -> list[str]:
 
 
 def _hardware(given: argparse.Namespace, world: World) -> Hardware | None:
-    """Return the planned figures: those of --hardware, or of this process's GPU. None on a CPU without --hardware.
+    """Return the hardware with the planned rates: --hardware, or this process's GPU. None on a CPU without --hardware.
 
     Raises UserError if there is no GPU, or if the planner does not know the GPU.
     """

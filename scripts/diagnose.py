@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Explain a run that failed, hangs or is slow: the first cause, its rank, and the next steps.
+"""Explain a failed, hanging or slow run: the first cause, its rank, and the next steps.
 
     python scripts/diagnose.py runs/debug
 
-Reads status.json, events.jsonl and the traces in profile/. From logs/ it reads the messages, stacks and records of
-collectives of all ranks. Prints a page of text.
+Reads status.json and events.jsonl, the messages, stacks and records of collectives of all ranks in logs/, and the traces in
+profile/. Prints a page of text.
 """
 
 from __future__ import annotations

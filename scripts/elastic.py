@@ -1,13 +1,13 @@
 #!/usr/bin/env python
 """Train on a changing set of nodes.
 
-Start one meeting (the rendezvous server), then one agent per node, with one secret for all:
+Start one meeting (the rendezvous server), then one agent per node, all with the same secret:
 
     export FORGE_RENDEZVOUS_SECRET=$(openssl rand -hex 32)
     python scripts/elastic.py meeting --port 29400
     python scripts/elastic.py agent --nodes 2:3 --processes 8 --meeting HOST:29400 -- --config 7b.toml [...]
 
-The meeting runs on any permanent machine whose ports only the nodes can reach. It needs no GPU. See
+The meeting runs on any permanent machine with ports reachable only by the nodes. It needs no GPU. See
 docs/guides/elastic.md.
 """
 
@@ -99,7 +99,7 @@ def _node(given: argparse.Namespace) -> int:
         given.gather,
         given.patience,
     )
-    layouts(given.train, node)  # reports a mistake once, not at each restart
+    layouts(given.train, node)  # report a mistake before the start, instead of at each restart
     return run_agent(node, given.train)
 
 

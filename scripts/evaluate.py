@@ -4,7 +4,7 @@
     python scripts/evaluate.py --checkpoint runs/debug --tasks lambada_openai,arc_easy
 
 --data reports loss (nats per token), perplexity, and bits per byte of text; only bits per byte are comparable between
-tokenizers. Every token but the first is predicted once, from the tokens before it in its window of --context tokens.
+tokenizers. Every token but the first is predicted once, from the previous tokens in its window of --context tokens.
 
 --tasks needs the extra forge[eval]. --include-path names a folder with your own tasks.
 """
@@ -40,9 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(given: argparse.Namespace) -> None:
     if not given.data and not given.tasks:
         raise UserError("nothing to measure: give --data DIR, or --tasks NAME,NAME")
-    tasks = _tasks() if given.tasks else None  # before the model is loaded
+    tasks = _tasks() if given.tasks else None  # report a missing lm-eval before loading the model
     opened = open_model(given)
-    # Open all before measuring the first, so a mistake in the last one is reported at once.
+    # Open all sources before measuring the first, to report mistakes at once.
     sources = [_open_source(path, given, opened) for path in given.data]
     for path, source in zip(given.data, sources, strict=True):
         sequences = given.sequences
@@ -73,7 +73,7 @@ def _open_source(path: str, given: argparse.Namespace, opened: TrainedModel) -> 
         raise UserError(
             f"--data {path}: a .bin does not record the dtype of its ids; give --data-dtype {' or '.join(sorted(DTYPES))}"
         )
-    seed = key_of(config.run.seed, "validation", 0)  # of `synthetic`: as in training
+    seed = key_of(config.run.seed, "validation", 0)  # the seed of `synthetic` validation data in training
     source = open_source(path, seed, config.model.vocab_size, dtype=given.data_dtype, eos_id=given.eos_id)
     if isinstance(source, TokenDataset) and tokenizer is not None:
         if source.index.tokenizer != tokenizer.fingerprint:
@@ -90,7 +90,7 @@ def _open_source(path: str, given: argparse.Namespace, opened: TrainedModel) -> 
 
 
 def report(path: str, measured: Measured, as_json: bool, opened: TrainedModel) -> None:
-    """Print the loss on `path`, its perplexity and bits per byte: as a line of text or, with `as_json`, as a JSON object."""
+    """Print the measurement on `path`. as_json: print a JSON object instead of a line of text."""
     if as_json:
         fields = ("loss", "perplexity", "bits_per_byte", "tokens", "sequences", "text_bytes")
         record = {"data": path} | {name: getattr(measured, name) for name in fields}
@@ -112,7 +112,7 @@ def report(path: str, measured: Measured, as_json: bool, opened: TrainedModel) -
 
 
 def report_tasks(results: dict[str, dict[str, Any]], as_json: bool, opened: TrainedModel) -> None:
-    """Print the metrics of lm-eval's tasks: a line for each, or one object with `as_json`."""
+    """Print the metrics of lm-eval's tasks, a line for each. as_json: print one JSON object instead."""
     if as_json:
         _print_object({"tasks": results, "checkpoint": str(opened.path), "step": opened.step})
         return
@@ -122,7 +122,7 @@ def report_tasks(results: dict[str, dict[str, Any]], as_json: bool, opened: Trai
 
 
 def _print_object(fields: dict[str, Any]) -> None:
-    """Print one line of JSON. As in metrics.jsonl, non-finite numbers are null."""
+    """Print one line of JSON, with null for non-finite numbers, as in metrics.jsonl."""
     print(encode(fields).decode(), end="", flush=True)
 
 

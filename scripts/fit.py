@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Fit laws to finished runs: the loss by parameters and tokens, and the best learning rate and batch by size.
+"""Fit scaling laws to finished runs: loss by parameters and tokens, best learning rate and batch by size.
 
     python scripts/fit.py runs/ladder-sweep --metric eval.python --budget 1e18 --predict 27e6 540e6
 
-RUN is a run directory, or a folder of runs, e.g. a sweep's. Among runs with the same parameters and tokens, the law of the
-loss uses only the best. --output writes a page with the figures (needs the extra forge[report]).
+RUN is a run directory, or a folder of runs, e.g. of a sweep. Of several runs with equal parameters and tokens, the law of the
+loss uses only the best run. --output writes a page with figures (needs the extra forge[report]).
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def best_learning_rates(runs: list[MeasuredRun]) -> tuple[list[dict[str, float]], PowerLaw | None]:
-    """Return the best learning rate of each group of runs, and the power law of these rates.
+    """Return the best learning rate of each group of runs, and the power law of these rates (None: too few groups).
 
-    Runs of a group differ only in the learning rate.
+    A group has the runs with equal parameters, tokens and batch.
     """
     groups: dict[tuple[float, float, float], list[MeasuredRun]] = defaultdict(list)
     for run in runs:
@@ -117,9 +117,9 @@ def best_learning_rates(runs: list[MeasuredRun]) -> tuple[list[dict[str, float]]
 
 
 def best_batches(runs: list[MeasuredRun]) -> tuple[list[dict[str, float]], PowerLaw | None]:
-    """Return the best batch, in tokens, for each pair of parameters and tokens, and the power law of these batches.
+    """Return the best batch, in tokens, for each pair (parameters, tokens), and the power law of these batches.
 
-    runs: of runs that differ only in the learning rate, only the best one.
+    For each batch, the run with the best learning rate counts. The law is None if there are too few pairs.
     """
     groups: dict[tuple[float, float], list[MeasuredRun]] = defaultdict(list)
     for run in runs:

@@ -3,7 +3,7 @@
     python scripts/generate.py --checkpoint runs/debug --prompt "def main("
 
 Several prompts (--prompt and --prompt-ids may be repeated) are continued in one batch. A text ends after --max-tokens, or
-with the token that ends a document. The same seed gives the same text.
+with the end token of a document. The same seed gives the same text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from scripts.options import Options, count, exit_code_of, number, positive
 
 @dataclass
 class Writing:
-    """One prompt and its continuation. shown: the text, or the ids without a tokenizer."""
+    """One prompt and its continuation. shown: the output so far, as text or, without a tokenizer, as ids."""
 
     prompt: str | None
     prompt_tokens: list[int]
@@ -48,7 +48,7 @@ class Writing:
     finish: str = "length"
 
     def add(self, token: int) -> str:
-        """Return the output for one more token."""
+        """Add a token. Return the new output, which may be empty."""
         self.tokens.append(token)
         return self._show(f" {token}" if self.stream is None else self.stream.add(token))
 
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print generated text and return the exit code."""
     given = _parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A model may generate any character, and a terminal may not have it.
+        # A model may generate characters missing in the terminal's encoding.
         sys.stdout.reconfigure(errors="backslashreplace")
     return exit_code_of(lambda: _run(given))
 
@@ -128,7 +128,7 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _printable(text: str) -> str:
-    """Return a model's text with control characters escaped, so that it cannot control the terminal."""
+    """Return `text` with escaped control characters, so that a model's text cannot control the terminal."""
     return printable(text, keep="\n\t")
 
 
@@ -142,7 +142,10 @@ def _drafted(opened: TrainedModel, prompts: int) -> NextScores:
 
 
 def _begin(prompt: str | list[int], tokenizer: Tokenizer | None, opened: TrainedModel) -> Writing:
-    """Return the Writing of a prompt. Text gets the begin token of a document; ids are used as given."""
+    """Return the Writing of a prompt. A text gets the begin token of a document; ids are used unchanged.
+
+    Raises UserError for an invalid prompt, e.g. ids beyond the model's vocabulary.
+    """
     text: str | None = None
     if isinstance(prompt, list):
         tokens = prompt
@@ -173,7 +176,7 @@ def _begin(prompt: str | list[int], tokenizer: Tokenizer | None, opened: Trained
 def _parser() -> Options:
     parser = Options(description=__doc__)
     add = parser.add_argument
-    # A smaller temperature would divide scores beyond the range of float32.
+    # Logits divided by a smaller temperature would exceed the range of float32.
     temperature = number(
         float, lambda value: value == 0 or 1e-6 <= value < float("inf"), "0, or at least 1e-6"
     )

@@ -1,4 +1,4 @@
-"""Shared by the plots: write an image and return the exit code. forge/tools/report/draw.py draws the figures."""
+"""Common code of the plots: stack drawings, and write an image. forge/tools/report/draw.py draws the figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forge.runtime.errors import BAD_CONFIG, FINISHED, UserError
 
 
 def stacked(drawings: Sequence[str]) -> str:
-    """Return one SVG document in which the given SVG drawings, each with a viewBox, are stacked vertically."""
+    """Return one SVG document with the drawings stacked vertically. drawings: SVG elements with a viewBox."""
     width, below, parts = 0.0, 0.0, []
     for drawing in drawings:
         match = re.search(r' viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing)
@@ -24,7 +24,7 @@ def stacked(drawings: Sequence[str]) -> str:
 
 
 def write(path: Path, draw: Callable[[], str]) -> int:
-    """Write the result of `draw` to `path` and return the exit code."""
+    """Write the result of `draw` to `path`. Return FINISHED, or BAD_CONFIG after printing an error."""
     try:
         path.write_text(draw())
         print(f"wrote {path}")

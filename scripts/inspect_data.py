@@ -1,12 +1,12 @@
-"""Show the data of a training step: the sequences with their source and epoch, where documents begin, and the text.
+"""Show the data of a training step: each sequence with its source, epoch, document starts and text.
 
 The data are opened as in training. Keys are overridden as for train.py:
 
     python scripts/inspect_data.py --config debug.toml --step 100 --train.global_batch_size=8
     python scripts/inspect_data.py --config debug.toml --mixture --steps 1:100
 
-If the run of that name has checkpoints, the output follows its history: with each mixture of the run, and without samples
-skipped by a roll-back. It assumes that all steps had the step sizes of the config.
+If a run of this name has checkpoints, the output follows the run's history: its mixtures and the samples skipped by
+roll-backs. All steps are assumed to have the config's step sizes.
 """
 
 from __future__ import annotations

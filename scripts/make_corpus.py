@@ -1,10 +1,10 @@
-"""Make a corpus of code and prose from pinned packages of PyPI and Debian, and compare its SHA-256 with the manifest's.
+"""Make a corpus of code and prose from pinned packages of PyPI and Debian, and check its SHA-256.
 
 python scripts/make_corpus.py --size small --output data/corpus-small
 
-pip and apt-get fetch the packages, from the registries in their own configuration. Nothing of a package is installed or
-run. Exit codes: 0 the corpus has the hash in the manifest, or the manifest has none; 1 its hash differs, or a package is
-missing or differs; 2 a wrong option or manifest. After an interruption the same command continues.
+pip and apt-get fetch the packages from their configured registries. No package is installed and none of its code runs. Exit
+codes: 0 the corpus has the hash in the manifest, or the manifest has no hash; 1 the hash differs, or a package is missing or
+differs; 2 a wrong option or manifest. After an interruption the same command continues.
 """
 
 from __future__ import annotations

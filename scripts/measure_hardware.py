@@ -5,8 +5,8 @@ python scripts/measure_hardware.py --output here.toml
 python train.py --config debug.toml --plan --world-size 2 --hardware here.toml
 
 Measures matrix products and attention by size, an elementwise operator by bytes, the overhead of an operator, and an
-all-reduce of two ranks. It uses a GPU if there is one (the all-reduce over NCCL needs two), otherwise the CPU and gloo.
-Processes on a CPU slow each other down: for a plan of several ranks on it, measure with the same number of --processes.
+all-reduce of two ranks. Uses a GPU if there is one (the all-reduce over NCCL needs two), otherwise the CPU and gloo.
+Processes on a CPU slow each other down: to plan several ranks on a CPU, measure with as many --processes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from scripts.options import Options, exit_code_of, positive
 MeasuredRates = list[list[float]]
 Clock = Callable[[], float]
 Turns = Iterator[list[torch.Tensor]]
-# If a call takes this many seconds, larger ones are not measured: a CPU that is slow in bfloat16 would take minutes.
+# Measure no larger sizes once a call takes this many seconds. On a CPU slow in bfloat16 they would take minutes.
 LONG = 0.3
 
 
@@ -68,8 +68,8 @@ def main(argv: list[str]) -> int:
 def measure(threads: int, computing: int = 1, *, tiny: bool = False) -> dict[str, Any]:
     """Measure this machine and return the keys of a hardware file.
 
-    threads: number of threads of a process. computing: number of processes that compute at the same time. tiny: use
-    toy sizes, which give no usable rates.
+    threads: number of threads per process. computing: number of processes computing at the same time, this one included.
+    tiny: use toy sizes, which give no usable rates.
     """
     torch.set_num_threads(threads)
     card = torch.cuda.is_available()
@@ -81,7 +81,7 @@ def measure(threads: int, computing: int = 1, *, tiny: bool = False) -> dict[str
         products = {_name(dtype): _products(device, dtype, largest, clock) for dtype in dtypes}
         attention = {_name(dtype): _attention(device, dtype, largest, clock) for dtype in dtypes}
         elementwise = _elementwise(device, clock, 1 << (16 if tiny else 30 if card else 27))
-        # On a GPU the previous operator hides the launch of the next.
+        # On a GPU, each operator hides the launch of the next.
         operator_us = 0.0 if card else _operator_us(device, clock)
     link = _link(card, 1 << (16 if tiny else 28 if card else 24))
     memory = (
@@ -105,7 +105,7 @@ def measure(threads: int, computing: int = 1, *, tiny: bool = False) -> dict[str
 
 @contextmanager
 def _others(count: int, threads: int) -> Iterator[None]:
-    """In the body, `count` other processes compute."""
+    """Keep `count` other processes computing during the body."""
     context = processes.get_context("spawn")
     ready = context.Semaphore(0)
     busy = [context.Process(target=_compute, args=(threads, ready), daemon=True) for _ in range(count)]
@@ -122,7 +122,7 @@ def _others(count: int, threads: int) -> Iterator[None]:
 
 
 def _compute(threads: int, ready: Any) -> None:
-    """Multiply and add until killed or orphaned, like a rank that trains."""
+    """Compute like a training rank, with products and sums, until killed or orphaned. ready: released after the set-up."""
     parent = os.getppid()
     torch.set_num_threads(threads)
     a, b = (torch.randn(512, 512) for _ in range(2))
@@ -132,7 +132,10 @@ def _compute(threads: int, ready: Any) -> None:
 
 
 def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> MeasuredRates:
-    """Time the three products of a linear layer in training, with a model's shapes: output, gradients of input and weight."""
+    """Time the three matrix products of a linear layer in training: output, input gradient and weight gradient.
+
+    Return [FLOPs of a product, 10^12 FLOP/s] for growing sizes.
+    """
     found = []
     size = 16
     while 2 * size <= largest:
@@ -153,9 +156,9 @@ def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clo
 
 
 def _in_turns(shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> Turns:
-    """Return several lists of tensors, to be used in turn.
+    """Return an endless cycle of lists of random tensors with these shapes.
 
-    There are so many that a list has left the caches before its next use, as in a training step.
+    The cycle is long enough for a list to leave the caches before its next use, as in a training step.
     """
     size = dtype.itemsize * sum(math.prod(shape) for shape in shapes)
     number = max(1, min(64, (1 << (30 if device.type == "cuda" else 27)) // size))
@@ -165,9 +168,9 @@ def _in_turns(shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.
 
 
 def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> MeasuredRates:
-    """Time causal attention of 8 heads of 64, forward and backward, for growing sequences.
+    """Time causal attention of 8 heads of size 64, forward and backward, for growing sequences.
 
-    A call counts 7 products over half the scores: 2 in forward and 5 in backward.
+    Return [FLOPs of an operator, 10^12 FLOP/s]. A call counts 7 products over half the scores: 2 in forward, 5 in backward.
     """
     found = []
     seq = 32
@@ -181,7 +184,7 @@ def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Cl
 
         operations = 7 * 2.0 * 8 * 64 * seq * (seq + 1) / 2
         seconds = median_s(both, clock)
-        # Forward and backward are two operators; each has about half of the operations.
+        # Forward and backward are two operators, with about half of the FLOPs each.
         found.append([operations / 2, operations / seconds / 1e12])
         if seconds > LONG:
             break
@@ -205,7 +208,7 @@ def _elementwise(device: torch.device, clock: Clock, largest: int) -> MeasuredRa
 
 
 def _operator_us(device: torch.device, clock: Clock, number: int = 100) -> float:
-    """Return the time in microseconds of an operator on a few numbers, as the mean of forward and backward."""
+    """Return the microseconds of an operator on eight numbers, as the mean over forward and backward of a chain."""
     x = torch.zeros(8, device=device, requires_grad=True)
 
     def chain() -> None:
@@ -218,9 +221,9 @@ def _operator_us(device: torch.device, clock: Clock, number: int = 100) -> float
 
 
 def _clock(device: torch.device, processes: int) -> Clock:
-    """Return a clock in seconds: processor time for one process with one thread on a CPU, otherwise wall time.
+    """Return a clock in seconds: processor time for one process with one thread on a CPU, otherwise wall-clock time.
 
-    Processor time excludes other work on the machine. Only wall time shows how several processes slow each other down.
+    Processor time excludes other work on the machine. Wall-clock time includes the mutual slowdown of several processes.
     """
     if device.type == "cuda":
         return clock_of(device)
@@ -228,7 +231,10 @@ def _clock(device: torch.device, processes: int) -> Clock:
 
 
 def _link(card: bool, size: int) -> dict[str, float]:
-    """Time an all-reduce of two ranks. Return its latency, and the bandwidth of the link in one direction."""
+    """Time an all-reduce of two ranks. Return its latency in microseconds, and the link's bandwidth in one direction in GB/s.
+
+    With a single GPU, return placeholders and print a note.
+    """
     if card and torch.cuda.device_count() < 2:
         print(
             "one GPU: the link between GPUs is not measured; write it into [node] and [cluster]",
@@ -240,11 +246,11 @@ def _link(card: bool, size: int) -> dict[str, float]:
         port = free.getsockname()[1]
     context = processes.get_context("spawn")
     answer = context.SimpleQueue()
-    # On a CPU, both sizes occur in a step: it wakes waiting threads late for these, but not for a few bytes.
+    # On a CPU, use two sizes of the order of a step's. For these, threads wake late; for a few bytes they do not.
     sizes = (32 if card else size // 16, size)
     processes.spawn(_rank, (port, card, sizes, answer), nprocs=2)
     few, many = answer.get()
-    # A ring of two moves every byte once each way.
+    # In a ring of two ranks, every byte moves once in each direction.
     per_byte = max(many - few, 1e-9) / (sizes[1] - sizes[0])
     return {"gb_per_s": 1e-9 / per_byte, "latency_us": max(few - sizes[0] * per_byte, 0.0) * 1e6}
 
@@ -264,9 +270,9 @@ def _rank(rank: int, port: int, card: bool, sizes: tuple[int, ...], answer: Any)
 
 
 def _together(tensor: torch.Tensor, device: torch.device, times: int = 40) -> float:
-    """Return the mean time of an all-reduce in seconds, without the first eighth of the calls.
+    """Return the mean seconds of an all-reduce of `tensor`, without the first eighth of the `times` calls. Collective.
 
-    Ranks on a CPU compute before each call. Both ranks make the same number of calls.
+    On a CPU, each rank computes a product before each call, as in a step.
     """
     found = []
     factor = torch.randn(384, 384)
@@ -291,7 +297,7 @@ def _write(path: Path, measured: dict[str, Any]) -> None:
 
 
 def to_toml(measured: dict[str, Any]) -> str:
-    """Return the file: keys, then tables."""
+    """Return the hardware file as TOML: keys, then tables."""
     head = f"# Measured on {time.strftime('%Y-%m-%d')} with PyTorch {torch.__version__}."
     lines = [
         head,

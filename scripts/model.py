@@ -1,4 +1,4 @@
-"""Options for the trained model: the checkpoint, the device and the precision."""
+"""Options of commands on a trained model: checkpoint, device and precision."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_model_options(add: Callable[..., object]) -> None:
 
 
 def open_model(given: argparse.Namespace) -> TrainedModel:
-    """Open the model named by the options. Raises UserError if they or the checkpoint are invalid."""
+    """Open the model named by the options. Raises UserError if an option or the checkpoint is invalid."""
     return open_checkpoint(
         given.checkpoint,
         _device(given.device),

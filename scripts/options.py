@@ -1,4 +1,4 @@
-"""Shared by all scripts: exit codes, and types of options for numbers and inputs. Needs no torch."""
+"""Common code of all scripts: exit codes, and option types for numbers and inputs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ Number = TypeVar("Number", int, float)
 
 
 class Options(argparse.ArgumentParser):
-    """A command's parser, with the module's docstring as help.
-
-    A mistake ends the command with one sentence on stderr and exit code 2.
-    """
+    """The argument parser of a script. A mistake ends the script with one sentence on stderr and exit code 2."""
 
     def __init__(self, **rest: Any):
         super().__init__(
@@ -36,9 +33,9 @@ class Options(argparse.ArgumentParser):
 
 
 def exit_code_of(work: Callable[[], object], interrupted: str = "") -> int:
-    """Call `work` and return the exit code. An error becomes one sentence on stderr.
+    """Call `work` and return the exit code. An expected error becomes one sentence on stderr.
 
-    `interrupted` is the sentence printed after Ctrl-C.
+    interrupted: sentence printed after Ctrl-C.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
@@ -47,13 +44,13 @@ def exit_code_of(work: Callable[[], object], interrupted: str = "") -> int:
     except UserError as error:
         print(f"forge: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # such as `| head`
+    except BrokenPipeError:  # the reader has closed the pipe, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:  # a full disk
+    except OSError as error:  # e.g. a full disk
         print(f"forge: {error}", file=sys.stderr)
         return FAILED
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's
+        if type(error).__name__ != "OutOfMemoryError":  # torch.OutOfMemoryError, without importing torch
             raise
         print(f"forge: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
         return FAILED
@@ -75,7 +72,7 @@ def exit_code_of_ranks(work: Callable[[Any], object], interrupted: str = "") -> 
         except UserError as error:
             if world.rank == 0:
                 raise
-            # The launcher kills the others when one ends: rank 0 must have printed by then.
+            # When a rank ends, the launcher kills the others. Give rank 0 time to print.
             time.sleep(2)
             raise SystemExit(error.exit_code) from None
 
@@ -83,9 +80,9 @@ def exit_code_of_ranks(work: Callable[[Any], object], interrupted: str = "") -> 
 
 
 def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) -> Callable[[str], Number]:
-    """Return the `type` of an option for numbers that satisfy `holds`.
+    """Return the `type` of an argparse option for numbers accepted by `holds`.
 
-    allowed: describes them in messages, after "must be".
+    allowed: description of these numbers in messages, after "must be".
     """
 
     def read(text: str) -> Number:
@@ -94,7 +91,7 @@ def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) ->
             raise argparse.ArgumentTypeError(f"must be {allowed}, not {text}")
         return value
 
-    read.__name__ = kind.__name__  # argparse's "invalid int value"
+    read.__name__ = kind.__name__  # for argparse's message "invalid int value"
     return read
 
 
@@ -103,12 +100,12 @@ count = number(int, lambda value: value >= 0, "at least 0")
 
 
 def add_trust_option(add: Callable[..., object]) -> None:
-    """Add the option that allows imports named by an opened folder's config.toml."""
+    """Add the option --trust, which allows imports named in the config.toml of an opened folder."""
     add("--trust", action="store_true", help="import classes and functions named by an opened config.toml")
 
 
 def add_input_options(add: Callable[..., object]) -> None:
-    """Add the options for the input text, which are the parameters of `find_corpus` and `read_documents`."""
+    """Add the options for the input text: parameters of `find_corpus` and `read_documents`."""
     add("--input", nargs="+", required=True, metavar="PATH", help="files, or directories to search")
     add(
         "--text-key", default="text", metavar="KEY", help="key of the text in JSONL and Parquet (%(default)s)"

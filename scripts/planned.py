@@ -1,4 +1,4 @@
-"""Plan an existing run, for the configuration and the number of processes of its latest start."""
+"""Plan existing runs, each with the configuration and the number of processes of its latest start."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from forge.tools.report.read import RunRecord
 
 
 class Planner:
-    """Plans runs; each configuration is planned once. hardware: a name or file; None: the run's own GPU, if it is known.
+    """Plan runs, and cache the plans by configuration, number of processes and device.
 
-    trust: allow the import of classes and functions named by a run's config.toml. Without it, a run that names any has no
-    plan.
+    hardware: name or file of the hardware; None: the run's own GPU, if known. trust: allow imports named in a run's
+    config.toml. Without `trust`, a run with such imports has no plan.
     """
 
     def __init__(self, hardware: str | None, trust: bool = False):
@@ -21,11 +21,13 @@ class Planner:
 
         self._hardware = None if hardware is None else find_hardware(hardware)
         self._trust = trust
-        self._lock = threading.Lock()  # a plan uses the default process group of this process
+        self._lock = (
+            threading.Lock()
+        )  # one plan at a time: each replaces the default process group of this process
         self._known: dict[tuple[str, int, str], dict[str, Any]] = {}
 
     def add(self, run: RunRecord) -> None:
-        """Set `run.plan` to the output of train.py --plan --json, or to {"problem": the reason}."""
+        """Set `run.plan` to the output of train.py --plan --json, or to {"problem": reason}. A run never started keeps {}."""
         started = run.events_of("started")
         text = run.path / "config.toml"
         if not started or not text.is_file():
@@ -51,6 +53,6 @@ class Planner:
             return as_json(make_plan(config, check_world(config, world), self._hardware or card_of(device)))
         except UserError as error:
             return {"problem": str(error)}
-        # Fake tensors may not support a custom model: then the page is made without its plan.
+        # Fake tensors may not support a custom model. The page then has no plan of this run.
         except Exception as error:
             return {"problem": f"{type(error).__name__}: {error}".partition("\n")[0]}

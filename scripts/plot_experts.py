@@ -29,7 +29,10 @@ def main(argv: list[str]) -> int:
 
 
 def draw(path: Path, mark: float) -> str:
-    """Draw as SVG: the largest load in each layer as curves over steps, and below them maps of the load of every expert."""
+    """Draw as SVG: curves of the largest expert load of each layer over steps, and below them maps of every expert's load.
+
+    mark: load of a dashed horizontal line. Raises UserError if the metrics have no expert counts.
+    """
     from forge.tools.report.inside import expert_pictures  # needs matplotlib
 
     pictures = expert_pictures(read_run(path), levels=[(f"{mark:g}", mark)])

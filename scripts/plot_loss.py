@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draw the loss curves of a run, or of several, as an SVG image: `python scripts/plot_loss.py RUN [RUN ...]`.
+"""Draw the loss curves of one or several runs as an SVG image: `python scripts/plot_loss.py RUN [RUN ...]`.
 
 Needs the extra forge[report].
 """
@@ -47,7 +47,7 @@ def _mark(text: str) -> tuple[str, float]:
 
 
 def draw(paths: list[Path], marks: list[tuple[str, float]]) -> str:
-    """Draw the losses of the runs in `paths`, and `marks` (name, loss) as dashed lines, as SVG."""
+    """Draw the losses of the runs in `paths` as SVG. marks: (name, loss) of dashed lines. Raises UserError without losses."""
     from forge.tools.report.course import loss_curves  # needs matplotlib
     from forge.tools.report.draw import curves
 

@@ -58,7 +58,7 @@ def _schedule(chosen: argparse.Namespace) -> Schedule:
 
 
 def draw(schedule: Schedule, title: str) -> str:
-    """Draw one row per stage, grouped by rank, with time from left to right in units of a forward pass."""
+    """Draw the schedule as SVG, with time in units of a forward pass."""
     return draw_timeline(
         schedule.timeline,
         f"{Path(title).name}: {schedule.microbatches} microbatches; idle {schedule.bubble:.1%}",
@@ -66,12 +66,15 @@ def draw(schedule: Schedule, title: str) -> str:
 
 
 def draw_timeline(timeline: Sequence[Sequence[TimedAction]], title: str) -> str:
-    """Draw one row per stage, grouped by rank, with time from left to right. Each bar's id ends with its action, e.g. 0F3."""
+    """Draw a timeline as SVG: one row per stage, grouped by rank. The id of each bar ends with its action, e.g. 0F3.
+
+    timeline: actions of each rank.
+    """
     from forge.tools.report.draw import STYLE, as_svg, matplotlib, new_figure  # needs matplotlib
 
     own_stages = [sorted({slot.action.stage for slot in slots}) for slots in timeline]
     rows = [(rank, stage) for rank, own in enumerate(own_stages) for stage in own]
-    # Half a row between ranks.
+    # Leave half a row between ranks.
     y = {stage: row + rank / 2 for row, (rank, stage) in enumerate(rows)}
     end = max(slot.stop for slots in timeline for slot in slots)
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Draw a plan as SVG images: memory over one step and, for a pipeline, its timeline.
+"""Draw a plan as SVG images: memory over one step and, with a pipeline, the timeline of a step.
 
     python train.py --config 7b --plan --world-size 64 --hardware h100 --json > plan.json
     python scripts/plot_plan.py --plan plan.json --output drawings
 
-Writes memory.svg for the rank that needs most memory: for each part of a step, the largest number of live bytes over
-all microbatches, by kind. For a pipeline it also writes pipeline.svg: the actions of each rank over time. Needs the
-extra forge[report].
+Writes memory.svg for the rank with the highest peak: for each part of a step, the largest live memory over all
+microbatches, by kind. With a pipeline, also writes pipeline.svg: the actions of each rank over time. Needs the extra
+forge[report].
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scripts import images
 from scripts.options import Options
 from scripts.plot_pipeline import draw_timeline
 
-# Kinds of memory, from the bottom of the drawing up.
+# Kinds of memory, in the order of the stacked areas from bottom to top.
 KINDS = ("state", "gradients", "gathered", "activations", "masks", "loss")
 
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("--plan", type=Path, required=True, help="output of train.py --plan --json")
-    add("--output", type=Path, default=Path(), help="folder for the images (default: this one)")
+    add("--output", type=Path, default=Path(), help="folder for the images (default: the current folder)")
     given = parser.parse_args(argv)
     given.output.mkdir(parents=True, exist_ok=True)
     code = images.write(given.output / "memory.svg", lambda: draw_memory(_read(given.plan)))
@@ -53,7 +53,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def draw_pipeline(plan: dict[str, Any]) -> str:
-    """Draw the timeline; times are in seconds if the plan has hardware."""
+    """Draw the pipeline's timeline as SVG. Times are in seconds if the plan has hardware, else in units of a forward."""
     timeline = [
         [TimedAction(_action(name), start, stop) for name, start, stop in of_rank]
         for of_rank in plan["timeline"]
@@ -70,7 +70,7 @@ def _action(name: str) -> Action:
 
 
 def draw_memory(plan: dict[str, Any]) -> str:
-    """Draw the memory of the stage with the highest peak, as stacked areas by kind."""
+    """Draw the memory of the stage with the highest peak as SVG: stacked areas by kind, in GiB."""
     from forge.tools.report.draw import COLORS, STYLE, as_svg, matplotlib, new_figure  # needs matplotlib
 
     stage = max(plan["stages"], key=lambda stage: stage["memory"]["peak"])
@@ -93,9 +93,9 @@ def draw_memory(plan: dict[str, Any]) -> str:
 
 
 def _places(peaks: Sequence[dict[str, Any]]) -> list[float]:
-    """Return a horizontal position for each peak.
+    """Return the horizontal position of each peak.
 
-    The distance of neighbours is 1, or the difference of their numbers if both are layers.
+    Neighbouring peaks are 1 apart. If both are of layers, they are as far apart as the layers' numbers.
     """
     places: list[float] = []
     previous: int | None = None

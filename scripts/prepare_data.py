@@ -1,7 +1,7 @@
 """Tokenize text, JSON lines and Parquet files into shards. After an interruption, the same command continues.
 
-A document is a text file, a line of JSON lines or a row of Parquet. Files may be compressed with gzip or zstd. Set
-data.sources and data.validation to the output folder. Parquet and zstd need the extra `forge[parquet]`.
+A document is a text file, a line of JSON lines or a row of Parquet. Files may be compressed with gzip or zstd. Parquet and
+zstd need the extra `forge[parquet]`. For training, name the output folder in data.sources or data.validation.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _slurm_part() -> tuple[int, int] | None:
-    """Return this process's part and the number of parts, from the Slurm job array, the srun step, or both.
+    """Return (this process's part from 1, number of parts), from the Slurm job array, the srun step, or both.
 
-    None outside of Slurm.
+    None outside of Slurm, or for a single task.
     """
     variables = {
         name: os.environ.get(f"SLURM_{name}", "")

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Make one page about runs: curves, events, goodput, layout, differences of configurations, the inside of the model.
+"""Make a page about one or several runs: curves, events, goodput, layout, configurations, the inside of the model.
 
     python scripts/report.py runs/debug --output report.html
     python scripts/report.py runs/a runs/b --output both.html
     python scripts/report.py runs/debug --live
 
-The page is a single file that needs no network. --live serves it to browsers on this machine and follows the run; the
-printed address contains a token, and requests without it are refused.
+The page is a single file, which loads nothing from the network. --live serves the page to browsers on this machine and
+follows the run. The printed address contains a token, and requests without the token are refused.
 
-Each run is planned again from its config.toml, as by train.py --plan, and the plan is shown next to the run's measurements.
+Each run is planned again from its config.toml, as by train.py --plan, and the page shows the plan next to the measurements.
 The step time is planned for the run's GPU, or for --hardware. Needs the extra forge[report].
 """
 

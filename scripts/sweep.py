@@ -4,8 +4,8 @@
     python scripts/sweep.py sweep.toml
     python scripts/sweep.py sweep.toml --slurm > array.sbatch
 
-Runs are ordinary run directories in OUTPUT_DIR/NAME/. After any stop the same command continues, and repeats no finished
-run. At the end it writes the table (table.json) and a page about the runs (report.html, which needs the extra
+Runs are ordinary run directories in OUTPUT_DIR/NAME/. After any stop the same command continues, without repeating finished
+runs. At the end the command writes a table (table.json) and a page about the runs (report.html, which needs the extra
 forge[report]). The exit code is 1 if a trial has no result.
 """
 
@@ -67,7 +67,7 @@ def _run(given: argparse.Namespace) -> None:
 
 
 class Live:
-    """Shows the table of the sweep. On a terminal it is redrawn; otherwise a line is printed for each finished trial."""
+    """Progress of the sweep: on a terminal, the redrawn table; otherwise one line per finished trial."""
 
     def __init__(self, sweep: Sweep):
         self._sweep, self._terminal = sweep, sys.stdout.isatty()
@@ -129,7 +129,7 @@ def _page(sweep: Sweep, results: list[SweepResult], winner: str) -> None:
 
 
 def _least(points) -> tuple[list[float], list[float]]:  # type: ignore[no-untyped-def]
-    """Return each x once, with its least value, in ascending order."""
+    """Return the distinct x in ascending order, and the least value at each x. points: (x, value)."""
     least: dict[float, float] = {}
     for x, value in points:
         least[x] = min(value, least.get(x, value))

@@ -1,14 +1,14 @@
-"""Check that a model, a configuration or a change of the code computes the same under every layout.
+"""Check that a model, a configuration or a code change computes equal numbers under every layout.
 
     python scripts/verify.py --config debug
     python scripts/verify.py --config debug --model.kind=mine:Model --layouts "tp=2; tp=2 cp=2; dp_shard=2 pp=2"
     python scripts/verify.py --module mine:make_model --parallelize mine:parallelize --world-sizes 4
 
-Shrinks the configuration and runs a few steps in float64 in one process and on several local processes under every axis,
-every pair of axes and random layouts. Compares all results and names the first difference.
-With --module it verifies another library's parallelism of a plain PyTorch module (docs/guides/verify-libraries.md).
+Shrinks the configuration. Runs a few steps in float64 in one process, and on several local processes under every axis, every
+pair of axes and random layouts. Compares all results and names the first difference.
+With --module, verifies another library's parallelism of a plain PyTorch module (docs/guides/verify-libraries.md).
 
-Exit codes: 0 everything is equal, 1 something differs or fails, 2 bad input or no layout compared.
+Exit codes: 0 all layouts are equal, 1 a layout differs or fails, 2 bad input or no layout compared.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _library(given: argparse.Namespace) -> list[Outcome]:
-    """Compare another library's parallelism of a plain module with one process."""
+    """Compare another library's parallelism of a plain module with one process, and print the results."""
     others = ("config", "layouts", "against", "in_place", "digests", "precision", "random")
     if mixed := [f"--{name.replace('_', '-')}" for name in others if getattr(given, name)]:
         raise UserError(f"--module cannot be combined with {', '.join(mixed)}")
@@ -95,7 +95,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
     cases = None if given.layouts is None else parse_layouts(given.layouts)
     config = load_config(["--config", given.config, *overrides])
     small, notes = shrink(config)
-    load_hooks(small)  # reports a path without a hook as a mistake in the configuration
+    load_hooks(small)  # raises UserError for a path without a hook
     for world in given.world_sizes or ():
         require_any(small, world)
     if not given.json:
@@ -118,7 +118,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
 
 
 def _require_outcomes(report: Report, minutes: float) -> None:
-    """Raise UserError if no layout ran, because nothing has been verified then."""
+    """Raise UserError if no layout was compared."""
     if report.outcomes:
         return
     if report.not_reached:
@@ -139,7 +139,10 @@ def _settings(given: argparse.Namespace, config: Config) -> Settings:
 
 
 def _in_place(given: argparse.Namespace, overrides: list[str]) -> int:
-    """Verify the config's own layout on the processes of a launcher; return this process's exit code. Rank 0 prints."""
+    """Verify the config's own layout on the launcher's processes. Return this process's exit code. Collective.
+
+    Only rank 0 prints.
+    """
     outcomes: list[Outcome] = []
 
     def work(world: World) -> None:
@@ -165,7 +168,7 @@ def _in_place(given: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _write_digests(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Write the file for `--in-place --digests`."""
+    """Write digests of one process, the file read by `--in-place --digests`."""
     if given.world_sizes is None or len(given.world_sizes) != 1:
         raise UserError(
             "--digests: needs --world-sizes N, the number of processes of the run that is to read the file"
@@ -183,7 +186,7 @@ def _layouts(
     settings: Settings,
     progress: ProgressPrinter,
 ) -> Report:
-    """Compare layouts with one process."""
+    """Compare layouts with one process. cases: None: every axis, every pair of axes, then random layouts."""
     began = time.monotonic()
     try:
         verifier = Verifier(small, settings, rounded=rounded)
@@ -209,7 +212,7 @@ def _layouts(
 def _against(
     given: argparse.Namespace, small: Config, cases: list[Case], settings: Settings, progress: ProgressPrinter
 ) -> Report:
-    """Compare this checkout with another one."""
+    """Compare this checkout with the checkout --against, layout by layout."""
     if given.precision:
         raise UserError("--precision: cannot be combined with --against")
     try:
@@ -220,7 +223,7 @@ def _against(
 
 
 class ProgressPrinter:
-    """Prints a line for each layout. On a terminal it also shows the running layout below these lines."""
+    """Progress on the terminal: one line per finished layout and, on a terminal, the running layout below these lines."""
 
     def __init__(self, *, quiet: bool):
         self._quiet, self._shown = quiet, sys.stderr.isatty()

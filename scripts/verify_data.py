@@ -2,7 +2,7 @@
 
 python scripts/verify_data.py data/python/train
 
-Exit code 0: intact; 1: a file is damaged or missing; 2: not a dataset with checksums, so nothing was checked.
+Exit codes: 0 intact; 1 a file is damaged or missing; 2 nothing was checked: the folder has no dataset with checksums.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scripts.options import Options, exit_code_of
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compare the files and return the exit code: FAILED if any is damaged."""
+    """Compare the files with their checksums. Return the exit code: FAILED if a file is damaged."""
     parser = Options(description=__doc__)
     parser.add_argument("dataset", metavar="DATASET", help="a folder with a dataset.json")
     given = parser.parse_args(arguments)

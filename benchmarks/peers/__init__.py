@@ -1,4 +1,4 @@
-"""Other packages train the task that benchmarks/side_by_side.py writes down; `python -m benchmarks.peers` is the program.
+"""Training by other packages on a task from benchmarks/side_by_side.py; `python -m benchmarks.peers` runs one package.
 
-A module for each package. They import their package, PyTorch and task.py, and nothing of forge.
+Each package has its module, which imports the package, PyTorch and task.py, and nothing of forge.
 """

@@ -1,7 +1,7 @@
-"""A training task as files, and the curve of one contender.
+"""A training task as a folder, and the training curve of one package.
 
-`hf/` has the initial weights and config.json in Hugging Face's format, `batches.safetensors` the tokens, `task.json` the
-rest, and `curve.json` the result of a peer.
+`hf/` has the initial weights and config.json in Hugging Face's format; `batches.safetensors` the tokens and labels;
+`task.json` all other fields of the task; `curve.json` the curve of another package.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Task:
-    """Training, in the same words for every package.
+    """A training task, independent of the package.
 
     tokens, labels: int64 `[steps, batch, seq]`; a label is the next token.
-    rates: the learning rate of each step. It rises for `warmup` steps, stays at `lr`, and falls as half a cosine in the last
-    `decay` steps, in the last one to `min_lr_ratio * lr`.
+    rates: the learning rate of each step: `warmup` steps of rise, constant `lr`, then `decay` steps of cosine decay; the
+    last step has `min_lr_ratio * lr`.
     max_norm: the gradient norm above which gradients are scaled down.
-    dtype: of parameters.
+    dtype: the format of parameters.
     """
 
     folder: Path
@@ -41,11 +41,11 @@ class Task:
 
     @property
     def weights(self) -> Path:
-        """The folder with the initial weights."""
+        """The folder with the initial weights and config.json."""
         return self.folder / "hf"
 
     def rows_of(self, rank: int, world: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens and labels of one of `world` ranks: int64 `[steps, batch / world, seq]`."""
+        """Return the tokens and labels of `rank` among `world` ranks: int64 `[steps, batch / world, seq]` each."""
         return self.tokens.chunk(world, dim=1)[rank], self.labels.chunk(world, dim=1)[rank]
 
     def save(self) -> None:
@@ -64,7 +64,7 @@ class Task:
 
 @dataclass
 class Curve:
-    """The mean cross-entropy of the batch, the gradient norm before clipping and the learning rate of each step."""
+    """Per step: the mean cross-entropy of the batch, the gradient norm before clipping, and the learning rate."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

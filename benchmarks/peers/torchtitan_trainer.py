@@ -1,7 +1,7 @@
 """torchtitan's trainer, with its model, data-parallel sharding, loss, clipping, optimizer and schedule, on a CPU.
 
-torchtitan asks for a GPU. Numbered comments mark the seven places where this file puts something else. None changes its
-arithmetic but the sixth, which lets experts compute in the configured precision.
+torchtitan requires a GPU. Numbered comments mark the seven parts replaced in this file. Only the sixth changes the
+arithmetic: experts compute in the configured precision.
 """
 
 # ruff: noqa: E402
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.peers.task import Curve, Task
 
-# 1. The device: without a GPU it assumes CUDA.
+# 1. The device: without a GPU torchtitan assumes CUDA.
 torch._utils._get_available_device_type = lambda: "cpu"
 
 from torchtitan.components import metrics
@@ -51,7 +51,7 @@ class NoMemory:
 
 
 class Batches(BaseDataLoader):
-    """The local rows of the task's batches."""
+    """Data loader of this rank's rows of the task's batches."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -72,7 +72,7 @@ class Batches(BaseDataLoader):
 
 
 class NoTokenizer(BaseTokenizer):
-    """3. The tokenizer: the batches are tokens."""
+    """3. The tokenizer: batches already are tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -92,7 +92,7 @@ class NoTokenizer(BaseTokenizer):
 
 
 def specify(weights: Path, seq_len: int) -> ModelSpec:
-    """Return torchtitan's Llama 3, or its Qwen3 mixture of experts, with the sizes of config.json."""
+    """Return torchtitan's Llama 3 or Qwen3 mixture of experts, with the sizes in config.json of `weights`."""
     keys = json.loads((weights / "config.json").read_text())
     rope = {"dim": keys["head_dim"], "max_seq_len": seq_len, "theta": keys["rope_theta"]}
     shape = {
@@ -126,7 +126,7 @@ def specify(weights: Path, seq_len: int) -> ModelSpec:
     for _, norm, _, _ in model.traverse(RMSNorm.Config):
         norm.eps = keys["rms_norm_eps"]
     for layer in layers:
-        # 4. The attention kernel: FlexAttention has no gradients on a CPU. This is its class around PyTorch's own function.
+        # 4. The attention kernel: FlexAttention has no gradients on a CPU. This class of torchtitan wraps PyTorch's function.
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
         if layer.moe is not None:
             layer.moe.load_balance_coeff = None
@@ -134,7 +134,7 @@ def specify(weights: Path, seq_len: int) -> ModelSpec:
 
 
 def train(task: Task, rank: int, world: int) -> Curve:
-    """Make all steps by `Trainer.train`, which joins the ranks; return the curve, which only rank 0 has."""
+    """Make all steps with torchtitan's Trainer, which joins the ranks. Return the curve on rank 0. Collective."""
     steps, batch, seq_len = task.tokens.shape
     spec: Any = specify(task.weights, seq_len)
     cross_entropy = CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
@@ -145,8 +145,8 @@ def train(task: Task, rank: int, world: int) -> Curve:
         dataloader=Batches.Config(folder=str(task.folder)),
         loss=ChunkedLossWrapper.Config(loss_fn=cross_entropy),
         optimizer=default_adamw(task.lr, betas=task.betas, eps=task.eps, weight_decay=task.weight_decay),
-        # With the same number of steps torchtitan's decay would begin a step later than forge's, so that its last rate is
-        # not 0.
+        # With an equal number of steps torchtitan's decay would begin a step later than forge's, and not reach its last
+        # rate.
         lr_scheduler=LRSchedulersContainer.Config(
             warmup_steps=task.warmup,
             total_steps=steps - 1,
@@ -162,7 +162,7 @@ def train(task: Task, rank: int, world: int) -> Curve:
             mixed_precision_param="float32",
             disable_cuda_graphs=True,
         ),
-        # Its other back ends need a newer fully_shard than PyTorch 2.13's.
+        # Other back ends of torchtitan need a newer fully_shard than that of PyTorch 2.13.
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         metrics=metrics.MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
         checkpoint=CheckpointManager.Config(
@@ -171,12 +171,12 @@ def train(task: Task, rank: int, world: int) -> Curve:
         activation_checkpoint=None,
     )
     metrics.build_device_memory_monitor = NoMemory
-    # 5. Shorter timeouts after the first step: the number of the GPU is an argument of the barrier before.
+    # 5. Shorter timeouts after the first step: their barrier takes the number of a GPU as argument.
     utils.set_pg_timeouts = lambda **_: None
-    # 6. The experts' precision: their inputs and weights are cast to bfloat16 whatever the configuration.
+    # 6. The experts' precision: torchtitan casts their inputs and weights to bfloat16 in every configuration.
     torch.Tensor.bfloat16 = lambda tensor: tensor
     trainer, curve = config.build(), Curve()
-    # 7. Gradients are summed by NCCL's scaled sum with factor 1, which gloo does not have.
+    # 7. The gradient sum: NCCL's scaled sum (factor 1), missing in gloo.
     for module in trainer.model_parts[0].modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)

@@ -1,4 +1,4 @@
-"""A model of transformers in a plain loop, with its own loss; on several processes under fully_shard."""
+"""A transformers model in a plain loop, with transformers' loss; with several processes under fully_shard."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from benchmarks.peers.task import Curve, Task
 
 
 def train(task: Task, rank: int, world: int) -> Curve:
-    """Make all steps; return the curve. Joins `world` ranks if there are several."""
-    # transformers' grouped product of experts has no float64.
+    """Make all steps; return the curve. If `world` > 1, joins the ranks; collective."""
+    # transformers' grouped matrix product of experts does not support float64.
     experts = {"experts_implementation": "eager"} if task.dtype == "float64" else {}
     model = AutoModelForCausalLM.from_pretrained(task.weights, dtype=getattr(torch, task.dtype), **experts)
     model.train()
@@ -28,8 +28,8 @@ def train(task: Task, rank: int, world: int) -> Curve:
     )
     curve = Curve()
     for tokens, labels, rate in zip(*task.rows_of(rank, world), task.rates, strict=True):
-        # shift_labels: the labels are next tokens already. All ranks have the same number of them, so the mean of the
-        # ranks' means is the mean.
+        # shift_labels: the labels are next tokens already. All ranks have equally many, so the mean of the ranks' means
+        # is the mean over the batch.
         loss = model(input_ids=tokens, labels=labels, shift_labels=labels).loss
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), task.max_norm)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Run one task of a job array: train a sweep's run, requeue the task after a stop, and end with the run's exit code.
+"""Run one task of a job array: train a run of a sweep, requeue the task after a stop, and exit with the run's exit code.
 
     python scripts/slurm/array_task.py RUN COMMAND...
 
-`scripts/sweep.py --slurm` writes this command. RUN is the run directory, COMMAND trains the run. A task is requeued until
-it has been stopped MAX_TURNS_WITHOUT_PROGRESS times in a row (3 unless set) without a new checkpoint.
+`scripts/sweep.py --slurm` writes this command. RUN is the run directory, COMMAND trains the run. After
+MAX_TURNS_WITHOUT_PROGRESS consecutive stops (3 unless set) without a new checkpoint, the task is not requeued.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         turns_without_progress=_number(os.environ, "MAX_TURNS_WITHOUT_PROGRESS", 3),
     )
     history, before = JobHistory.read(run / "requeues.json", job), RunSnapshot.read(run)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until the child that gets it exists
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until SIGTERM can be passed on to the child
     process = subprocess.Popen(command, preexec_fn=_unblock)
     signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
     _unblock()

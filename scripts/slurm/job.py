@@ -1,8 +1,8 @@
-"""Make one job run for train.sbatch: check the configuration, start the workers, and requeue the job if that may help.
+"""Make one job run for train.sbatch: check the configuration, start the workers, and requeue the job if useful.
 
-elastic.sbatch calls this program after a stop, to decide whether to requeue.
+elastic.sbatch calls this program after a stop, for the decision to requeue.
 
-On a login node this command checks a configuration for 64 processes, and trains nothing:
+On a login node, this command only checks a configuration for 64 processes:
 
     python scripts/slurm/job.py check 64 --config 7b.toml [--section.key=value ...]
 """
@@ -29,14 +29,14 @@ from forge.config import Config, check_world, load_config  # noqa: E402
 from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED, NO_CHECKPOINT, STOPPED, UserError  # noqa: E402
 
 JobAction = Literal["end", "restart", "requeue"]
-# A job run with less time than this gets a warning: it must hold a start-up, and Slurm's notice of 300 s.
+# Warn about a job run with less time: it needs time for a start-up and for Slurm's notice of 300 s.
 SHORT_S = 600
-# The step must end this many seconds before the job.
+# Seconds between the end of the srun step and the end of the job.
 MARGIN_S = 30
-# Exit codes of a worker that a signal ended before the interpreter could handle it.
+# Exit codes of workers ended by a signal: by SIGKILL, or by a stop signal before its handler was installed.
 KILLED = 128 + signal.SIGKILL
 BEFORE_HANDLERS = {128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-# Variables by which options of sbatch would reach srun; the step is one task per worker, each of which sees all GPUs.
+# Variables hidden from srun, because they would override its options: one task per worker, all GPUs visible to each.
 NOT_FOR_THE_STEP = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_CPUS_PER_TASK"),
     *("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_BIND"),
@@ -45,7 +45,7 @@ NOT_FOR_THE_STEP = (
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """The state of a run directory. status: the text of status.json. checkpoints: the complete ones, with their times."""
+    """The state of a run directory. status: text of status.json. checkpoints: (name, time of the manifest) if complete."""
 
     status: str
     checkpoints: frozenset[tuple[str, int]]
@@ -64,9 +64,10 @@ class RunSnapshot:
 
 @dataclass
 class JobHistory:
-    """Counts of a job's consecutive job runs that failed, or that were stopped or killed without a new save.
+    """Counts of the latest consecutive job runs of a job.
 
-    newest: for an elastic job, the newest checkpoint at the end of the previous job run.
+    failed: job runs with a failure. without_progress: job runs stopped or killed without a new checkpoint. newest: for an
+    elastic job, the newest checkpoint at the end of the previous job run.
     """
 
     job: str
@@ -85,7 +86,7 @@ class JobHistory:
 
 @dataclass(frozen=True)
 class RequeueLimits:
-    """Limits for one job: restarts within a job run, and consecutive job runs that fail or make no progress."""
+    """Limits for one job: restarts within a job run; consecutive job runs with a failure; job runs without progress."""
 
     restarts: int
     failed_turns: int
@@ -100,20 +101,20 @@ def decide(
     limits: RequeueLimits,
     restarts: int,
 ) -> tuple[JobAction, str]:
-    """Return the action after the srun step has ended with `code`, and its reason. Count the job run in `history`.
+    """Return the action after the end of the srun step, and the reason for it. Count the job run in `history`.
 
-    before, after: the run directory at the start and the end of the job run. restarts: number of restarts within this job
-    run.
+    before, after: the run directory at the start and at the end of the job run. code: exit code of the step. restarts: number
+    of restarts within this job run so far.
     """
     status = json.loads(after.status) if after.status and after.status != before.status else {}
     state = status.get("state", "not begun")
     saved = bool(after.checkpoints - before.checkpoints)
     if code in (BAD_CONFIG, NO_CHECKPOINT):
-        # Another run may have the directory; then the status in it belongs to the other run.
+        # Do not read the status: another run may use the directory.
         return "end", f"has ended with exit code {code}: the reason above has to be fixed first"
     if state == "finished":
         return "end", "is finished"
-    # srun returns the greatest exit code of a worker; with 75 one was stopped before it could write anything.
+    # srun returns the greatest exit code of its workers. With 75, a worker was stopped, perhaps before it wrote a status.
     if state == "stopped" or code == STOPPED or (not status and code in BEFORE_HANDLERS):
         history.failed = 0
         history.without_progress = 0 if saved else history.without_progress + 1
@@ -128,7 +129,7 @@ def decide(
         return "restart", f"is {state}, exit code {code}"
     history.failed += 1
     if not saved:
-        # Most often a node was lost: srun ends before Slurm has noticed the loss.
+        # The usual cause of KILLED is a lost node, because srun ends before Slurm notices the loss.
         history.without_progress += code == KILLED
         if code != KILLED or history.without_progress >= limits.turns_without_progress:
             return "end", f"is {state}, exit code {code}, and this job run has saved nothing"
@@ -140,7 +141,7 @@ def decide(
 
 
 def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Make one job run with train.py's arguments `argv` and return the exit code of the job."""
+    """Make one job run with train.py's arguments `argv`, and requeue the job if useful. Return the job's exit code."""
     job, nodes = environment.get("SLURM_JOB_ID", "0"), _number(environment, "SLURM_JOB_NUM_NODES", 1)
     workers = workers_per_node(environment)
     limits = _limits(environment)
@@ -170,7 +171,7 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
         code = 128 - code if code < 0 else code
         job_state = _output_of("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip()
         if job_state not in ("", "RUNNING"):
-            # A node has died, or the job was cancelled or preempted.
+            # A node died, or the job was cancelled or preempted: Slurm decides about the requeue.
             _print(f"Slurm has ended this run of job {job} ({job_state}), and decides whether to requeue it")
             return code
         action, why = decide(before, RunSnapshot.read(run), code, history, limits, restarts)
@@ -191,7 +192,7 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
 
 
 def count_stop(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Count a stopped job run of elastic.sbatch. Return 75 if another one may make progress, else 1."""
+    """Count a stopped job run of elastic.sbatch. Return STOPPED (75) if the job should be requeued, else FAILED (1)."""
     config, job = load_config(argv), environment.get("SLURM_JOB_ID", "0")
     run = (Path(config.run.output_dir) / config.run.name).absolute()
     history, after = JobHistory.read(run / "requeues.json", job), RunSnapshot.read(run)
@@ -206,9 +207,9 @@ def count_stop(argv: list[str], environment: Mapping[str, str] = os.environ) -> 
 
 
 def check(argv: list[str], world: int) -> Config:
-    """Return the configuration of train.py's arguments.
+    """Return the configuration for train.py's arguments `argv`.
 
-    Raises UserError if it is invalid or does not fit `world` processes.
+    Raises UserError if the configuration is invalid or does not fit `world` processes.
     """
     config = load_config(argv)
     check_world(config, world)
@@ -216,7 +217,7 @@ def check(argv: list[str], world: int) -> Config:
 
 
 def workers_per_node(environment: Mapping[str, str]) -> int:
-    """Return PROCESSES_PER_NODE, or else the number of GPUs from Slurm, from nvidia-smi, or 1."""
+    """Return the number of workers per node: PROCESSES_PER_NODE, else the GPUs from Slurm or from nvidia-smi, else 1."""
     for name in ("PROCESSES_PER_NODE", "SLURM_GPUS_ON_NODE"):
         if number := _number(environment, name, 0):
             return number
@@ -225,12 +226,12 @@ def workers_per_node(environment: Mapping[str, str]) -> int:
 
 def step(nodes: int, workers: int, argv: list[str], environment: Mapping[str, str]) -> list[str]:
     """Return the srun command of a step with one task per worker."""
-    # The end of a worker must not end the others, because rank 0 may be writing its crash report. A remaining worker hangs,
-    # or waits for a lost node: after SlurmdTimeout Slurm detects the loss and requeues the job.
+    # A worker's end must not end the others at once, because rank 0 may be writing its crash report. `--wait` ends workers
+    # that remain, after SlurmdTimeout, in which Slurm detects a lost node and requeues the job.
     timeout = re.search(r"SlurmdTimeout\s*=\s*(\d+)", _output_of("scontrol", "show", "config"))
     wait = max(120, int(timeout[1]) + 60 if timeout else 360)
     tasks = [f"--nodes={nodes}", f"--ntasks={nodes * workers}", f"--ntasks-per-node={workers}"]
-    # --overcommit: sbatch was asked for one task per node, and perhaps for fewer CPUs than workers.
+    # --overcommit: the job has one task per node, and perhaps fewer CPUs than workers.
     options = ["--overcommit", "--cpu-bind=none", "--kill-on-bad-exit=0", f"--wait={wait}"]
     more = shlex.split(environment.get("SRUN_ARGS", ""))
     python = environment.get("PYTHON", sys.executable)
@@ -238,16 +239,19 @@ def step(nodes: int, workers: int, argv: list[str], environment: Mapping[str, st
 
 
 def step_environment(workers: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of srun and of the workers."""
+    """Return the environment for srun and the workers, without the variables in NOT_FOR_THE_STEP."""
     kept = {name: value for name, value in environment.items() if name not in NOT_FOR_THE_STEP}
     if workers > 1:
-        # Otherwise each worker starts as many threads as the node has cores.
+        # By default each worker would start as many threads as the node has cores.
         kept.setdefault("OMP_NUM_THREADS", "1")
     return kept
 
 
 def time_limit(config: Config, left_s: float) -> list[str]:
-    """Return the argument that stops the run before the job's time limit, unless the configuration stops it earlier."""
+    """Return train.py's argument for a stop before the job's time limit; empty if the configuration stops the run earlier.
+
+    left_s: seconds left for the job.
+    """
     limit = max(1, round(left_s - min(MARGIN_S, left_s / 10)))
     if 0 < config.resilience.time_limit_s <= limit:
         return []
@@ -255,7 +259,7 @@ def time_limit(config: Config, left_s: float) -> list[str]:
 
 
 def time_left_s(text: str) -> int | None:
-    """Parse squeue's %L, `[days-][[hours:]minutes:]seconds`, to seconds; None without a limit."""
+    """Return the seconds in squeue's %L, `[days-][[hours:]minutes:]seconds`; None without a time limit."""
     match = re.fullmatch(r"(?:(\d+)-)?((?:\d+:){0,2}\d+)", text.strip())
     if match is None:
         return None

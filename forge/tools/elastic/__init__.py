@@ -1,1 +1,1 @@
-"""Elastic runs: agents and the rendezvous, which start the ranks of a training run and replace lost nodes."""
+"""Elastic runs: a rendezvous server, and one agent per node. Agents start the ranks; lost nodes are replaced."""

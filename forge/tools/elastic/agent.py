@@ -1,10 +1,10 @@
-"""One node of an elastic run: PyTorch's agent, with the settings needed to survive a lost node.
+"""Run one node of an elastic run: PyTorch's elastic agent, set up to survive lost nodes.
 
     meeting (on any permanent machine)  <-  agents, one per node  ->  ranks (train.py)
 
-The rendezvous removes an agent that has sent no heartbeat for a while. The ranks of the other nodes fail or are stopped,
-their agents meet again, and the run resumes on the remaining nodes. A new agent makes the others stop their ranks, which
-save first. An agent beyond the largest number of nodes waits until it is needed.
+The rendezvous removes an agent whose heartbeat has stopped. The remaining agents then kill their ranks, meet again and
+restart the ranks, which resume the run on the remaining nodes. When a new agent arrives, the other agents stop their ranks,
+which save first, and all agents meet. An agent beyond the largest number of nodes waits as a spare.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 class Node:
     """Settings of an agent.
 
-    least, most: numbers of nodes of the run. processes: ranks on this node. meeting: "HOST:PORT". lost_after_s: how long a
-    node may be silent before it counts as lost. gather_s: how long a group that is large enough waits for more nodes.
-    patience_s: how long an agent waits for the least number of nodes.
+    least, most: smallest and largest number of nodes. processes: ranks on this node. meeting: "HOST:PORT". restarts: limit of
+    restarts after failed ranks. lost_after_s: seconds without a heartbeat after which a node counts as lost. gather_s:
+    seconds for which enough nodes wait for further nodes. patience_s: seconds for which an agent waits for enough nodes.
     """
 
     least: int
@@ -65,9 +65,9 @@ class Node:
 
 
 def layouts(argv: Sequence[str], node: Node) -> dict[int, str]:
-    """Return a text that describes the run's layout, for each possible number of nodes.
+    """Return number of nodes -> description of the run's layout, for `node.least` to `node.most` nodes.
 
-    Raises UserError if the config is invalid or a number of nodes has no layout.
+    argv: arguments of train.py. Raises UserError if the config is invalid or a number of nodes has no layout.
     """
     command = parse_command_line(list(argv))
     config, found = load_command(command), {}
@@ -84,16 +84,16 @@ def layouts(argv: Sequence[str], node: Node) -> dict[int, str]:
 
 
 def run_agent(node: Node, argv: Sequence[str]) -> int:
-    """Run the ranks of this node with train.py's arguments `argv`; return the exit code of the run.
+    """Run the ranks of this node with train.py's arguments `argv`. Return the exit code of the run.
 
-    0: finished. 75: the run or this node was stopped. Otherwise the code of the first rank that failed. Raises UserError if
-    no meeting answers at `node.meeting`, or if it has another secret.
+    0: finished. 75: the run or this node was stopped. Otherwise the exit code of the first failed rank. Raises UserError if
+    no meeting answers at `node.meeting`, if the meeting has another secret, or if too few nodes arrive in time.
     """
     store = _meet(node.meeting)
-    os.environ.pop(VARIABLE, None)  # ranks do not need it
+    os.environ.pop(VARIABLE, None)  # do not hand the secret to the ranks
     _share_clock(clock_offset(store))
     os.environ |= {
-        # Otherwise agents would keep the address of the first round's store, even after its node was lost.
+        # Without this, agents keep the address of the first round's store, even after its node is lost.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": SIGNALS,
         "FORGE_NODES": f"{node.least}:{node.most}",
@@ -133,7 +133,7 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
             FAILED,
         ) from None
     rendezvous.shutdown()
-    if result is None:  # The rendezvous was closed while this node waited in it, so the run has ended.
+    if result is None:  # the rendezvous was closed while this node waited, so the run has ended
         return exit_code_at_end(argv) if _is_over(store) else FAILED
     if result.is_failed():
         return min(result.failures.values(), key=lambda one: one.timestamp).exitcode or FAILED
@@ -142,10 +142,10 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
 
 
 class _Agent(LocalElasticAgent):
-    """PyTorch's elastic agent, except that it kills this node's ranks if another node is lost, instead of stopping them.
+    """PyTorch's elastic agent, with one change: after the loss of another node, it kills the ranks instead of stopping them.
 
-    Ranks save before they stop. After the loss of a node, the remaining ranks wait in a collective for its ranks,
-    so they cannot save.
+    Stopped ranks save first. After the loss of a node, the remaining ranks wait in a collective for the lost ranks, so they
+    cannot save.
     """
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -155,10 +155,10 @@ class _Agent(LocalElasticAgent):
 
 
 def exit_code_at_end(argv: Sequence[str]) -> int:
-    """Return this agent's exit code after all ranks ended with 0: 75 if the run was stopped before its last step, else 0.
+    """Return the agent's exit code after all ranks exited with 0: 75 if the run was stopped before its last step, else 0.
 
-    Stopped ranks, e.g. by `resilience.time_limit_s`, end with 0, too, because PyTorch's agent restarts ranks that
-    end with another code. The run's status.json tells the two cases apart.
+    Stopped ranks, e.g. after `resilience.time_limit_s`, also exit with 0, because PyTorch's agent restarts ranks with any
+    other code. The state in status.json tells the two cases apart.
     """
     state = read_object(_directory(argv).status).get("state")
     return STOPPED if state == "stopped" else FINISHED
@@ -184,7 +184,7 @@ def _meet(address: str, timeout: timedelta = timedelta(minutes=5)) -> SignedStor
 
 
 def _is_over(store: dist.Store) -> bool:
-    """Wait up to ten seconds for an agent to report the end of the run; return whether one did."""
+    """Wait up to ten seconds for a report of the run's end by an agent. Return whether there was a report."""
     try:
         store.set_timeout(timedelta(seconds=10))
         store.get(OVER)
@@ -194,9 +194,9 @@ def _is_over(store: dist.Store) -> bool:
 
 
 def _share_clock(offset_s: float) -> None:
-    """Let PyTorch's rendezvous on this node use the meeting's clock, which is `offset_s` ahead of this node's clock.
+    """Make PyTorch's rendezvous on this node use the meeting's clock: this node's clock plus `offset_s` seconds.
 
-    The rendezvous compares time stamps of different nodes, whose clocks may differ by hours.
+    The rendezvous compares time stamps of different nodes, and their clocks may differ by hours.
     """
 
     def now(zone: tzinfo | None = None) -> datetime:

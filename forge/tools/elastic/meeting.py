@@ -1,8 +1,8 @@
-"""The agents' rendezvous server: a small process that outlives every node of a run, and the clock of all nodes.
+"""`Meeting`: the rendezvous server of an elastic run, a small process that outlives all its nodes.
 
-PyTorch's rendezvous keeps its state in one store. By default the first node's agent holds the store, so the state is
-lost with that agent. `Meeting` holds the store in a separate process. It also publishes its time in the store: agents
-detect dead agents by time stamps, and the clocks of machines may differ.
+PyTorch's rendezvous keeps its state in one store. By default the first node's agent serves the store, and the state is lost
+with this agent. `Meeting` serves the store from a separate process. It also publishes its time in the store as a common
+clock, because agents detect dead agents by time stamps and the clocks of machines may differ.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from forge.tools.elastic.secret import VARIABLE, SignedStore, is_loopback, make_
 
 CLOCK, OVER = "forge/clock", "forge/over"
 TICK_S = 0.5
-# After the run has ended, agents of spare nodes still read the closed rendezvous.
+# Seconds of service after the end of the run, for agents of spare nodes still reading the closed rendezvous.
 LINGER_S = 15.0
 
 
 class Meeting:
-    """The store of one run, at the address of `host` and at `port` (0: a free one). `serve` returns when the run is over.
+    """The store of one run, served at the address of `host` and at `port` (0: any free port).
 
-    Raises UserError if this machine does not have that address, or the port is taken, or there is no secret.
+    Call `serve`, which returns when the run is over. The constructor raises UserError if the address is not of this machine,
+    the port is taken, or there is no secret.
     """
 
     def __init__(self, port: int, host: str = "localhost"):
@@ -42,7 +43,7 @@ class Meeting:
         self.host, self.port = listening.getsockname()[:2]
         if own:
             secret = make_local_secret(self.port)
-        # The store would listen on all addresses by itself.
+        # Pass a listening socket: left to itself, the store would listen on all addresses.
         server = dist.TCPStore(
             self.host,
             self.port,
@@ -53,11 +54,14 @@ class Meeting:
         self._store = SignedStore(server, secret)
 
     def read(self, key: str) -> bytes:
-        """Return the agents' value of `key`."""
+        """Return the value of `key` in the store. Raises UserError if its signature is invalid."""
         return self._store.get(key)
 
     def serve(self, closed: threading.Event, linger_s: float = LINGER_S) -> None:
-        """Publish the clock until `closed` is set, or until `linger_s` seconds after an agent reported the run's end."""
+        """Publish the clock every TICK_S seconds. Return `linger_s` seconds after the end of the run.
+
+        An agent reports this end. Setting `closed` ends the service at once.
+        """
         while not is_over(self._store):
             self._store.set(CLOCK, repr(time.time()))
             if closed.wait(TICK_S):
@@ -66,7 +70,7 @@ class Meeting:
 
 
 def is_over(store: dist.Store) -> bool:
-    """Return whether an agent has reported the end of the run. A report without a valid signature does not count."""
+    """Return whether an agent has reported the end of the run, with a valid signature."""
     try:
         return store.check([OVER]) and bool(store.get(OVER))
     except UserError:
@@ -74,7 +78,10 @@ def is_over(store: dist.Store) -> bool:
 
 
 def clock_offset(store: dist.Store) -> float:
-    """Return the meeting's clock minus this machine's, in seconds, to within a tenth of a second."""
+    """Return the meeting's clock minus this machine's clock, in seconds, with an error below 0.1 s.
+
+    Waits for the next update of the meeting's clock.
+    """
     store.set_timeout(timedelta(seconds=60))
     before = store.get(CLOCK)
     while (now := store.get(CLOCK)) == before:

@@ -1,4 +1,4 @@
-"""PyTorch's rendezvous, extended: it detects lost members, and waits for a lock that a lost member may hold."""
+"""PyTorch's rendezvous with two extensions: detect lost members, and wait for the run's lock if a lost member holds it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from forge.runtime.errors import UserError
 
 RUN_ID = "forge"
 HEARTBEAT_S = 1
-# PyTorch reads the state at most once a second, so this agent sees a heartbeat up to this late. A member that leaves by
-# itself has sent a heartbeat shortly before.
+# PyTorch reads the state at most once a second, so an agent sees a heartbeat up to SLACK_S late. A member leaving by itself
+# has sent a heartbeat shortly before.
 SLACK_S = 1.0
 POLL_S, PATIENT_S = 0.5, 10.0
 
 
 class Rendezvous(DynamicRendezvousHandler):
-    """The rendezvous of one agent with the others. A round is a rendezvous and the work of its members until the next one.
+    """The rendezvous of one agent with the others. A round is a rendezvous and the work of its members until the next.
 
-    PyTorch removes a silent member but leaves the other members' ranks alone: they wait for the lost ranks in a
-    collective, until the watchdog ends them. This class also ends the round when a member is lost: its agents meet
-    again, as they do when a new node arrives.
+    PyTorch removes a silent member, but does not interrupt the other members: their ranks wait for the lost ranks in a
+    collective until the watchdog ends them. This class ends the round when a member is lost. The remaining agents then meet
+    again, as after the arrival of a new node.
     """
 
     _lost_after_s: int
@@ -50,9 +50,10 @@ class Rendezvous(DynamicRendezvousHandler):
         patience_s: int,
         holder: Callable[[], str | None],
     ) -> Rendezvous:
-        """Join the rendezvous in `store`.
+        """Return a handler for the rendezvous in `store`.
 
-        nodes: the least and the largest number. holder: returns the holder of the run's lock.
+        nodes: smallest and largest number of nodes. lost_after_s, gather_s, patience_s: as in `Node`. holder: returns the
+        holder of the run directory's lock; None: the lock is free.
         """
         timeout = RendezvousTimeout(join=timedelta(seconds=patience_s), last_call=timedelta(seconds=gather_s))
         handler = cls.from_backend(
@@ -71,9 +72,9 @@ class Rendezvous(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other agents, then wait until no rank of an earlier round holds the lock of the run directory.
 
-        All agents that meet have ended their own ranks. So only a rank of a lost node can hold the lock: it is
-        still running, or the file system has not noticed its death yet. The first round does not wait: a lock
-        held then belongs to another run, and rank 0 refuses to start.
+        All agents at the rendezvous have ended their own ranks. Only a rank of a lost node can therefore hold the lock: this
+        rank is still running, or the file system has not noticed its death. The first round does not wait: a lock held
+        then belongs to another run, and rank 0 refuses to start. Raises RendezvousTimeoutError after `patience_s`.
         """
         deadline = time.monotonic() + self._patience_s
         while True:
@@ -83,14 +84,13 @@ class Rendezvous(DynamicRendezvousHandler):
                 return info
 
     def num_nodes_waiting(self) -> int:
-        """Return a number above 0 if this round must end: the number of nodes waiting to join, plus 1 if a member is lost."""
+        """Return the number of nodes waiting to join, plus 1 if a member is lost. PyTorch ends the round if it is not 0."""
         return super().num_nodes_waiting() + self.has_lost_member()
 
     def has_lost_member(self) -> bool:
-        """Return whether the rendezvous has removed a member of this round. That may be this node, if it was silent.
+        """Return whether the rendezvous has removed a silent member of this round, possibly this node.
 
-        A member that has left by itself does not count: its ranks have ended, so this node's ranks fail and report the
-        reason.
+        A member that left by itself does not count. Its ranks have ended, so this node's ranks fail and report the reason.
         """
         state, now = self._state_holder.state, time.monotonic()
         for node in state.participants:
@@ -103,9 +103,10 @@ class Rendezvous(DynamicRendezvousHandler):
         )
 
     def _is_free(self, deadline: float) -> bool:
-        """Wait until the lock of the run directory is free, and return True.
+        """Wait until the lock of the run directory is free and return True.
 
-        Return False earlier if a node arrives or is lost, so that the agents must meet again.
+        Return False if a node arrives or is lost meanwhile; the agents must then meet again. Raises RendezvousTimeoutError at
+        `deadline`.
         """
         speak_at = time.monotonic() + PATIENT_S
         while holder := self._holder():
@@ -126,6 +127,6 @@ class Rendezvous(DynamicRendezvousHandler):
         return True
 
     def _keep_alive(self) -> None:
-        # A thread of PyTorch's calls this; the main thread meets the same error when it next reads the state.
+        # A thread of PyTorch calls this method. The main thread gets the same error at its next read of the state.
         with suppress(UserError):
             super()._keep_alive()

@@ -1,6 +1,6 @@
-"""Signatures of all values that agents read from the rendezvous store.
+"""Sign all values in the rendezvous store.
 
-PyTorch unpickles the state in that store, so an unsigned value could run code on every node.
+PyTorch unpickles the state in the store. Without signatures, anyone able to write to the store could run code on every node.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MAC_BYTES = 32
 
 
 def read_secret(host: str, port: int, environment: Mapping[str, str] = os.environ) -> bytes:
-    """Return the secret of the run whose meeting is at `host`:`port`: the value of the environment variable VARIABLE.
+    """Return the secret of a run with a meeting at `host`:`port`: the value of the environment variable VARIABLE.
 
-    Without that variable, a meeting on a loopback address has a secret of its own, which `make_local_secret` has
-    written to a file for this user. Raises UserError (exit 2) if there is no secret.
+    If the variable is not set and `host` is a loopback address, read the secret from the private file written by
+    `make_local_secret`. Raises UserError (exit 2) if there is no secret.
     """
     if secret := environment.get(VARIABLE, ""):
         if len(secret) < MIN_LENGTH:
@@ -48,7 +48,7 @@ def read_secret(host: str, port: int, environment: Mapping[str, str] = os.enviro
 
 
 def make_local_secret(port: int) -> bytes:
-    """Write a new secret for the meeting at `port` of a loopback address to a file of mode 0600, and return it."""
+    """Make a secret for the meeting at `port` of a loopback address. Write it to a file of mode 0600, and return it."""
     path, secret = _local_file(port), secrets.token_hex(32).encode()
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -58,7 +58,7 @@ def make_local_secret(port: int) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` has loopback addresses only."""
+    """Return whether all addresses of `host` are loopback addresses."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -71,7 +71,7 @@ def _local_file(port: int) -> Path:
 
 
 def _read_private(path: Path) -> bytes:
-    """Return the content of a file that only this user can write. Raises OSError for other files."""
+    """Return the content of a private file: regular, owned by this user, mode 0600. Raises OSError for other files."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -81,12 +81,12 @@ def _read_private(path: Path) -> bytes:
 
 
 class SignedStore(dist.Store):
-    """A view of `store` in which each value has a signature: HMAC-SHA256 of key and value under `secret`.
+    """A view of `store` with signed values: HMAC-SHA256 of key and value under `secret`. Reading an unsigned value raises.
 
-    Counters (`add`) have no signature: the server computes them, and they are read as integers. A replayed older value of
-    the same key is accepted. So anyone who can write to the store can stop a run, but cannot choose a value.
+    Counters (`add`) have no signature, because the server computes them; they are read as integers. A replayed older value
+    of a key is accepted. A stranger with write access to the store can thus stop a run, but cannot choose a value.
 
-    Keep a reference: a `dist.PrefixStore` of this store does not keep the Python part of it alive.
+    Keep a reference to this object: a `dist.PrefixStore` of it does not keep its Python part alive.
     """
 
     def __init__(self, store: dist.Store, secret: bytes):
@@ -102,7 +102,7 @@ class SignedStore(dist.Store):
         return self._verify(key, self._store.get(key))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        # Empty: the key must be missing.
+        # Empty `expected` means that the key must be missing.
         expected = self._sign(key, expected) if expected else b""
         return self._verify(key, self._store.compare_set(key, expected, self._sign(key, desired)))
 

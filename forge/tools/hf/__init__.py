@@ -1,7 +1,4 @@
-"""Import and export of weights and tokenizers in Hugging Face's formats.
-
-`architectures.ARCHITECTURES` lists the models.
-"""
+"""Import and export weights and tokenizers in the formats of Hugging Face. `table.ARCHITECTURES` lists the model classes."""
 
 from forge.tools.hf.exporting import export_weights
 from forge.tools.hf.importing import import_weights

@@ -1,7 +1,7 @@
-"""The config keys and tensor names of one class of transformers; forge/tools/hf/table.py lists the classes.
+"""`Architecture`: config keys and tensor names of one model class of transformers. table.py lists the classes.
 
-`ours` is forge's name: a key of [model] ("dim", "moe.top_k") or a module. `theirs` is transformers' name: a key of
-config.json or a module.
+In tables, the prefix "ours" marks forge's names: keys of [model] ("dim", "moe.top_k") and module names. "theirs" marks
+transformers' names: keys of config.json and module names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from forge.config.model import ModelConfig
 from forge.runtime.errors import UserError
 from forge.tools.hf.fused import HFPlace
 
-# Ours -> theirs in every config.json.
+# Keys, ours -> theirs, of every class.
 KEYS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -28,8 +28,8 @@ KEYS = {
     "tie_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-# Values of keys that config.json lacks; a key that is neither here nor in `Architecture.defaults` is required.
-# None: derived from other keys.
+# Values of keys missing in config.json, for every class; None: derived from other keys. Keys without a default, in this
+# table or in `Architecture.defaults`, are required.
 DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None,
     "head_dim": None,
@@ -57,9 +57,9 @@ DEFAULTS: dict[str, Any] = {
     "final_logit_softcapping": None,
     "rope_local_base_freq": None,
 }
-# Names of the same key in newer versions of transformers.
+# Key -> its name in newer versions of transformers.
 ALIASES = {"num_experts": "num_local_experts"}
-# Keys without an equivalent in forge, with the only supported value; null means the default.
+# Keys without an equivalent in forge -> the only supported value. null in config.json counts as this value.
 MUST_BE: dict[str, Any] = {
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -68,7 +68,7 @@ MUST_BE: dict[str, Any] = {
     "quantization_config": None,
     "rope_interleave": True,
 }
-# Modules, ours -> theirs; modules of a layer are below `layers.N` in forge and `model.layers.N` in transformers.
+# Modules, ours -> theirs. In LAYER, names are relative to `layers.N` in forge and `model.layers.N` in transformers.
 ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 LAYER = {
     "attention_norm": "input_layernorm",
@@ -100,76 +100,80 @@ LAYER = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One class of transformers: the config keys and tensor names in which it differs from the tables of this file."""
+    """One model class of transformers: its differences from the tables of this file."""
 
     name: str
     model_type: str
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Ours -> value implied by the class; config.json has no key for it."""
+    """Our key -> value implied by the class."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Ours -> theirs."""
+    """Keys, ours -> theirs, in addition to KEYS."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Their key -> value if config.json lacks the key. Takes precedence over DEFAULTS."""
     window_keys: tuple[str, ...] = ()
-    """The keys that determine which layers have a sliding window."""
+    """Their keys for the choice of sliding-window layers."""
     every_other_kind: int = 0
-    """n: without layer_types, every n-th layer is full and all others slide."""
+    """n: if config.json has no layer_types, every n-th layer has full attention and all others a sliding window."""
     layer: Mapping[str, str] = field(default_factory=dict)
-    """Modules of a layer, ours -> theirs."""
+    """Modules of a layer, ours -> theirs, in addition to LAYER."""
     experts: tuple[str, str, str, str] = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
-    """The module with experts 0, 1, ..., and the projections of each expert."""
+    """The module with experts 0, 1, ..., then the gate, up and down projections of an expert."""
     router_bias: str | None = None
-    """The bias on the choice of experts, `[n_experts]`; zeros if forge's model has none."""
+    """The tensor with the bias on the choice of experts, `[n_experts]`. Exported as zeros if forge's model has no bias."""
     router_bias_is_2d: bool = False
     """The router bias has shape `[1, n_experts]`."""
     output_bias: bool = False
-    """attention_bias also adds a bias to the output projection; zeros if forge's model has none."""
+    """attention_bias includes a bias of the output projection. Exported as zeros if forge's model has no such bias."""
     must_be: Mapping[str, Any] = field(default_factory=dict)
-    """Added to MUST_BE. An export writes them, except false values, which are transformers' defaults."""
+    """Their key -> only supported value, in addition to MUST_BE. Exports leave out false values, transformers' defaults."""
     default_scaling: Mapping[str, Any] | None = None
-    """rope_scaling of a config.json without one."""
+    """rope_scaling if config.json has none."""
     rope_by_kind: bool = False
     """Sliding-window layers have their own rotary frequencies, without scaling."""
     shared_experts_always: bool = False
-    """A model without shared experts still has their tensors, with no elements."""
+    """A model without shared experts still has the tensors of shared experts, without elements."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Theirs -> a value to write because transformers' default means something else."""
+    """Their key -> value written by exports, because transformers' default has another meaning."""
     places: Callable[[ModelConfig, int], dict[str, HFPlace]] | None = None
-    """Returns the tensors of a layer that are laid out differently from other classes (forge/tools/hf/fused.py)."""
+    """Returns the tensors of a layer with a layout unlike that of other classes (forge/tools/hf/fused.py)."""
     predicts_ahead: bool = False
-    """It has the modules of [model.mtp], as extra layers after the last one."""
+    """The class has the modules of [model.mtp], stored as extra layers after the last layer."""
     partial_rope: bool = False
-    """partial_rotary_factor is model.rope_fraction; in other classes it must be 1."""
+    """partial_rotary_factor is model.rope_fraction. In other classes the factor must be 1."""
     ignored: tuple[str, ...] = ()
-    """Prefixes of tensor names to leave out, as transformers does."""
+    """Prefixes of tensor names ignored by an import, as by transformers."""
     numbered_layers: bool = False
     """config.json lists the numbers of linear-attention layers and of the others, which have no positions (kimi.py)."""
     prefix: str = ""
-    """Prefix of all tensor names. With a prefix config.json is nested (forge/tools/hf/kimi.py)."""
+    """Prefix of all tensor names. A class with a prefix has a nested config.json (forge/tools/hf/kimi.py)."""
     interleaved_rope: bool = False
-    """RoPE rotates neighbouring elements of a head; forge and the other classes rotate elements half a head apart."""
+    """RoPE pairs neighbouring elements of a head. In forge and in other classes, paired elements are half a head apart."""
 
     @property
     def is_latent(self) -> bool:
-        """Whether its attention is multi-head latent attention."""
+        """Whether the attention is multi-head latent attention."""
         return self.fixed.get("attention") == "mla"
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether it has linear-attention layers."""
+        """Whether the class has linear-attention layers."""
         return "linear_attention.n_key_heads" in self.keys
 
     @property
     def is_moe(self) -> bool:
-        """Whether it is a mixture of experts."""
+        """Whether the class is a mixture of experts."""
         return "moe.n_experts" in self.keys
 
     def default(self, key: str) -> Any:
-        """Return the value that `key` has if config.json lacks it. KeyError if the key is required."""
+        """Return the value of `key` for a config.json without this key. Raises KeyError if the key is required."""
         return self.defaults[key] if key in self.defaults else DEFAULTS[key]
 
 
 class ConfigJson:
-    """A config.json whose missing keys have the defaults of its architecture. Errors name the file."""
+    """A config.json in which missing keys have the architecture's defaults. Errors name the file `source`.
+
+    Reading a required but missing key raises UserError.
+    """
 
     def __init__(self, values: dict[str, Any], architecture: Architecture, source: Path | str):
         self.architecture, self.source = architecture, source
@@ -188,5 +192,5 @@ class ConfigJson:
             raise UserError(f"{self.source}: lacks {key}, which {self.architecture.name} needs") from None
 
     def error(self, key: str, why: str) -> UserError:
-        """Return a UserError about the value of `key`."""
+        """Return, without raising it, a UserError about the value of `key`."""
         return UserError(f"{self.source}: {key} = {self[key]!r}: {why}")

@@ -1,4 +1,4 @@
-"""Export a checkpoint to a folder that transformers loads, one tensor at a time."""
+"""Export a checkpoint as a folder for transformers, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ def export_weights(
     tokenizer: bool = True,
     progress: ReportProgress = no_progress,
 ) -> Conversion:
-    """Fill the folder `output`, so that AutoModelForCausalLM and AutoTokenizer load the content of `checkpoint`.
+    """Write the model of `checkpoint` to the new folder `output`, for AutoModelForCausalLM and AutoTokenizer.
 
-    dtype: of the parameters; None: as stored. shard_bytes: size limit of a file, unless one tensor is larger. tokenizer:
-    include the checkpoint's tokenizer, if it has one. Memory: up to three times one tensor of forge (a layer's fused
-    experts, or the embedding): the tensor, the saved piece that is being read, and a copy in another dtype.
+    dtype: of the parameters; None: as stored. shard_bytes: size limit of a file; a larger tensor gets a file of its own.
+    tokenizer: include the checkpoint's tokenizer, if any.
 
-    Raises UserError if the checkpoint is damaged (exit 77), or if transformers has no class for its model or no format for
-    its tokenizer (exit 2); OSError if `output` cannot be written. After any error `output` does not exist.
+    Memory: up to three times the largest tensor of forge (a layer's fused experts, or the embedding), for the tensor, the
+    stored piece being read, and a copy in another dtype.
+
+    Raises UserError if the checkpoint is damaged (exit 77), or if transformers has no class for the model or no format for
+    the tokenizer (exit 2). Raises OSError if `output` cannot be written. After any error `output` does not exist.
     """
     reader = TensorReader.verified(checkpoint, lambda done, total: progress("verifying", done, total))
     config = parse_toml_text(read_config(checkpoint), str(checkpoint / "config.toml"), import_classes=False)
@@ -99,4 +101,4 @@ def _tensors(weights: list[Weight], reader: TensorReader, planned: list[Planned]
     targets = iter(planned)
     for tensor in their_tensors(weights, read):
         yield tensor.to(next(targets).dtype)
-        del tensor  # otherwise it would stay in memory while the next one is read
+        del tensor  # free the tensor before the next read

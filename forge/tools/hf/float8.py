@@ -1,9 +1,8 @@
-"""Read float8 weights with a scale for each block, the published format of DeepSeek-V3 (arXiv:2412.19437, 3.3).
+"""Read float8 weights with one scale per block, the published format of DeepSeek-V3 (arXiv:2412.19437, 3.3).
 
-A weight is two tensors: `X.weight` `[out, in]` in float8 (four bits of exponent, three of mantissa), and
-`X.weight_scale_inv` in float32, which has one factor for each block of the weight. A block has `weight_block_size` rows
-and columns; the last blocks may be smaller. Each element times its factor is rounded to bfloat16, as in the program
-published with the weights.
+A weight has two tensors: `X.weight` `[out, in]` in float8_e4m3, and `X.weight_scale_inv` in float32 with one scale per
+block. A block has `weight_block_size` rows and columns; the last blocks may be smaller. The product of an element and the
+scale of its block is rounded to bfloat16, as in the program published with the weights.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SCALES = "_scale_inv"
 
 
 class Scaled(NamedTuple):
-    """A float8 weight `[out, in]` with its factors and the sizes of its blocks; has the methods of `Stored`."""
+    """A float8 weight `[out, in]` with its scales. block: rows and columns of a block. Has the interface of `Stored`."""
 
     numbers: Stored
     scales: Stored
@@ -40,7 +39,7 @@ class Scaled(NamedTuple):
         scales = torch.empty(self.scales.shape, dtype=torch.float32)
         self.scales.read_into(scales)
         rows, columns = self.block
-        # A row of blocks at a time: this takes eight bytes for each number.
+        # Convert one row of blocks at a time: float32 temporaries take eight bytes per element.
         parts = (out.view(self.shape).split(rows), numbers.split(rows), scales)
         for weight, some, of_blocks in zip(*parts, strict=True):
             weight.copy_(some.float() * of_blocks.repeat_interleave(columns)[: some.shape[1]])
@@ -49,10 +48,10 @@ class Scaled(NamedTuple):
 def with_scales(
     stored: Mapping[str, Stored], quantization: dict[str, Any], source: Path
 ) -> dict[str, Stored | Scaled]:
-    """Return the tensors of a folder by name. The two tensors of a float8 weight become one under the weight's name.
+    """Return name -> tensor of a folder, with the two tensors of each float8 weight combined under the weight's name.
 
-    quantization: from the config.json `source`. Raises UserError (exit 2) if weight_block_size is not two sizes, if one of
-    the two tensors is missing, or if their shapes do not match.
+    quantization: quantization_config in the config.json `source`. Raises UserError (exit 2) if weight_block_size is not two
+    sizes, if scales are missing, or if the shapes of weight and scales do not match.
     """
     block = quantization.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):

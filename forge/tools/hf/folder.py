@@ -1,4 +1,4 @@
-"""Shared by import and export: the result, progress, and an output folder that appears complete or not at all."""
+"""Common parts of import and export: result, progress, and a new folder that appears only when complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ReportProgress: TypeAlias = Callable[[str, int, int], None]
 
 
 class Conversion(NamedTuple):
-    """The result of a conversion: the class of transformers, and whether the tokenizer was included."""
+    """The result of a conversion. architecture: class of transformers. with_tokenizer: whether a tokenizer is included."""
 
     architecture: str
     with_tokenizer: bool
@@ -27,16 +27,16 @@ def no_progress(activity: str, done: int, total: int) -> None:
 
 @contextmanager
 def new_folder(output: Path, needed: int) -> Iterator[Path]:
-    """Yield an empty folder beside `output` with room for `needed` bytes. The caller fills it and renames it to `output`.
+    """Yield an empty temporary folder beside `output`. The caller fills it and renames it to `output`.
 
-    The folder is removed unless it was renamed. Raises UserError if `output` exists and is not empty (exit 2), or if the
-    file system has too little space (exit 1).
+    At the end of the body, remove the temporary folder unless it was renamed. needed: bytes of free space required. Raises
+    UserError if `output` exists and is not empty (exit 2), or if the file system has too little space (exit 1).
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output}: exists already; choose another folder or remove it")
     partial = output.absolute().with_name(f".partial-{output.absolute().name}")
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # the leftover of a killed process
         partial.mkdir(parents=True)
     except OSError as error:
         raise UserError(f"{output}: cannot be written: {error.strerror}") from None

@@ -1,12 +1,12 @@
-"""Names and layouts of the tensors in which Qwen3-Next and gpt-oss differ from most classes of transformers.
+"""Names and layouts of tensors specific to Qwen3-Next and gpt-oss.
 
-A tensor of Qwen3-Next may hold rows of several of forge's tensors. The projection to queries and gates has, for each
-head, the rows of the queries and then the rows of the gate. Linear attention has all its projections in two tensors.
-The first has, for each key head, the rows of queries, keys, values and output gates. The second has, for each key head,
-the rows that give the write strength (beta) and the decay.
+Qwen3-Next fuses several of forge's tensors into one. The projection to queries and gates has, for each head, the rows of
+the query and then the rows of the gate. Linear attention has two fused projections. The first has, for each key head, the
+rows of query, key, values and output gates. The second has, for each key head, the rows for write strength (beta) and
+decay.
 
-gpt-oss has one tensor per projection for all experts, with inputs before outputs, and with rows of gate and up
-alternating.
+gpt-oss has one tensor per projection for all experts, with the input dim before the output dim, and with alternating rows
+of gate and up.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from forge.config.model import ModelConfig
 
 
 class Rows(NamedTuple):
-    """A slice of rows.
-
-    The tensor is divided into `groups` equal runs of rows, and rows `start` to `stop` are taken from each run.
-    """
+    """Rows of a fused tensor: rows `start` to `stop` - 1 of each of its `groups` equal groups of consecutive rows."""
 
     groups: int
     start: int
     stop: int
 
     def of(self, theirs: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return a copy of these rows of `theirs` as `[shape]`."""
+        """Return a copy of these rows of `theirs`, reshaped to `shape`."""
         return theirs.unflatten(0, (self.groups, -1))[:, self.start : self.stop].reshape(shape).contiguous()
 
 
 class HFPlace(NamedTuple):
-    """The place of a tensor of forge in a tensor of transformers: name below `model.layers.N`, shape, and rows (None: all).
+    """The place of one of forge's tensors in a tensor of transformers.
 
-    paired: rows of gate and up alternate instead of following each other. transposed: inputs come before outputs.
+    theirs, shape: name (below `model.layers.N`) and shape of transformers' tensor. rows: rows with forge's tensor; None:
+    all.
+    paired: rows of gate and up alternate; in forge all rows of gate come first. transposed: the input dim comes before the
+    output dim.
     """
 
     theirs: str
@@ -49,9 +49,9 @@ class HFPlace(NamedTuple):
 
 
 def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
-    """Return a dict from forge's tensor names below `layers.N` to places in gpt-oss, for one layer.
+    """Return forge's tensor name below `layers.N` -> place in gpt-oss, for the layer `layer`.
 
-    It has only the tensors with another layout than in most classes of transformers.
+    Tensors with the usual name and layout of transformers are left out.
     """
     found = {"attention.sinks.weight": HFPlace("self_attn.sinks", (model.n_heads,))}
     if not model.has_experts(layer) or model.moe is None:
@@ -72,9 +72,9 @@ def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
 
 
 def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
-    """Return a dict from forge's tensor names below `layers.N` to places in Qwen3-Next, for one layer.
+    """Return forge's tensor name below `layers.N` -> place in Qwen3-Next, for the layer `layer`.
 
-    It has only the tensors with another layout than in most classes of transformers.
+    Tensors with the usual name and layout of transformers are left out.
     """
     linear = model.linear_attention
     if model.kind_of(layer) != "linear" or linear is None:
@@ -107,9 +107,9 @@ def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
 
 
 def join(parts: list[Tensor], rows: list[Rows], shape: tuple[int, ...]) -> Tensor:
-    """Join forge's tensors `parts` into one tensor of transformers, `[shape]`. Part i becomes the rows `rows[i]`.
+    """Fuse forge's tensors `parts` into one tensor of transformers of shape `shape`. Part i fills the rows `rows[i]`.
 
-    In each group of rows, the rows after the last part are zeros.
+    The rows of a group after the last part are zeros.
     """
     runs = [
         part.reshape(place.groups, place.stop - place.start, -1)

@@ -1,4 +1,4 @@
-"""Import a folder of transformers as a complete checkpoint of forge, one tensor at a time."""
+"""Import a folder of transformers as a checkpoint of forge, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _SHOWN = 5
 
 
 def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_progress) -> Conversion:
-    """Make `output` a checkpoint of step 0 with the weights, in their dtype, and the tokenizer of the folder `source`.
+    """Write a checkpoint of step 0 to `output`, with the weights, in their dtypes, and the tokenizer of the folder `source`.
 
-    It has no optimizer state: use it for checkpoint.init, generation and evaluation. Memory: one tensor of forge (a
-    layer's fused experts, or the embedding) twice.
+    The checkpoint has no optimizer state. Its uses are checkpoint.init, generation and evaluation. Memory: twice the largest
+    tensor of forge (a layer's fused experts, or the embedding).
 
-    Raises UserError (exit 2) with the key, tensor or file if forge cannot compute the model or something is
-    missing or damaged. After any error `output` does not exist.
+    Raises UserError (exit 2), naming key, tensor or file, if forge cannot compute the model or if a part is missing or
+    damaged. After any error `output` does not exist.
     """
     files = import_files(source)
     described = source / "config.json"
@@ -64,7 +64,7 @@ def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_
         raise UserError(
             f"{described}: asks for {model['n_layers']} layers, but the folder has only {len(stored)} tensors"
         )
-    # Count the tensors: transformers writes the number of modules into config.json, but not their tensors.
+    # Count the modules by their tensors: transformers may write their number into config.json without saving the tensors.
     if architecture.predicts_ahead and (depth := modules_ahead(stored, model["n_layers"])):
         model["mtp"] = {"depth": depth}
     embedding = stored.get(f"{architecture.prefix}{ENDS['embedding']}.weight")
@@ -118,9 +118,9 @@ def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_
 def _dequantized(
     stored: dict[str, Stored], values: dict[str, Any], source: Path
 ) -> tuple[Mapping[str, Stored | Blocks | Scaled], dict[str, Any]]:
-    """Return `stored` with each quantized weight as one tensor, and `values` without quantization_config.
+    """Return `stored` with each quantized weight as one dequantizing tensor, and `values` without quantization_config.
 
-    values: the content of the config.json `source`. Raises UserError for a quantization that forge cannot read.
+    values: content of the config.json `source`. Raises UserError for weights packed by compressed-tensors.
     """
     quantization = values.get("quantization_config")
     if not isinstance(quantization, dict):
@@ -136,7 +136,7 @@ def _dequantized(
                 f"{source}: weights packed by compressed-tensors (format {quantization.get('format')!r}) cannot be read; "
                 "save the model in bfloat16 with the library that packed it, and convert that folder"
             )
-    return stored, values  # the remaining keys are refused like all unknown keys
+    return stored, values  # `read_model` refuses any other quantization_config
 
 
 def _config(
@@ -147,10 +147,10 @@ def _config(
     dtype: torch.dtype,
     tokenizer: bool,
 ) -> Config:
-    """Return the config of the imported checkpoint: its model, its tokenizer, and placeholders for the other required keys.
+    """Return the config of the imported checkpoint: model, tokenizer, and placeholders for the other required keys.
 
-    The data are synthetic. precision.compute is the embedding's dtype `dtype`, as in transformers, except that
-    float16 becomes float32, because forge does not support float16.
+    The data are synthetic. precision.compute is `dtype`, the dtype of the embedding. float16 becomes float32, because
+    forge does not support float16.
     """
     longest = values.get("max_position_embeddings")
     if type(longest) is not int or longest < 1:
@@ -178,7 +178,10 @@ def _match(
     stored: Mapping[str, Stored | Blocks | Scaled],
     ignored: tuple[str, ...],
 ) -> dict[str, torch.dtype]:
-    """Check that all tensors of transformers exist with the right shape. Return forge's tensor names with their dtypes."""
+    """Check that the tensors of transformers are complete and have the right shapes. Return forge's tensor name -> dtype.
+
+    Raises UserError, naming the first problems, e.g. missing or unknown tensors.
+    """
     problems: list[str] = []
     dtypes: dict[str, torch.dtype] = {}
     for weight in weights:
@@ -202,7 +205,9 @@ def _match(
             dtypes[weight.ours] = torch.promote_types(dtype, torch.float32) if weight.gain else dtype
     known = {name for weight in weights for name in weight.theirs}
     if config.model.tie_embeddings:
-        known.add("lm_head.weight")  # transformers ignores it, too, like rotary_emb.inv_freq of old versions
+        known.add(
+            "lm_head.weight"
+        )  # ignored, as by transformers; the same holds for rotary_emb.inv_freq of old versions
     problems += [
         f"{name} is no part of the model that config.json describes"
         for name in stored
@@ -215,7 +220,7 @@ def _match(
 
 
 def _read(stored: list[Stored | Blocks | Scaled], shape: tuple[int, ...]) -> Tensor:
-    """Read the tensors `stored`, all of one dtype and shape, in order into one tensor of `shape`."""
+    """Read the tensors `stored`, equal in dtype and shape, one after another into a new tensor of shape `shape`."""
     out = torch.empty(shape, dtype=DTYPES[stored[0].dtype])
     for part, one in zip(out.view(len(stored), -1), stored, strict=True):
         one.read_into(part)
@@ -223,7 +228,7 @@ def _read(stored: list[Stored | Blocks | Scaled], shape: tuple[int, ...]) -> Ten
 
 
 class _LazyTensor(ShardTensor):
-    """A whole tensor that is read when DCP writes it, and then freed."""
+    """A tensor for DCP, made when DCP writes it and freed after the write. make: returns the values."""
 
     _make: Callable[[], Tensor]
 

@@ -1,9 +1,9 @@
-"""Kimi K3's config.json and tensors; no class of transformers describes them.
+"""config.json and tensors of Kimi K3, for which transformers has no class.
 
-Names and shapes follow copies of config.json of moonshotai/Kimi-K3 (f831ab66), a checkpoint generator written for vLLM
-and a test of lightllm. They were not compared with the weight index of the published checkpoint. The text model is
-below `text_config` and `language_model.`. The published experts are packed in MXFP4 by compressed-tensors
-(`weight_packed`, `weight_scale`). forge refuses packed experts; this table is for folders in bfloat16.
+Names and shapes follow three sources: copies of config.json of moonshotai/Kimi-K3 (f831ab66), a checkpoint generator
+written for vLLM, and a test of lightllm. They were not compared with the weight index of the published checkpoint. The text
+model is below `text_config` in config.json, and its tensors begin with `language_model.`. The published experts are packed
+in MXFP4 by compressed-tensors (`weight_packed`, `weight_scale`). forge refuses packed experts and reads folders in bfloat16.
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ from forge.config.model import ModelConfig
 from forge.tools.hf.fused import HFPlace, Rows
 
 _TEXT, _LINEAR = "text_config", "linear_attn_config"
-# Keys beside text_config; all others describe the text model.
+# Keys beside text_config. All other keys belong to the text model.
 _OUTSIDE = ("architectures", "model_type", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
-# Mixes of attention residuals, ours -> theirs: a norm and a projection to one number each.
+# Mixes of attention residuals, ours -> theirs. Each has a norm and a projection to one number.
 LAYER_MIXES = {"attention_mix": "self_attention_res", "ffn_mix": "mlp_res"}
 LAST_MIX = "output_attn_res"
 
 
 def unnested(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of `values`, a config.json, in one table.
-
-    Keys of linear_attn_config become `linear_attn_config.KEY`.
-    """
+    """Flatten the config.json `values`: keys of text_config move to the top, those of linear_attn_config get this prefix."""
     text = values.get(_TEXT)
     inner = {
         key: value for key, value in (text if isinstance(text, dict) else {}).items() if key not in _OUTSIDE
@@ -36,7 +33,7 @@ def unnested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:
-    """Invert `unnested`."""
+    """Return the nested config.json for the flat keys `values`: the inverse of `unnested`."""
     outside = {key: value for key, value in values.items() if key in _OUTSIDE}
     linear = {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{_LINEAR}.")}
     text = {key: value for key, value in values.items() if key not in outside and "." not in key}
@@ -45,7 +42,7 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_linear(model: ModelConfig) -> dict[str, Any]:
-    """Return keys of config.json: the layers of linear attention, those of other attention, and the bound of decays.
+    """Return the keys of linear_attn_config: linear-attention layers, full-attention layers, and the bound of decays.
 
     Layers are numbered from 1.
     """
@@ -59,10 +56,9 @@ def write_linear(model: ModelConfig) -> dict[str, Any]:
 
 
 def k3_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
-    """Return a dict from forge's tensor names below `layers.N` to places in Kimi K3, for one layer.
+    """Return forge's tensor name below `layers.N` -> place in Kimi K3, for the layer `layer`.
 
-    It has only tensors of linear attention with another layout than in most classes of transformers. It is empty
-    for a layer without linear attention.
+    Tensors with the usual name and layout of transformers are left out. Empty for a layer without linear attention.
     """
     linear = model.linear_attention
     if model.kind_of(layer) != "linear" or linear is None:

@@ -1,6 +1,6 @@
 """Convert [model] of forge into config.json of transformers, and back.
 
-An architecture supports a model if a round trip through its config.json changes no key of [model].
+An architecture supports a model if the round trip through config.json changes no key of [model].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forge.tools.hf.kimi import write_linear
 from forge.tools.hf.rope import SCALINGS, read_rope, write_rope
 from forge.tools.hf.table import ARCHITECTURES
 
-# Keys of [model] that matter in training only.
+# Keys of [model] without effect outside of training.
 _TRAINING_ONLY = {
     "init_std",
     "moe.aux_loss_coef",
@@ -37,9 +37,9 @@ _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attent
 def read_model(
     values: dict[str, Any], architecture: Architecture, source: Path | str = "config.json"
 ) -> dict[str, Any]:
-    """Return [model] as a tree of keys, with tables `rope_scaling` and `moe` where they are needed.
+    """Return [model] as a tree of keys, from the config.json `values`. source: the file named in errors.
 
-    Raises UserError (exit 2) with the key of config.json for features that forge does not have.
+    Raises UserError (exit 2), naming the key of config.json, for a feature missing in forge.
     """
     config = ConfigJson(values, architecture, source)
     for key, needed in (MUST_BE | dict(architecture.must_be)).items():
@@ -88,7 +88,7 @@ def read_model(
 
 
 def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) -> dict[str, Any]:
-    """Return the keys of config.json that describe `model`. seq_len: the longest sequence for which the model is intended."""
+    """Return the keys of config.json for `model`. seq_len: longest intended sequence, for max_position_embeddings."""
     flat = _flat(model)
     written: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     names = KEYS | dict(architecture.keys)
@@ -134,7 +134,10 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
 
 
 def choose_architecture(model: ModelConfig) -> Architecture:
-    """Return the class of transformers that computes `model`. Raises UserError (exit 2) with the unsupported keys."""
+    """Return the first architecture in ARCHITECTURES that computes `model`.
+
+    Raises UserError (exit 2) if there is none, with the unsupported keys of the nearest architecture.
+    """
     differences = {}
     for architecture in ARCHITECTURES:
         if architecture.is_moe == (model.moe is not None):
@@ -149,16 +152,16 @@ def choose_architecture(model: ModelConfig) -> Architecture:
 
 
 def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
-    """Return the keys of `model` that a round trip through `architecture` would change, each with both values."""
+    """Return a text for each key of `model` changed by a round trip through `architecture`: key, value, changed value."""
     try:
         back = ModelConfig.model_validate(read_model(write_model(model, architecture, 1), architecture))
-    except UserError:  # read_model refuses one result of write_model: normalised weights with top_k = 1
+    except UserError:  # the only refusal of a written config: normalised expert weights with top_k = 1
         return ["model.moe.top_k = 1 (it would make every weight 1)"]
     there, here = _effective(back), _effective(model)
     if architecture.router_bias is not None:
-        there["moe.balance"] = here["moe.balance"]  # a bias of zeros has no effect
+        there["moe.balance"] = here["moe.balance"]  # the exported router bias of zeros has no effect
     if architecture.output_bias and model.attention_bias and not model.attention_output_bias:
-        there["attention_output_bias"] = False  # this bias of zeros has no effect, either
+        there["attention_output_bias"] = False  # the exported output bias of zeros has no effect
     return [
         f"model.{key} = {here[key]!r} (it would be {there[key]!r})"
         for key in here
@@ -167,7 +170,7 @@ def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
 
 
 def _effective(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys that decide the trained model's results. Different values with the same effect become one value."""
+    """Return the keys with influence on the outputs of a trained model, with values of equal effect made equal."""
     flat = {key: value for key, value in _flat(model).items() if key not in _TRAINING_ONLY}
     scaling = model.rope_scaling
     if scaling is not None:
@@ -211,9 +214,9 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
 
 
 def _flat(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys below [model], with dots, and their values.
+    """Return dotted key below [model] -> value.
 
-    moe.normalize_top_k is False if each token has one expert: transformers does not normalise its weight.
+    moe.normalize_top_k is False with top_k = 1, because transformers does not normalise the weight of a single expert.
     """
     tables = ("mla", "moe", "linear_attention")
     flat = {key: getattr(model, key) for key in ModelConfig.model_fields if key not in tables}
@@ -246,15 +249,16 @@ def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
         read["moe.n_shared_experts"] = model["moe.n_shared_experts"] or 0
     if config.architecture.router_bias is not None:
         return read | {"moe.balance": "bias"}
-    # Transformers' balancing loss sums the shares of all top_k choices; forge's is their mean, which is 1 for an even load.
+    # In transformers, the balancing loss sums the shares over the top_k choices. In forge it is their mean, which is 1 for an
+    # even load.
     coefficient = (model["moe.aux_loss_coef"] or 0.0) * top_k
     return read | {"moe.balance": "aux_loss" if coefficient else "none", "moe.aux_loss_coef": coefficient}
 
 
 def _read_dense(config: ConfigJson, n_layers: int) -> tuple[int, int]:
-    """Return the values of n_dense_layers and moe.every that describe which layers have experts in a config.json.
+    """Return moe.n_dense_layers and moe.every for the layers with experts in `config`.
 
-    Raises UserError if no values describe these layers.
+    Raises UserError if no such values describe these layers.
     """
     key = config.architecture.keys.get("moe.n_dense_layers")
     if key == "mlp_only_layers":
@@ -274,7 +278,7 @@ def _read_dense(config: ConfigJson, n_layers: int) -> tuple[int, int]:
 
 
 def _read_windows(config: ConfigJson, n_layers: int) -> tuple[int, list[str]]:
-    """Return sliding_window and layer_pattern."""
+    """Return sliding_window (0: none) and layer_pattern (empty: all layers are of one kind)."""
     keys = config.architecture.window_keys
     if not keys or ("use_sliding_window" in keys and not config["use_sliding_window"]):
         return 0, []
@@ -299,7 +303,7 @@ def _read_windows(config: ConfigJson, n_layers: int) -> tuple[int, list[str]]:
 
 
 def _read_linear(config: ConfigJson, n_layers: int) -> list[str]:
-    """Return layer_pattern for a class with linear-attention layers."""
+    """Return layer_pattern for a class with linear-attention layers. Raises UserError for an invalid list of layers."""
     if config.architecture.numbered_layers:
         key = "linear_attn_config.kda_layers"
         linear, full = config[key], config["linear_attn_config.full_attn_layers"]
@@ -319,6 +323,6 @@ def _read_linear(config: ConfigJson, n_layers: int) -> list[str]:
 
 
 def _shortest(kinds: list[str]) -> list[str]:
-    """Return the shortest pattern whose repetition gives the kind of every layer."""
+    """Return the shortest pattern that gives `kinds` when repeated."""
     sizes = range(1, len(kinds) + 1)
     return next(kinds[:n] for n in sizes if all(kinds[i] == kinds[i % n] for i in range(len(kinds))))

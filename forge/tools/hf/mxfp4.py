@@ -1,8 +1,8 @@
 """Read weights in MXFP4, the published format of gpt-oss's experts (OCP Microscaling Formats 1.0, 2023).
 
-A weight is two tensors of bytes. `X_blocks` `[experts, out, in / 32, 16]` has two 4-bit numbers per byte, the first in
-the low half. `X_scales` `[experts, out, in / 32]` has the exponent of each block's factor, plus 127. Each number times
-its factor is exactly representable in bfloat16.
+A weight has two uint8 tensors. `X_blocks` `[experts, out, in / 32, 16]` has two 4-bit numbers per byte, the first in the
+low half. `X_scales` `[experts, out, in / 32]` has one exponent e per block of 32 numbers, for the scale 2^(e - 127). The
+product of number and scale is exact in bfloat16.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from forge.runtime.errors import UserError
 from forge.tools.hf.safetensors import Stored
 
-# A bit for the sign, two for the exponent, one for the mantissa.
+# Values of the lower three bits of a 4-bit number: two of exponent, one of mantissa. The highest bit is the sign.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Blocks(NamedTuple):
-    """An MXFP4 weight, read as `[experts, in, out]`, transposed as in unquantised folders. Has the methods of `Stored`."""
+    """An MXFP4 weight, read as `[experts, in, out]` like the unquantised weight. Has the interface of `Stored`."""
 
     blocks: Stored
     scales: Stored
@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
         """Read the weight into `out`, a contiguous bfloat16 CPU tensor with the same number of elements."""
         blocks, scales = self.blocks.read_bytes(), self.scales.read_bytes()
         numbers = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=out.dtype)
-        # One expert at a time: this takes eight bytes for each number.
+        # Convert one expert at a time: temporaries take eight bytes per number.
         for weight, nibbles, exponents in zip(out.view(self.shape), blocks, scales, strict=True):
             both = torch.stack([nibbles & 15, nibbles >> 4], dim=-1).flatten(-2)  # [out, in / 32, 32]
             values = torch.ldexp(numbers[both.int()].float(), exponents.int().unsqueeze(-1) - 127)
@@ -45,9 +45,9 @@ class Blocks(NamedTuple):
 
 
 def with_blocks(stored: Mapping[str, Stored]) -> dict[str, Stored | Blocks]:
-    """Return the tensors of a folder by name; the two tensors of an MXFP4 weight become one under the weight's name.
+    """Return name -> tensor of a folder, with the two tensors of each MXFP4 weight combined under the weight's name.
 
-    Raises UserError (exit 2) if one of the two is missing, or their shapes do not match.
+    Raises UserError (exit 2) if scales are missing, or if the shapes of blocks and scales do not match.
     """
     found: dict[str, Stored | Blocks] = dict(stored)
     for name, blocks in stored.items():

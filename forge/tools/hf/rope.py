@@ -1,4 +1,4 @@
-"""Rotary frequencies: rope_theta and [model.rope_scaling] <-> rope_theta and rope_scaling of config.json."""
+"""Convert rope_theta and [model.rope_scaling] of forge into rope_theta and rope_scaling of config.json, and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forge.config.model import ModelConfig
 from forge.runtime.errors import UserError
 from forge.tools.hf.architectures import Architecture, ConfigJson
 
-# Kind of scaling -> its numbers, with the same names on both sides, and transformers' default (None: required).
+# Kind of scaling -> parameter -> default of transformers (None: required). forge uses the same names.
 SCALINGS: dict[str, dict[str, float | None]] = {
     "linear": {"factor": None},
     "llama3": {"factor": None, "low_freq_factor": None, "high_freq_factor": None},
@@ -20,7 +20,7 @@ _YARN_ONLY = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}
 
 
 def write_rope(model: ModelConfig, architecture: Architecture, seq_len: int) -> dict[str, Any]:
-    """Return rope_theta, rope_scaling and max_position_embeddings, in a form that every version of transformers reads."""
+    """Return rope_theta, rope_scaling and max_position_embeddings, in a form understood by every version of transformers."""
     written = _write_scaling(model, architecture, seq_len)
     if architecture.partial_rope:
         written["partial_rotary_factor"] = model.rope_fraction
@@ -28,7 +28,7 @@ def write_rope(model: ModelConfig, architecture: Architecture, seq_len: int) -> 
         return written
     local = model.sliding_rope_theta or model.rope_theta
     full = (written["rope_scaling"] or {"rope_type": "default"}) | {"rope_theta": model.rope_theta}
-    # Older versions read the keys beside rope_parameters.
+    # Newer versions read rope_parameters, older versions the other keys.
     return written | {
         "rope_local_base_freq": local,
         "rope_parameters": {
@@ -42,7 +42,7 @@ def _write_scaling(model: ModelConfig, architecture: Architecture, seq_len: int)
     scaling = model.rope_scaling
     written: dict[str, Any] = {"rope_theta": model.rope_theta}
     if scaling is None:
-        # Not null for a class in which null means its default scaling.
+        # In a class with a default scaling, null would mean this scaling.
         plain = {"rope_type": "default"} if architecture.default_scaling else None
         return written | {"rope_scaling": plain, "max_position_embeddings": seq_len}
     theirs = {key: getattr(scaling, key) for key in SCALINGS[scaling.kind]}
@@ -56,19 +56,19 @@ def _write_scaling(model: ModelConfig, architecture: Architecture, seq_len: int)
         theirs["attention_factor"] = scaling.attention_factor
     if scaling.kind == "yarn" and model.latent is not None and scaling.mscale_all_dim:
         theirs["mscale_all_dim"] = scaling.mscale_all_dim
-    # Some versions of transformers use max_position_embeddings / original as YaRN's factor.
+    # Some versions of transformers take max_position_embeddings / original_max_position_embeddings as YaRN's factor.
     stretched = round(scaling.factor * scaling.original_max_position)
     longest = stretched if scaling.kind == "yarn" else max(seq_len, stretched)
     return written | {"rope_scaling": theirs, "max_position_embeddings": longest}
 
 
 def read_rope(config: ConfigJson) -> dict[str, Any]:
-    """Return the keys of the position embedding.
+    """Return the keys of the position embedding in [model].
 
-    They are rope_theta; rope_scaling, if positions are scaled; sliding_rope_theta, if it differs from rope_theta; and
-    rope_fraction, if the architecture has partial_rope.
+    rope_theta: always. rope_scaling: if positions are scaled. sliding_rope_theta: if different from rope_theta.
+    rope_fraction: for an architecture with partial_rope.
 
-    Raises UserError (exit 2) for a scaling that forge does not have.
+    Raises UserError (exit 2) for a scaling missing in forge.
     """
     key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     scaling = dict(config[key] or {}) if key in config else {}
@@ -92,7 +92,7 @@ def read_rope(config: ConfigJson) -> dict[str, Any]:
 
 
 def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling from `scaling`, RoPE's parameters under `key` of config.json."""
+    """Return rope_theta and rope_scaling of [model]. scaling: the RoPE parameters under `key` of config.json."""
     theta = float(scaling.get("rope_theta") or config["rope_theta"])
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     partial = scaling.pop("partial_rotary_factor", config["partial_rotary_factor"])
@@ -127,7 +127,7 @@ def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict
 
 
 def _attention_factor(scaling: dict[str, Any], factor: float) -> float | None:
-    """Return YaRN's attention factor as transformers resolves it; None: the paper's factor, also forge's default."""
+    """Return YaRN's attention factor by the rules of transformers; None: the factor of the paper, forge's default."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     own, over_all = scaling.get("mscale"), scaling.get("mscale_all_dim")

@@ -1,7 +1,7 @@
-"""Read safetensors files with their library, and write them one tensor at a time, which the library does not support.
+"""Read safetensors files with the library safetensors, and write them without it, one tensor at a time.
 
-The format: 8 bytes with the header's length, little endian. The header in JSON: the dtype and shape of each tensor, and the
-offsets of its bytes in the data. The data: tensors without gaps, row-major, little endian.
+A file has three parts: the length of the header, 8 bytes, little endian; the header, JSON with the dtype, shape and data
+offsets of each tensor; the data, tensors without gaps, row-major, little endian.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Stored(NamedTuple):
-    """A tensor in an open file. dtype: the format's name for it, e.g. "BF16"."""
+    """A tensor in an open file. dtype: in the notation of the format, e.g. "BF16"."""
 
     file: Any
     name: str
@@ -35,19 +35,19 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
     def read_into(self, out: Tensor) -> None:
-        """Read the tensor into `out`, a contiguous CPU tensor with the same dtype and number of elements."""
+        """Read the tensor into `out`, a contiguous CPU tensor of equal dtype and number of elements."""
         assert out.is_contiguous() and out.dtype == DTYPES[self.dtype]
         out.view(self.shape).copy_(self.file.get_tensor(self.name))
 
     def read_bytes(self) -> Tensor:
-        """Return a tensor of one-byte elements as uint8 `[shape]`."""
+        """Return the elements, of one byte each, as a uint8 tensor of the stored shape."""
         return self.file.get_tensor(self.name).view(torch.uint8).clone()
 
 
 def find_tensors(folder: Path) -> dict[str, Stored]:
-    """Return name -> tensor for a folder with one `model.safetensors`, or with several files and their index.
+    """Return name -> tensor for a folder with `model.safetensors`, or with several files and an index.
 
-    Reads and checks all headers, but no data. Raises UserError (exit 2) with the file's name.
+    Read and check all headers, but no data. Raises UserError (exit 2) for a missing or damaged file.
     """
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)
@@ -72,7 +72,7 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """Return the tensors of one file by name. The library checks that they fill the file without gaps."""
+    """Open a file and return name -> tensor. Raises UserError if the header is damaged or does not match the file's size."""
     try:
         opened = safe_open(file, "pt")
     except (OSError, SafetensorError) as error:
@@ -87,7 +87,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 class Planned(NamedTuple):
-    """A tensor that will be written."""
+    """A tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -101,10 +101,10 @@ class Planned(NamedTuple):
 def write_tensors(
     folder: Path, planned: Sequence[Planned], tensors: Iterable[Tensor], limit: int
 ) -> Iterator[int]:
-    """Write files of at most `limit` bytes (or one tensor), and an index if there are several.
+    """Write the tensors to files in `folder`, with an index if there are several files. Yield the bytes of each tensor.
 
-    `tensors` yields the tensors of `planned` in order. Each is requested only after the previous one is written. Yields the
-    number of bytes of each written tensor.
+    tensors: yields the values of `planned`, in order. Each is requested after the previous one is written. limit: bytes of
+    a file; a larger tensor gets a file of its own.
     """
     parts: list[list[Planned]] = [[]]
     room = limit
@@ -139,7 +139,7 @@ def _write_file(file: Path, part: list[Planned], incoming: Iterator[Tensor]) -> 
         entry = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [begin, end]}
         header[tensor.name], begin = entry, end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # aligns the data for readers that map the file
+    text += b" " * (-len(text) % 8)  # align the data for readers with memory maps
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for tensor in part:
@@ -152,5 +152,5 @@ def _write_file(file: Path, part: list[Planned], incoming: Iterator[Tensor]) -> 
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    """Return a writable view of the memory of `tensor`, which must be contiguous and on the CPU."""
+    """Return a buffer over the memory of `tensor`, which must be contiguous and on the CPU."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()

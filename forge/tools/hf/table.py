@@ -13,7 +13,7 @@ from forge.tools.hf.kimi import k3_places
 
 _QWEN_WINDOWS = ("use_sliding_window", "sliding_window", "layer_types", "max_window_layers")
 _EXPERTS = {"moe.top_k": "num_experts_per_tok", "moe.expert_dim": "moe_intermediate_size"}
-# DeepSeek-V3's routing over grouped-query attention.
+# Keys of the routing of DeepSeek-V3, shared by several classes.
 _DEEPSEEK_ROUTING = _EXPERTS | {
     "moe.n_experts": "n_routed_experts",
     "moe.n_shared_experts": "n_shared_experts",
@@ -64,7 +64,7 @@ _GEMMA: dict[str, Any] = {
     },
 }
 
-# Export takes the first class that can represent the model.
+# Ordered: an export takes the first class able to represent the model.
 ARCHITECTURES = (
     Architecture("LlamaForCausalLM", "llama"),
     Architecture(
@@ -282,7 +282,7 @@ ARCHITECTURES = (
     Architecture(
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
-        # The norms of latents have this eps, regardless of config.json.
+        # In this class, norms of latents have a fixed eps, not read from config.json.
         fixed={"attention": "mla", "moe.score_function": "sigmoid", "norm_eps": 1e-6},
         keys=_DEEPSEEK_ROUTING | {f"mla.{key}": key for key in MLAConfig.model_fields},
         defaults={
@@ -339,7 +339,7 @@ ARCHITECTURES = (
         router_bias_is_2d=True,
         interleaved_rope=True,
     ),
-    # The text model; transformers has no class for it.
+    # The text model of Kimi K3; transformers has no class for it.
     Architecture(
         "KimiK3ForConditionalGeneration",
         "kimi_k3",
@@ -419,7 +419,7 @@ ARCHITECTURES = (
     ),
 )
 
-# Reasons why requested classes are not in the table.
+# Requested class -> reason for its absence from the table.
 NOT_COVERED = {
     "DeepseekV2ForCausalLM": "of the models with latent attention forge reads DeepseekV3ForCausalLM",
     "GemmaForCausalLM": "forge reads Gemma 2 and Gemma 3",
@@ -432,7 +432,7 @@ BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 
 
 def architecture_of(values: dict[str, Any], source: Path | str) -> Architecture:
-    """Return the architecture of a config.json. Raises UserError (exit 2) if forge does not read it."""
+    """Return the architecture of the config.json `values`. Raises UserError (exit 2) if forge does not support it."""
     names = values.get("architectures") or []
     kind = values.get("model_type")
     name = names[0] if names else f'of model_type "{kind}"'

@@ -1,9 +1,9 @@
-"""Names and shapes of tensors: the tensors of transformers that make up each tensor of forge.
+"""`Weight`: a tensor of forge and the tensors of transformers with its values.
 
-In this file "ours" are forge's tensors and "theirs" are transformers'. Most tensors of forge are the concatenation of one
-or more tensors of transformers, all of one shape. A plain weight consists of a single tensor. The fused weight of experts
-consists of many: gate and up of expert 0, gate and up of expert 1, and so on. forge/tools/hf/fused.py has the exceptions:
-tensors of transformers that hold several tensors of forge, or hold them transposed.
+In this file "ours" are forge's tensors and "theirs" are the tensors of transformers. Most tensors of forge are the
+concatenation of one or more tensors of transformers, all of one shape. A plain weight consists of a single tensor. The fused
+weight of experts consists of many: gate and up of expert 0, gate and up of expert 1, and so on. The exceptions are in
+forge/tools/hf/fused.py: tensors of transformers with several tensors of forge, fused or transposed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from forge.tools.hf.kimi import LAST_MIX, LAYER_MIXES
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of forge and its tensors in transformers.
+    """A tensor of forge and its counterpart in transformers.
 
-    forge's tensor `ours` `[shape]` is the concatenation of the tensors `theirs`, each `[their_shape]`.
-    ours None: forge has no such tensor; an export writes `fill` to all elements. theirs empty: transformers has no such
-    tensor; an import sets forge's to zeros.
-    is_state: not a parameter; `dtype` is forge's dtype for it.
-    heads: number of heads (or experts) whose rows are paired: transformers stores the two rows of a pair as neighbours,
-    forge stores the first rows of all pairs, then the second rows. 0: the same order in both. first: first paired row of a
-    head; paired rows extend to the head's end.
-    rows: forge's tensor is only these rows of the tensor of transformers. transposed: the last two dimensions are swapped.
-    is_copy: an export writes the tensor; an import ignores it, because it reads `ours` from another tensor.
-    gain: a further tensor of transformers; forge's tensor is the product of both, in float32 at least.
+    ours: name of forge's tensor, of shape `shape`; None: forge has no such tensor, and an export writes `fill`.
+    theirs: names of transformers' tensors, each of shape `their_shape`; concatenated, they are forge's tensor. Empty:
+        transformers has no such tensor, and an import writes zeros.
+    is_state: the tensor is a state in forge, not a parameter. dtype: forge's dtype of a state.
+    heads: number of heads (or experts) with paired rows. Transformers stores the two rows of a pair as neighbours; forge
+        stores the first rows of all pairs, then the second rows. 0: both store rows in the same order.
+    first: first paired row of a head. All later rows of the head are paired, too.
+    rows: the rows of transformers' tensor with forge's tensor; None: all. transposed: the last two dims are swapped.
+    is_copy: a further copy of `ours`. An export writes the copy; an import ignores it.
+    gain: name of a second tensor of transformers. forge's tensor is the product of both, in float32 at least.
     """
 
     ours: str | None
@@ -54,13 +54,13 @@ class Weight:
 
     @property
     def read_shape(self) -> tuple[int, ...]:
-        """The shape of all tensors in `theirs` together."""
+        """The shape of the concatenation of all tensors in `theirs`."""
         return self.shape if self.rows is None and not self.transposed else self.their_shape
 
     def split(self, ours: Tensor) -> list[Tensor]:
-        """Return the tensors of transformers, each `[their_shape]`, that make up `ours` `[shape]`, forge's tensor.
+        """Split forge's tensor `ours` into the tensors of transformers, each of shape `their_shape`.
 
-        They are views, or copies if elements are reordered.
+        Return views, or copies if elements are reordered.
         """
         if self.heads:
             ours = self._with_pairs(ours, 2, -1)
@@ -69,7 +69,7 @@ class Weight:
         return list(ours.reshape(len(self.theirs), *self.their_shape).unbind())
 
     def joined(self, out: Tensor) -> Tensor:
-        """Return forge's tensor `[shape]`, made from `out` `[read_shape]`, the tensors in `theirs` one after another."""
+        """Return forge's tensor. out: the tensors in `theirs`, concatenated, of shape `read_shape`."""
         if self.rows is not None:
             return self.rows.of(out, self.shape)
         if self.transposed:
@@ -77,9 +77,9 @@ class Weight:
         return self._with_pairs(out, -1, 2) if self.heads else out
 
     def _with_pairs(self, rows: Tensor, *sizes: int) -> Tensor:
-        """Reorder the paired rows of each head: view them as two dimensions `sizes`, and swap these.
+        """Reorder the paired rows of each head: view them as two dims of sizes `sizes`, and swap these dims.
 
-        (2, -1) changes forge's order into transformers', and (-1, 2) changes it back.
+        sizes: (2, -1) changes forge's order into that of transformers; (-1, 2) changes it back.
         """
         heads = rows if rows.shape[0] == self.heads else rows.unflatten(0, (self.heads, -1))
         turned = heads[:, self.first :].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
@@ -87,9 +87,9 @@ class Weight:
 
 
 def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
-    """Return a `Weight` for every tensor of forge and of transformers, layer by layer.
+    """Return the Weights covering all tensors of forge and of transformers, layer by layer.
 
-    KeyError for a tensor of forge without a known counterpart.
+    Raises KeyError for a tensor of forge without a known counterpart.
     """
     with torch.device("meta"):
         written = model if architecture.predicts_ahead else model.model_copy(update={"mtp": None})
@@ -134,7 +134,7 @@ def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
             whole = ends[f"{ENDS['embedding' if model.tie_embeddings else end]}.weight"]
             found.append(replace(whole, theirs=(f"model.layers.{layer}.{theirs}.weight",), is_copy=True))
     if transformer.mixes:
-        # The first layer has nothing to mix before its attention.
+        # Transformers has tensors for a mix before the first attention, where forge has nothing to mix.
         norm, projection = _mix("layers.0.attention_mix.query", model.dim)
         found += [norm, replace(projection, ours=None, gain="")]
     named = [
@@ -149,9 +149,9 @@ def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
 
 
 def modules_ahead(names: Container[str], n_layers: int) -> int:
-    """Return the number of multi-token prediction modules in a folder of transformers: its layers beyond `n_layers`.
+    """Return the number of multi-token prediction modules in a folder of transformers: layers beyond `n_layers`.
 
-    names: all tensor names of the folder.
+    names: the tensor names in the folder.
     """
     return next(
         n for n in count() if f"model.layers.{n_layers + n}.{LAYER['projection']}.weight" not in names
@@ -159,7 +159,7 @@ def modules_ahead(names: Container[str], n_layers: int) -> int:
 
 
 def _in_order(weights: list[Weight]) -> list[Weight]:
-    """Sort weights that share a tensor of transformers by their rows in that tensor."""
+    """Move Weights sharing a tensor of transformers next to each other, in the order of their rows."""
     first = {theirs: n for n, weight in reversed(list(enumerate(weights))) for theirs in weight.theirs}
 
     def key(numbered: tuple[int, Weight]) -> tuple[int, int]:
@@ -170,7 +170,7 @@ def _in_order(weights: list[Weight]) -> list[Weight]:
 
 
 def their_tensors(weights: list[Weight], read: Callable[[Weight], Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors of transformers made from `weights`, in order. read: returns forge's tensor for a weight."""
+    """Yield the tensors of transformers for `weights`, in order. read: returns forge's tensor of a Weight."""
     for _, group in groupby(weights, key=lambda weight: weight.theirs):
         weight, *others = group
         if weight.rows is None:
@@ -183,9 +183,9 @@ def their_tensors(weights: list[Weight], read: Callable[[Weight], Tensor]) -> It
 def _parameter(
     model: ModelConfig, architecture: Architecture, name: str, shape: tuple[int, ...], prefix: str, inner: str
 ) -> Iterator[Weight]:
-    """Yield the Weight of parameter `name` in module `inner` of a layer.
+    """Yield the Weight of parameter `name` in module `inner` of a layer, then Weights of related tensors missing in forge.
 
-    Also yield Weights for tensors next to it that transformers has and forge lacks, e.g. a bias of zeros.
+    E.g. a bias of zeros. prefix: of the layer in transformers.
     """
     leaf = name.rpartition(".")[2]
     theirs = f"{prefix}.{(LAYER | dict(architecture.layer))[inner]}"
@@ -202,9 +202,9 @@ def _parameter(
 
 
 def _mix(name: str, dim: int) -> list[Weight]:
-    """Return the two Weights for `name`, the query of a mix of attention residuals.
+    """Return the two Weights for `name`, the query of a mix of attention residuals, `[dim]`.
 
-    In Kimi K3's folders the query is the product of two tensors: a projection to one number, and the gain of a norm.
+    In folders of Kimi K3, the query is the product of two tensors: a projection to one number, and the gain of a norm.
     """
     *layer, module, _ = name.split(".")
     theirs = f"model.layers.{layer[1]}.{LAYER_MIXES[module]}" if layer else f"model.{LAST_MIX}"
@@ -216,7 +216,7 @@ def _mix(name: str, dim: int) -> list[Weight]:
 
 
 def _rotated(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return projection -> (number of heads, first row of a head that RoPE rotates)."""
+    """Return projection -> (number of heads, first row of a head rotated by RoPE)."""
     if model.latent is None:
         return {"attention.wq": (model.n_heads, 0), "attention.wk": (model.n_kv_heads, 0)}
     queries = (model.n_heads, model.latent.qk_nope_head_dim)
@@ -234,12 +234,12 @@ def _zeros(theirs: str, *shape: int) -> Weight:
 def _router_state(
     model: ModelConfig, architecture: Architecture, name: str, tensor: Tensor, prefix: str
 ) -> Weight:
-    """Return the Weight of a state of the router: the bias on the choice of experts, or counts, which only forge has."""
+    """Return the Weight of a router's state: the bias on the choice of experts, or the counts (absent in transformers)."""
     shape = tuple(tensor.shape)
     if not name.endswith(".bias") or architecture.router_bias is None:
         return Weight(name, shape, (), shape, is_state=True, dtype=tensor.dtype)
     assert model.moe is not None
-    # Forge uses its bias only if the bias balances the load.
+    # With other balancing, forge does not use the bias, and an export writes zeros.
     ours = name if model.moe.biased else None
     their_shape = (1, *shape) if architecture.router_bias_is_2d else shape
     theirs = f"{prefix}.{architecture.router_bias}"

@@ -1,6 +1,7 @@
-"""Export the files that AutoTokenizer loads, and import those files of a Hugging Face folder that forge uses.
+"""Export tokenizers for AutoTokenizer, and import the tokenizer of a Hugging Face folder.
 
-tokenizer.json describes a tokenizer as data: how it normalises, splits and merges text, and the tokens added around it.
+A tokenizer.json describes a tokenizer as data: its normalisation, splitting and merging of text, and the tokens added
+around a text.
 """
 
 from __future__ import annotations
@@ -31,17 +32,19 @@ _SETTINGS: Json = {
     "model_input_names": ["input_ids", "attention_mask"],
 }
 _EXACT_MATCH = {"single_word": False, "lstrip": False, "rstrip": False}
-# Copied although forge does not read them.
+# Copied for users; forge does not read these files.
 _ALSO_COPIED = ("added_tokens.json", "chat_template.jinja")
 
 
 def export_files(folder: Path) -> dict[str, bytes]:
-    """Return name -> content of files for AutoTokenizer, with the same ids as forge's tokenizer in `folder`.
+    """Return name -> content of files for AutoTokenizer, with the ids of forge's tokenizer in `folder`.
 
-    One difference remains: if a text spells a special token, AutoTokenizer encodes the spelling as that token.
-    Texts begin with the token that begins documents, if there is one. A tokenizer.json is changed only if it begins
-    texts with another token than forge does. Raises UserError for a SentencePiece model that tokenizer.json cannot
-    express. Returns nothing for a folder without a tokenizer.
+    Encoding differs in one case: AutoTokenizer encodes the spelling of a special token in a text as this token. Texts begin
+    with the token at the beginning of documents, if the tokenizer has one. An existing tokenizer.json is changed only if
+    its beginning of texts differs from forge's.
+
+    Raises UserError for a SentencePiece model that tokenizer.json cannot express. Return an empty dict for a folder without
+    a tokenizer.
     """
     if (folder / BYTES_FILE).is_file():
         return _files(*_bytes()) | {BYTES_FILE: (folder / BYTES_FILE).read_bytes()}
@@ -55,11 +58,11 @@ def export_files(folder: Path) -> dict[str, bytes]:
 
 
 def import_files(folder: Path) -> dict[str, bytes]:
-    """Return name -> content of the tokenizer in a Hugging Face folder, in files that `load_tokenizer` reads.
+    """Return name -> content of the tokenizer files in a Hugging Face folder, for `load_tokenizer`.
 
-    A tokenizer.json and a SentencePiece model with the same number of tokens are one tokenizer in two formats. Then the
-    SentencePiece model is used: it is the original and needs no extra package. Returns nothing if there is neither.
-    Raises UserError for a file whose content does not match its name.
+    A tokenizer.json and a SentencePiece model with equal numbers of tokens count as one tokenizer in two formats. The
+    SentencePiece model is then preferred: it is the original and needs no extra package. Return an empty dict if the folder
+    has neither. Raises UserError for a file whose content does not match its name.
     """
     if (folder / BYTES_FILE).is_file():
         return {BYTES_FILE: (folder / BYTES_FILE).read_bytes()}
@@ -67,12 +70,12 @@ def import_files(folder: Path) -> dict[str, bytes]:
     if model.is_file():
         content = model.read_bytes()
         if not described.is_file():
-            SentencePieceTokenizer(content, str(model))  # raises if it is not a model
+            SentencePieceTokenizer(content, str(model))  # raises UserError for an invalid model
             return {MODEL_FILE: content}
         try:
             pieces = SentencePieceTokenizer(content, str(model)).vocab_size
         except UserError:
-            pieces = 0  # Llama 3 has another format under this name
+            pieces = 0  # in Llama 3, a file of another format has this name
         if pieces == _vocab_size(described):
             return {MODEL_FILE: content}
     return _described(folder) if described.is_file() else {}
@@ -84,9 +87,9 @@ def _described(folder: Path) -> dict[str, bytes]:
 
 
 def _with_begin(files: dict[str, bytes], name: str) -> bytes:
-    """Return the tokenizer.json, changed so that texts begin like forge's documents.
+    """Return the content of tokenizer.json, changed if necessary, so that texts begin like forge's documents.
 
-    forge follows add_bos_token in the settings file. transformers follows the post-processor in tokenizer.json.
+    forge follows add_bos_token in the settings file; transformers follows the post-processor in tokenizer.json.
     """
     begin = HuggingFaceTokenizer(files, name).bos_id
     if HuggingFaceTokenizer({JSON_FILE: files[JSON_FILE]}, name).bos_id == begin:
@@ -94,7 +97,7 @@ def _with_begin(files: dict[str, bytes], name: str) -> bytes:
     described = read_json(files[JSON_FILE])
     steps = described.get("post_processor") or {"type": "Sequence", "processors": []}
     steps = steps["processors"] if steps["type"] == "Sequence" else [steps]
-    steps = [step for step in steps if step["type"] == "ByteLevel"]  # the others add tokens
+    steps = [step for step in steps if step["type"] == "ByteLevel"]  # drop processors that add tokens
     if begin is not None:
         vocab = described["model"]["vocab"]  # Unigram: a list of tokens with their scores
         names = {number: token for token, number in vocab.items()} if isinstance(vocab, dict) else {}
@@ -116,7 +119,7 @@ def _vocab_size(described: Path) -> int:
 
 
 def _bytes() -> tuple[dict[str, Any], Ends]:
-    """Return the tokenizer.json of the byte tokenizer (a token for each byte, two special tokens), and its begin and end."""
+    """Return the tokenizer.json of the byte tokenizer (256 bytes, two special tokens), and its begin and end tokens."""
     ends = {_BEGIN: 256, _END: 257}
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | ends
     return _tokenizer_json(vocab, [], special=ends, whole={}, begin=_BEGIN), (_BEGIN, _END)
@@ -125,15 +128,16 @@ def _bytes() -> tuple[dict[str, Any], Ends]:
 def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
     """Return the tokenizer.json of a SentencePiece BPE model, and its begin and end tokens.
 
-    SentencePiece merges the two neighbours whose joint piece has the highest score, the leftmost first. So the merges are
-    all splits of a piece in two, in the order of the pieces' scores.
+    SentencePiece repeatedly merges the two neighbours whose joint piece has the highest score, leftmost first. The list of
+    merges therefore has all splits of each piece into two pieces, in descending order of the joint piece's score. Raises
+    UserError for a model that tokenizer.json cannot express.
     """
     from sentencepiece import sentencepiece_model_pb2 as protocol
 
-    SentencePieceTokenizer(content, name)  # raises if it is not a model
+    SentencePieceTokenizer(content, name)  # raises UserError for an invalid model
     model = protocol.ModelProto.FromString(content)  # type: ignore[attr-defined]
     text, trainer, kinds = model.normalizer_spec, model.trainer_spec, model.SentencePiece
-    # User-defined symbols; one with an unescaped space never matches.
+    # Ids of user-defined symbols. A symbol with an unescaped space never matches, so it is left out.
     whole = {
         number
         for number, piece in enumerate(model.pieces)
@@ -146,12 +150,12 @@ def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
         ("removes spaces", text.remove_extra_whitespaces),
         ("does not escape spaces", not text.escape_whitespaces),
         ("has spaces at the ends of pieces", trainer.treat_whitespace_as_suffix),
-        # A tokenizer.json would add the space after every symbol too.
+        # tokenizer.json would also add a space after every symbol.
         ("has symbols of its own and puts a space before a text", bool(whole) and text.add_dummy_prefix),
     ):
         if is_so:
             raise UserError(f"tokenizer {name}: {what}, which tokenizer.json cannot express")
-    # In a tokenizer.json symbols are matched before spaces are escaped.
+    # tokenizer.json matches symbols before it escapes spaces.
     vocab = {
         p.piece.replace(_SPACE, " ") if number in whole else p.piece: number
         for number, p in enumerate(model.pieces)
@@ -187,10 +191,10 @@ def _tokenizer_json(
     escaped: bool = False,
     prefixed: bool = False,
 ) -> dict[str, Any]:
-    """Return a tokenizer.json with BPE over the whole text, and with bytes for characters outside `vocab`.
+    """Return a tokenizer.json with BPE over the whole text, and byte tokens for characters outside `vocab`.
 
-    special: tokens without text. whole: strings that are always one token. escaped: spaces become U+2581. prefixed: a space
-    is added before a text.
+    special: tokens without text. whole: strings always encoded as one token. begin: token added before a text; None: none.
+    escaped: replace spaces by U+2581. prefixed: add a space before a text.
     """
     prepend: list[Json] = [{"type": "Prepend", "prepend": _SPACE}] if prefixed else []
     replace = [
@@ -229,7 +233,7 @@ def _tokenizer_json(
 
 
 def _begin_with(token: str, number: int) -> Json:
-    """Return a post-processor that adds `token` before a text, and before each text of a pair."""
+    """Return a post-processor to add `token`, of id `number`, before a text and before each text of a pair."""
     begin = {"SpecialToken": {"id": token, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {

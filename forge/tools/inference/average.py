@@ -1,4 +1,4 @@
-"""Average the weights of checkpoints. The result is a checkpoint of weights for evaluation, export and training."""
+"""Average the weights of checkpoints. The result is a checkpoint without optimizer state."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from forge.shard import Shard
 
 
 def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
-    """Write the mean of the weights of `paths`, checkpoints of one model, to the folder `output`.
+    """Write the mean of the weights of `paths`, checkpoints of one model, to the new folder `output`.
 
     Return the number of tensors.
 
-    ema: average the checkpoints' weight averages (`optimizer.ema`) instead of their weights. State that is not
-    learned, e.g. a router's bias, has no weight average. Its values are averaged directly.
+    ema: average the exponential moving averages (`optimizer.ema`) instead of the weights. State without a moving average,
+    e.g. a router's bias, is averaged directly.
 
-    Sums are float64. Results have the dtypes of the last checkpoint. The last checkpoint's config, tokenizer and
-    router counters are copied. Each checkpoint is verified before it is read.
+    Sums are float64. Results have the dtypes of the last checkpoint. Config, tokenizer and integer state, e.g. router
+    counters, are copied from the last checkpoint. Each checkpoint is verified first.
 
-    Raises UserError if a folder is not a checkpoint, is damaged (exit 77) or lacks weight averages, if the models
+    Raises UserError if a folder is not a checkpoint, is damaged (exit 77) or lacks moving averages, if the models
     differ, or if `output` exists.
     """
     if output.exists():

@@ -1,11 +1,11 @@
-"""Next-token scores of growing texts with a cache of keys and values.
+"""`CachedScores`: next-token logits of growing texts, with a KV cache.
 
-The Transformer is the training model, with two of its extension points replaced during a forward: every layer's
-attention function stores keys and values, and the loss is replaced by the logits of the last token of each text.
+The Transformer is the training model. During a forward, two of its extension points are replaced. Every layer's attention
+function stores keys and values. The loss returns the logits of the last token of each text.
 
-A token's place in the cache is its position in the text, so the model's own attention mask works for texts of different
-lengths in one batch: shorter ones are padded at the end, and later tokens overwrite the padding before any token attends
-to it.
+A token's place in the cache is its position in the text. Texts of different lengths therefore share a batch and the model's
+own attention mask: shorter texts are padded at the end, and later tokens overwrite the padding before any token attends to
+it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from forge.tools.inference.sampling import padded
 from forge.tools.inference.scoring import replaced
 from forge.tools.inference.states import Places, StateCache
 
-# The cache grows by at least this many places, and by half its size.
+# A full cache grows by half its size, at least by this many places.
 _GROWTH = 128
 
 
 class CachedScores:
-    """`NextScores` of `model`, a whole Transformer in this process.
+    """`NextScores` of `model`, an unsharded Transformer in this process.
 
-    If every text equals its version in the previous call, or extends it by one token, only these last tokens are computed.
-    Otherwise the cache is rebuilt. As without a cache the model sees each text's last `model.seq_len` tokens, at positions
-    0, 1, .... A longer text is recomputed for each further token, because all its positions change.
+    A call computes only the last token of each text if all texts are as in the previous call, or one token longer.
+    Otherwise the call rebuilds the cache. The model sees the last `model.seq_len` tokens of a text, at positions 0, 1, ...,
+    as without a cache. A longer text is therefore recomputed for every further token, because all positions change.
 
-    Memory: 2 * kv_heads * head_dim numbers per text, token and layer; with latent attention kv_lora_rank +
-    qk_rope_head_dim; in a linear-attention layer one state per text and head. Raises UserError for a model whose attention
-    has no `attend`.
+    Memory per text, token and layer: 2 * kv_heads * head_dim numbers, or kv_lora_rank + qk_rope_head_dim with latent
+    attention. A linear-attention layer has one state per text and head. Raises UserError for an attention module without
+    `attend`.
     """
 
     def __init__(self, model: Any):
@@ -57,12 +57,12 @@ class CachedScores:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Return logits `[texts, vocab]` of the next token of each text, in promote(float32, compute)."""
+        """Return the logits of the next token of each text, `[texts, vocab]`, promote(float32, compute)."""
         seen = [list(text[-self._model.seq_len :]) for text in texts]
         before, self._texts = self._texts, []  # the cache is invalid if this call fails
         device = next(self._model.parameters()).device
         last = torch.tensor([len(text) - 1 for text in seen], device=device)
-        # Whether every text equals its last version, or is one token longer.
+        # Whether each text equals its version in the previous call, or is one token longer.
         continues = len(before) == len(seen) and all(
             text == old or text[:-1] == old for old, text in zip(before, seen, strict=True)
         )
@@ -76,9 +76,9 @@ class CachedScores:
         return logits
 
     def _read(self, tokens: Tensor, places: Places | None, last: Tensor) -> Tensor:
-        """Run the model and return the logits `[texts, vocab]` at index `last` `[texts]` of tokens `[texts, seq]`.
+        """Run the model on tokens `[texts, seq]`. Return the logits at index `last` `[texts]` of each text, `[texts, vocab]`.
 
-        places: the positions of the tokens, one new token per text; None: `tokens` are whole texts.
+        places: positions of the tokens, for one new token per text; None: `tokens` are whole texts.
         """
         for layer in self._layers:
             layer.places, layer.last = places, last
@@ -87,9 +87,10 @@ class CachedScores:
 
 
 class _LayerCache:
-    """The attention function of one layer. Stores keys and values `[texts, kv_heads, places, head_dim]`.
+    """The attention function of one layer. Stores keys and values, `[texts, kv_heads, places, head_dim]` each.
 
-    places None: a call has whole texts. Otherwise a call has one token of each text, which attends to the stored keys.
+    places: None: the next call has whole texts. Otherwise the next call has one token per text, at these positions, which
+    attends to the stored keys.
     """
 
     def __init__(self, inner: AttentionFunction):
@@ -103,34 +104,34 @@ class _LayerCache:
             return self._inner.prepare(mask, x)
         sees = visible(mask.window, None)
         queries, keys = self.places.of_text.view(-1, 1, 1, 1), torch.arange(self.places.end, device=x.device)
-        # Without documents the rule does not depend on the batch or head index.
+        # Without documents, visibility does not depend on the batch and head indices, so any value serves for them.
         table = sees(queries, queries, queries, keys)  # [texts, 1, 1, places]
         return mask.with_table(table)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        """See `AttentionFunction`."""
+        """Store k and v, and attend from q to all stored keys. Shapes: see `AttentionFunction`."""
         k, v = self._kept(k, v)
         return self._inner(q, k, v, mask, sinks)
 
     def attend_latent(
         self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
     ) -> Tensor:
-        """Attend like `LatentAttention` and cache the latents.
+        """Attend like `LatentAttention`, and cache the latents instead of keys and values.
 
-        One query per text attends to the cached latents directly (absorbed projections). In a float8 block
-        format, the latents are expanded into keys and values instead.
+        A single query per text attends to the cached latents directly (absorbed projections). With a float8 block format, and
+        for whole texts, the latents are expanded into keys and values.
         """
         latent, key = (kept.squeeze(1) for kept in self._kept(latent.unsqueeze(1), key.unsqueeze(1)))
-        # In float8 the up-projection quantises latents and weights, as in training: it is not absorbed.
+        # In float8, the up-projection must quantise latents and weights as in training, so it cannot be absorbed.
         in_float8 = isinstance(layer.wkv_b, BlockFormatLinear)
         if self.places is None or in_float8:
             return self._inner(q, *layer.expand(latent, key), mask, layer.sink_logits())
         return layer.absorbed(self._inner, q, latent, key, mask)
 
     def _kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v `[texts, kv_heads, seq, any size]`. Return all stored keys and values, up to the last token."""
+        """Store k and v, `[texts, kv_heads, seq, any size]`. Return all keys and values stored so far, in the same layout."""
         if self.places is None:
             self._keys, self._values = k.contiguous(), v.contiguous()
             return k, v
@@ -142,27 +143,24 @@ class _LayerCache:
 
 
 def _with_room(kept: Tensor, places: int) -> Tensor:
-    """Return `kept` `[texts, kv_heads, places, head_dim]`, or a larger copy if it is too small.
-
-    The result has at least `places` places.
-    """
+    """Return `kept`, `[texts, kv_heads, size, head_dim]`, or a larger copy if its size is less than `places`."""
     size = kept.shape[2]
     if size >= places:
         return kept
-    # Zeros: a masked place has weight 0, but 0 times uninitialised memory may be NaN.
+    # Fill with zeros: a masked place has weight 0, but 0 times uninitialised memory may be NaN.
     larger = kept.new_zeros(*kept.shape[:2], size + max(_GROWTH, size // 2), kept.shape[3])
     larger[:, :, :size] = kept
     return larger
 
 
 class _LastScores(nn.Module):
-    """Replaces the loss: the logits of one token per text, so the logits of a whole prompt never exist."""
+    """A replacement of the loss: returns the logits of one token per text, without computing those of other tokens."""
 
     def __init__(self, last: Tensor, soft_cap: float):
         super().__init__()
         self._last, self._soft_cap = last, soft_cap
 
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
-        """hidden `[texts, seq, dim]`, head_weight `[vocab, dim]` -> `[texts, vocab]`."""
+        """Return logits `[texts, vocab]`, from hidden `[texts, seq, dim]` and head_weight `[vocab, dim]`."""
         rows = torch.arange(len(self._last), device=hidden.device)
         return head_logits(hidden[rows, self._last], head_weight, self._soft_cap)

@@ -1,10 +1,9 @@
-"""Next-token scores of one text, several at a time: multi-token prediction modules draft, and the model checks.
+"""`DraftedScores`: speculative decoding of one text. Multi-token prediction modules draft tokens, and the model checks them.
 
-A draft is the modules' prediction after the last token. The model reads the last token and the draft in one forward. This
-gives the scores of the next token, and of each further token as long as the draft is right. So the scores and the text are
-the model's own, for any drafts (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"); good
-drafts save forwards. Keys and values of rejected tokens are overwritten. Linear-attention layers go back to the state
-before the rejected tokens.
+The model reads the last token and the draft in one forward. The forward gives the logits of the next token, and of each
+further token as long as the draft agrees with the text. The text is always the model's own; good drafts only save forwards
+(Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"). Keys and values of rejected tokens are
+overwritten. Linear-attention layers return to the state before the rejected tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from forge.tools.inference.states import TextStates
 
 
 class DraftedScores:
-    """`NextScores` of `model`, a whole Transformer in this process with [model.mtp], for one text.
+    """`NextScores` for one text of `model`, an unsharded Transformer in this process with [model.mtp].
 
-    forwards: number of the model's forwards so far. It is smaller than the number of generated tokens if drafts are
-    accepted. As without drafts the model sees the text's last `model.seq_len` tokens, and a longer text is read again for
-    each further token.
+    forwards: number of the model's forwards so far; with accepted drafts, smaller than the number of generated tokens. The
+    model sees the last `model.seq_len` tokens of the text, as without drafts. A longer text is read again for every further
+    token.
 
     Raises ValueError for a model without multi-token prediction modules.
     """
@@ -46,15 +45,15 @@ class DraftedScores:
             for one in attentions
         ]
         self._trunk = self._caches[: len(model.trunk)]
-        self._read: list[int] = []  # tokens read by the model, drafts included
-        self._hidden: Tensor | None = None  # hidden states of these tokens, [1, read, dim]
-        self._scores: dict[int, Tensor] = {}  # number of tokens -> scores of the next token
-        self._finished = 0  # number of accepted tokens that all modules have read
+        self._read: list[int] = []  # tokens read by the model, including drafts
+        self._hidden: Tensor | None = None  # hidden states of the tokens in _read, [1, read, dim]
+        self._scores: dict[int, Tensor] = {}  # length of a text -> logits of its next token, [1, vocab]
+        self._finished = 0  # number of accepted tokens read by all modules
         self.forwards = 0
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Return logits `[1, vocab]` of the next token of the one text, in promote(float32, compute)."""
+        """Return the logits of the next token, `[1, vocab]`, promote(float32, compute). texts: exactly one text."""
         (text,) = (list(text[-self._model.seq_len :]) for text in texts)
         known = _common(text, self._read)
         if known < len(text) or len(text) not in self._scores:
@@ -62,7 +61,7 @@ class DraftedScores:
         return self._scores[len(text)]
 
     def _advance(self, text: list[int], known: int) -> None:
-        """Let the model read `text` from token `known` on, followed by a draft if only the last token is new."""
+        """Make one forward on the tokens of `text` from `known` on, followed by a draft if only the last token is new."""
         known = _back_to(known, self._trunk)
         draft = self._draft(text) if known == len(text) - 1 and known > 0 else []
         self._finished = min(self._finished, known)
@@ -79,13 +78,13 @@ class DraftedScores:
         self._scores = {len(text) + number: logits[:, number] for number in range(len(draft) + 1)}
 
     def _draft(self, text: list[int]) -> list[int]:
-        """Return the draft: the token ids that the multi-token prediction modules predict after `text`.
+        """Return the token ids predicted after `text` by the multi-token prediction modules, one per module.
 
-        The model has already read all tokens of `text` but the last.
+        The model must have read all tokens of `text` except the last.
         """
         model, end = self._model, len(text) - 1
-        # In the previous call, the modules may have read drafted tokens. Go back by the number of tokens that they look
-        # ahead.
+        # Modules look ahead by up to len(model.ahead) tokens, so in the previous call they may have read rejected drafts.
+        # Read that many tokens again.
         begin = max(0, min(self._finished, end) - len(model.ahead))
         begin = _back_to(begin, self._caches[len(self._trunk) :])
         assert self._hidden is not None
@@ -100,7 +99,7 @@ class DraftedScores:
         return line[len(text) :]
 
     def _places(self, begin: int, end: int) -> Tensor:
-        """Return the positions from `begin` to `end`, int64 `[1, n]`, and give them to the caches."""
+        """Set positions `begin` to `end` - 1 in all caches. Return these positions, int64 `[1, end - begin]`."""
         for cache in self._caches:
             cache.begin, cache.end = begin, end
         return torch.arange(begin, end, device=self._model.rope_cos.device)[None]
@@ -110,10 +109,7 @@ class DraftedScores:
 
 
 class _TextCache:
-    """The attention function of one layer for tokens `begin` to `end` of a text.
-
-    The cache has the keys and values of earlier tokens.
-    """
+    """The attention function of one layer, for tokens `begin` to `end` - 1 of a text. Caches keys and values."""
 
     def __init__(self, inner: AttentionFunction):
         self._inner = inner
@@ -121,7 +117,7 @@ class _TextCache:
         self._keys = self._values = torch.empty(0)
 
     def back_to(self, place: int) -> int:
-        """Return the last position, at most `place`, from which reading can continue."""
+        """Return `place`: reading can continue at any position."""
         return place
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
@@ -136,7 +132,7 @@ class _TextCache:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend from the new tokens' queries to all cached keys and values and the new ones. Cache the new ones."""
+        """Cache k and v after the keys and values of earlier tokens, and attend from q to all of them."""
         if self.begin:
             k = torch.cat([self._keys[:, :, : self.begin], k], dim=2)
             v = torch.cat([self._values[:, :, : self.begin], v], dim=2)
@@ -145,7 +141,7 @@ class _TextCache:
 
 
 class _Hidden(nn.Module):
-    """Replaces the loss: keeps the hidden states, and returns the logits of the last `count` tokens."""
+    """A replacement of the loss: keeps the hidden states in `seen`, and returns the logits of the last `count` tokens."""
 
     def __init__(self, count: int, soft_cap: float):
         super().__init__()
@@ -153,13 +149,13 @@ class _Hidden(nn.Module):
         self.seen: Tensor | None = None
 
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
-        """hidden `[1, seq, dim]`, head_weight `[vocab, dim]` -> `[1, count, vocab]`."""
+        """Return logits `[1, count, vocab]`, from hidden `[1, seq, dim]` and head_weight `[vocab, dim]`."""
         self.seen = hidden
         return head_logits(hidden[:, -self._count :], head_weight, self._soft_cap)
 
 
 def _back_to(place: int, caches: list[Any]) -> int:
-    """Return the last position, at most `place`, from which every cache in `caches` can continue.
+    """Return the last position, at most `place`, at which every cache in `caches` can continue reading.
 
     All caches must have read the same tokens.
     """

@@ -19,17 +19,17 @@ from forge.model import IGNORE
 from forge.runtime.errors import FAILED, UserError
 from forge.tools.inference.open import TrainedModel
 
-# Tokens read at once, and tokens of one document decoded at once.
+# Largest number of tokens per read, and per call of the decoder.
 _AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The loss of a model on a text.
+    """The loss of a model on token data.
 
-    loss: mean cross-entropy in nats over `tokens` labels, including labels that begin or end documents. text_bytes: size of
-    the labels' text in UTF-8, special tokens excluded; None if unknown. bytes_from: "dataset.json" (counted from the text
-    by prepare_data) or "decoding" (of the labels).
+    loss: mean cross-entropy in nats over `tokens` labels, including the special tokens of documents. sequences: number of
+    windows read. text_bytes: bytes of UTF-8 of the labels' text, without special tokens; None if unknown. bytes_from: source
+    of this number, "dataset.json" (counted by prepare_data) or "decoding" (of the labels).
     """
 
     loss: float
@@ -44,7 +44,7 @@ class Measured:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The bits of all labels divided by the bytes of their text: comparable between tokenizers."""
+        """The bits of all labels divided by the bytes of their text, comparable between tokenizers; None if unknown."""
         return self.loss * self.tokens / log(2.0) / self.text_bytes if self.text_bytes else None
 
 
@@ -55,13 +55,13 @@ def measure(
     batch_size: int = 8,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Measured:
-    """Measure the loss on the windows that the trainer's evaluation of `sequences` sequences reads.
+    """Measure the loss of a model on windows of train.seq_len tokens of `source`.
 
-    Each window has train.seq_len tokens.
+    sequences: number of windows, chosen as in the evaluation of a run; None: all windows, and the shorter rest after them.
+    Each token is predicted at most once, from the earlier tokens of its window. progress: called with the number of tokens
+    done.
 
-    sequences None: measure all windows and the shorter rest after them. Each token except the source's first is predicted
-    at most once, from the earlier tokens of its window. `progress` is called with the number of tokens done. Raises
-    UserError (exit 1) if the loss is not finite.
+    Raises UserError if the source has fewer than two tokens, or (exit 1) if the loss is not finite.
     """
     seq_len = opened.config.train.seq_len
     whole, labelled = (source.tokens - 1) // seq_len, source.tokens - 1
@@ -95,9 +95,9 @@ def measure(
 def _text_bytes(
     opened: TrainedModel, source: Source, windows: Sequence[int]
 ) -> tuple[int | None, str | None]:
-    """Return the bytes of the text of these windows' labels, and the origin of the number."""
+    """Return `Measured.text_bytes` and `Measured.bytes_from` for the labels of `windows`."""
     tokenizer, seq_len = opened.tokenizer, opened.config.train.seq_len
-    # If documents begin with text, the unpredicted tokens have bytes, so the labels must be decoded.
+    # If documents begin with text instead of a special token, unpredicted tokens have bytes, so labels must be decoded.
     ends_are_special = tokenizer is None or tokenizer.bos_id is not None
     everything = len(windows) * seq_len >= source.tokens - 1
     if isinstance(source, TokenDataset) and everything and ends_are_special:
@@ -107,7 +107,7 @@ def _text_bytes(
     masked, total = opened.config.data.document_mask, 0
     for first, end in merge(
         (window, window + 1) for window in windows
-    ):  # neighbours together: text is cut less often
+    ):  # decode neighbouring windows together, because each cut may change the bytes of a token
         total += _decoded_bytes(
             source, tokenizer, first * seq_len, min(end * seq_len, source.tokens - 1), masked
         )
@@ -115,11 +115,11 @@ def _text_bytes(
 
 
 def _decoded_bytes(source: Source, tokenizer: Tokenizer, first: int, last: int, masked: bool) -> int:
-    """Return the bytes of the text of tokens first + 1 ... last, decoded document by document.
+    """Return the bytes of UTF-8 of tokens first + 1 to last, decoded document by document.
 
-    With `masked` the first token of a document is not a label, so it is left out. If token `first` is in the same
-    document as token first + 1, both are decoded together and the bytes of token `first` are subtracted: tokenizers
-    drop a space at the start of a text.
+    masked: leave out the first token of each document, which is not a label under data.document_mask. If tokens `first` and
+    first + 1 are in one document, decode both together and subtract the bytes of token `first`, because tokenizers drop a
+    space at the start of a text.
     """
     total = 0
     document: list[int] = []

@@ -1,4 +1,4 @@
-"""Open a checkpoint in one process, for inference: weights in their compute dtype, no optimizer state."""
+"""Open a checkpoint in one process for inference, with weights in their compute dtypes and without optimizer state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model of the checkpoint at `path`, saved after `step`. tokenizer: None if the run had none."""
+    """The model of the checkpoint at `path`, saved after step `step`. tokenizer: None if the run had no tokenizer."""
 
     path: Path
     step: int
@@ -50,16 +50,16 @@ def open_checkpoint(
     trust: bool = False,
     float8: bool = False,
 ) -> TrainedModel:
-    """Open the model at `path`: a run's folder, its checkpoints folder, one checkpoint, or an imported folder.
+    """Open the newest intact checkpoint at `path`: a run directory, its folder of checkpoints, or a single checkpoint.
 
-    Among several checkpoints the newest intact one is opened; a damaged one is skipped with a warning and left unchanged.
-    Without `verify` tensor files are compared by name and size only. `compute` (float32, ...) and `context` (tokens)
-    override precision.compute and train.seq_len. Routing has no noise and no capacity limit. trust: allow the import of a
-    class named by model.kind. float8: compute with the run's precision.float8, emulated if the hardware lacks it; otherwise
-    in `compute`.
+    A damaged checkpoint is skipped with a warning and left unchanged. Routing has no noise and no capacity limit.
 
-    Raises UserError. Exit 2: there is no checkpoint, its config is invalid or needs trust, or float8 is requested but the
-    run has none. Exit 77: no checkpoint is intact.
+    compute: overrides precision.compute, e.g. "float32". context: overrides train.seq_len, in tokens. verify: False: check
+    tensor files only by name and size. trust: allow the import of a class named by model.kind. float8: compute with the
+    run's precision.float8, emulated if the hardware lacks kernels; False: compute in precision.compute.
+
+    Raises UserError with exit code 2 if there is no checkpoint, if its config is invalid or needs trust, or if float8 is
+    requested for a run without float8. Raises UserError with exit code 77 if no checkpoint is intact.
     """
     found = _find_undamaged(Path(path), verify)
     try:
@@ -111,7 +111,7 @@ def _find_undamaged(path: Path, verify: bool) -> Path:
 def _for_inference(config: Config, compute: str | None, context: int | None) -> Config:
     model = config.model
     if model.moe is not None:
-        # Dropped tokens depend on the other tokens of a batch; generated text must not.
+        # A capacity limit makes dropped tokens, and so a text, depend on the other texts of the batch.
         exact = model.moe.model_copy(update={"capacity_factor": 0.0, "router_noise": 0.0})
         model = model.model_copy(update={"moe": exact})
     precision = config.precision.model_copy(update={"compute": compute} if compute else {})
@@ -120,11 +120,10 @@ def _for_inference(config: Config, compute: str | None, context: int | None) -> 
 
 
 def _build(config: Config, device: torch.device, found: Path, *, float8: bool) -> Any:
-    """Return the model with uninitialised weights. Each weight has the dtype in which training computed with it.
+    """Return the model with uninitialised weights, each in the dtype of its computation in training.
 
-    float8: multiply in `precision.float8`.
-
-    Raises UserError before any allocation if the tensors of the checkpoint `found` do not match its config.
+    float8: multiply in `precision.float8`. Raises UserError, before any allocation, if the tensors of the checkpoint
+    `found` do not match its config.
     """
     index = TensorReader(found).index()
     if config.model.n_layers > len(index.state_dict_metadata):

@@ -12,17 +12,16 @@ from torch import Tensor
 from forge.data.tokenizer import Tokenizer
 
 NextScores = Callable[[Sequence[Sequence[int]]], Tensor]
-"""Texts, none of them empty -> logits `[texts, vocab]` of the next token of each."""
+"""Non-empty texts, as token ids -> logits of the next token of each text, `[texts, vocab]`."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The rule by which a token is chosen from its scores.
+    """The rule for choosing a token from logits.
 
-    `temperature` 0 takes the likeliest token, and among equals the lowest id. Otherwise a token is drawn from
-    softmax(logits / temperature). The draw is restricted first to the `top_k` likeliest tokens (0: all), then to the fewest
-    likeliest ones with total probability `top_p`. The draw for position n of a text depends only on (`seed`, n) and the
-    scores.
+    temperature: 0: take the likeliest token, among equals the lowest id. Otherwise draw from softmax(logits / temperature).
+    top_k: draw only from the k likeliest tokens; 0: all. top_p: then draw only from the smallest set of likeliest tokens with
+    total probability top_p. seed: the draw for position n of a text depends only on (seed, n) and the logits.
     """
 
     temperature: float = 0.0
@@ -38,13 +37,13 @@ def generate(
     sampling: Sampling,
     stop: Callable[[int, list[int]], bool] = lambda row, new: False,
 ) -> Iterator[list[int | None]]:
-    """Continue every prompt by at most `max_tokens` tokens. Yields a list per step, with the new token of each text.
+    """Continue every prompt by at most `max_tokens` tokens. Yield, per step, a list with the new token of each text.
 
-    After each token `stop(row, its new tokens)` is called. If it returns True, the text has ended, and its entry is None
-    from then on. A text depends only on its own prompt. Processes that see the same scores choose the same tokens without
-    communication.
+    stop: called as stop(row, new tokens of the text) after each token. True ends the text, and its later entries are None.
+    A text depends only on its own prompt. Processes with equal scores choose equal tokens without communication. Collective
+    if `next_scores` is.
 
-    Raises ValueError for an empty prompt, and for scores that are not finite.
+    Raises ValueError for an empty prompt and for scores that are not finite.
     """
     if not all(prompts):
         raise ValueError("the prompt has no tokens; give it at least one")
@@ -53,7 +52,7 @@ def generate(
     for _ in range(max_tokens):
         if not any(growing):
             return
-        # One copy to the host for all of them; in float64 the choice is the same whatever the device.
+        # One copy to the host for all texts. In float64 on the CPU, the choice does not depend on the device.
         scores = next_scores(texts).detach().to("cpu").to(torch.float64)
         chosen: list[int | None] = [None] * len(texts)
         for row, text in enumerate(texts):
@@ -66,9 +65,9 @@ def generate(
 
 
 def recomputed(model_call: Callable[[Tensor], Tensor], seq_len: int) -> NextScores:
-    """Return a function that runs a whole forward over each text's last `seq_len` tokens: slow, but works on any layout.
+    """Return a `NextScores` without cache: each call recomputes the last `seq_len` tokens of every text. Works on any layout.
 
-    `model_call` maps tokens int64 CPU `[texts, seq]` to logits `[texts, seq, vocab]`.
+    model_call: maps tokens, int64 on the CPU `[texts, seq]`, to logits `[texts, seq, vocab]`.
     """
 
     def next_scores(texts: Sequence[Sequence[int]]) -> Tensor:
@@ -80,16 +79,19 @@ def recomputed(model_call: Callable[[Tensor], Tensor], seq_len: int) -> NextScor
 
 
 def padded(texts: Sequence[Sequence[int]]) -> Tensor:
-    """Return the texts as int64 `[texts, longest]`, padded at the end with token 0.
+    """Return the texts as one tensor, int64 `[texts, longest]`, padded at the end with token 0.
 
-    No token of a text attends to the padding.
+    Attention is causal, so no token of a text attends to the padding.
     """
     longest = max(map(len, texts))
     return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
 
 
 def choose_token(scores: Tensor, sampling: Sampling, position: int) -> int:
-    """Return a token drawn from `scores` float64 CPU `[vocab]` for this position. ValueError if none is finite."""
+    """Return the token id for position `position`, by the rule `sampling`. scores: logits, float64 on the CPU, `[vocab]`.
+
+    Raises ValueError if the largest score is not finite.
+    """
     best = int(scores.argmax())
     if not bool(scores[best].isfinite()):
         raise ValueError("the model's scores are not finite; its weights are broken")
@@ -98,14 +100,14 @@ def choose_token(scores: Tensor, sampling: Sampling, position: int) -> int:
     scores = scores / sampling.temperature
     order: Tensor | None = None
     if sampling.top_k or sampling.top_p < 1.0:
-        # Stable: among equal scores the lower token is likelier.
+        # A stable sort ranks the lower token id first among equal scores.
         scores, order = scores.sort(descending=True, stable=True)
         scores = scores[: sampling.top_k or None]
     cumulative = scores.softmax(-1).cumsum(-1)
     if sampling.top_p < 1.0:
-        # Keep the first position at which the sum reaches top_p, so that the likeliest token always stays.
+        # Keep the token at which the sum reaches top_p, so that at least the likeliest token stays.
         cumulative = cumulative[: int((cumulative < sampling.top_p).sum()) + 1]
-    # A uniform number in [0, 1) from a hash: it does not depend on the version of a random generator.
+    # Draw a uniform number in [0, 1) from a hash, independent of the version of a random generator.
     key = hashlib.blake2b(f"{sampling.seed}:sample:{position}".encode(), digest_size=8).digest()
     draw = int.from_bytes(key, "little") / 2**64 * float(cumulative[-1])
     place = int(torch.searchsorted(cumulative, draw, right=True))
@@ -114,11 +116,11 @@ def choose_token(scores: Tensor, sampling: Sampling, position: int) -> int:
 
 
 class TextStream:
-    """The text that new tokens add to a prompt, returned as soon as it is final.
+    """Decode new tokens after a prompt incrementally: return their text as soon as it is final.
 
     The text of a token depends on earlier tokens: a character may take several tokens, and a tokenizer may drop a space
-    at the start of a text. So the last emitted tokens are decoded together with new ones, and an incomplete character
-    waits. If new tokens complete a character that the prompt begins, the character belongs to the new text.
+    at the start of a text. New tokens are therefore decoded together with the last emitted ones, and an incomplete character
+    waits. A character begun by the prompt and completed by new tokens belongs to the new text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
@@ -128,20 +130,20 @@ class TextStream:
         self.text = ""
 
     def add(self, token: int) -> str:
-        """Add a token, and return the text that has become final; it may be empty."""
+        """Add a token. Return the newly final text, which may be empty."""
         self._waiting.append(token)
         new = self._new_text()
         return "" if not new or new.endswith("\ufffd") else self._emit(new)
 
     def end(self) -> str:
-        """Return the rest of the text after the last token. An incomplete character becomes U+FFFD."""
+        """End the text: return its rest, with U+FFFD for an incomplete character."""
         return self._emit(self._new_text()) if self._waiting else ""
 
     def _new_text(self) -> str:
         before = self._tokenizer.decode(self._emitted)
         whole = self._tokenizer.decode(self._emitted + self._waiting)
         while not whole.startswith(before):
-            before = before[:-1]  # U+FFFD, if new tokens complete the character
+            before = before[:-1]  # drop a U+FFFD of a character completed by new tokens
         return whole[len(before) :]
 
     def _emit(self, new: str) -> str:

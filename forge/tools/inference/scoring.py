@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens: a forward in which another module replaces the model's loss and returns them."""
+"""Log-probabilities of given tokens, from a forward with the model's loss replaced by a scoring module."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from forge.model.loss import IGNORE, head_logits
 def replaced(
     model: Any, loss: nn.Module, attend: Sequence[AttentionFunction] | None = None
 ) -> Iterator[None]:
-    """In the body, replace the loss of `model` and, with `attend`, the layers' attention functions.
-
-    attend: one function per layer.
-    """
+    """Replace the loss of `model` in the body and, with `attend`, the attention functions. attend: one per layer."""
     attentions = [block.attention for block in model.layers.values()] if attend is not None else []
     own_loss, own = model.loss, [attention.attend for attention in attentions]
     try:
@@ -36,10 +33,10 @@ def replaced(
 
 @torch.no_grad()
 def token_scores(model: Any, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each label, and whether it is the likeliest token: both `[batch, seq]`.
+    """Return the log-probability of each label, and whether the label is the likeliest token. Both are `[batch, seq]`.
 
-    tokens int64 `[batch, seq]`; labels int64 `[batch, seq]`, the token after each. Log-probabilities are in nats,
-    promote(float32, compute), and 0 where the label is IGNORE.
+    tokens, labels: int64 `[batch, seq]`; labels are the next tokens. Log-probabilities are in nats, promote(float32,
+    compute), and 0 for the label IGNORE. The second result is bool.
     """
     with replaced(model, _TokenScores(model.loss.chunk_tokens, model.config.logit_soft_cap)):
         scores = model(tokens, labels)
@@ -47,9 +44,9 @@ def token_scores(model: Any, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Te
 
 
 class _TokenScores(nn.Module):
-    """Replaces the loss: returns `[2, batch, seq]`, the log-probability, and whether it is the highest.
+    """A replacement of the loss: returns the log-probability of each label, and 1 if the label is the likeliest token.
 
-    The logits of only `chunk_tokens` tokens exist at once.
+    Logits are computed for `chunk_tokens` tokens at a time.
     """
 
     def __init__(self, chunk_tokens: int, soft_cap: float):
@@ -57,7 +54,7 @@ class _TokenScores(nn.Module):
         self._chunk_tokens, self._soft_cap = chunk_tokens, soft_cap
 
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
-        """hidden `[batch, seq, dim]`, head_weight `[vocab, dim]`, labels int64 `[batch, seq]` -> `[2, batch, seq]`."""
+        """Return scores `[2, batch, seq]`. hidden: `[batch, seq, dim]`. head_weight: `[vocab, dim]`. labels: int64."""
         rows, wanted = hidden.flatten(0, 1), labels.flatten()
         parts = []
         for x, label in zip(rows.split(self._chunk_tokens), wanted.split(self._chunk_tokens), strict=True):

@@ -1,4 +1,4 @@
-"""Caches of a linear-attention layer: per text, the recurrent state and the tokens in the convolution's window."""
+"""Caches of a linear-attention layer: per text, the recurrent state and the inputs in the convolution's window."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forge.model.linear_attention import causal_convolution
 
 
 class Places(NamedTuple):
-    """The position of the one new token of each text, int64 `[texts]`; all are below `end`."""
+    """Positions of new tokens, one per text. of_text: int64 `[texts]`. end: upper bound (exclusive) of all positions."""
 
     of_text: Tensor
     end: int
@@ -23,18 +23,19 @@ class Places(NamedTuple):
 class StateCache:
     """The `Recurrence` of one layer, with a cached state for each text of a batch. The caller sets `places` and `last`.
 
-    places None: forward reads whole texts, padded at the end, and caches the state after the last token of each.
-    Otherwise forward reads one token per text, at `places`, and advances the cached states. The state of a text
-    without a new token does not change.
+    places: None: forward reads whole texts, padded at the end, and caches the state after the last token of each text.
+    Otherwise forward reads one token per text, at these positions, and advances the cached states. A text without a new
+    token keeps its state.
 
-    last: position of each text's last token, int64 `[texts]`; needed for whole texts.
+    last: position of the last token of each text, int64 `[texts]`; used for whole texts.
     """
 
     def __init__(self, inner: Recurrence):
         self._inner = inner
         self.places: Places | None = None
         self.last: Tensor | None = None
-        # Place of each text's last token; the convolution's inputs up to it, [texts, size, channels]; the state after it.
+        # For each text: position of its last token, [texts]; the last inputs of the convolution, [texts, size, channels]; the
+        # state after the last token.
         self._seen = self._window = self._state = torch.empty(0)
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
@@ -55,7 +56,7 @@ class StateCache:
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
     ) -> Tensor:
-        # A token without decay and strength leaves the state unchanged.
+        # A token with log decay 0 and write strength 0 leaves the state unchanged.
         if self.places is not None:
             stays = ~self._advances(self.places)
             gates = log_decay.masked_fill(stays.unsqueeze(-1), 0.0), beta.masked_fill(stays, 0.0)
@@ -75,11 +76,9 @@ class StateCache:
 
 
 class TextStates:
-    """The `Recurrence` of one layer for the tokens from `begin` to `end` of a text.
+    """The `Recurrence` of one layer for tokens `begin` to `end` - 1 of a text, starting from the cached state at `begin`.
 
-    It continues from the state of earlier tokens.
-
-    It keeps the states after the last `kept` tokens, so up to `kept` tokens can be taken back.
+    kept: number of last tokens whose states are cached; as many tokens can be taken back.
     """
 
     def __init__(self, inner: Recurrence, kept: int):
@@ -89,7 +88,7 @@ class TextStates:
         self._states: dict[int, Tensor] = {}  # number of tokens -> state after them
 
     def back_to(self, place: int) -> int:
-        """Return the last position, at most `place`, from which reading can continue."""
+        """Return the last position, at most `place`, with a cached state; 0 if there is none."""
         return max((number for number in self._states if number <= place), default=0)
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:

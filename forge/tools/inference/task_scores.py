@@ -1,4 +1,4 @@
-"""Scores on lm-eval's tasks during training. Loaded by its path if `evaluate.tasks` is not empty."""
+"""A hook for scores on lm-eval's tasks during training. Imported only if `evaluate.tasks` is not empty."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 
 class TaskScores(Hook):
-    """Scores the model on `evaluate.tasks` every `evaluate.tasks_interval` steps, if the data has a tokenizer.
+    """Score the model on `evaluate.tasks` every `evaluate.tasks_interval` steps, if the data has a tokenizer.
 
-    Each rank processes the same questions, so this works on every layout; data-parallel ranks repeat the work. An error on
-    all ranks costs a warning, not the run. A rank that fails alone waits for the others until the watchdog ends them all.
-    Raises UserError for an unknown task, or if lm-eval is not installed.
+    All ranks process the same questions, so any layout works; data-parallel ranks repeat the work. An error on all ranks
+    gives a warning, and the run continues. If only some ranks fail, they wait for the others, and the watchdog ends all
+    ranks. The constructor raises UserError for an unknown task, or if lm-eval is not installed.
     """
 
     def __init__(self, trainer: Trainer):
@@ -32,7 +32,7 @@ class TaskScores(Hook):
                 raise
             raise UserError("evaluate.tasks: needs the package lm-eval: pip install 'forge[eval]'") from None
         config, self._trainer, self._tasks = trainer.config, trainer, tasks
-        # A process group that the model does not use.
+        # A separate process group: a failed rank must not disturb the collectives of the model.
         self._group = dist.new_group(backend="gloo")
         folder = config.evaluate.tasks_path or None
         if folder is not None and not Path(folder).is_dir():

@@ -1,4 +1,4 @@
-"""Run tasks of EleutherAI's lm-eval on a trained model. Importing this needs the extra `forge[eval]`."""
+"""Run tasks of EleutherAI's lm-eval on a trained model. Importing this module needs the extra `forge[eval]`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from forge.tools.inference import CachedScores, Sampling, TextStream, generate, 
 from forge.tools.inference.open import TrainedModel
 from forge.tools.inference.sampling import NextScores, padded, recomputed
 
-# Task options that limit an answer, in tokens. The first one that is set counts; without any, _LENGTH is the limit.
+# Task options for the limit of an answer, in tokens. The first option set counts; without any, the limit is _LENGTH.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _LENGTH = 256
 
@@ -38,9 +38,10 @@ def run_tasks(
     limit: int | None = None,
     batch_size: int = 8,
 ) -> dict[str, dict[str, Any]]:
-    """Return task or group -> metric -> value, under lm-eval's own names. limit: use only the first questions of each task.
+    """Run tasks on an opened checkpoint. Return task or group -> metric -> value, with the names of lm-eval.
 
-    Raises UserError for an unknown task, and for a model without a tokenizer.
+    num_fewshot: examples before each question; None: as the task says. limit: number of first questions per task; None: all.
+    Raises UserError for an unknown task, or for a model without a tokenizer.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"--include-path {include_path}: is not a folder")
@@ -49,7 +50,10 @@ def run_tasks(
 
 
 def find_tasks(tasks: Sequence[str], folder: str | None, key: str, folder_key: str) -> TaskManager:
-    """Return lm-eval's manager, which knows these tasks. Raises UserError that names `key` for an unknown task."""
+    """Return a TaskManager of lm-eval for the tasks. folder: the user's own tasks, in addition to those of lm-eval.
+
+    Raises UserError for an unknown task. key, folder_key: options or keys named in the message.
+    """
     manager = TaskManager(include_path=folder)
     for task in tasks:
         if not manager.match_tasks([task]):
@@ -67,9 +71,9 @@ def evaluate_tasks(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Run the tasks with `scorer`; return task or group -> metric -> value, under lm-eval's own names.
+    """Run the tasks with `scorer`. Return task or group -> metric -> value, with the names of lm-eval.
 
-    Ranks whose LOCAL_RANK is not 0 get {}.
+    On ranks with LOCAL_RANK other than 0, return {}. Collective if the scorer's model is.
     """
     found = simple_evaluate(
         scorer,
@@ -90,7 +94,7 @@ def evaluate_tasks(
 class Scorer(TemplateLM):
     """lm-eval's model interface, for an opened checkpoint.
 
-    Contexts begin like documents, see `begin_text`. A text longer than the model's context loses its beginning.
+    Contexts begin like documents (`begin_text`). A text longer than the model's context is truncated at its beginning.
     """
 
     def __init__(self, opened: TrainedModel, batch_size: int = 8):
@@ -112,7 +116,7 @@ class Scorer(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context."""
+        """The token placed before a text without context."""
         return self._prefix
 
     @property
@@ -128,9 +132,9 @@ class Scorer(TemplateLM):
         return ids if add_special_tokens is False else begin_text(ids, self._text)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each whole text.
+        """Return the log-probability of each text, in nats.
 
-        A text is cut into disjoint windows. The last token before a window is the window's context.
+        A text is cut into disjoint windows. The context of a window is the last token before it.
         """
         windows: list[tuple[Any, list[int], list[int]]] = []
         owners: list[int] = []
@@ -148,7 +152,10 @@ class Scorer(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-probability after its context, and whether greedy decoding would generate it."""
+        """Return, for each continuation, its log-probability after its context and whether greedy decoding generates it.
+
+        Raises UserError if a continuation is longer than the model's context.
+        """
         for _name, _context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise UserError(
@@ -169,10 +176,7 @@ class Scorer(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the text generated after each context.
-
-        It ends at the end token, or at the first of the request's `until` strings.
-        """
+        """Return the text generated after each context, up to the end token or the first of the request's `until` strings."""
         texts = [""] * len(requests)
         kinds: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -208,7 +212,7 @@ class Scorer(TemplateLM):
         return texts
 
     def _scores(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """See `token_scores`."""
+        """Return the results of `token_scores` for tokens and labels on the CPU."""
         device = self._opened.device
         return token_scores(self._model, tokens.to(device), labels.to(device))
 
@@ -216,7 +220,7 @@ class Scorer(TemplateLM):
         return CachedScores(self._model)
 
     def _batches(self, done: str, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield batches of indices of items with these lengths, the longest items first, with a progress line."""
+        """Yield batches of indices into `lengths`, the longest items first. Print a progress line."""
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         line = ProgressLine(done, len(order), "requests", 1.0)
         for begin in range(0, len(order), self._batch_size):
@@ -226,9 +230,9 @@ class Scorer(TemplateLM):
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
-    """Return the sampling rule of a task.
+    """Return the sampling rule for the `options` of a task.
 
-    It is greedy unless the task sets do_sample = true, or a temperature without do_sample.
+    Decoding is greedy unless the task sets do_sample = true, or sets a temperature and leaves do_sample out.
     """
     temperature = float(options.get("temperature") or 0.0)
     if options.get("do_sample") is False:
@@ -239,11 +243,9 @@ def _sampling(options: dict[str, Any]) -> Sampling:
 
 
 class LoopScorer(Scorer):
-    """Like `Scorer`, for a model in training, on any layout.
+    """A `Scorer` for a model in training, on any layout. Collective: all ranks must process the same requests.
 
-    Every rank has the same requests and calls `model_logits` with them.
-
-    model_logits: maps tokens int64 `[batch, seq]` to logits `[batch, seq, vocab]`, on every rank; collective.
+    model_logits: maps tokens, int64 `[batch, seq]`, to logits `[batch, seq, vocab]` on every rank. Collective.
     """
 
     def __init__(

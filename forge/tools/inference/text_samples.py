@@ -1,4 +1,4 @@
-"""Text samples from the model during training. Loaded by its path if `evaluate.sample_interval` is set."""
+"""A hook for text samples from the model during training. Imported only if `evaluate.sample_interval` is set."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ log = logging.getLogger(__name__)
 
 
 class TextSamples(Hook):
-    """Writes a text after `evaluate.sample_prompt` every `evaluate.sample_interval` steps, if the data has a tokenizer.
+    """Continue `evaluate.sample_prompt` every `evaluate.sample_interval` steps, and write the text to the metrics.
 
-    An empty prompt needs a token that begins or ends a document. Without such a token, one warning at the start
-    replaces all samples.
+    Nothing is sampled if the data has no tokenizer. An empty prompt needs a token at the beginning or end of documents;
+    without such a token, a warning at the start replaces the samples.
 
-    An error on all ranks costs a warning, not the run. A rank that fails alone waits for the others until the
-    watchdog ends all ranks. If the failed rank continued, its next collective would be matched with a different
-    collective of the others.
+    An error on all ranks gives a warning, and the run continues. If only some ranks fail, they wait for the others, and the
+    watchdog ends all ranks. Continuing alone would pair the collectives of failed ranks with other collectives.
     """
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
-        # A process group that the model does not use.
+        # A separate process group: a failed rank must not disturb the collectives of the model.
         self._group = dist.new_group(backend="gloo")
         self._prompt: list[int] | None = None
         tokenizer = trainer.data.tokenizer
@@ -58,9 +57,9 @@ class TextSamples(Hook):
 
 
 def write_sample(trainer: Trainer, tokenizer: Tokenizer, prompt: list[int], step: int) -> str:
-    """Return the text of the prompt and of the model's continuation. prompt: at least one token id.
+    """Return the text of the prompt and its continuation. prompt: at least one token id.
 
-    Collective: all ranks draw the same tokens.
+    Collective. All ranks draw the same tokens.
     """
     config, model = trainer.config, trainer.model
     steps = generate(

@@ -1,4 +1,7 @@
-"""Find keys that free enough memory. The candidates are the keys that an out-of-memory message names; each is planned."""
+"""Find overrides that make a plan fit. Candidates come from `usable_changes`, like those of an out-of-memory message.
+
+A new plan with each candidate measures its effect.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,24 @@ from forge.config.keys import to_literal
 from forge.run.out_of_memory import usable_changes
 from forge.tools.plan.plan import Plan, make_plan
 
-# These train on other samples, or need another number of processes.
+# Keys excluded from a remedy: a change trains on other samples, or needs another number of processes.
 NOT_THE_SAME_RUN = ("train.seq_len", "parallel.dp_shard")
-# At most this many keys, set one after another.
+# Largest number of overrides in a remedy.
 MOST = 5
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Overrides that free memory, and the bytes that the rank with the largest need still needs with all of them."""
+    """Overrides to free memory. needed: bytes on the fullest rank with all overrides."""
 
     overrides: list[str]
     needed: int
 
 
 def remedy_for(made: Plan) -> Remedy | None:
-    """Return at most MOST overrides that together free memory, if possible so much that the plan `made` fits.
+    """Return up to MOST overrides, each freeing memory on top of the earlier ones, until the plan `made` fits.
 
-    None if no override frees memory.
+    They may not suffice: compare `Remedy.needed` with the GPU's memory. None if no override frees memory.
     """
     overrides: list[str] = []
     best = made
@@ -41,7 +44,7 @@ def remedy_for(made: Plan) -> Remedy | None:
 
 
 def _next(made: Plan, tried: set[str]) -> tuple[str, Plan] | None:
-    """Return the first override that frees memory, with its plan. Add every planned override to `tried`."""
+    """Return the first override freeing memory, with its plan; None if no override does. Add planned overrides to `tried`."""
     state = sum(made.worst.state.values())
     on_gpu = made.hardware is not None and bool(made.hardware.card)
     dominates = 2 * state > made.worst.peak.size

@@ -1,9 +1,9 @@
 """Attention as it runs on a GPU, for plans made on a CPU.
 
-On a GPU attention runs in kernels, PyTorch's own or flex_attention. They keep queries, keys, values, the output and its
-logsumexp, and compute only the scores inside the mask. A CPU has no such kernels. `attend` replaces all of them by one
-operator, which gets the number of scores and returns tensors without values. Block tables are small and left out. A plan
-does not know document lengths, so a sequence counts as one document.
+GPU attention runs in fused kernels: PyTorch's own, or flex_attention. A kernel keeps queries, keys, values, the output
+and its logsumexp for backward, and computes only the scores inside the mask. A CPU has no such kernels. `attend` stands
+for every kernel: one operator with the number of scores as an argument, returning fake tensors. Block tables of
+flex_attention are small and not planned. Document lengths are unknown, so each sequence counts as one document.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forge.parallel.context.ulysses import UlyssesAttention
 
 
 def on_gpu(attend: Any) -> Any:
-    """Return an attention function for plans that has the memory and FLOPs of `attend` on a GPU."""
+    """Return an attention function for fake tensors, with the memory and FLOPs of `attend` on a GPU."""
     if isinstance(attend, SdpaAttention):
         return PlannedAttention()
     if isinstance(attend, AllGatherAttention):
@@ -32,11 +32,11 @@ def on_gpu(attend: Any) -> Any:
         return UlyssesAttention(attend.split, PlannedAttention())
     if isinstance(attend, RingAttention):
         return PlannedRing(attend.split, PlannedKernel())
-    return attend  # linear attention, and the user's own functions
+    return attend  # linear attention and user-defined functions are traced as they are
 
 
 class PlannedAttention(SdpaAttention):
-    """Attention for plans. The mask's table is the number of scores inside the mask; None for a causal mask."""
+    """Attention for plans. The mask's table is the number of scores per head inside the mask; None for a causal mask."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         seq = x.shape[1]
@@ -54,21 +54,15 @@ class PlannedAttention(SdpaAttention):
 
 
 class PlannedGathered(AllGatherAttention):
-    """All-gather attention for plans.
-
-    The mask's table depends on the tokens' positions, so it is made with real positions instead of fake tensors.
-    """
+    """All-gather attention for plans. `prepare` counts visible scores from real positions, not from fake tensors."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        with _disable_current_modes():  # tables depend on positions, so these need values
+        with _disable_current_modes():  # counting visible scores needs the values of positions
             return super().prepare(mask, x)
 
 
 class PlannedRing(RingAttention):
-    """Ring attention for plans.
-
-    The mask's table depends on the tokens' positions, so it is made with real positions instead of fake tensors.
-    """
+    """Ring attention for plans. `prepare` counts visible scores from real positions, not from fake tensors."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         with _disable_current_modes():
@@ -76,14 +70,17 @@ class PlannedRing(RingAttention):
 
 
 def visible_scores(window: int, _documents: Any, queries: Tensor, keys: Tensor) -> int:
-    """Return the number of (query, key) pairs inside the mask. queries, keys: positions; keys are consecutive."""
+    """Return the number of (query, key) pairs inside the mask.
+
+    queries, keys: positions, int64 `[rows]` and `[columns]`; keys are consecutive. window: 0 is full causal attention.
+    """
     first = (queries - window + 1 if window else torch.zeros_like(queries)).clamp(min=int(keys[0]))
     last = queries.clamp(max=int(keys[-1]))
     return int((last - first + 1).clamp(min=0).sum())
 
 
 class PlannedKernel(FlexKernel):
-    """The attention kernel of one step of ring attention, for plans. A block's table is its number of visible scores."""
+    """The kernel of one step of ring attention, for plans. The table of a block is its number of visible scores."""
 
     make_table = staticmethod(visible_scores)
 
@@ -92,9 +89,9 @@ class PlannedKernel(FlexKernel):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: int | None) -> tuple[Tensor, Tensor]:
-    """Return placeholders for attention's output `[batch, heads, rows, v_dim]` and its logsumexp.
+    """Return fake tensors: the output of attention `[batch, heads, rows, v_dim]` and its logsumexp `[batch, heads, rows]`.
 
-    scores: number of scores per head inside the mask; None: all.
+    scores: number of scores per head inside the mask; None: all pairs of a query and a key.
     """
     out, lse = planned_attention(q, k, v, q.shape[2] * k.shape[2] if scores is None else scores)
     return out, lse
@@ -102,7 +99,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: int | None) -> tuple[Tensor,
 
 @torch.library.custom_op("forge::planned_attention", mutates_args=())
 def planned_attention(q: Tensor, k: Tensor, v: Tensor, scores: int) -> tuple[Tensor, Tensor]:
-    """Compute attention with `scores` scores per head, on fake tensors."""
+    """Return output and logsumexp of attention with `scores` scores per head. For fake tensors only."""
     raise NotImplementedError("this operator exists for plans only: it has shapes, but computes no values")
 
 
@@ -110,7 +107,7 @@ def planned_attention(q: Tensor, k: Tensor, v: Tensor, scores: int) -> tuple[Ten
 def planned_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v. For fake tensors only."""
     raise NotImplementedError("this operator exists for plans only: it has shapes, but computes no values")
 
 
@@ -125,7 +122,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: int) -> tuple[Tenso
 
 
 def _by_token(x: Tensor, width: int) -> Tensor:
-    """Return a tensor `[batch, heads, seq, width]` with the memory layout of the kernels' output: token by token."""
+    """Return a fake tensor `[batch, heads, seq, width]`, in memory `[batch, seq, heads, width]` like the kernels' output."""
     batch, heads, seq, _ = x.shape
     return x.new_empty((batch, seq, heads, width)).transpose(1, 2)
 

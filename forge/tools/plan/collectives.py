@@ -24,29 +24,32 @@ NAMES = {
     "broadcast_": "broadcast",
 }
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-# These wait for a collective, or wrap its result.
+# Operators of these namespaces that send nothing: they wait for a collective or wrap its result.
 _NOT_SENT = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call of a collective. size: bytes of its largest tensor; a ring of n ranks moves (n - 1) / n of these."""
+    """One call of a collective. size: bytes of its largest tensor. A ring of n ranks moves (n - 1) / n of these bytes."""
 
     kind: str
     size: int
     group: str = ""
     background: bool = False
-    """Whether an engine or a pipeline overlaps it with computation, instead of waiting for it at once."""
+    """Whether computation continues during the collective; otherwise the caller waits for the result at once."""
 
 
 def collective_of(func: Any, args: Any, kwargs: Any = None) -> Collective | None:
-    """Return the collective of the operator `func`; None for other operators. A kind not in NAMES keeps its own name."""
+    """Return the collective called by the operator `func`; None if `func` is no collective.
+
+    A collective missing in NAMES has its operator's name as kind.
+    """
     if func.namespace not in _NAMESPACES or (name := func._overloadpacket.__name__) in _NOT_SENT:
         return None
     leaves = tree_leaves((args, kwargs or {}))
     size = max((leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
     if name == "all_gather_into_tensor" and func.namespace != "c10d":
-        size *= args[1]  # the result is not among the arguments; it is this many times as large
+        size *= args[1]  # the arguments lack the result, which is group-size times as large as the input
     return Collective(NAMES.get(name, name), size, _group_name(leaves), func.namespace == "c10d")
 
 
@@ -63,7 +66,7 @@ def _group_name(leaves: list[Any]) -> str:
 
 
 def axes_of(meshes: Meshes) -> dict[str, str]:
-    """Return name of a process group -> its axis. If two axes share a group, the first axis counts."""
+    """Return name of a process group -> its axis. For a group of several axes, the first in `named` counts."""
     d = meshes.degrees
     fsdp = "dp_shard" if d.cp == 1 else "dp_shard x cp"
     named: list[tuple[str, Any]] = [

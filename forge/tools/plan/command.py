@@ -23,11 +23,11 @@ from forge.tools.plan.show import (
 
 
 def plan(config: Config, command: CommandLine) -> int:
-    """Print the plan of `config` or, with --search, the best layouts.
+    """Print the plan of `config` or, with --search, the best layouts. Return the exit code.
 
-    Return FINISHED, or DOES_NOT_FIT if the hardware is known and has too little memory.
+    The code is DOES_NOT_FIT if known hardware has too little memory, FINISHED otherwise.
 
-    Raises UserError (exit 2) for an invalid layout or unknown hardware.
+    Raises UserError (exit 2) for an invalid layout or an unknown name of hardware.
     """
     whole, config = config, largest(config)
     hardware = None if command.hardware is None else find_hardware(command.hardware)
@@ -72,10 +72,10 @@ def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) 
 
 
 def largest(config: Config) -> Config:
-    """Replace the phases by the step sizes of the phase with the largest microbatch, which needs most memory.
+    """Return `config` without phases, with the step sizes of the phase with the largest microbatch.
 
-    train.steps becomes the number of steps of this size that read the whole run's tokens. A config without phases is
-    returned unchanged.
+    That phase needs the most memory. train.steps becomes the number of such steps for the tokens of the whole run.
+    Without phases, return `config` unchanged.
     """
     if not config.phase:
         return config
@@ -104,7 +104,7 @@ def phases_as_json(config: Config) -> list[dict[str, Any]]:
 
 
 def phases_as_text(config: Config, plan: Plan) -> str:
-    """Return a line for each phase, and a line that says which steps the plan's numbers are about."""
+    """Return one line per phase, after a line naming the steps to which the plan's numbers apply."""
     lines = [
         f"  from token {one['from_token']:,} (step {one['from_step']:,}): {one['global_batch_size']} sequences of "
         f"{one['seq_len']} tokens, microbatches of {one['micro_batch_size']}, peak learning rate {one['lr']:.3g}"

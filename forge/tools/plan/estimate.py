@@ -1,9 +1,9 @@
-"""Estimate the time of a step: a roofline over the traced operators, and the links of collectives.
+"""Estimate the time of a step from a roofline over the traced operators and from the links of collectives.
 
-An operator takes the longer of two times: its FLOPs at the GPU's peak, and its bytes at the memory bandwidth. Keys of
-`Hardware` give the reached shares of these peaks; docs/internals/plan-accuracy.md names the published runs to which
-they were fitted. Background collectives are hidden up to the time of the computation that runs beside them, and slow
-this computation down. On a CPU they are not hidden, because the same cores move the bytes and compute.
+An operator takes the longer of two times: its FLOPs at the GPU's peak, and its bytes at the memory bandwidth. The
+efficiencies in `Hardware` say what share of these peaks is reached; docs/internals/plan-accuracy.md names the published
+runs used to fit them. A background collective is hidden up to the duration of the overlapping computation, and slows
+this computation down. On a CPU no collective is hidden, because the same cores move bytes and compute.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from forge.tools.plan.links import cost_of
 from forge.tools.plan.trace import Moment, Trace
 from forge.tools.plan.work import Work
 
-# Share of the bytes of elementwise operators left after fusion by Inductor: a block of Llama's 8B reads and writes
-# 2.05 of 4.63 GB in a forward and a backward of 4,096 tokens, by Inductor's own count under PyTorch 2.14.
+# Bytes of elementwise operators after fusion by Inductor, divided by the bytes before. For forward and backward of a
+# Llama 8B block with 4,096 tokens, Inductor of PyTorch 2.14 counts 2.05 GB instead of 4.63 GB.
 FUSED = 0.44
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Factors by which computation and collectives take longer than planned."""
+    """Actual duration divided by planned duration, for computation and for collectives."""
 
     compute: float
     links: float
 
 
-# All but two of the published runs used for fitting lie between the first and the last.
+# Fast end, plan and slow end of the planned range. All but two of the published runs used for fitting lie in the range.
 PACES = (Pace(0.87, 0.75), Pace(1.0, 1.0), Pace(1.15, 1.4))
 
 
@@ -40,7 +40,7 @@ PACES = (Pace(0.87, 0.75), Pace(1.0, 1.0), Pace(1.15, 1.4))
 class Spent:
     """Seconds by cause. compute: computation. waiting: exposed collectives. background: overlapped collectives.
 
-    node, network: seconds for which the bytes of all these collectives occupy NVLink and the NIC.
+    node, network: seconds during which bytes of exposed and overlapped collectives occupy NVLink and the NIC.
     """
 
     compute: float = 0.0
@@ -59,7 +59,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Times of one rank. forward, backward: of each traced microbatch; update: the rest of the step."""
+    """Times of one rank. forward, backward: by number of the traced microbatch. update: the rest of the step."""
 
     forward: dict[int, Spent] = field(default_factory=dict)
     backward: dict[int, Spent] = field(default_factory=dict)
@@ -71,7 +71,8 @@ def time_of(
 ) -> StepTime:
     """Return the time of the traced step.
 
-    config: the run's own, with compilation and float8, which the trace lacks. ranks_of: name of a process group -> its ranks.
+    config: of the run. The trace has neither its compilation nor its float8 products, so their effects are estimated.
+    ranks_of: name of a process group -> its ranks.
     """
     spent: dict[tuple[str, int], Spent] = defaultdict(Spent)
     float8 = products_in_float8(config, hardware)
@@ -80,7 +81,7 @@ def time_of(
         spent[_place(moment.phase, moment.microbatch)].compute += number * pace.compute * seconds
     for moment, call in trace.calls:
         if call.kind in ("send", "recv"):
-            continue  # the pipeline's timeline has them
+            continue  # the pipeline's timeline includes messages between stages
         cost = cost_of(call, ranks_of.get(call.group, []), hardware).times(pace.links)
         place = spent[_place(moment.phase, moment.microbatch)]
         place.node += cost.node
@@ -103,20 +104,26 @@ def _place(phase: str, microbatch: int) -> tuple[str, int]:
 
 
 def _as_run(work: Work, moment: Moment, config: Config, float8: Collection[str]) -> Work:
-    """Correct `work`, which was traced without compiler and float8, for their effects. float8: see `products_in_float8`."""
+    """Return `work` with the effects of compilation and of float8, both missing in the trace.
+
+    float8: the result of `products_in_float8`.
+    """
     in_block = moment.part.startswith("layers.")
     in_loss = moment.part == "head"
     if work.kind == "memory" and ((in_block and config.compile.enabled) or (in_loss and config.compile.loss)):
         return replace(work, size=FUSED * work.size)
     taken = (work.linear and "linear" in float8) or (work.experts and "experts" in float8)
     if in_block and taken and "float32" not in work.dtype:
-        # Scaling and rounding of the operands doubles the bytes.
+        # Scaling and rounding the operands doubles the bytes read and written.
         return replace(work, dtype="float8", size=2 * work.size)
     return work
 
 
 def seconds_of(work: Work, hardware: Hardware) -> float:
-    """Return the time of one operator: the longer of computing and moving its bytes (Williams et al., "Roofline", 2009)."""
+    """Return the seconds of one operator: launch overhead, plus the longer of computing and moving bytes.
+
+    Roofline model: Williams et al., 2009.
+    """
     bandwidth = hardware.memory_gb_per_s * hardware.memory_efficiency
     if hardware.elementwise and not work.flops:
         bandwidth = rate_at(hardware.elementwise, max(work.size, 1))

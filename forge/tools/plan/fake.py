@@ -1,6 +1,6 @@
-"""`FakeRank`: one rank of an imaginary run, on fake tensors (shapes without memory).
+"""`FakeRank`: one rank of a planned run, on fake tensors (shapes without memory).
 
-Model, layout, optimizer and step are those of a run. Only the process group is fake: its collectives return at once.
+A fake rank runs the real model, layout, optimizer and step. Its process group is fake: collectives return at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def fake_ranks(rank: int, world: int) -> Iterator[None]:
-    """In the body this process is `rank` of a default process group of `world` ranks; no other rank exists."""
+    """In the body, the default process group is fake: this process is `rank` of `world`. No other process exists."""
     compat.forget_meshes()
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
@@ -62,19 +62,20 @@ def fake_ranks(rank: int, world: int) -> Iterator[None]:
 
 
 def _send(*args: Any, **kwargs: Any) -> Any:
-    """Send a message like `dist.isend`, but return work whose is_completed() is True at once.
+    """Send a message like `dist.isend`, but report completion at once.
 
-    The fake process group never reports completion, so the sent tensor would stay allocated for the whole step.
+    The fake process group itself never reports completion, and the sender keeps a tensor until its send completes. Without
+    this function all sent tensors would count as live for the whole step.
     """
     work: Any = dist.isend(*args, **kwargs)
     return SimpleNamespace(wait=work.wait, is_completed=lambda: True)
 
 
 class FakeRank:
-    """The model and optimizer of one rank. Needs `fake_ranks`.
+    """The model and optimizer of one rank. Construct and use it inside `fake_ranks`.
 
-    load: number of tokens that this rank's experts receive, relative to an equal load of all experts. card: plan attention
-    and norms as on a GPU.
+    load: tokens received by this rank's experts, relative to an equal load of all experts. card: plan attention
+    and norms as on a GPU. optimizer: False leaves out the optimizer's state and work.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class FakeRank:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.meshes = make_meshes(degrees, CPU.type)
         with _explained():
-            # Real meta tensors first: parallelism is applied to them, and only later allocations are fake.
+            # The build starts from meta tensors. Only the allocation of local parameters runs under the fake mode.
             attention = on_gpu if card else None
             self.model = build_parallel_model(
                 config, self.meshes, CPU, values=_leave, attention=attention, memory=self._watched
@@ -128,10 +129,9 @@ class FakeRank:
         return sum(len(buffer.buckets) for buffer in buffers)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Return the bytes of host memory for this rank's asynchronous save, and the bytes of its tensors in a checkpoint.
+        """Return two sizes in bytes: host memory of this rank's asynchronous save, and its tensors in a checkpoint.
 
-        Its tensors are those of which this rank holds a shard. The second number counts them whole, although other ranks
-        hold other shards.
+        The second number counts every tensor with a shard on this rank in full, including the shards of other ranks.
         """
         host = whole = 0
         for name, (shard, values) in all_tensors(self.model, self.optimizer).items():
@@ -140,7 +140,7 @@ class FakeRank:
         return host, whole
 
     def step(self, microbatches: int) -> None:
-        """Run one optimizer step (`Trainer.step`) with this many microbatches."""
+        """Run one optimizer step with `microbatches` microbatches, as in `Trainer.step`."""
         with _explained(), self._watched():
             self.trace.begin()
             batch, model = self._batch(microbatches), self.model
@@ -151,11 +151,11 @@ class FakeRank:
             apply_gradients(model, self.optimizer, report, optimizer.lr, train.grad_clip_norm)
 
     def update(self, microbatches: int) -> None:
-        """Run only the optimizer's part of a step, with placeholder gradients."""
+        """Run only the optimizer's part of a step, with fake gradients. microbatches: number of microbatches in memory."""
         with _explained(), self._watched():
             self.trace.begin()
             self.trace.moment = Moment("update")
-            batch = self._batch(microbatches)  # lives until the end of a step
+            batch = self._batch(microbatches)  # a step holds its batch to the end
             for shard in self.model.shards:
                 if shard.parameter.grad is None:
                     shard.parameter.grad = torch.empty_like(shard.parameter)
@@ -166,9 +166,9 @@ class FakeRank:
             del batch
 
     def batch_bytes(self, microbatches: int) -> int:
-        """Return the bytes of the tokens of `microbatches` microbatches, together with this rank's part of each.
+        """Return the input bytes of `microbatches` microbatches: their tokens and labels, and this rank's part of these.
 
-        The batch and the parts of its microbatches stay allocated for a whole step.
+        Both stay allocated for a whole step.
         """
         with self._fake:
             batch = self._batch(1)
@@ -192,7 +192,7 @@ class FakeRank:
             yield
 
     def _rows(self) -> int:
-        """Return the number of rows that one layer's experts get from this rank's tokens of one microbatch."""
+        """Return the number of token rows dispatched by this rank to the experts of one layer, per microbatch."""
         moe, train = self.config.model.moe, self.config.train
         if moe is None:
             return 0
@@ -200,7 +200,7 @@ class FakeRank:
         return tokens * moe.top_k
 
     def _share_of_nodes(self) -> float:
-        """Return the number of rows sent to nodes per row sent to experts: see `visited_nodes`."""
+        """Return rows sent to nodes divided by rows sent to experts. A row goes once to each node (`visited_nodes`)."""
         moe = self.config.model.moe
         return 1.0 if moe is None else visited_nodes(moe, self.degrees.ep_nodes) / moe.top_k
 
@@ -215,11 +215,14 @@ class _NoOptimizer:
 
 
 def _leave(*_: Any) -> None:
-    """Do nothing: fake parameters have no values to initialize."""
+    """Initialize no parameter: fake tensors have no values."""
 
 
 def _loads(rows: int, load: float, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
-    """Return the number of rows sent to each rank, all equal, and the number received from each."""
+    """Return rows sent to each rank and rows received from each rank, for equally used experts.
+
+    load: factor of the received rows. leaving: rows per expert, `[ranks, local experts]`; only its first size is read.
+    """
     ranks = leaving.shape[0]
     sends = _divided(rows, ranks)
     return sends, [round(load * sends[0])] * ranks
@@ -228,7 +231,10 @@ def _loads(rows: int, load: float, leaving: Tensor, _arriving: Tensor) -> tuple[
 def _node_loads(
     rows: int, share: float, load: float, to_nodes: Tensor, _from: Tensor, leaving: Tensor, _arriving: Tensor
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return the numbers of rows sent to and received from each node, then to and from each rank of a node."""
+    """Return four lists: rows sent to and received from each node, rows sent to and received from each rank of a node.
+
+    share: from `FakeRank._share_of_nodes`. load: factor of the rows received from ranks.
+    """
     nodes, ranks = to_nodes.shape[0], leaving.shape[0]
     sends, here = _divided(round(share * rows), nodes), _divided(rows, ranks)
     return sends, [sends[0]] * nodes, here, [round(load * here[0])] * ranks
@@ -240,7 +246,7 @@ def _divided(rows: int, ranks: int) -> list[int]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise UserError if the body reads values of a fake tensor, which has none."""
+    """Raise UserError if the body reads the values of a fake tensor. The message names the line."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -253,7 +259,7 @@ def _explained() -> Iterator[None]:
 
 
 def _where(error: BaseException) -> str:
-    """Return the innermost line outside of PyTorch and of the planner."""
+    """Return FILE:LINE of the innermost frame outside of PyTorch and the planner."""
     folders = {Path(torch.__file__).parent, Path(__file__).parent}
     frames = [
         frame

@@ -1,4 +1,4 @@
-"""Determine which products of a run the hardware computes in float8, and which layers stay in precision.compute."""
+"""Find the matrix products computed in float8 on the given hardware, and the layers left in precision.compute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forge.parallel.float8.layers import BlockFormatLinear, convert_experts, gro
 from forge.parallel.modules import for_all_layers
 from forge.tools.plan.hardware import Hardware
 
-# By recipe: a pattern of the GPUs that have no kernels for it (forge/parallel/float8/hardware.py, kernels.py).
+# Recipe -> pattern of the GPUs without kernels for this recipe (forge/parallel/float8/hardware.py, kernels.py).
 _WITHOUT = {
     "tensorwise": "A100",
     "rowwise": "A100",
@@ -29,7 +29,10 @@ _WITHOUT = {
 
 
 def products_in_float8(config: Config, hardware: Hardware) -> set[str]:
-    """Return which of "linear" and "experts" the hardware multiplies in float8; emulated products do not count."""
+    """Return the kinds of products that run on float8 kernels: "linear", "experts", both or none.
+
+    Emulated products do not count.
+    """
     recipe, chosen = config.precision.float8, config.precision
     if recipe == "none" or chosen.float8_emulate is True or not _has_kernels(recipe, hardware):
         return set()
@@ -38,7 +41,7 @@ def products_in_float8(config: Config, hardware: Hardware) -> set[str]:
 
 
 def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
-    """Yield notes on float8 for the report: emulated products, unconverted layers, and memory that the plan leaves out."""
+    """Yield notes on float8 for the report: emulated products, unconverted layers, memory missing in the plan."""
     recipe = config.precision.float8
     if recipe == "none":
         return
@@ -76,10 +79,10 @@ def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
 
 
 class PlainProducts:
-    """`Products` of the unquantised operands, with the shapes and operators of `precision.compute`, for fake tensors.
+    """`Products` for fake tensors: multiply unquantised operands with the operators of `precision.compute`.
 
-    A weight that is gathered as float8 codes does not exist in `precision.compute`, so a tensor without memory
-    replaces it.
+    A weight gathered as float8 codes has no copy in `precision.compute`. A tensor with all strides 0, and so without
+    memory, replaces the copy.
     """
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -99,7 +102,10 @@ class PlainProducts:
 
 
 def use_plain_products(model: nn.Module) -> None:
-    """Let layers and experts in a block format multiply unquantised operands, in place. FSDP2 still gathers codes."""
+    """Replace, in place, the products of layers and experts in a block format by `PlainProducts`.
+
+    FSDP2 still gathers float8 codes and scales.
+    """
     for module in model.modules():
         if isinstance(module, BlockFormatLinear):
             module.products = PlainProducts()

@@ -1,4 +1,4 @@
-"""`whole_plan`: the plan of a whole model, extrapolated from plans of pairs of smaller models that differ in one size."""
+"""`whole_plan`: extrapolate the plan of a model from pairs of plans. The two small models of a pair differ in one size."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ Times: TypeAlias = tuple[StepTime, ...] | None
 
 @dataclass(frozen=True)
 class Growth:
-    """The difference between the plans `large` and `small`.
+    """The difference between the plans `large` and `small`, and how often the whole model's plan adds the difference.
 
-    The plan of the whole model adds this difference `of_peaks` times to peaks, `of_kept` times to activations kept for
-    backward, and `steps` times to everything else.
+    of_peaks: how often to peaks. of_kept: to activations kept for backward. steps: to everything else.
     """
 
     small: StagePlan
@@ -32,9 +31,9 @@ class Growth:
 
 
 def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None) -> StagePlan:
-    """Return the plan of a rank with layers `names`: the larger model of the first growth, plus all `growths`.
+    """Return the plan of a rank with layers `names`: the larger plan of the first growth, plus all `growths`.
 
-    whole: the number of buckets of the whole model, if the engine has any. All buckets are assumed to have the same size.
+    whole: number of buckets in the whole model, assumed equal in size; None for an engine without buckets.
     """
     first, large = growths[0], growths[0].large
 
@@ -59,7 +58,7 @@ def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None
             base = (place[0], "layer -1")
             if base not in first.small.peaks or (place[0], "layer -2") in first.small.peaks:
                 continue
-            # The smaller model lacks this middle layer: use the last but one, which grows like the last.
+            # The smaller model lacks this middle layer. Take the peak of layer -2, which grows like that of layer -1.
             place = (place[0], "layer -2")
         size = float(after.size)
         kinds: dict[str, float] = defaultdict(float, after.kinds)
@@ -86,9 +85,9 @@ def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None
 
 
 def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, int, bool]]:
-    """Return the collectives of the whole model.
+    """Return (axis, kind, bytes, hideable) -> calls of the whole model, from the first growth.
 
-    whole: its number of buckets; None if the engine has none. Attention residuals add no collective.
+    The other growths are of attention residuals and add no collective. whole: number of buckets; None without buckets.
     """
     small, large, steps = growths[0].small, growths[0].large, growths[0].steps
 
@@ -97,7 +96,7 @@ def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, 
 
     fixed = {key: calls for key, calls in large.collectives.items() if key in small.collectives}
     calls = Counter({key: number(small.collectives[key], fixed[key]) for key in fixed})
-    # A call for several layers together has another size for every number of layers.
+    # The size of a call for several layers together depends on the number of layers.
     before_of, after_of = (_of_other_sizes(traced, fixed) for traced in (small, large))
     for key, after in after_of.items():
         before = before_of[key]
@@ -116,7 +115,7 @@ def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, 
 
 
 def _named(place: tuple[str, str], moment: Moment, names: list[str]) -> Moment:
-    """Return the moment with the layer's name in the whole model."""
+    """Return `moment` with the layer's name in the whole model. place: (phase, "layer N"), N negative from the last."""
     match = re.fullmatch(r"layer (-?\d+)", place[1])
     return replace(moment, part=names[int(match[1])]) if match else moment
 
@@ -124,7 +123,7 @@ def _named(place: tuple[str, str], moment: Moment, names: list[str]) -> Moment:
 def _each(
     first: Times, second: Times, combine: Callable[[StepTime, StepTime], StepTime]
 ) -> tuple[StepTime, ...] | None:
-    """Combine the times of two plans at each pace. None if either plan has no times."""
+    """Apply `combine` to the times of two plans at each pace. None if either plan has no times."""
     if first is None or second is None:
         return None
     return tuple(combine(a, b) for a, b in zip(first, second, strict=True))
@@ -165,7 +164,7 @@ def _time(large: StepTime, growths: list[tuple[StepTime, StepTime, float]]) -> S
 
 
 def with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
-    """Return the plan `one` with `microbatches` more microbatches in flight, each of which keeps `size` bytes."""
+    """Return the plan `one` with `microbatches` more microbatches in flight, each keeping `size` bytes."""
     peaks = dict(one.peaks)
     for place, peak in one.peaks.items():
         if place[0] in ("forward", "backward"):
@@ -174,7 +173,7 @@ def with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
 
 
 def with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
-    """Return the plan `one` with the state bytes of `whole`, a plan with all layers of the rank."""
+    """Return the plan `one` with the state bytes of `whole`, a plan traced with all layers of the rank."""
     more = sum(whole.state.values()) - sum(one.state.values())
     peaks = {place: peak.with_more("state", more) for place, peak in one.peaks.items()}
     same = {name: getattr(whole, name) for name in ("state", "host", "checkpoint", "buckets")}
@@ -182,7 +181,7 @@ def with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
 
 
 def with_update(one: StagePlan, update: StagePlan) -> StagePlan:
-    """Return the plan `one`, traced without the optimizer's part of a step, plus `update`, a plan of that part alone."""
+    """Return the sum of two plans: `one`, traced without the optimizer's part of a step, and `update`, that part alone."""
     one = with_more(one, 1, update.kept)
     peaks, flops = dict(one.peaks), Counter(one.flops)
     for place, peak in update.peaks.items():
@@ -195,7 +194,7 @@ def with_update(one: StagePlan, update: StagePlan) -> StagePlan:
 
 
 def _of_other_sizes(traced: StagePlan, fixed: Mapping[Any, int]) -> dict[tuple[str, str, bool], list[int]]:
-    """Return (axis, kind, hideable) -> bytes of each call, ascending, of collectives in `traced` that are not in `fixed`."""
+    """Return (axis, kind, hideable) -> bytes of each call, ascending, for the collectives in `traced` but not in `fixed`."""
     found: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
     for (axis, kind, size, hidden), number in sorted(traced.collectives.items()):
         if (axis, kind, size, hidden) not in fixed:

@@ -20,18 +20,18 @@ FOLDER = Path(__file__).parent / "cards"
 
 # TOML has lists, not tuples.
 RateCurve: TypeAlias = list[Annotated[tuple[PositiveNumber, PositiveNumber], Strict(False)]]
-"""(size, rate), by increasing size. Rates between two points are interpolated linearly over the logarithm of the size."""
+"""Points (size, rate) by increasing size. Rates between points are interpolated linearly over the logarithm of the size."""
 
 
 class Link(Section):
     """A connection between GPUs."""
 
     gb_per_s: PositiveNumber
-    """Bandwidth in one direction, in 10^9 bytes per second: of one GPU inside a node, of one NIC between nodes."""
+    """Bandwidth in one direction, in 10^9 bytes per second. In `node`: of one GPU. In `cluster`: of one NIC."""
     latency_us: NonNegativeNumber
-    """Time of a collective without bytes and hops, in microseconds."""
+    """Fixed time of a collective, in microseconds, besides its hops and bytes."""
     hop_us: NonNegativeNumber = 0.0
-    """Time of each hop of a ring, from rank to rank inside a node, or from node to node."""
+    """Time of each hop of a ring, in microseconds. In `node`: from rank to rank. In `cluster`: from node to node."""
     efficiency: PositiveNumber = 1.0
     """Share of the bandwidth reached by collectives."""
 
@@ -40,7 +40,7 @@ class Hardware(Section):
     """A GPU, and the connections between GPUs."""
 
     card: str = ""
-    """The name reported by CUDA; forge/observe/hardware.py has its peak. Empty: a CPU."""
+    """The GPU's name as reported by CUDA; forge/observe/hardware.py has its peak. Empty: a CPU."""
     memory_gib: PositiveNumber
     """Memory of one GPU, or of one process on a CPU."""
     reserved_gib: NonNegativeNumber = 2.0
@@ -48,31 +48,37 @@ class Hardware(Section):
     memory_gb_per_s: PositiveNumber
     """Memory bandwidth, in 10^9 bytes per second."""
     cards_per_node: Positive
-    """GPUs of one node, connected by `node`; each sends to other nodes through its NIC, a link of `cluster`."""
+    """GPUs of one node. `node` links them to each other; `cluster` links each GPU's NIC to other nodes."""
     cards_per_nic: Positive = 1
-    """GPUs that share one NIC."""
+    """GPUs sharing one NIC."""
     node: Link
     cluster: Link
     peak_tflops: dict[str, float] = Field(default_factory=dict)
-    """Peak by dtype, if forge/observe/hardware.py does not have it."""
+    """Peak by dtype, in 10^12 FLOP/s. Needed for dtypes missing in forge/observe/hardware.py."""
     efficiency: Annotated[PositiveNumber, Ge(0.01)] = 0.69
-    """Share of the peak that large matrix products reach. Fitted, like the next four: docs/internals/plan-accuracy.md."""
+    """Share of the peak reached by large matrix products.
+
+    docs/internals/plan-accuracy.md describes the fit of this value and the next four.
+    """
     attention_efficiency: Annotated[PositiveNumber, Ge(0.01)] = 0.44
-    """The same for attention."""
+    """Share of the peak reached by attention."""
     float8_efficiency: Annotated[PositiveNumber, Ge(0.01)] = 0.53
-    """The same for matrix products in float8, of the float8 peak."""
+    """Share of the float8 peak reached by matrix products in float8."""
     memory_efficiency: PositiveNumber = 0.81
     """Share of the memory bandwidth reached by operators."""
     overlap_cost: NonNegativeNumber = 0.5
-    """Hidden communication slows computation down by this share of its own time: both need SMs, memory and power."""
+    """Slowdown of computation by overlapped communication: this share of the communication's time is added.
+
+    Both use SMs, memory bandwidth and power.
+    """
     operator_us: NonNegativeNumber = 0.0
-    """Overhead of each operator, in microseconds. 0: launches are hidden, as on a GPU with enough work."""
+    """Launch overhead of each operator, in microseconds. 0: launches are hidden, as on a GPU with enough work."""
     products: dict[str, RateCurve] = Field(default_factory=dict)
-    """Measured, by dtype: [FLOPs of a matrix product, rate in 10^12 per second]. Replaces peak and efficiency."""
+    """Measured rates of matrix products, by dtype: [FLOPs, 10^12 FLOP/s]. Replaces the peak and its efficiency."""
     attention: dict[str, RateCurve] = Field(default_factory=dict)
-    """The same for attention."""
+    """Measured rates of attention, by dtype: [FLOPs, 10^12 FLOP/s]. Replaces the peak and its efficiency."""
     elementwise: RateCurve = Field(default_factory=list)
-    """Measured: [bytes read and written by an elementwise operator, rate in 10^9 per second]. Replaces the memory's rate."""
+    """Measured rates of elementwise operators: [bytes read and written, 10^9 bytes/s]. Replaces the memory bandwidth."""
 
     @property
     def memory_bytes(self) -> int:
@@ -83,20 +89,20 @@ class Hardware(Section):
         return round(self.reserved_gib * GIB)
 
     def reached(self, kind: str, dtype: str) -> float:
-        """Return the share of the peak that operators of this kind (see `Work`) reach."""
+        """Return the share of the peak reached by operators of this kind. kind: of `Work`."""
         if kind == "attention":
             return self.attention_efficiency
         return self.float8_efficiency if dtype == "float8" else self.efficiency
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Return the peak of matrix products in `dtype`, in FLOP/s; None if unknown."""
+        """Return the peak of matrix products in `dtype`, in FLOP/s. None: unknown."""
         if dtype in self.peak_tflops:
             return self.peak_tflops[dtype] * 1e12
         return card_peak_flops(self.card, dtype)
 
 
 def rate_at(curve: Sequence[tuple[float, float]], size: float) -> float:
-    """Return the interpolated rate of a curve at `size`; beyond the curve, the rate at its nearest end."""
+    """Return the interpolated rate of a curve at `size`. Outside the measured sizes, return the rate at the nearest end."""
     if size <= curve[0][0]:
         return curve[0][1]
     for (left, slow), (right, fast) in pairwise(curve):
@@ -107,13 +113,13 @@ def rate_at(curve: Sequence[tuple[float, float]], size: float) -> float:
 
 
 def card_of(device: str) -> Hardware | None:
-    """Return the hardware of the GPU that CUDA reports as `device`; None if unknown."""
+    """Return the hardware of the GPU with the CUDA name `device`; None if no file in `cards/` describes it."""
     every = (find_hardware(path.stem) for path in sorted(FOLDER.glob("*.toml")))
     return next((one for one in every if one.card and one.card == device), None)
 
 
 def find_hardware(name: str) -> Hardware:
-    """Load the hardware with this name, or from this TOML file. Raises UserError."""
+    """Load hardware by its name in `cards/`, or from a TOML file if `name` ends in `.toml`. Raises UserError."""
     known = sorted(path.stem for path in FOLDER.glob("*.toml"))
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name.lower()}.toml"
     try:

@@ -1,14 +1,14 @@
-"""`plan_stages`: plans of all stages. Equal layers are traced two or three times and multiplied.
+"""`plan_stages`: the plans of all pipeline stages, extrapolated from traces of small models.
 
-Two smaller models of different depth are traced. The memory of one layer is their difference, taken at each point of
-the step separately, because the full model may have its peak at another point than the small models. In a long pipeline
-three ranks are traced: first, middle, last. For other ranks, each further microbatch in flight adds the memory of one
-microbatch.
+Two small models of different depth are traced. Their difference is the cost of one layer. It is taken at each point of
+the step separately, because the peak of the full model may occur at another point than the peaks of the small models. A
+long pipeline is traced as three ranks: first, middle and last. A rank with more microbatches in flight than its traced
+counterpart adds the memory of the difference.
 
-With attention residuals a layer's mixes read one more stream for each earlier residual block. Two more traces, of the
-smaller model with two residual blocks instead of one, give the cost of a residual block and of a stream in a mix. Sums
-over a step, e.g. FLOPs, grow with both. Peaks grow with the number of residual blocks, because each of them saves one
-stream.
+With attention residuals, a layer's mixes read one more stream for each earlier residual block. Two more traces, of the
+smaller model with two residual blocks instead of one, give the cost of a residual block and the cost of a stream in a
+mix. Sums over a step, e.g. FLOPs, grow with both. Peaks grow only with the number of residual blocks, because each block
+saves one stream.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from forge.tools.plan.growth import Growth, whole_plan, with_more, with_state, w
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.stage import TRACED, StagePlan, fewer_microbatches, plan_stage
 
-# For these schedules, few ranks with few microbatches represent many.
+# Schedules for which a trace of few ranks and few microbatches represents a longer pipeline.
 SHORTENED = ("1F1B", "Interleaved1F1B")
 # Results of `kinds_of_layers` by model and sequence length.
 _KINDS: dict[str, list[Any]] = {}
@@ -39,7 +39,7 @@ def plan_stages(
 ) -> list[StagePlan]:
     """Return a plan for each rank of the pp axis.
 
-    load: number of tokens that a rank's experts receive, relative to an equal load of all experts.
+    load: tokens received by the experts of a rank, relative to an equal load of all experts.
     """
     config = with_experts_first(config, degrees)
     few = few_layers(config, degrees)
@@ -58,9 +58,10 @@ def plan_stages(
 
 
 def with_experts_first(config: Config, degrees: Degrees) -> Config:
-    """Return `config` with experts in its first dense layers, too, if a pipeline needs this for `few_layers`.
+    """Return `config` with the first dense layers replaced by layers with experts, if `few_layers` needs this.
 
-    Otherwise, return `config` unchanged. DeepSeek's dense layers compute as much as its layers with experts.
+    The replacement is for pipelines only; otherwise, return `config` unchanged. It is accurate for models like DeepSeek's,
+    whose dense layers cost as many FLOPs as their layers with experts.
     """
     moe = config.model.moe
     if degrees.pp == 1 or moe is None or not moe.n_dense_layers or few_layers(config, degrees) is not None:
@@ -77,11 +78,11 @@ def _names(config: Config) -> list[str]:
 
 @dataclass(frozen=True)
 class Few:
-    """A small model to trace in place of the whole one.
+    """A small model, traced in place of the whole model.
 
-    layers: number in total. per_stage: number of layers in a pipeline stage. ranks: size of the pp axis.
-    microbatches: number to trace. tail: number of its last layers that are also the whole model's last layers.
-    block_size: number of layers in a block of attention residuals.
+    layers: their total number. per_stage: layers per pipeline stage. ranks: size of the pp axis. microbatches: how many
+    to trace; None: as many as represent a step. tail: how many of the whole model's last layers end the small model.
+    block_size: layers per block of attention residuals; 0: the config's own.
     """
 
     layers: int
@@ -93,7 +94,7 @@ class Few:
 
 
 def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
-    """Return the two smaller models. None if all layers must be traced, because they are too few or too different."""
+    """Return the two small models. None if all layers must be traced, because they are too few or too different."""
     n_layers = config.model.n_layers
     every = kinds_of_layers(config)
     kinds, ahead = every[:n_layers], every[n_layers:]
@@ -117,7 +118,7 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
 
 
 def traced_layers(config: Config, degrees: Degrees) -> int:
-    """Return the number of layers that must be traced for a plan, as a measure of its cost."""
+    """Return the number of layer forwards traced for a plan: layers times microbatches, as a measure of its cost."""
     config = with_experts_first(config, degrees)
     few, steps = few_layers(config, degrees), 2
     if degrees.pp == 1:
@@ -126,14 +127,17 @@ def traced_layers(config: Config, degrees: Degrees) -> int:
             traced = *few, *two_blocks(few[0])
         return sum(one.layers for one in traced) * (
             1 + min(TRACED, degrees.accumulation)
-        )  # first step: one microbatch
+        )  # two steps are traced; the first has one microbatch
     if few is None:
         return steps * config.model.n_layers * fewer_microbatches(config, degrees).accumulation
     return steps * sum(one.layers * (one.microbatches or 1) for one in few)
 
 
 def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tuple[Few, Few] | None:
-    """Return the smaller models without a pipeline, from the `kinds` of the trunk's layers and of the MTP modules `ahead`."""
+    """Return the two small models for a run without a pipeline; None if the layers have no repeated period.
+
+    kinds, ahead: from `kinds_of_layers`, for the trunk's layers and for the MTP modules.
+    """
     n_layers, mixes = len(kinds), config.model.residual == "attention"
 
     def shown(size: int, tail: int) -> list[Any]:
@@ -144,13 +148,13 @@ def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tup
         size = lead + (n_layers - lead - tail) % period + 2 * period + tail
         if not mixes:
             return size
-        # The third trace needs layers of all kinds that read two blocks of attention residuals.
+        # In the third trace, layers of every kind must read two blocks of attention residuals.
         size -= period
         while size < 7 or (size < n_layers and not set(kinds[lead:-1]) <= set(shown(size, tail))):
             size += period
         return size
 
-    # The first `lead` and the last `tail` layers are special. Between them, one period of layers repeats.
+    # The first `lead` and the last `tail` layers are special. The layers between them repeat with this period.
     found = next(
         (
             (lead, period, tail)
@@ -166,7 +170,7 @@ def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tup
         return None
     lead, period, tail = found
     first = first_size(lead, period, tail)
-    blocks = first + period if mixes else 0  # all layers are one block
+    blocks = first + period if mixes else 0  # one residual block holds all layers
     few = (
         Few(first, first, tail=tail, block_size=blocks),
         Few(first + period, first + period, tail=tail, block_size=blocks),
@@ -179,9 +183,9 @@ def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tup
 
 
 def kinds_of_layers(config: Config) -> list[Any]:
-    """Return a value for each layer and MTP module. Values are equal if modules, shapes and settings are equal."""
+    """Return an integer for each layer and MTP module, equal for layers with equal modules, shapes and settings."""
     key = f"{config.model.model_dump_json()} {config.train.seq_len}"
-    if key not in _KINDS:  # a search needs the kinds of one model for hundreds of layouts
+    if key not in _KINDS:  # a search asks for the same kinds with each of hundreds of layouts
         kinds: dict[str, int] = {}
         layers = build_meta_model(config).layers.values()
         _KINDS[key] = [
@@ -199,7 +203,7 @@ def _describe(layer: nn.Module, index: int) -> str:
 
 
 def _settings(module: nn.Module, index: int) -> list[tuple[str, str]]:
-    """Return the numbers and strings of a module's settings, except its own position."""
+    """Return the module's attributes that are numbers or strings, except its own position `index`."""
     return [
         (name, str(value))
         for name, value in vars(module).items()
@@ -249,7 +253,7 @@ def _trace(
 
 
 def _shares_work(config: Config, degrees: Degrees) -> bool:
-    """Return whether ranks divide the optimizer's work by whole tensors. Its cost is then not proportional to the layers."""
+    """Return whether the optimizer's work is divided by whole tensors. Its cost then does not grow evenly with layers."""
     optimizer = config.optimizer
     return degrees.world > degrees.pp and (optimizer.name == "muon" or optimizer.moment_dtype == "int8")
 
@@ -279,7 +283,7 @@ def _all_ranks(
         growth = Growth(small[role], large[role], steps, steps, steps)
         one = _extrapolate([growth], names, config, degrees, hardware, rank)
         more = in_flight(plan.schedule, rank) - in_flight(traced, role)
-        # Further microbatches are in flight in the rank's first stage, where each also keeps the previous stage's message.
+        # Each further microbatch is in flight in the rank's first stage, and also keeps the message of the previous stage.
         sizes = [0 if own[0].embed else size for _, kind, size, _ in one.collectives if kind == "recv"]
         one = with_more(one, more, one.kept + max(sizes, default=0))
         stages.append(replace(one, pp_rank=rank, rank=first_rank, layers="; ".join(map(str, own))))
@@ -292,10 +296,9 @@ def _growth(config: Config, few: tuple[Few, Few], small: StagePlan, large: Stage
 
 
 def two_blocks(few: Few) -> tuple[Few, Few]:
-    """Return two versions of the small model `few`, each with two blocks of attention residuals.
+    """Return two versions of the small model `few`, both with two blocks of attention residuals.
 
-    In the first version, the second block begins after the middle. In the second version, the second block has two
-    layers.
+    The second block is longer in the first version: it begins after the middle. In the second version it has two layers.
     """
     return replace(few, block_size=few.layers // 2 + 1), replace(few, block_size=few.layers - 2)
 
@@ -303,12 +306,12 @@ def two_blocks(few: Few) -> tuple[Few, Few]:
 def _growths_by_streams(
     config: Config, few: tuple[Few, Few], small: StagePlan, less: StagePlan, more: StagePlan
 ) -> list[Growth]:
-    """Return two growths of attention residuals: per residual block, and per residual stream that a mix reads.
+    """Return the growth per residual block and the growth per residual stream read by a mix.
 
-    Both are in addition to `_growth`, the growth per layer of models with one residual block.
+    Add both to `_growth`, the growth per layer of models with one residual block.
 
-    less, more: plans of the models of `two_blocks`. `more` has the longer second block, so its mixes read more
-    streams.
+    more, less: plans of the two models of `two_blocks`. The mixes of `more` read more streams, because its second block
+    is longer.
     """
     model, steps = config.model, _growth(config, few, small, small).steps
     read, read_by_larger = (streams_read(one.layers, one.block_size) for one in few)
@@ -317,13 +320,13 @@ def _growths_by_streams(
     whole = streams_read(model.n_layers, model.residual_block_size)
     missing = whole - read_by_larger - steps * (read_by_larger - read) - blocks * (late - read)
     reads = missing / (early - late)
-    # Every mix keeps two numbers per stream that it reads, unless its block is recomputed.
+    # A mix keeps two numbers per stream read, unless activation checkpointing recomputes its block.
     of_kept = reads if config.activation_checkpoint.mode == "none" else blocks
     return [Growth(small, less, blocks, blocks, blocks), Growth(less, more, reads, blocks, of_kept)]
 
 
 def streams_read(n_layers: int, block_size: int) -> int:
-    """Return the number of streams that all mixes of attention residuals read in total."""
+    """Return the number of streams read by all mixes of attention residuals in one forward."""
     saved = [-(-layer // block_size) for layer in range(n_layers + 1)]
     attention = sum(number + 1 for number in saved[1:n_layers])
     feed_forward = sum(number + 1 for number in saved[1:])
@@ -331,7 +334,7 @@ def streams_read(n_layers: int, block_size: int) -> int:
 
 
 def in_flight(schedule: Schedule, rank: int) -> int:
-    """Return the largest number of forwards of a rank whose backward has not begun."""
+    """Return the largest number of a rank's forwards waiting for their backward at any time in `schedule`."""
     number = most = 0
     for action in schedule.order[rank]:
         number += _opens(action)
@@ -351,20 +354,23 @@ def _extrapolate(
     hardware: Hardware | None,
     pp_rank: int = 0,
 ) -> StagePlan:
-    """Return the plan of the rank with layers `names`, from the differences `growths` between plans of smaller models."""
+    """Return the plan of a rank with layers `names`, from the `growths` of small models.
+
+    The optimizer's part of a step is traced with all layers of the rank if it does not grow evenly with layers.
+    """
     apart = _shares_work(config, degrees)
     if not growths[0].large.buckets and not apart:
         return whole_plan(growths, names)
-    # Neither this work nor the number of buckets is proportional to the number of layers.
+    # Neither the divided optimizer work nor the number of buckets is proportional to the number of layers.
     whole = _optimizer_alone(config, degrees, hardware, pp_rank)
     one = with_state(whole_plan(growths, names, whole.buckets or None), whole)
     return with_update(one, whole) if apart else one
 
 
 def _optimizer_alone(config: Config, degrees: Degrees, hardware: Hardware | None, pp_rank: int) -> StagePlan:
-    """Return the plan of the optimizer's part of a step, for all layers of the rank.
+    """Return the plan of the optimizer's part of a step, traced with all layers of the rank.
 
-    Cached, because `crowded_bytes` needs it, too.
+    Results are cached, because `crowded_bytes` asks again for the same plans.
     """
     key = f"{config.model_dump_json()} {degrees} {hardware}"
     if key not in _ALONE:

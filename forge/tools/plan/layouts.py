@@ -1,7 +1,7 @@
-"""Layouts for a search: all legal ones, ordered by a rough estimate.
+"""`layouts`: the legal layouts for a search, ordered by a rough estimate of their speed.
 
-The estimate is arithmetic only: FLOPs and parameters of the model, bytes sent by each axis, the bubble. It decides which
-layouts are planned, and plans correct it. The numbers that a search prints are all from plans.
+The estimate is arithmetic on the model's FLOPs and parameters, the bytes sent by each axis, and the bubble. Estimates only
+choose the layouts to plan, and each plan corrects later estimates. A search prints numbers of plans, never of estimates.
 """
 
 from __future__ import annotations
@@ -25,36 +25,35 @@ from forge.tools.plan.layers import few_layers, with_experts_first
 from forge.tools.plan.links import cost_of, visited_nodes
 
 Changes: TypeAlias = dict[str, Any]
-"""Values by key. Keys with the config's own value are left out."""
+"""Overrides of a layout: `section.key` -> value."""
 RESHARD, DEFER = "parallel.reshard_after_forward", "parallel.defer_gradient_reduction"
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 MODES = ("none", "selective", "full")
-# Number of layouts that a search keeps, and number of plain layouts of each recomputation mode that it always keeps.
+# Largest number of layouts in a search. Beyond this number, up to PLAIN plain layouts of each recomputation mode are kept.
 MOST, PLAIN = 400, 3
-# Activations are estimated at most this many times too large.
+# Assumed upper bound of estimated divided by planned activations.
 DOUBT = 2.0
-# Least tokens of a sequence on a context-parallel rank, if data parallelism could use the ranks instead.
+# Fewest tokens of a sequence on a context-parallel rank, as long as data parallelism could use the ranks instead.
 SHORTEST = 8192
-# Stages of at least this many layers may differ by one layer.
+# Pipeline stages may have unequal numbers of layers only if each has at least this many layers.
 UNEVEN = 3
-# For each token and element of the residual stream: bytes that a layer keeps for backward, and bytes that its operators
-# read and write in a step, as traced from Llama's shapes; FLOPs of a step relative to no recomputation.
+# Per layer, token and element of the residual stream, traced from Llama's shapes: KEPT, bytes kept for backward;
+# TOUCHED, bytes read and written by operators in a step. COMPUTED: FLOPs of a step relative to no recomputation.
 KEPT = {"none": 41.0, "selective": 25.0, "full": 2.0}
 TOUCHED = 280.0
 COMPUTED = {"none": 1.0, "selective": 1.05, "full": 4 / 3}
-# Number of collectives of tensor parallelism per layer: in forward, in backward, and in a recomputed forward.
+# Collectives of tensor parallelism per layer and microbatch: forward, backward and the recomputed forward.
 TENSOR_CALLS = {"none": 10, "selective": 12, "full": 14}
-# Number of all-to-alls of a layer's experts. Selective recomputation keeps their results.
+# All-to-alls of expert parallelism per layer and microbatch. Selective recomputation keeps their results.
 EXPERT_CALLS = {"none": 4, "selective": 4, "full": 6}
 
 
 @dataclass(frozen=True)
 class CandidateLayout:
-    """A legal layout.
+    """A layout with rough estimates. seconds: of a step. activations: bytes. state: bytes, a lower bound.
 
-    seconds: a rough estimate of a step. state: a lower bound of the bytes on a rank; activations: a rough estimate.
-
-    sizes: degrees and micro batch. shapes: sizes, recomputation and engine. signature: shapes and the pipeline's schedule.
+    Keys of the corrections, from general to specific: sizes: degrees and micro batch size. shapes: sizes, recomputation
+    mode and engine. signature: shapes and pipeline schedule.
     """
 
     changes: Changes
@@ -77,7 +76,7 @@ class CandidateLayout:
 
     @property
     def schedule(self) -> str:
-        """The pipeline's schedule; without a pipeline ""."""
+        """The pipeline schedule; empty without a pipeline."""
         return self.config.pipeline.schedule if self.degrees.pp > 1 else ""
 
     @property
@@ -94,7 +93,7 @@ class CandidateLayout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the layout has only FSDP and, possibly, expert parallelism. Such layouts are tried first."""
+        """Whether the layout is FSDP2 with default settings, alone or with expert parallelism. A search tries these first."""
         d, parallel = self.degrees, self.config.parallel
         frees = parallel.reshard_after_forward != "never" and not parallel.defer_gradient_reduction
         return self.engine == "fsdp2" and frees and d.pp == d.cp == d.tp == d.dp_replicate == 1
@@ -102,7 +101,7 @@ class CandidateLayout:
 
 @dataclass(frozen=True)
 class Model:
-    """Numbers of the whole model: parameters, the expert parameters among them, and FLOPs per token of a step."""
+    """Numbers of the whole model. experts: parameters of experts, included in `parameters`. flops: per token of a step."""
 
     parameters: int
     experts: int
@@ -118,10 +117,10 @@ class Model:
 def layouts(
     config: Config, world: int, hardware: Hardware, *, any_memory: bool = False
 ) -> list[CandidateLayout]:
-    """Return the legal layouts on `world` ranks that may fit the hardware, the fastest estimate first, at most MOST.
+    """Return the legal layouts on `world` ranks that may fit the hardware, by increasing estimated seconds.
 
-    The config's own layout, if legal, and the fastest plain layouts of each recomputation mode are always included.
-    any_memory: include layouts whose state does not fit.
+    At most MOST layouts, plus two exceptions: the config's own layout, if legal, and the fastest PLAIN plain layouts of
+    each recomputation mode. any_memory: also return layouts that cannot fit.
     """
     model = Model.of(config)
     rough: list[CandidateLayout] = []
@@ -148,9 +147,9 @@ def layouts(
 
 
 def _degrees(config: Config, world: int) -> Degrees | None:
-    """Return a layout's degrees by arithmetic only, without the checks of `check_world`.
+    """Return the degrees of a layout by arithmetic only, without the slower checks of `check_world`.
 
-    None if `world` or the global batch is not divisible as the layout requires.
+    None if the layout's degrees do not divide `world` or the global batch.
     """
     parallel, train = config.parallel, config.train
     shard, left = divmod(world, parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp)
@@ -174,7 +173,7 @@ def _degrees(config: Config, world: int) -> Degrees | None:
 
 
 def _legal(layout: CandidateLayout, config: Config, world: int) -> CandidateLayout | None:
-    """Return the layout with only those keys that differ from `config`; None if a run would refuse it."""
+    """Return the layout with checked degrees, and without changes equal to `config`. None if a run would refuse it."""
     changes = {key: value for key, value in layout.changes.items() if value != value_of(config, key)}
     changed = with_changes(config, changes)
     try:
@@ -191,7 +190,7 @@ def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Cha
     yield {}
     tp = [size for size in SIZES if size <= hardware.cards_per_node]
     ep = SIZES if config.model.moe is not None else (1,)
-    # Shorter sequences are not worth splitting, unless there are too few sequences for the ranks.
+    # Context parallelism does not pay for shorter sequences, unless there are fewer sequences than data ranks.
     cp = [size for size in SIZES[:3] if size == 1 or train.seq_len // size >= SHORTEST]
     micro = [size for size in SIZES[:4] if train.global_batch_size % size == 0]
     engines = dict.fromkeys((config.parallel.data_parallel, "fsdp2", "zero1", "zero2"))
@@ -199,7 +198,7 @@ def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Cha
         cp = list(SIZES)
     for pp, c, t, e, replicate in itertools.product(SIZES[:5], cp, tp, ep, SIZES):
         rest, left = divmod(world, pp * c * t)
-        # Replicas smaller than a node would hold more bytes per rank and send no less over the network.
+        # A replica smaller than a node needs more bytes per rank and saves no traffic between nodes.
         small = replicate > 1 and world // (pp * replicate) < hardware.cards_per_node
         if left or rest % replicate or train.global_batch_size % rest or rest * c * t % e or small:
             continue
@@ -226,9 +225,9 @@ def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Cha
 
 
 def _accumulations(config: Config, engine: str, *, several: bool) -> Iterator[Changes]:
-    """Yield values of RESHARD and DEFER, the config's own first.
+    """Yield pairs of values for the keys RESHARD and DEFER, the config's own pair first.
 
-    For FSDP2 and several microbatches per step, other values follow, some with less traffic and more memory.
+    Further pairs trade memory for traffic. They exist only for FSDP2 with several microbatches per step.
     """
     own = {key: value_of(config, key) for key in (RESHARD, DEFER)}
     yield own
@@ -239,17 +238,14 @@ def _accumulations(config: Config, engine: str, *, several: bool) -> Iterator[Ch
 
 
 def _even(config: Config, degrees: Degrees) -> bool:
-    """Return whether all stages have equal or nearly equal numbers of layers.
-
-    A plan from a few traced layers requires this.
-    """
+    """Return whether all stages have equal or nearly equal numbers of layers, as `few_layers` requires."""
     stages = degrees.pp * (1 if config.pipeline.schedule == "1F1B" else 2)
     layers, sizes = config.model.n_layers, config.pipeline.layers_per_stage
     return isinstance(sizes, int) and (not layers % stages or layers // stages >= UNEVEN)
 
 
 def traceable(layout: CandidateLayout) -> bool:
-    """Return whether the model has at most eight layers, or a few traced layers represent all."""
+    """Return whether a search can afford to trace the layout: few layers represent all, or the model has at most eight."""
     config, degrees = layout.config, layout.degrees
     return config.model.n_layers <= 8 or few_layers(with_experts_first(config, degrees), degrees) is not None
 
@@ -261,7 +257,7 @@ def least_state(config: Config, degrees: Degrees, model: Model) -> float:
     shards = degrees.dp_shard * degrees.cp
     state = {"adamw": 2, "lion": 1, "muon": 1}.get(config.optimizer.name, 0)
     state *= {"float32": 4, "bfloat16": 2}.get(config.optimizer.moment_dtype, 1)
-    # At best, the ranks of one replica divide all parameters among them, experts included.
+    # Lower bound: the ranks of a replica share all parameters evenly, experts included.
     spread = model.parameters / (degrees.world / degrees.dp_replicate)
     if parallel.data_parallel == "fsdp2":
         return spread * (2 * storage + state)
@@ -272,22 +268,22 @@ def least_state(config: Config, degrees: Degrees, model: Model) -> float:
 
 
 def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
-    """Return a rough estimate of the bytes that a rank keeps for backward, without gathered parameters."""
+    """Return roughly the bytes kept for backward on a rank. Gathered parameters are not included (`gathered_bytes`)."""
     train, mode = config.train, config.activation_checkpoint.mode
     n_layers = config.model.n_layers
     numbers = train.micro_batch_size * train.seq_len / (degrees.cp * degrees.tp) * config.model.dim
     in_flight = min(degrees.pp, degrees.accumulation) / degrees.pp
     if degrees.pp > 1 and config.pipeline.schedule != "1F1B":
         in_flight *= 1.5
-    layer = numbers * KEPT["none"] * (degrees.tp if mode == "full" else 1)  # a recomputed layer
+    layer = numbers * KEPT["none"] * (degrees.tp if mode == "full" else 1)  # the layer being recomputed
     return KEPT.get(mode, KEPT["none"]) * numbers * n_layers * in_flight + layer
 
 
 def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
-    """Return the bytes of gathered parameters and unreduced gradients that FSDP2 holds at once.
+    """Return the bytes of gathered parameters and unreduced gradients held by FSDP2 at once; 0 for other engines.
 
-    By default FSDP2 holds those of two layers. It holds all layers' parameters if it keeps them after forward, and
-    all layers' gradients if it reduces them only after the last microbatch.
+    By default they belong to two layers. FSDP2 holds the parameters of all layers if it keeps them after forward, and
+    the gradients of all layers if it reduces only after the last microbatch.
     """
     parallel, pipelined = config.parallel, degrees.pp > 1
     if parallel.data_parallel != "fsdp2":
@@ -301,15 +297,15 @@ def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
 
 
 def held_parameters(degrees: Degrees, model: Model) -> float:
-    """Return the number of gathered parameters that a rank computes with."""
-    # Experts are divided among ep ranks, which include the tp ranks.
+    """Return the number of parameters in a rank's memory when FSDP2's shards are all gathered."""
+    # The ep axis includes the tp ranks, so experts are divided by ep alone.
     return (model.parameters - model.experts) / (degrees.tp * degrees.pp) + model.experts / (
         degrees.pp * max(degrees.ep, 1)
     )
 
 
 def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: Model) -> float:
-    """Return roughly the seconds of a step."""
+    """Return a rough estimate of the seconds of a step."""
     d, train, dim, mode = degrees, config.train, config.model.dim, config.activation_checkpoint.mode
     peak = hardware.peak_flops(config.precision.compute) or hardware.peak_flops("bfloat16") or 1e12
     tokens = train.global_batch_size * train.seq_len / d.world
@@ -358,7 +354,7 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
 
 
 def with_changes(config: Config, changes: Changes) -> Config:
-    """Return `config` with new values for some keys. Keys are written `section.key`."""
+    """Return `config` with the values of `changes`, whose keys are written `section.key`."""
     updates: dict[str, Changes] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")

@@ -1,9 +1,9 @@
-"""The cost of a collective: the time in which each rank's bytes pass its link.
+"""`cost_of`: the seconds of a collective, from its bytes over the slowest link.
 
-Ranks of one node send over NVLink (`Hardware.node`). Bytes to other nodes pass the NIC of the sending rank
-(`Hardware.cluster`). In a ring all bytes pass every node, spread over the NICs of the group's ranks in that node. In an
-all-to-all each rank's own bytes pass its own NIC. Groups of the same axis run at the same time, so ranks with a common
-NIC share its bandwidth.
+Ranks of one node send over NVLink (`Hardware.node`). Bytes to other nodes pass the sender's NIC (`Hardware.cluster`). In
+a ring, all bytes pass every node, spread over the NICs of the group's ranks on this node. In an all-to-all, each rank
+sends only its own bytes, over its own NIC. All groups of an axis run at the same time, so ranks sharing a NIC divide its
+bandwidth.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from forge.config.model import MoEConfig
 from forge.tools.plan.collectives import Collective
 from forge.tools.plan.hardware import Hardware
 
-# These move the bytes of a ring twice.
+# Collectives moving the bytes of a ring twice.
 TWICE = ("all_reduce",)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a collective, and the seconds for which its bytes occupy a rank's NVLink and its NIC."""
+    """Seconds of a collective. node, network: seconds during which the bytes occupy a rank's NVLink and its NIC."""
 
     seconds: float = 0.0
     node: float = 0.0
     network: float = 0.0
 
     def times(self, factor: float) -> Cost:
-        """Return the cost over links that are `factor` times as slow."""
+        """Return the cost over links slower by `factor`."""
         return Cost(factor * self.seconds, factor * self.node, factor * self.network)
 
 
 @dataclass(frozen=True)
 class Span:
-    """The nodes of a group's ranks. most, least: number of the group's ranks on its fullest and on its emptiest node."""
+    """The spread of a group over nodes. most, least: the largest and the smallest number of the group's ranks on a node."""
 
     ranks: int
     nodes: int
@@ -66,7 +66,7 @@ def cost_of(call: Collective, ranks: list[int], hardware: Hardware) -> Cost:
         outside = call.size * (span.ranks - span.least) / span.ranks if span.nodes > 1 else 0.0
         inside, outside = inside / node, outside / nic
     else:
-        # Gloo's reduce-scatter is an all-reduce; each rank then keeps its part (pytorch/pytorch#118911).
+        # Gloo implements reduce-scatter as an all-reduce of the whole tensor (pytorch/pytorch#118911).
         twice = call.kind in TWICE or (call.kind == "reduce_scatter" and not hardware.card)
         moved = (2.0 if twice else 1.0) * call.size * (span.ranks - 1) / span.ranks
         inside = moved / node if span.most > 1 else 0.0
@@ -75,7 +75,7 @@ def cost_of(call: Collective, ranks: list[int], hardware: Hardware) -> Cost:
 
 
 def bandwidth(hardware: Hardware) -> tuple[float, float]:
-    """Return the achieved bandwidth of one rank in bytes per second, inside its node and to other nodes."""
+    """Return the achieved bandwidth of one rank, inside its node and to other nodes, in bytes per second."""
     node, cluster = hardware.node, hardware.cluster
     return (
         1e9 * node.gb_per_s * node.efficiency,
@@ -84,9 +84,9 @@ def bandwidth(hardware: Hardware) -> tuple[float, float]:
 
 
 def _latency(call: Collective, span: Span, hardware: Hardware) -> float:
-    """Return the latency of a collective: the seconds that do not depend on its bytes.
+    """Return the latency of a collective, in seconds: its time without the transfer of bytes.
 
-    A ring visits every rank in turn; an all-reduce over nodes uses a tree.
+    A ring has a hop for every rank. An all-reduce over several nodes uses a tree between the nodes.
     """
     link = hardware.node if span.nodes == 1 else hardware.cluster
     inside, outside = span.ranks - span.nodes, span.nodes - 1
@@ -98,17 +98,17 @@ def _latency(call: Collective, span: Span, hardware: Hardware) -> float:
 
 
 def message_seconds(size: int, apart: int, hardware: Hardware) -> float:
-    """Return the time of a message of `size` bytes to a rank at distance `apart`."""
+    """Return the seconds of a message of `size` bytes between ranks whose numbers differ by `apart`."""
     inside = apart < hardware.cards_per_node
     link = hardware.node if inside else hardware.cluster
     return link.latency_us * 1e-6 + size / bandwidth(hardware)[0 if inside else 1]
 
 
 def visited_nodes(moe: MoEConfig, nodes: int) -> float:
-    """Return the mean number of nodes that hold the chosen experts of one token, over all choices.
+    """Return the expected number of distinct nodes holding the experts of one token, for uniformly random routing.
 
-    nodes: number of nodes that hold the experts. With limited groups, a token first chooses groups by their best experts,
-    and then has experts in each group.
+    nodes: number of nodes that share the experts of a layer. With group-limited routing, a token is assumed to have an
+    expert in each of its groups, because it chooses groups by their best experts.
     """
     groups, limited = moe.n_expert_groups, moe.n_limited_groups or moe.n_expert_groups
     of_node = groups // nodes  # groups on a node

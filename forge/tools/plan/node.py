@@ -1,6 +1,6 @@
-"""Measure each process's device and links, on one or many nodes, with one process per GPU.
+"""Measure GPUs and links of one or more nodes, with one process per GPU.
 
-Each result is compared with its exact value. `forge/tools/plan/node_report.py` compares the rates with the plan's.
+Every check also compares its result with the exact value. `node_report.py` compares the measured rates with planned ones.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from forge.tools.plan.links import TWICE
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 IN_A_NODE, OVER_NODES = "in a node", "over all nodes"
-# Largest error of a result in bfloat16, relative to the root mean square of the exact one. Rounding alone gives 0.005.
+# Largest accepted error of a bfloat16 result, relative to the root mean square of the exact values. Rounding gives 0.005.
 TOLERANCE = 0.02
 _SMI = ("uuid", "driver_version", "ecc.mode.current", "ecc.errors.uncorrected.volatile.total")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the checks. n: rows and columns of each matrix of the product.
+    """Sizes of the checks. n: rows and columns of the square matrices. copied: bytes of the memory copy.
 
-    copied, message: bytes. least_s: seconds for which a kernel is timed. calls: calls of a collective.
+    message: bytes of a collective. least_s: minimum seconds of timing per kernel. calls: timed calls per collective.
     """
 
     n: int
@@ -56,9 +56,9 @@ ON_CPU = Sizes(256, 4, 256, 32, 1 << 22, 1 << 20, 0.05, 5)
 
 @dataclass(frozen=True)
 class Timed:
-    """A check on one rank.
+    """The result of a check on one rank. seconds: of a call. amount: FLOPs or bytes of a call.
 
-    amount: FLOPs or bytes of a call. problem: a sentence about a wrong result; empty if the result is right.
+    problem: a sentence about a wrong result; empty if the result is right.
     """
 
     seconds: float
@@ -82,13 +82,16 @@ class RankChecks:
 
 
 def measure_rank(world: World, sizes: Sizes) -> RankChecks:
-    """Run all checks on this rank. Collective. If a check raises on any rank, every rank raises RanksFailed."""
+    """Run all checks. Collective: all ranks measure at the same time.
+
+    If a check raises on any rank, every rank raises RanksFailed.
+    """
     device = world.device
     record = describe(world)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kernels = {"matrix product": _product, "attention": _attention, "memory": _memory}
     for name, kernel in kernels.items():
-        dist.barrier()  # GPUs of a node share power and cooling: all work at the same time
+        dist.barrier()  # time all GPUs of a node together, because they share power and cooling
         record.timed[name] = on_every_rank(name, partial(kernel, device, dtype, sizes))
     for place, ranks in _groups(world):
         group = None if len(ranks) == world.size else _node_group(world)
@@ -100,7 +103,7 @@ def measure_rank(world: World, sizes: Sizes) -> RankChecks:
 
 
 def describe(world: World) -> RankChecks:
-    """Return this rank's record without checks."""
+    """Return a record of this rank's node and device, with no checks yet."""
     record = RankChecks(world.rank, socket.gethostname(), world.local_size or 1)
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
@@ -111,9 +114,9 @@ def describe(world: World) -> RankChecks:
 
 
 def median_s(action: Callable[[], object], clock: Callable[[], float], least: float = 0.05) -> float:
-    """Return the median time of a call, after two calls that do not count.
+    """Return the median seconds of a call of `action`, after two warm-up calls.
 
-    Repeats for at least `least` seconds and five calls.
+    least: keep timing calls until their sum reaches this many seconds; at least five calls.
     """
     action()
     action()
@@ -126,7 +129,7 @@ def median_s(action: Callable[[], object], clock: Callable[[], float], least: fl
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return a wall clock that waits for the device."""
+    """Return a clock in seconds. On CUDA, each reading synchronises the device first."""
     return _time_on_card if device.type == "cuda" else time.perf_counter
 
 
@@ -136,10 +139,7 @@ def _time_on_card() -> float:
 
 
 def _product(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Timed:
-    """Time a product of square matrices.
-
-    Check it with one random vector (Freivalds, 1977): any wrong element changes the result.
-    """
+    """Time the product of two square matrices. Check it by a product with one random vector (Freivalds, 1977)."""
     random = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(sizes.n, sizes.n, device=device, dtype=dtype, generator=random) for _ in range(2))
     c = torch.empty_like(a)
@@ -150,7 +150,7 @@ def _product(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Timed:
 
 
 def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Timed:
-    """Time causal attention, forward and backward. Compare the first head with the softmax formula in plain operators."""
+    """Time causal attention, forward and backward. Check the output of the first head against the softmax formula."""
     shape = (1, sizes.heads, sizes.seq, sizes.head_dim)
     random = torch.Generator(device).manual_seed(0)
     q, k, v = (
@@ -172,7 +172,7 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Timed:
 
 
 def _memory(device: torch.device, _dtype: torch.dtype, sizes: Sizes) -> Timed:
-    """Time a copy within the memory."""
+    """Time and check a copy within device memory. The amount counts the bytes read and written."""
     source = torch.arange(sizes.copied // 4, device=device, dtype=torch.int32)
     copy = torch.empty_like(source)
     seconds = median_s(lambda: copy.copy_(source), clock_of(device), sizes.least_s)
@@ -180,10 +180,10 @@ def _memory(device: torch.device, _dtype: torch.dtype, sizes: Sizes) -> Timed:
 
 
 def _error(found: Tensor, exact: Tensor) -> str:
-    """Return a sentence if the result `found` differs from `exact` by more than the tolerance; otherwise empty."""
+    """Return a sentence if `found` differs from `exact` by more than TOLERANCE or is not finite; otherwise empty."""
     size = float(exact.double().square().mean().sqrt())
     error = float((found - exact).abs().max()) / size if size else float("nan")
-    # An error of NaN is over the tolerance, too.
+    # `<=` is False for NaN, so a NaN counts as wrong.
     return (
         "" if error <= TOLERANCE else f"wrong result: its error is {error:.3g} of its size, over {TOLERANCE}"
     )
@@ -192,9 +192,9 @@ def _error(found: Tensor, exact: Tensor) -> str:
 def _collective(
     kind: str, size: int, ranks: list[int], group: dist.ProcessGroup | None, device: torch.device, calls: int
 ) -> Timed:
-    """Time one kind of collective of `size` bytes among `ranks`, and check its result.
+    """Time and check a collective of `size` bytes among `ranks`. Collective on `group`.
 
-    Each rank sends tensors filled with its rank in the group plus one.
+    For the check, each rank sends a tensor filled with its group rank plus one.
     """
     n, me = len(ranks), dist.get_rank(group) + 1
     total = n * (n + 1) // 2
@@ -219,9 +219,9 @@ def _collective(
         run, result, expected = partial(dist.all_to_all_single, other, whole, group=group), other, senders
     run()
     problem = "" if torch.equal(result, expected) else "wrong result"
-    whole.zero_()  # repeated sums would overflow
+    whole.zero_()  # repeated sums of other values would overflow
     clock, found = clock_of(device), []
-    for _ in range(calls):  # the same number on every rank
+    for _ in range(calls):  # not a time limit: every rank must make the same number of calls
         start = clock()
         run()
         found.append(clock() - start)
@@ -230,7 +230,10 @@ def _collective(
 
 
 def _groups(world: World) -> list[tuple[str, list[int]]]:
-    """Return (name, ranks) of this rank's node and, if there are several nodes, of all ranks. Empty for one process."""
+    """Return (name, ranks) of the groups to measure: this rank's node, and all ranks if there are several nodes.
+
+    A group of one process is left out.
+    """
     per_node = world.local_size or world.size
     first = world.rank - world.local_rank
     node = [(IN_A_NODE, list(range(first, first + per_node)))] if per_node > 1 else []
@@ -238,19 +241,19 @@ def _groups(world: World) -> list[tuple[str, list[int]]]:
 
 
 def _node_group(world: World) -> dist.ProcessGroup:
-    """Return the group of this rank's node. Collective."""
+    """Return a new process group of this rank's node. Collective over all ranks."""
     starts = range(0, world.size, world.local_size)
     made = [dist.new_group(list(range(start, start + world.local_size))) for start in starts]
     return made[world.rank // world.local_size]
 
 
 def attention_flops(sizes: Sizes) -> float:
-    """Return the FLOPs of causal attention forward and backward: seven products over half the scores."""
+    """Return the FLOPs of causal attention, forward and backward: seven matrix products over half the scores."""
     return 7 * 2.0 * sizes.heads * sizes.head_dim * sizes.seq * (sizes.seq + 1) / 2
 
 
 def _nvidia_smi() -> dict[str, dict[str, str]]:
-    """Return nvidia-smi's facts by GPU UUID, without the prefix `GPU-`; empty without nvidia-smi."""
+    """Return GPU UUID (without the prefix `GPU-`) -> field -> value from nvidia-smi. Empty if nvidia-smi cannot run."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout

@@ -1,4 +1,4 @@
-"""Compare the records of all ranks (`forge/tools/plan/node.py`) with the figures from which a plan is made."""
+"""Compare the measurements of all ranks (`forge/tools/plan/node.py`) with the rates assumed by a plan."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from forge.tools.plan.links import cost_of
 from forge.tools.plan.node import COLLECTIVES, IN_A_NODE, RankChecks, Sizes, attention_flops
 from forge.tools.plan.work import Work
 
-# Fractions of the planned rates at the slow end of the plan's range.
+# Default required fractions of the planned rates: the slow end of the plan's range.
 COMPUTE, LINKS = (round(1 / pace, 2) for pace in (PACES[-1].compute, PACES[-1].links))
-# A GPU may report this share of the memory in the hardware file: drivers reserve different amounts.
+# A GPU must report at least this share of the memory in the hardware file. Drivers reserve different amounts.
 MEMORY = 0.98
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check over all ranks, with rates in `unit`. status: ok, slow, wrong, or no figure.
+    """The rates of one check over all ranks, in `unit`. status: ok, slow, wrong, or no figure.
 
-    planned, ratio: None without a planned figure. least: the required ratio. rank, host: the slowest rank.
+    planned: the planned rate; None if the hardware is unknown. ratio: `slowest` divided by `planned`. least: the required
+    ratio. rank, host: of the slowest rank.
     """
 
     name: str
@@ -51,14 +52,17 @@ class Check:
 
 
 def is_collective(name: str) -> bool:
-    """Return whether a check's name begins with a collective, as in "all_gather in a node"."""
+    """Return whether the check measures a collective, by its name, e.g. "all_gather in a node"."""
     return name.partition(" ")[0] in COLLECTIVES
 
 
 def compare(
     records: Sequence[RankChecks], hardware: Hardware | None, sizes: Sizes, *, compute: float, links: float
 ) -> list[Check]:
-    """Return every check. hardware: the planned figures, or None. compute, links: required fractions of the planned rates."""
+    """Return a Check for each measurement. hardware: the source of planned rates; None: compare nothing.
+
+    compute, links: required fractions of the planned rates, for kernels and for collectives.
+    """
     return [
         _check(records, name, hardware, sizes, links if is_collective(name) else compute)
         for name in records[0].timed
@@ -112,7 +116,7 @@ def planned_s(name: str, records: Sequence[RankChecks], sizes: Sizes, hardware: 
 def problems_of(
     records: Sequence[RankChecks], checks: Sequence[Check], hardware: Hardware | None, gpus: int
 ) -> list[str]:
-    """Return a sentence for each device, result and rate that fails. gpus: number expected on each node; 0: any number."""
+    """Return a sentence for each failed device, result and rate. gpus: expected number on each node; 0: any number."""
     found = [
         f"{host}: {number} GPUs are checked, not {gpus}: look at nvidia-smi, or give --gpus {number}"
         for host, number in {record.host: record.gpus for record in records}.items()
@@ -124,7 +128,7 @@ def problems_of(
         found += [f"{where}: {name}: {one.problem}" for name, one in record.timed.items() if one.problem]
         for check in checks:
             rate = check.slowest * record_ratio(record, check, records)
-            # Ranks of a collective wait for each other, so their times name no rank.
+            # The ranks of a collective wait for each other, so its times cannot name the slow rank.
             if check.is_slow(rate) and not check.collective and not record.timed[check.name].problem:
                 found.append(f"{where}: {check.describe(rate)}")
     slow = [check for check in checks if check.collective and check.status == "slow"]
@@ -132,7 +136,7 @@ def problems_of(
 
 
 def record_ratio(record: RankChecks, check: Check, records: Sequence[RankChecks]) -> float:
-    """Return this rank's rate divided by the slowest rank's."""
+    """Return the rate of this record's rank divided by the rate of the slowest rank."""
     return max(one.timed[check.name].seconds for one in records) / record.timed[check.name].seconds
 
 
@@ -148,7 +152,7 @@ def _device_problems(record: RankChecks, hardware: Hardware | None) -> list[str]
 
 
 def table(records: Sequence[RankChecks], checks: Sequence[Check]) -> str:
-    """Return a table of the devices, with equal ones on one line, and a line per check."""
+    """Return a text with a line for each kind of device and a table of the checks."""
     devices = Counter(
         f"{record.name}, {record.memory_gib:.1f} GiB, driver {record.driver or 'unknown'}, "
         f"ECC {record.ecc or 'unknown'}"
@@ -170,7 +174,7 @@ def table(records: Sequence[RankChecks], checks: Sequence[Check]) -> str:
 def as_json(
     records: Sequence[RankChecks], checks: Sequence[Check], problems: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the object that --json prints."""
+    """Return the object printed by `check_node.py --json`."""
     devices = [{key: value for key, value in asdict(one).items() if key != "timed"} for one in records]
     rates = [asdict(check) for check in checks]
     return {"ok": not problems, "devices": devices, "checks": rates, "problems": list(problems)}

@@ -1,7 +1,7 @@
 """RMS norm as it runs on a GPU, for plans made on a CPU.
 
-On CUDA `F.rms_norm` is one kernel, which keeps its input, its weight and a number for each row. On a CPU it is several
-operators, which also keep their float32 intermediate results.
+On CUDA `F.rms_norm` is one kernel. It keeps its input, its weight and one float32 number per row for backward. On a CPU
+it is several operators, which also keep float32 intermediate results.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from forge.model.norm import RMSNorm, zero_centered_norm
 
 
 def use_fused_norms(model: nn.Module) -> None:
-    """Let each RMS norm of `model` run as one operator, like the CUDA kernel, in place.
+    """Replace, in place, the computation of each RMS norm of `model` by one operator, like the CUDA kernel.
 
-    CUDA has this kernel only if the weight has the input's dtype. Other norms keep PyTorch's operators.
+    CUDA has a fused kernel only for a weight in the input's dtype. Other norms keep PyTorch's operators.
     """
     for module in model.modules():
         if isinstance(module, RMSNorm):
@@ -29,7 +29,7 @@ def use_fused_norms(model: nn.Module) -> None:
 
 
 def norm_on_gpu(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
-    """Compute F.rms_norm on fake tensors, as one operator if CUDA has a kernel for these inputs."""
+    """Compute `F.rms_norm` on fake tensors: one operator if CUDA has a fused kernel for these dtypes."""
     if weight.dtype != x.dtype:
         return F.rms_norm(x, list(shape), weight, eps)
     return fused_norm(x, weight)[0]
@@ -37,13 +37,16 @@ def norm_on_gpu(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> 
 
 @torch.library.custom_op("forge::fused_norm", mutates_args=())
 def fused_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm over the last dim, and the reciprocal root mean square of each row; for fake tensors."""
+    """Return the RMS norm over the last dim, and the reciprocal root mean square of each row, float32 `[..., 1]`.
+
+    For fake tensors only.
+    """
     raise NotImplementedError("this operator exists for plans only: it has shapes, but computes no values")
 
 
 @torch.library.custom_op("forge::fused_norm_backward", mutates_args=())
 def fused_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight."""
+    """Return the gradients of x and weight. For fake tensors only."""
     raise NotImplementedError("this operator exists for plans only: it has shapes, but computes no values")
 
 

@@ -1,4 +1,4 @@
-"""Print the planned peak of a configuration in bytes. A run starts this program when its memory is exhausted.
+"""Print the planned peak of a configuration in bytes. A run starts this program after it runs out of memory.
 
 python -m forge.tools.plan.peak WORLD_SIZE card|host < config.toml
 """
@@ -12,12 +12,12 @@ from forge.tools.plan.command import largest
 from forge.tools.plan.hardware import Hardware, Link
 from forge.tools.plan.plan import make_plan
 
-# The peak depends only on whether the hardware is a GPU or a CPU. Other values of the hardware are placeholders.
+# Of the hardware, the peak depends only on the kind: GPU or CPU. The other values are placeholders.
 _LINK = Link(gb_per_s=1, latency_us=0)
 
 
 def planned_peak(config: Config, world: int, on_gpu: bool) -> int:
-    """Return the bytes of tensors at the peak, on the rank that needs most.
+    """Return the bytes of live tensors at the peak, on the fullest rank.
 
     Raises UserError if the config cannot be planned.
     """

@@ -1,4 +1,4 @@
-"""Compute the boxes (parts of tensors) of other ranks from their positions in the mesh, without communication."""
+"""Compute the boxes (parts of tensors) held by other ranks from their mesh coordinates, without communication."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ RankPlace: TypeAlias = Mapping[str, int]
 def known_everywhere(
     shards: Sequence[Shard], engines: Sequence[DataParallel], degrees: Degrees
 ) -> list[Shard]:
-    """Return `shards` with `boxes_on` set, so that an optimizer can compute the boxes of other ranks.
+    """Return `shards` with `boxes_on` set: a function from a rank to its boxes, used by optimizers.
 
-    engines: the engines that hold the shards.
+    engines: the engines holding the shards.
     """
     at = functools.cache(partial(place_of, degrees=degrees))
     boxes_at = {name: function for engine in engines for name, function in _functions(engine)}
@@ -42,7 +42,7 @@ def known_everywhere(
 
 
 def place_of(rank: int, degrees: Degrees) -> RankPlace:
-    """Return the rank's position on every axis of `Meshes` that divides parameters."""
+    """Return the coordinates of `rank` on the mesh axes that divide parameters."""
     copy = degrees.dp_shard * degrees.cp * degrees.tp
     in_copy = rank % copy
     return {
@@ -55,7 +55,7 @@ def place_of(rank: int, degrees: Degrees) -> RankPlace:
 
 
 def _functions(engine: Any) -> Iterator[tuple[str, Callable[[RankPlace], tuple[Box, ...]]]]:
-    """Yield (name, function) for each parameter of an engine. The function maps a rank's position to the rank's boxes."""
+    """Yield (parameter name, function) for an engine. The function maps the coordinates of a rank to its boxes."""
     if not hasattr(engine, "buffers"):
         yield from ((shard.name, partial(_of_units, shard.parameter)) for shard in engine.shards)
         return

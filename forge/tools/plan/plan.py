@@ -1,4 +1,4 @@
-"""`make_plan`: the needs of each stage of a run, from one fake rank per stage."""
+"""`make_plan`: memory, traffic and time of each pipeline stage of a run, from fake ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from forge.tools.plan.plannable import plannable
 from forge.tools.plan.speed import Speed, speed_of
 from forge.tools.plan.stage import StagePlan
 
-# `crowded_bytes` plans this load of a rank's experts, relative to the mean.
+# Load of a rank's experts in `crowded_bytes`, relative to an equal load of all experts.
 CROWDED = 2.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a configuration. hardware: None if unknown."""
+    """The plan of a configuration. stages: one per rank of the pp axis. hardware, speed: None for unknown hardware."""
 
     config: Config
     degrees: Degrees
@@ -33,9 +33,9 @@ class Plan:
 
     @property
     def timeline(self) -> list[list[TimedAction]] | None:
-        """The actions of each pipeline rank over time. None without a pipeline.
+        """The timed actions of each pipeline rank; None without a pipeline.
 
-        Times are in seconds; if the hardware is unknown, in units of one forward.
+        Times are in seconds. If the hardware is unknown, the unit is the duration of one forward.
         """
         if self.speed is not None:
             return self.speed.timeline
@@ -54,12 +54,15 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every stage fits the hardware; None if the hardware is unknown."""
+        """Whether every stage fits the GPU's memory; None if the hardware is unknown."""
         return None if self.hardware is None else self.worst.needed <= self.hardware.memory_bytes
 
 
 def smallest_world(config: Config) -> Degrees:
-    """Return the layout on the fewest processes that can run `config`. Raises UserError if none can."""
+    """Return the degrees for the smallest number of processes accepted by `config`.
+
+    Raises the UserError of the first number tried if none is accepted.
+    """
     parallel = config.parallel
     unit = parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
     sizes = [unit * parallel.dp_shard] if parallel.dp_shard > 0 else range(unit, 1025 * unit, unit)
@@ -74,7 +77,7 @@ def smallest_world(config: Config) -> Degrees:
 
 
 def make_plan(config: Config, degrees: Degrees, hardware: Hardware | None = None) -> Plan:
-    """Return the plan of `config`: a StagePlan for each rank of the pp axis. Raises UserError if it cannot be planned."""
+    """Return the plan of `config`. Raises UserError if `config` cannot be planned, e.g. if the model reads tensor values."""
     _, warnings = plannable(config)
     if hardware is not None:
         degrees = degrees.on_nodes(config, hardware.cards_per_node)
@@ -88,9 +91,9 @@ def make_plan(config: Config, degrees: Degrees, hardware: Hardware | None = None
 
 
 def crowded_bytes(config: Config, degrees: Degrees, hardware: Hardware | None = None) -> int | None:
-    """Return the bytes that the fullest rank needs if its experts get CROWDED times their even share of tokens.
+    """Return the bytes needed by the fullest rank if its experts receive CROWDED times their even share of tokens.
 
-    None without expert parallelism: every rank has all experts then, so its load cannot grow.
+    None without expert parallelism: each rank then has all experts, and its load is constant.
     """
     if degrees.ep == 1:
         return None

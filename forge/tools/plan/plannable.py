@@ -1,4 +1,4 @@
-"""`plannable`: a configuration without the parts that fake tensors cannot run."""
+"""`plannable`: a configuration without the features that cannot run on fake tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forge.parallel.float8.gathering import may_gather_in_blocks
 
 
 def plannable(config: Config) -> tuple[Config, list[str]]:
-    """Return `config` without the features that fake tensors do not support, and a note for each removed feature."""
+    """Return `config` without the features that cannot run on fake tensors, and notes on how the plan deviates."""
     changes: dict[str, Any] = {}
     warnings = []
     compiled = [f"compile.{key}" for key in ("enabled", "loss") if getattr(config.compile, key)]

@@ -1,7 +1,7 @@
-"""`search`: plan the most promising legal layouts and return the best of them.
+"""`search`: plan the most promising layouts and return the best.
 
-A rough estimate orders the layouts. Every plan corrects the estimates of layouts of the same shapes. The search ends
-before layouts that are estimated to be much slower than the fastest plan. The results have the numbers of `--plan`.
+Rough estimates order the layouts, and each plan corrects the estimates of similar layouts. The search stops when the
+remaining layouts are estimated to be much slower than the fastest plan. Results have the numbers of `--plan`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from forge.tools.plan.speed import Speed
 
 BEST = 10
 TRIES = 24
-# A search also ends after this many traced layers (`traced_layers`): a plan without a pipeline takes 20,
-# an interleaved one 360.
+# A search also ends after this many traced layers (`traced_layers`). A plan without a pipeline traces about 20, a plan
+# of an interleaved pipeline about 360.
 LAYERS = 1600
-# A search ends when no other layout is estimated within this factor of the fastest.
+# A search ends when the next layout's estimate is above the fastest plan by more than this factor.
 MARGIN = 1.2
-# Layouts per round: the next round is chosen with the corrections of the last. Constant, so that the number of processes
-# does not change the result. The first round has cheap plans only.
+# Layouts per round. Each round is chosen with the corrections of earlier rounds. The size does not depend on the number
+# of processes, and so neither does the result. The first round has only cheap plans.
 ROUND = 8
-# Layouts within this factor of the fastest count as equally fast: a plan's range is far wider.
+# Layouts within this factor of the fastest count as equally fast, because the range of a plan is far wider.
 EQUAL = 1.02
 # The activations of a layout may be overestimated by these factors, with and without a plan of its shapes.
 KNOWN, UNKNOWN = 1.05, 2.0
-# Memory that a layout leaves free: three GiB, on a small GPU a twentieth.
+# Free memory to spare: 3 GiB, or 5% of the memory of a small GPU.
 SPARE, SMALL_SPARE = 3 * GIB, 0.05
 
 
@@ -74,10 +74,10 @@ class Found:
 def search(
     config: Config, world: int, hardware: Hardware, *, tries: int = TRIES, processes: int | None = None
 ) -> list[Found]:
-    """Plan up to `tries` layouts on `world` ranks; return those that fit with room to spare, the fastest first.
+    """Plan up to `tries` layouts on `world` ranks. Return the layouts fitting with room to spare, the fastest first.
 
-    If none fits with room to spare, return those that fit. If none fits, return the layout that needs least memory.
-    processes: by default one per core, eight at most.
+    If none has room to spare, return the layouts that fit. If none fits, return the one with the least memory.
+    processes: by default one per core, eight at most. Raises UserError if no layout is valid or can be planned.
     """
     left = layouts(config, world, hardware)
     if not left:
@@ -125,7 +125,7 @@ def search(
 
 
 def _in_order(found: list[Found]) -> list[Found]:
-    """Sort layouts, the fastest first. Those within a factor EQUAL of the fastest are sorted by their number of axes."""
+    """Sort layouts by step time. Among those within a factor EQUAL of the fastest, fewer axes of parallelism come first."""
     limit = EQUAL * min((one.speed.step_s for one in found), default=0.0)
 
     def key(one: Found) -> tuple[bool, int, float]:
@@ -138,12 +138,12 @@ def _in_order(found: list[Found]) -> list[Found]:
 
 
 def has_room(found: Found, hardware: Hardware) -> bool:
-    """Return whether the layout leaves SPARE bytes free or, on a small GPU, the fraction SMALL_SPARE of its memory."""
+    """Return whether the layout leaves memory to spare: see `usable_bytes`."""
     return found.needed <= usable_bytes(hardware)
 
 
 def usable_bytes(hardware: Hardware) -> float:
-    """Return the GPU's memory without the part that stays free."""
+    """Return the GPU's memory in bytes, minus SPARE or, on a small GPU, minus its fraction SMALL_SPARE."""
     return hardware.memory_bytes - min(SPARE, SMALL_SPARE * hardware.memory_bytes)
 
 
@@ -158,7 +158,10 @@ def _progress(asked: int, tries: int, fitting: list[Found]) -> str:
 
 
 class Corrections:
-    """Estimates corrected by earlier plans of the same signature, or else the same shapes, sizes or recomputation mode."""
+    """Estimates multiplied by the median ratio of plan to estimate, from the most similar layouts planned so far.
+
+    From the most to the least similar: equal signature, shapes, sizes, recomputation mode; all planned layouts.
+    """
 
     def __init__(self, tried: list[tuple[CandidateLayout, Found]]):
         self._seconds: dict[Any, list[float]] = {}
@@ -196,10 +199,10 @@ def _keys(layout: CandidateLayout) -> tuple[Any, ...]:
 def _promising(
     left: list[CandidateLayout], corrected: Corrections, hardware: Hardware
 ) -> list[CandidateLayout]:
-    """Return the layouts that may fit, the fastest first.
+    """Return the layouts that may fit, by increasing corrected seconds.
 
-    An interleaved pipeline is left out until the 1F1B pipeline of the same shapes has been planned: that plan takes
-    a quarter of the time, and corrects the estimates of both.
+    Leave out an interleaved pipeline until the 1F1B pipeline of its shapes has been planned. A 1F1B plan takes a quarter
+    of the time and corrects the estimates of both.
     """
     waits = {layout.shapes for layout in left if layout.schedule == "1F1B"}
 
@@ -213,7 +216,7 @@ def _promising(
 def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
     """Return the layouts of the first round: the config's own, and plain FSDP with each recomputation mode.
 
-    If `left` has neither, return at most ROUND layouts, one for each size (`_next`).
+    If `left` has none of these, return up to ROUND layouts of different sizes (`_next`).
     """
     chosen = [layout for layout in left if not layout.changes]
     for mode in MODES:
@@ -225,10 +228,10 @@ def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
 
 
 def _next(left: list[CandidateLayout], number: int, layers: int = LAYERS) -> list[CandidateLayout]:
-    """Return the next layouts to plan, one for each size: at most `number`, with at most `layers` traced layers in total.
+    """Return up to `number` layouts of different sizes, in the order of `left`, with at most `layers` traced layers in total.
 
-    A size is a combination of degrees and micro batch. One plan corrects the estimates of all layouts of its size
-    before the next round.
+    Sizes are the degrees and the micro batch size. One layout per size is enough for a round, because its plan
+    corrects the estimates of all layouts of these sizes.
     """
     chosen: dict[Any, CandidateLayout] = {}
     for layout in left:
@@ -242,7 +245,7 @@ def _next(left: list[CandidateLayout], number: int, layers: int = LAYERS) -> lis
 
 @contextmanager
 def _pool(processes: int | None) -> Iterator[Any]:
-    """Yield a function that plans layouts on one process per core."""
+    """Yield a function (layouts, hardware) -> results of `_attempt` in the order of `layouts`, on `processes` processes."""
     number = processes or min(8, cores())
     if number == 1:
         yield lambda chosen, hardware: [_attempt(layout, hardware) for layout in chosen]
@@ -255,7 +258,7 @@ def _pool(processes: int | None) -> Iterator[Any]:
 
 
 def _attempt(layout: CandidateLayout, hardware: Hardware) -> Found | None:
-    """Return the plan of a layout; None if it cannot be planned."""
+    """Return the layout with its plan; None if the layout cannot be planned."""
     try:
         if not traceable(layout):
             return None
@@ -267,9 +270,9 @@ def _attempt(layout: CandidateLayout, hardware: Hardware) -> Found | None:
 def fewest_ranks(
     config: Config, world: int, hardware: Hardware, limit: int = 64, *, processes: int | None = None
 ) -> int | None:
-    """Double `world` until one of the layouts with the least memory fits, and return that number of ranks.
+    """Return the first of 2, 4, 8, ... times `world` ranks with a layout that fits. None if `limit` times are too few.
 
-    None if `limit` times `world` ranks are too few.
+    Only the layouts with the smallest estimated memory are planned.
     """
     size = 2 * world
     with _pool(processes) as pool:

@@ -1,4 +1,4 @@
-"""Show a plan as text, and as the object of `--json`."""
+"""Render a plan as text, and as the object of `--json`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMORY = ("parameters", "masters", "gradients", "optimizer", "buckets", "activat
 
 
 def as_json(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None) -> dict[str, Any]:
-    """Return the plan as one JSON object; bytes are integers. crowded: from `crowded_bytes`, remedy: from `remedy_for`."""
+    """Return the plan as one JSON object; bytes are integers. crowded: from `crowded_bytes`. remedy: from `remedy_for`."""
     worst, train = plan.worst, plan.config.train
     return {
         "fits": plan.fits,
@@ -57,12 +57,12 @@ def as_json(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None
 
 
 def remedy_as_json(remedy: Remedy | None) -> dict[str, Any] | None:
-    """Return the overrides that free memory, and the bytes needed with them."""
+    """Return the remedy as a JSON object: its overrides, and the bytes needed with all of them."""
     return None if remedy is None else asdict(remedy)
 
 
 def remedy_as_text(remedy: Remedy, hardware: Hardware) -> str:
-    """Return a line with the overrides that free memory, and whether they suffice."""
+    """Return a line with the remedy's overrides and the memory needed with all of them, and whether this fits."""
     fits = remedy.needed <= hardware.memory_bytes
     return (
         f"with {' '.join(remedy.overrides)} it needs {remedy.needed / GIB:.1f} of {hardware.memory_gib:g} GiB"
@@ -80,7 +80,7 @@ def _peak_as_json(peak: Peak) -> dict[str, Any]:
 
 
 def _flops(stage: StagePlan) -> dict[str, Any]:
-    """Return the FLOPs by phase and submodule, of one microbatch and of the update."""
+    """Return FLOPs as phase -> submodule -> number for a microbatch, and phase -> number for the update."""
     flops: dict[str, Any] = {}
     for (phase, part), number in stage.flops.items():
         flops |= {phase: flops.get(phase, {}) | {part: number}} if part else {phase: number}
@@ -88,7 +88,7 @@ def _flops(stage: StagePlan) -> dict[str, Any]:
 
 
 def _timeline(plan: Plan) -> list[list[tuple[str, float, float]]] | None:
-    """Return each pp rank's actions: (action, start, end), in seconds if the hardware is known."""
+    """Return (action, start, end) of each action of each pp rank, in the unit of `Plan.timeline`."""
     if plan.timeline is None:
         return None
     return [[(str(action), start, stop) for action, start, stop in of_rank] for of_rank in plan.timeline]
@@ -118,7 +118,7 @@ def _collectives(stage: StagePlan) -> list[dict[str, Any]]:
 
 
 def as_text(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None) -> str:
-    """Return the plan as a page of text; memory in GiB. crowded: from `crowded_bytes`, remedy: from `remedy_for`."""
+    """Return the plan as a page of text, memory in GiB. crowded: from `crowded_bytes`. remedy: from `remedy_for`."""
     degrees, worst, train = plan.degrees, plan.worst, plan.config.train
     named = {name: getattr(degrees, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
     layout = " ".join(f"{name}={value}" for name, value in named.items() if value > 1)
@@ -177,7 +177,7 @@ def _table_of_collectives(stage: StagePlan) -> list[str]:
 
 
 def _shared_nic(stage: StagePlan) -> list[str]:
-    """Return a line if several axes share a NIC, so that their times add up."""
+    """Return a line naming the axes whose collectives share a NIC, so their times add up. Empty for fewer than two axes."""
     axes = sorted(
         {axis for axis, *_ in stage.collectives if axis in stage.spans and stage.spans[axis].nodes > 1}
     )
@@ -204,26 +204,23 @@ def _lines_of_work(plan: Plan) -> list[str]:
 
 
 def _local_states(config: Config, stage: StagePlan) -> int:
-    """Return the bytes of host memory that one rank needs for checkpoint.local_interval; 0 without it.
+    """Return the host memory of one rank for checkpoint.local_interval, in bytes; 0 if this key is 0.
 
-    A rank has three states of its own (two complete ones and one being written), three of each peer, and a buffer.
+    A rank holds three states of its own (two complete states and one being written), three of each peer, and a buffer.
     """
     kept = config.checkpoint
     return stage.host * (3 * (1 + kept.peers) + 1) if kept.local_interval else 0
 
 
 def layout_as_json(found: Found) -> dict[str, Any]:
-    """Return one layout of a search as an object: its plan, as from `as_json`, and its overrides."""
+    """Return one layout of a search as a JSON object: the plan as in `as_json`, and the overrides."""
     return as_json(found.plan) | {"overrides": found.overrides}
 
 
 def search_as_text(
     config: Config, world: int, hardware: Hardware, found: list[Found], fewest: int | None
 ) -> str:
-    """Return the layouts of a search as text, the best first.
-
-    fewest: from `fewest_ranks`, if none of the layouts fits.
-    """
+    """Return the layouts of a search as text, in the order of `found`. fewest: from `fewest_ranks`, if none fits."""
     has = f"{hardware.memory_gib:g} GiB"
     if not found[0].fits:
         enough = f"at least {fewest} processes" if fewest else "other hardware, or a smaller model"
@@ -249,15 +246,15 @@ def search_as_text(
 
 
 def _shares(speed: Speed) -> dict[str, float]:
-    """Return the shares of a step's time by cause. The cause with the largest share is the plan's `limit`."""
+    """Return cause -> share of a step's time. The column `limit` of a search names the cause with the largest share."""
     parts = {"compute": speed.compute_s, "communication": speed.communication_s, "bubble": speed.idle_s}
     return {name: seconds / speed.step_s for name, seconds in parts.items()}
 
 
 def _estimate(plan: Plan, speed: Speed) -> str:
-    """Return the estimated step time, speed and duration of the run, and the parts of a step, as two lines.
+    """Return two lines: step time, speed and duration of the run; then the parts of a step.
 
-    docs/internals/plan-accuracy.md compares such estimates with published runs.
+    docs/internals/plan-accuracy.md compares estimates with published runs.
     """
     mfu = "" if speed.mfu is None else f", MFU {speed.mfu:.0%}"
     steps = plan.config.train.steps

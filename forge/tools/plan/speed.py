@@ -1,4 +1,4 @@
-"""`speed_of`: compute a run's step time from the times of its stages, along the timeline of its pipeline."""
+"""`speed_of`: the step time of a run, from the times of its stages and the timeline of its pipeline."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from forge.tools.plan.links import message_seconds
 
 @dataclass(frozen=True)
 class Speed:
-    """An estimate of the seconds of one step, with lower and upper bound.
+    """The estimated speed of a run. step_s: seconds of a step, between step_s_low and step_s_high.
 
-    For the slowest rank it has the seconds of computation, of exposed collectives, and of idle time in a pipeline. mfu: None
-    if the peak is unknown. timeline: actions of each pipeline rank, in seconds.
+    compute_s, communication_s, idle_s: parts of a step on the slowest rank: computation, exposed collectives, idle time in
+    the pipeline. bubble: idle share of a step. days: duration of the run. mfu: None if the peak is unknown.
+    timeline: actions of each pipeline rank, in seconds; None without a pipeline.
     """
 
     step_s: float
@@ -42,7 +43,7 @@ class Speed:
 def speed_of(
     config: Config, degrees: Degrees, times: Sequence[Sequence[StepTime]], hardware: Hardware
 ) -> Speed:
-    """Return the speed of a run. times: the times of each pp rank, for every one of PACES."""
+    """Return the speed of a run. times: for each pp rank, one StepTime per element of PACES."""
     steps = [
         _step(config, degrees, [of_rank[number] for of_rank in times], hardware, pace)
         for number, pace in enumerate(PACES)
@@ -73,7 +74,7 @@ def speed_of(
 def _step(
     config: Config, degrees: Degrees, times: list[StepTime], hardware: Hardware, pace: Pace
 ) -> tuple[float, float, list[list[TimedAction]] | None]:
-    """Return the seconds of a step, of computation on the busiest rank, and for a pipeline each rank's actions."""
+    """Return seconds of a step, seconds of computation on the busiest rank, and the timeline (None without a pipeline)."""
     if degrees.pp > 1:
         return _pipelined(config, degrees, times, hardware, pace)
     (time,) = times
@@ -81,9 +82,9 @@ def _step(
 
 
 def _sequential(time: StepTime, microbatches: int) -> tuple[float, float]:
-    """Return the seconds of a step without a pipeline, and the seconds of its computation.
+    """Return the seconds of a step without a pipeline, and the seconds of computation in this step.
 
-    An untraced microbatch counts like the microbatch in the middle of the traced step.
+    Untraced microbatches count like the middle microbatch of the trace.
     """
     spent = [time.forward[number] + time.backward.get(number, Spent()) for number in sorted(time.forward)]
     all_of_them = [*spent, *[spent[len(spent) // 2]] * (microbatches - len(spent)), time.update]
@@ -93,7 +94,7 @@ def _sequential(time: StepTime, microbatches: int) -> tuple[float, float]:
 def _pipelined(
     config: Config, degrees: Degrees, times: list[StepTime], hardware: Hardware, pace: Pace
 ) -> tuple[float, float, list[list[TimedAction]]]:
-    """Return seconds of a step, of computation on the busiest rank, and each rank's actions."""
+    """Return seconds of a step, seconds of computation on the busiest rank, and the timed actions of each rank."""
     plan, costs = plan_pipeline(config, degrees), layer_costs(config)
     rank_of = plan.schedule.rank_of
     work = [costs.of(stage) for stage in plan.stages]
@@ -129,5 +130,5 @@ def _pipelined(
 
 
 def _typical(spent: dict[int, Spent]) -> Spent:
-    """Return the time of a microbatch in the middle of the step."""
+    """Return the time of the middle traced microbatch."""
     return spent[sorted(spent)[len(spent) // 2]] if spent else Spent()

@@ -1,4 +1,4 @@
-"""`plan_stage`: the needs of one rank of a run, from one fake rank."""
+"""`plan_stage`: memory, FLOPs, times and collectives of one rank of a run, from a traced step on fake tensors."""
 
 from __future__ import annotations
 
@@ -22,32 +22,35 @@ from forge.tools.plan.links import Span
 from forge.tools.plan.plannable import plannable
 from forge.tools.plan.trace import Moment, Peak, Trace
 
-# A step's first, second and last microbatch differ: the first gathers, the last reduces. All others are like the second.
+# The first, second and last microbatch of a step differ: the first gathers, the last reduces. Others equal the second.
 TRACED = 3
-# Every forward comes before the first backward, so live memory grows with each microbatch.
+# Schedules with all forwards before the first backward. Live memory grows with each microbatch.
 FORWARDS_FIRST = ("GPipe", "LoopedBFS")
-# Axes whose groups span several stages; only some of these stages are traced.
+# Axes whose groups span several stages. A trace of fewer stages has other groups.
 OVER_STAGES = ("all", "pp", "pp x data")
 STATE = ("parameters", "masters", "gradients", "optimizer", "buckets")
 
 
 StagePlace: TypeAlias = tuple[str, str]
-"""Phase of a step, and the submodule: a layer is "layer 0" counted from the first, or "layer -1" from the last."""
+"""(phase of a step, submodule). A layer of the first half is "layer 0", "layer 1", ...; of the second, "layer -1", ..."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The needs of the first rank at position `pp_rank` of the pp axis.
+    """Memory, FLOPs, times and collectives of the first rank at position `pp_rank` of the pp axis.
 
-    Other ranks with the same stages need the same, except for rounding.
+    Other ranks with the same stages have equal values, except for rounding.
 
-    state: bytes by kind, as in the run's memory report. peaks: largest live memory at each moment of a step. kept:
-    bytes of activations that one microbatch keeps for backward in the first stage. collectives: (axis, kind, bytes
-    of one call, whether computation can hide it) -> calls per optimizer step. flops: of one microbatch and of the
-    update, by phase and submodule. times: for each of PACES; None without hardware. host: host memory of an
-    asynchronous save, in bytes. checkpoint: bytes of the rank's layers in a checkpoint, over all ranks. buckets:
-    number of buckets of contiguous buffers; 0 for other engines. spans: the nodes of each axis' ranks, except
-    groups over several stages.
+    state: bytes by kind, as in the memory report of a run.
+    peaks: largest live memory in each phase and submodule of a step.
+    kept: bytes of activations kept for backward per microbatch, in the rank's first stage.
+    flops: of one microbatch and of the update, by phase and submodule.
+    times: one per element of PACES; None without hardware.
+    collectives: (axis, kind, bytes of a call, whether computation can hide the call) -> calls per optimizer step.
+    reserved: bytes of the CUDA context, NCCL and fragmentation. host: bytes of host memory of an asynchronous save.
+    checkpoint: bytes of this position's tensors in a checkpoint, summed over all ranks.
+    buckets: number of buckets of contiguous buffers; 0 for other engines.
+    spans: axis -> nodes of its group, for groups within one stage.
     """
 
     pp_rank: int
@@ -71,7 +74,7 @@ class StagePlan:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by kind at the peak; `activations` is the peak without the state."""
+        """Bytes by kind at the peak. `activations` is the peak minus the state."""
         size = self.peak.size
         activations = max(0, size - sum(self.state.values()))
         return self.state | {"activations": activations, "other": self.reserved, "peak": size}
@@ -91,12 +94,11 @@ def plan_stage(
     load: float = 1.0,
     optimizer: Literal["with", "without", "alone"] = "with",
 ) -> StagePlan:
-    """Trace one step of the first rank at this position of the pp axis, and return the rank's plan.
+    """Trace a step of the first rank at position `pp_rank` of the pp axis, and return the rank's plan.
 
-    microbatches: number to trace; None: enough to represent a step. load: number of tokens that the rank's experts
-    receive, relative to an equal load of all experts. optimizer: trace the step with or without the optimizer's
-    part, or that part alone. If alone, `kept` is the memory that the part leaves allocated for the next step, e.g.
-    random numbers.
+    microbatches: number to trace; None: enough to represent a step. load: tokens received by the rank's experts,
+    relative to an equal load of all experts. optimizer: trace the step with or without the optimizer's part, or this part
+    alone. With "alone", `kept` is the memory left allocated for the next step, e.g. random numbers.
     """
     rank, traced = pp_rank * degrees.world // degrees.pp, fewer_microbatches(config, degrees)
     if microbatches is not None:
@@ -105,11 +107,11 @@ def plan_stage(
         stack.enter_context(fake_ranks(rank, degrees.world))
         card, with_optimizer = hardware is None or bool(hardware.card), optimizer != "without"
         fake = FakeRank(plannable(config)[0], traced, load, card=card, optimizer=with_optimizer)
-        # As in a run, memory is freed with its last reference, not by a later garbage collection.
+        # As in a run, reference counting frees memory. The garbage collector must not hide a reference cycle.
         gc.disable()
         stack.callback(gc.enable)
         state = {kind: 0 for kind in STATE} | fake.state_bytes()
-        # The first step also allocates state that later steps reuse.
+        # The first step allocates lasting state. The plan is of the second step.
         left: list[int] = []
         for microbatches in (traced.accumulation if degrees.pp > 1 else 1, traced.accumulation):
             if optimizer == "alone":
@@ -134,7 +136,7 @@ def plan_stage(
         }
         layers = _layers(fake.model, config)
         if config.parallel.cpu_offload and hardware is not None and hardware.card:
-            # The device holds gathered and computed tensors; the CPU holds the optimizer's tensors.
+            # The GPU holds only gathered and computed tensors. Shards, gradients and optimizer state are on the CPU.
             peaks = {place: _on_device(peak, state["buckets"]) for place, peak in peaks.items()}
             state = {kind: 0 for kind in STATE}
         kept = left[1] - left[0] if optimizer == "alone" else fake.trace.kept
@@ -147,7 +149,7 @@ def plan_stage(
 
 
 def layer_names(model: ParallelModel) -> list[str]:
-    """Return the names of this rank's layers, in order."""
+    """Return the names of this rank's layers, e.g. "layers.3", in the order of its stages."""
     return [f"layers.{name}" for part in model.parts for name in part.layers]
 
 
@@ -170,20 +172,20 @@ def _on_device(peak: Peak, buckets: int) -> Peak:
 
 
 def fewer_microbatches(config: Config, degrees: Degrees) -> Degrees:
-    """Return `degrees` with the smallest number of microbatches that represents a step."""
+    """Return `degrees` with the fewest microbatches whose trace represents a whole step."""
     if degrees.pp == 1:
         return replace(degrees, accumulation=min(TRACED, degrees.accumulation))
     schedule, enough = config.pipeline.schedule, 2 * degrees.pp + 2
     divides = degrees.accumulation // degrees.pp * degrees.pp == degrees.accumulation
     if schedule in FORWARDS_FIRST or schedule.endswith(".csv") or degrees.accumulation <= enough:
         return degrees
-    if schedule.startswith("Interleaved"):  # in rounds of pp
+    if schedule.startswith("Interleaved"):  # microbatches come in rounds of pp
         return replace(degrees, accumulation=3 * degrees.pp) if divides else degrees
     return replace(degrees, accumulation=enough)
 
 
 def hideable(moment: Moment, call: Collective) -> bool:
-    """Return whether computation can hide the call: it overlaps with the computation of a microbatch."""
+    """Return whether computation can hide `call`: true for background calls in forward and backward."""
     return call.background and moment.phase in ("forward", "backward")
 
 
@@ -192,8 +194,8 @@ def all_calls(
 ) -> Iterator[tuple[Moment, Collective]]:
     """Yield (moment, collective) for every collective of a whole step, from a trace with fewer microbatches.
 
-    An untraced microbatch counts like the microbatch in the middle of the trace. Messages between stages have no
-    fixed position among the microbatches; each microbatch needs equally many.
+    Untraced microbatches count like the middle microbatch of the trace. Messages between stages have no fixed position in
+    the trace, but every microbatch has equally many: their number is scaled by the number of microbatches.
     """
     left_out, middle = degrees.accumulation - traced.accumulation, traced.accumulation // 2
     for moment, call in calls:
@@ -211,12 +213,12 @@ def all_calls(
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    """Return the process group with this name that has this rank."""
+    """Return this rank's process group named `name`."""
     return next(group for group in dist.distributed_c10d._world.pg_map if group.group_name == name)
 
 
 def _flops(trace: Trace) -> dict[StagePlace, float]:
-    """Return the FLOPs of matrix products and attention by phase and submodule, of a middle microbatch and of the update."""
+    """Return (phase, submodule) -> FLOPs of matrix products and attention, for the middle microbatch and the update."""
     flops: dict[StagePlace, float] = defaultdict(float)
     middle = max(moment.microbatch for moment, _ in trace.work) // 2
     for (moment, work), number in trace.work.items():

@@ -1,7 +1,7 @@
-"""`Trace`: watches every operator of a step for live memory and collectives.
+"""`Trace`: record live memory, collectives and operators of a step.
 
-A storage is live from the operator that makes it until its last reference is gone. It counts with its current size, because
-FSDP frees and restores gathered parameters by resizing. Scratch memory inside a kernel is not seen.
+A storage is live from the operator allocating it until its last reference is gone. Its current size counts, because FSDP
+frees and restores gathered parameters by resizing their storage. Scratch memory inside a kernel is invisible.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from forge.parallel.float8.gathering import GatheredWeight, ShardedWeight
 from forge.tools.plan.collectives import Collective, collective_of
 from forge.tools.plan.work import Work, work_of
 
-# Kinds of memory: memory from before the first step; gathered parameters and buffers of collectives;
-# gradients summed by a collective; attention masks; logits and loss; everything else inside a step.
+# Kinds of memory, in this order: allocated before the first step; gathered parameters and buffers of collectives;
+# results of reduce-scatters; attention masks; logits and loss; all other allocations inside a step.
 KINDS = ("state", "gathered", "gradients", "masks", "loss", "activations")
 
 
@@ -35,7 +35,7 @@ DEVICE = torch.ops.prim.device.default
 
 @dataclass(frozen=True)
 class Moment:
-    """A point of a step. phase: forward, backward, or outside of both. part: a layer, or another submodule."""
+    """A point of a step. phase: forward, backward, or a period outside of both. part: the submodule, e.g. a layer."""
 
     phase: str = "building"
     part: str = ""
@@ -49,21 +49,21 @@ class Moment:
 
 @dataclass
 class Peak:
-    """The largest number of live bytes, the moment at which it occurs, and the bytes by kind."""
+    """The largest live memory. size: bytes. moment: when. kinds: kind of memory -> bytes."""
 
     size: int = 0
     moment: Moment = Moment()
     kinds: dict[str, int] = field(default_factory=dict)
 
     def with_more(self, kind: str, size: int) -> Peak:
-        """Return the peak with `size` more bytes of this kind."""
+        """Return a copy of the peak with `size` more bytes of kind `kind`."""
         return Peak(self.size + size, self.moment, self.kinds | {kind: self.kinds.get(kind, 0) + size})
 
 
 class Trace(TorchDispatchMode):
     """A dispatch mode that records memory, collectives and operators of a step. Enter it after `FakeTensorMode`.
 
-    live: live bytes by kind. calls: each collective with the moment of its call.
+    live: bytes by kind of memory at present. calls: (moment, collective), in the order of the calls.
     """
 
     def __init__(self) -> None:
@@ -71,12 +71,12 @@ class Trace(TorchDispatchMode):
         self.moment = Moment()
         self.live: Counter[str] = Counter()
         self.peaks: dict[tuple[str, str], Peak] = {}
-        """The peak of each (phase, submodule)."""
+        """(phase, submodule) -> its peak, since `begin`."""
         self.calls: list[tuple[Moment, Collective]] = []
         self.work: Counter[tuple[Moment, Work]] = Counter()
-        """Operators that compute, by their moment and `Work`."""
+        """(moment, work) -> number of such operators, without views and allocations."""
         self.kept = 0
-        """Largest number of activation bytes that one microbatch's forward through the first stage keeps for its backward."""
+        """Bytes kept for backward by one microbatch's forward through the first stage; the largest of the microbatches."""
         self._forwards: Counter[Transformer] = Counter()
         self.before = 0
         """Live bytes at the start of the step."""
@@ -86,7 +86,7 @@ class Trace(TorchDispatchMode):
         self._resize: Any = None
 
     def begin(self) -> None:
-        """Begin a step: forget the peak and the collectives so far."""
+        """Begin a step: clear the recorded peaks, collectives and operators."""
         self.moment, self.calls, self.kept = Moment("begin"), [], 0
         self.work.clear()
         self._forwards.clear()
@@ -96,11 +96,11 @@ class Trace(TorchDispatchMode):
 
     @property
     def peak(self) -> Peak:
-        """The peak of the step."""
+        """The largest of all peaks of the step."""
         return max(self.peaks.values(), key=lambda peak: peak.size)
 
     def watch(self, parts: Sequence[Transformer]) -> None:
-        """Add hooks to the stages' models that set `moment` to the current phase and submodule."""
+        """Add hooks to `parts`, one model per stage, to keep `moment` at the current phase and submodule."""
         parts[0].register_forward_hook(self._end_of_first_forward)
         for part in parts:
             part.register_forward_pre_hook(self._new_microbatch, prepend=True)
@@ -153,11 +153,9 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) or kind in WRAPPERS for kind in types):
-            return NotImplemented  # the tensor's own dispatch then works on plain tensors, under this mode
+            return NotImplemented  # the subclass unwraps itself, and calls this mode again with plain tensors
         if func is DEVICE and isinstance(args[0], FakeTensor):
-            return args[
-                0
-            ].fake_device  # half of all calls; without this they would go through all of FakeTensorMode
+            return args[0].fake_device  # a shortcut past FakeTensorMode for half of all calls
         found = collective_of(func, args, kwargs)
         if found is not None:
             self.calls.append((self.moment, found))
@@ -183,10 +181,7 @@ class Trace(TorchDispatchMode):
         return "loss" if moment.part in ("head", "norm") else "activations"
 
     def _take_part(self, kind: str, args: Any) -> None:
-        """Count the buffers of a collective as `gathered`.
-
-        The result of a reduce-scatter counts as `gradients`.
-        """
+        """Move the buffers of a collective to the kind `gathered`, and the result of a reduce-scatter to `gradients`."""
         tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
         for number, tensor in enumerate(tensors):
             summed = kind == "reduce_scatter" and number == 0
@@ -212,7 +207,7 @@ class Trace(TorchDispatchMode):
 
     def _count_as(self, kind: str, key: int) -> None:
         old = self._kind_of.get(key)
-        # State stays state, e.g. a bucket of gradients that is sent, or a shard that is gathered.
+        # A collective's buffer allocated before the step stays state, e.g. a bucket of gradients or a shard.
         if old is not None and old not in ("state", kind):
             size = self._size_of[key]
             self.live[old] -= size
@@ -234,12 +229,10 @@ class Trace(TorchDispatchMode):
 
 
 def _grouped_product(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute the grouped product of fake tensors in any dtype.
+    """Compute the grouped product of fake tensors of any dtype, cast to bfloat16 and back.
 
-    PyTorch 2.13 allows fake tensors in bfloat16 only, although its kernels allow float32.
-
-    The operator also refuses tensors without memory (see PlainProducts). A copy replaces such a tensor; no trace
-    counts it.
+    In PyTorch 2.13 the operator accepts only bfloat16 fake tensors, although its kernels accept float32. It also refuses
+    the tensors without memory of `PlainProducts`; these are copied first. The trace sees neither casts nor copies.
     """
     b = b.contiguous() if 0 in b.stride() else b
     return GROUPED_PRODUCT(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs).to(a.dtype)

@@ -24,9 +24,9 @@ LINEAR = ("mm", "addmm", "addmm_")
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # Attention on a GPU: forge/tools/plan/attention.py.
 PLANNED = "planned_attention"
-# These move no data.
+# Operators without data movement.
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view")
-# A compiler does not fuse these with others: packing and unpacking by engines, lookups, sorting, sums into a gradient.
+# Operators not fused by a compiler: packing and unpacking by engines, lookups, sorting, accumulation into gradients.
 UNFUSED = (
     *("split_with_sizes_copy", "_foreach_copy_", "all_gather_copy_in", "chunk_cat", "add_", "zeros_like"),
     "lower_triangle",
@@ -41,19 +41,18 @@ UNFUSED = (
     ),
     *("gather", "scatter", "scatter_", "scatter_add", "sort", "topk", "cumsum", "bincount", "histc"),
 )
-# These read or write only as many elements of each tensor as their smallest tensor has.
+# Operators that read or write only part of a large tensor: for each tensor, as many elements as the smallest tensor has.
 SPARSE = ("gather", "scatter_", "all_gather_copy_in")
 
 
 @dataclass(frozen=True)
 class Work:
-    """The cost of one operator.
+    """The cost of one operator. flops: FLOPs. size: bytes read and written.
 
-    size: bytes read and written. kind `memory`: an operator that a compiler fuses with its neighbours; `copy`: an
-    operator that a compiler does not fuse.
-
-    linear: a product of a linear layer, which float8 may convert. experts: an output or an input gradient of routed
-    experts, which the block formats may convert.
+    kind: `product`, `attention`, and without FLOPs `memory` (fused with its neighbours under a compiler) or `copy` (never
+    fused).
+    linear: a product of a linear layer, converted by all float8 recipes. experts: the output or the input gradient of routed
+    experts, converted only by block formats.
     """
 
     kind: Literal["product", "attention", "memory", "copy"]
@@ -65,7 +64,7 @@ class Work:
 
 
 def work_of(func: Any, args: Any, output: Any) -> Work | None:
-    """Return the operator's work; None for views, allocations and operators that only query a tensor."""
+    """Return the work of an operator. None for views, allocations and queries of a tensor's properties."""
     name = func._overloadpacket.__name__
     if name in FREE or func.namespace == "prim" or _is_view(func):
         return None
@@ -85,21 +84,21 @@ def work_of(func: Any, args: Any, output: Any) -> Work | None:
     if name in (f"{ATTENTION}_backward", f"{PLANNED}_backward"):
         q, k, v = args[1:4]
         scores = args[4] if name.startswith(PLANNED) else _scores(q, k, causal=args[7])
-        # Five products instead of two: flash attention recomputes the scores.
+        # Backward has five products, forward two, because flash attention recomputes the scores.
         return Work("attention", str(q.dtype), _attention(q, scores, 3 * q.shape[-1] + 2 * v.shape[-1]), size)
     return Work("copy" if name in UNFUSED else "memory", "", 0.0, size) if tensors else None
 
 
 def _attention(q: Tensor, scores: float, width: int) -> float:
-    """Return the FLOPs of attention for all heads of q `[batch, heads, seq, head_dim]`.
+    """Return the FLOPs of attention over the batch and all heads of q `[batch, heads, seq, head_dim]`.
 
-    Each head has `scores` scores, and each score costs `width` multiply-adds.
+    scores: per head. width: multiply-adds per score.
     """
     return 2.0 * q.shape[0] * q.shape[1] * width * scores
 
 
 def _scores(q: Tensor, k: Tensor, *, causal: bool) -> float:
-    """Return the number of scores that PyTorch's kernel computes for one head of q and k `[batch, heads, seq, head_dim]`."""
+    """Return the number of scores per head computed by PyTorch's CPU kernel. q, k: `[batch, heads, seq, head_dim]`."""
     queries, keys = q.shape[2], k.shape[2]
     return queries * (queries + 1) / 2 if causal and queries == keys else queries * keys
 

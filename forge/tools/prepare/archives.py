@@ -1,4 +1,4 @@
-"""Read the text of packages: wheels and Debian packages are read member by member, and nothing is installed or run."""
+"""Read text files from wheels and Debian packages, member by member, without installing or running anything."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import IO
 from forge.runtime.errors import FAILED, UserError
 
 LEAST_BYTES, MOST_BYTES = 200, 1_000_000
-_LONGEST_LINE = 2000  # bytes; minified code and tables of data have longer ones
-_HEAD = 2000  # bytes at the start of a file in which _GENERATED is searched
+_LONGEST_LINE = 2000  # bytes; minified code and data tables have longer lines
+_HEAD = 2000  # bytes at the start of a file, searched for the marks in _GENERATED
 _GENERATED = (
     b"do not edit",
     b"@generated",
@@ -42,16 +42,14 @@ _VENDORED = frozenset(
 def read_archive(
     path: Path, sources: Mapping[str, Sequence[str]], chosen: Callable[[str], bool], left_out: Counter[str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (source, name of the member, text) in the order of the names.
+    """Yield (source, member name, text) for each text file of an archive, in the order of the names.
 
-    Count the members that are left out in `left_out`.
+    path: a wheel (.whl) or a Debian package (.deb). sources: source -> extensions of its files; a further .gz is accepted.
+    chosen: returns whether to read the member of this name. left_out: reason -> number of skipped files; updated in place.
 
-    path: a wheel (.whl) or a Debian package (.deb). sources: source -> extensions of its files, also compressed (.gz).
-    chosen: whether a member of this name is read at all.
-
-    A file is left out if it is not UTF-8, shorter than LEAST_BYTES, longer than MOST_BYTES, vendored (by a folder of its
-    path), generated (according to its first lines) or minified (by its longest line). Raises UserError if the archive is
-    damaged, or if a member's name is absolute or contains "..".
+    A file is skipped if it is not UTF-8, shorter than LEAST_BYTES, longer than MOST_BYTES, vendored (judged by its folders),
+    generated (by its first lines) or minified (by its longest line). Raises UserError if the archive is damaged, or if a
+    member's name is absolute or contains "..".
     """
     endings = tuple(
         ending + suffix for found in sources.values() for ending in found for suffix in ("", ".gz")
@@ -84,7 +82,7 @@ def read_archive(
 
 
 def _unfit(content: bytes) -> str:
-    """Return the reason why this content is left out; empty if it is kept."""
+    """Return the reason to skip a file with this content; empty to keep it."""
     if b"\0" in content:
         return "not text"
     head = content[:_HEAD].lower()
@@ -100,7 +98,7 @@ def _unfit(content: bytes) -> str:
 
 
 def _members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes | None]]:
-    """Yield (name, content) of the wanted regular files. content: None if the file's size is out of bounds."""
+    """Yield (name, decompressed content) of the wanted regular files. content: None if its size is out of bounds."""
     opened = _zip_members if path.suffix == ".whl" else _deb_members
     for name, size, content in opened(path, wanted):
         if size > MOST_BYTES:
@@ -123,7 +121,7 @@ def _zip_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[st
 
 
 def _deb_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, int, IO[bytes]]]:
-    """Yield (name, size, content) of the files that dpkg-deb prints as a tar, which excludes the package's own scripts."""
+    """Yield (name, size, content) of the wanted files in the tar printed by dpkg-deb, without the package's scripts."""
     command = ["dpkg-deb", "--fsys-tarfile", str(path)]
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -135,7 +133,7 @@ def _deb_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[st
                         assert content is not None
                         yield name, member.size, content
             assert process.stdout is not None
-            process.stdout.read()  # the bytes after the last member, so that dpkg-deb can exit
+            process.stdout.read()  # drain the bytes after the last member, so that dpkg-deb can exit
     except FileNotFoundError:
         raise UserError(
             f"{path}: needs dpkg-deb, which this machine lacks: make the corpus on Debian", FAILED
@@ -145,7 +143,7 @@ def _deb_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[st
 
 
 def _require_inside(path: Path, name: str) -> str:
-    """Return the member's name without a leading "./". Raises UserError if the name leads out of the archive's folder."""
+    """Return the member name without a leading "./". Raises UserError if the name is absolute or contains ".."."""
     plain = name.replace("\\", "/")
     if plain.startswith("/") or ".." in plain.split("/") or ":" in plain.split("/")[0]:
         raise UserError(

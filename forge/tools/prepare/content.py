@@ -1,4 +1,4 @@
-"""Determine the kind of a file, by its name or else by its content, and open decompressed content."""
+"""Determine the kind of a file by its name and first bytes, and open its decompressed content."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FileKind = Literal["text", "lines", "parquet"]
 Compression = Literal["", "gzip", "zstd"]
 COMPRESSED = (".gz", ".zst", ".zstd")
 _LINES = (".jsonl", ".ndjson")
-_MAX_FIRST_LINE = 16 << 20  # bytes of a line, read to recognise JSON lines by content
+_MAX_FIRST_LINE = 16 << 20  # largest number of bytes per line read to recognise JSON lines
 _BLOCK = 1 << 20
-# Errors raised by reading a damaged file, compressed or not.
+# Errors of reading a damaged file, compressed or not.
 UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 class File(NamedTuple):
-    """A file of `size` bytes on disk. key: its path below the input. kind: how to read its decompressed content."""
+    """A file of `size` bytes on disk. key: path relative to the input. kind: format of the decompressed content."""
 
     path: str
     key: str
@@ -37,12 +37,12 @@ class File(NamedTuple):
 
     @property
     def is_json(self) -> bool:
-        """Whether the name ends in .json, which may be one JSON value or JSON lines."""
+        """Whether the name ends in .json. The content may be a single JSON value, or JSON lines."""
         return plain_name(self.path).endswith(".json")
 
 
 def open_binary(path: str) -> io.BufferedReader:
-    """Open a local file, or one at a URL."""
+    """Open a local file or a URL for reading."""
     return open_remote(path) if is_url(path) else open(path, "rb")
 
 
@@ -52,12 +52,13 @@ def plain_name(path: str) -> str:
 
 
 def recognise(path: str, key: str, size: int, text_key: str) -> File:
-    """Determine a file's kind.
+    """Return the file with its kind and compression.
 
-    Compression and Parquet are recognised by the first bytes; JSON lines by name (.jsonl, .ndjson) or if the first line
-    is an object with `text_key`. A .json also holds JSON lines if its first two lines are objects. Other files are text.
+    Compression and Parquet are recognised by the first bytes. JSON lines are recognised by name (.jsonl, .ndjson), by a first
+    line that is an object with `text_key` or, in a .json file, by two first lines that are objects. Other files are text.
 
-    Raises UserError if a file needs a package that is not installed.
+    An unreadable file counts as text; reading its documents reports the error. Raises UserError if a package for reading
+    the file is missing.
     """
     name = plain_name(path)
     file = File(path, key, size, "lines" if name.endswith(_LINES) else "text")
@@ -68,7 +69,7 @@ def recognise(path: str, key: str, size: int, text_key: str) -> File:
             file = file._replace(kind="parquet")
         elif magic[:2] == b"\x1f\x8b":
             file = file._replace(compression="gzip")
-        # A file of several frames may begin with a skippable one.
+        # A zstd file may begin with a skippable frame.
         elif magic == b"\x28\xb5\x2f\xfd" or (magic[1:] == b"\x2a\x4d\x18" and magic[0] >> 4 == 5):
             file = file._replace(compression="zstd")
         _check_packages(file)
@@ -76,7 +77,7 @@ def recognise(path: str, key: str, size: int, text_key: str) -> File:
         if may_be_lines and _begins_with_lines(file, text_key):
             file = file._replace(kind="lines")
     except UNREADABLE:
-        pass  # reported when its documents are read
+        pass  # read_documents reports the error
     return file
 
 
@@ -106,11 +107,9 @@ def _object(line: bytes) -> dict | None:
 
 
 def open_content(file: File, first: int | None = None) -> io.BufferedReader:
-    """Open a text file or JSON lines, decompressed.
+    """Open the decompressed content of a text or JSON-lines file. Reading a damaged file raises one of UNREADABLE.
 
     first: number of bytes on disk to read of a compressed file; None: all.
-
-    Reading raises one of UNREADABLE if the file is damaged.
     """
     packed: Any = open_binary(file.path) if is_url(file.path) else file.path
     if first is not None:
@@ -126,7 +125,7 @@ def open_content(file: File, first: int | None = None) -> io.BufferedReader:
 
 
 def skip(content: BinaryIO, count: int, file: File) -> None:
-    """Skip `count` bytes of content. In a compressed file these bytes have to be read."""
+    """Skip `count` bytes of decompressed content. In a compressed file, skipping reads the bytes."""
     if not file.compression:
         content.seek(count, io.SEEK_CUR)
         return
@@ -135,7 +134,7 @@ def skip(content: BinaryIO, count: int, file: File) -> None:
 
 
 def text_bytes(file: File, text_key: str) -> int:
-    """Estimate the file's bytes of text. For a compressed file, use the compression ratio of its first megabyte on disk."""
+    """Estimate the bytes of text in a file. A compressed file is assumed to have the compression ratio of its first MiB."""
     try:
         if file.kind == "parquet":
             import pyarrow.parquet
@@ -148,12 +147,12 @@ def text_bytes(file: File, text_key: str) -> int:
             first = min(file.size, _BLOCK)
             return max(1, _read_bytes(open_content(file, first)) * file.size // first)
     except (*UNREADABLE, ValueError):
-        pass  # reported when its documents are read
+        pass  # read_documents reports the error
     return file.size
 
 
 def _read_bytes(content: BinaryIO) -> int:
-    """Return the number of readable bytes, up to the end of the file or the point of truncation."""
+    """Return the number of bytes up to the end of the content, or up to the first unreadable byte. Close `content`."""
     found = 0
     with content, suppress(*UNREADABLE):
         while block := content.read(1 << 16):

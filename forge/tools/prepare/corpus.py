@@ -1,4 +1,4 @@
-"""Find text, JSON lines and Parquet files, in the same order on every machine."""
+"""Find text, JSON-lines and Parquet files, in an order independent of the machine."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from forge.tools.prepare.documents import Bad, reason_of
 from forge.tools.prepare.sample import Piece, sample, whole
 
 EXTENSIONS = (".txt", ".md", ".py", ".rst", ".jsonl", ".ndjson", ".json", ".parquet")
-_SHOWN = 8  # extensions of skipped files to name
+_SHOWN = 8  # extensions of skipped files named in a note
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Pieces of files in the order of the inputs and, below each, of their paths.
+    """Files to read, as pieces in the order of the inputs and, in each input, of the paths.
 
-    They are whole files unless there is a budget.
+    Without a budget the pieces are whole files; with a budget, a sample of all files.
 
-    text_bytes: approximate size of the text of the pieces. found_bytes, found_files: of all readable files; with a
-    budget the pieces are a sample of them. passed_over: number of skipped files in the input directories, by
-    extension.
+    text_bytes: approximate size of the text in the pieces. found_bytes, found_files: size and number of all readable files,
+    sampled or not. duplicates: number of files dropped as copies. passed_over: extension -> number of skipped files in the
+    input directories.
     """
 
     pieces: list[Piece]
@@ -41,7 +41,7 @@ class Corpus:
     passed_over: Counter[str] = field(default_factory=Counter)
 
     def notes(self) -> list[str]:
-        """Return sentences for the user about skipped files; none if everything is read."""
+        """Return sentences for the user about skipped files; none if every file is read whole."""
         notes = []
         if self.passed_over:
             number = self.passed_over.total()
@@ -74,14 +74,14 @@ def find_corpus(
     text_key: str = "text",
     option: str = "--input",
 ) -> Corpus:
-    """Find all files below `inputs`, without copies, and take a sample of `max_bytes` of them (see `sample`).
+    """Find all files below `inputs`, drop copies, and sample `max_bytes` of their text (`sample`; None: all).
 
-    Directories are searched for files with one of the `extensions`, compressed (.gz, .zst) or not. A .json file counts only
-    if it holds JSON lines. Hidden directories, __pycache__ and links to directories are skipped, and so are links to files
-    outside of the directory. A file given as an input is included whatever its name. Among text files with equal content,
-    and among paths to the same file, only the first is kept. option: command-line option, for messages.
+    In a directory, files with one of the `extensions` count, compressed (.gz, .zst) or not. A .json file counts only if it
+    holds JSON lines. Skipped are hidden directories, __pycache__, links to directories, and links to files outside of the
+    directory. A file named as an input counts whatever its extension. Of text files with equal content, and of several
+    paths to one file, only the first is kept. option: command-line option named in messages.
 
-    Raises UserError if an input is missing, nothing is found, or a file needs a package that is not installed.
+    Raises UserError if an input is missing or unreadable, if no file is found, or if a package for reading a file is missing.
     """
     files, corpus = _list_files(inputs, extensions, text_key, option)
     kept = _drop_copies(files)
@@ -103,7 +103,7 @@ def find_corpus(
 def _list_files(
     inputs: Sequence[str | Path], extensions: Sequence[str], text_key: str, option: str
 ) -> tuple[list[File], Corpus]:
-    """Return the files to read, and a corpus that lists only the skipped files."""
+    """Return the files to read, and a Corpus with only the unreadable and the skipped files filled in."""
     files: list[File] = []
     corpus = Corpus([])
     seen: set[str] = set()
@@ -152,7 +152,7 @@ def _add(file: File, is_named: bool, files: list[File], corpus: Corpus) -> None:
 def _list_objects(
     url: str, endings: tuple[str, ...], text_key: str, files: list[File], corpus: Corpus, seen: set[str]
 ) -> None:
-    """Add the object at `url`, or the objects below it, by the rules for files of a directory."""
+    """Add the object at `url`, or the objects below `url` by the rules for files of a directory, to `files`."""
     found = find_objects(url)
     if not found:
         raise UserError(f"--input {url}: no such object, and none below it")
@@ -174,18 +174,18 @@ def _extension(key: str) -> str:
 
 
 def _refuse_array(file: File) -> None:
-    """Raise UserError if a .json file is an array: read as a text file, all documents of the array would become one."""
+    """Raise UserError if a .json file is an array. Read as text, all its documents would become one document."""
     try:
         with open_content(file) as content:
             is_array = content.peek(1)[:1] == b"["
     except (OSError, EOFError):
-        return  # reported when it is read
+        return  # read_documents reports the error
     if is_array:
         raise UserError(f"--input {file.path}: is a JSON array; write one object a line, as jq -c '.[]' does")
 
 
 def _walk(root: Path, unreadable: list[Bad]) -> list[tuple[str, str]]:
-    """Return the paths below `root` with their keys, sorted by key."""
+    """Return (path, key) of the files below `root`, sorted by key. Add unreadable folders to `unreadable`."""
 
     def failed(error: OSError) -> None:
         unreadable.append(Bad(str(error.filename), reason_of(error), many=True))
@@ -200,7 +200,7 @@ def _walk(root: Path, unreadable: list[Bad]) -> list[tuple[str, str]]:
 
 
 def _drop_copies(files: list[File]) -> list[File]:
-    """Drop text files whose content equals an earlier file's. Only files of equal size are read."""
+    """Return `files` without text files equal to an earlier one. Only files of equal size are read for the comparison."""
     sizes = Counter(file.size for file in files if file.kind == "text")
     kept, seen = [], set()
     for file in files:
@@ -209,7 +209,7 @@ def _drop_copies(files: list[File]) -> list[File]:
                 with open_binary(file.path) as content:
                     digest = hashlib.file_digest(content, "sha256").digest()
             except OSError:
-                digest = os.fsencode(file.path)  # reported when its document is read
+                digest = os.fsencode(file.path)  # keep the file: read_documents reports the error
             if digest in seen:
                 continue
             seen.add(digest)

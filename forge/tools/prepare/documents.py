@@ -1,4 +1,4 @@
-"""The documents of a piece of a corpus: text files, JSON lines, rows of Parquet."""
+"""Read the documents of a piece of a corpus: text files, JSON lines, rows of Parquet."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from forge.tools.prepare.content import UNREADABLE, open_binary, open_content, skip
 from forge.tools.prepare.sample import TO_THE_END, Piece
 
-_ROWS_AT_ONCE = 1024  # rows of a Parquet row group held in memory
+_ROWS_AT_ONCE = 1024  # Parquet rows held in memory
 
 
 class Bad(NamedTuple):
-    """A document that cannot be read.
+    """An unreadable document. where: file, and line or row in the file.
 
-    many: it stands for an unreadable folder, or for the rest of a file with many documents.
+    many: True for an unreadable folder or rest of a file, with an unknown number of documents.
     """
 
     where: str
@@ -24,7 +24,7 @@ class Bad(NamedTuple):
 
 
 class Document(str):
-    """The text of a record. metadata: the values of the record's other keys."""
+    """The text of a record. metadata: other keys of the record -> values."""
 
     metadata: Mapping[str, Any]
 
@@ -35,9 +35,10 @@ class Document(str):
 
 
 def read_documents(piece: Piece, text_key: str, keys: Sequence[str] = ()) -> Iterator[str | Bad]:
-    """Yield the documents of a piece in order: a text file's content, or `text_key` of a JSON line or a Parquet row.
+    """Yield the documents of a piece in order; a Bad for each unreadable one. Blank documents are left out.
 
-    Blank documents are left out. With `keys`, records become `Document`s with the values of those keys that they have.
+    A document is the content of a text file, or the value of `text_key` in a JSON line or a Parquet row. keys: further
+    keys of records to keep; if given, records become `Document`s.
     """
     read = {"text": _read_text, "lines": _read_lines, "parquet": _read_parquet}[piece.file.kind]
     for document in read(piece, text_key, keys):
@@ -46,7 +47,7 @@ def read_documents(piece: Piece, text_key: str, keys: Sequence[str] = ()) -> Ite
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason why a file cannot be read, in one line."""
+    """Return a one-line reason for a failed read."""
     return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -56,7 +57,7 @@ def _read_text(piece: Piece, _text_key: str, _keys: Sequence[str]) -> Iterator[s
         with open_content(piece.file) as content:
             for begin, end in piece.ranges():
                 skip(content, begin - place, piece.file)
-                # -1: to the end, which may have moved.
+                # -1 reads to the current end of the file, which may have moved.
                 text = content.read(-1 if piece.is_whole else end - begin)
                 place = begin + len(text)
                 if not piece.is_whole:
@@ -70,9 +71,9 @@ def _read_text(piece: Piece, _text_key: str, _keys: Sequence[str]) -> Iterator[s
 
 
 def whole_characters(text: bytes, begin: int) -> tuple[bytes, int]:
-    """Drop the partial UTF-8 character at the start of a text cut at byte `begin`, and the one at its end.
+    """Drop partial UTF-8 characters at both ends of `text`, which was cut from a file at byte `begin`.
 
-    Returns the text and the position of its first byte.
+    Return the remaining text and the position of its first byte in the file.
     """
     first = 0
     while begin and first < min(3, len(text)) and text[first] & 0xC0 == 0x80:
@@ -86,12 +87,12 @@ def whole_characters(text: bytes, begin: int) -> tuple[bytes, int]:
 
 
 def _read_lines(piece: Piece, text_key: str, keys: Sequence[str]) -> Iterator[str | Bad]:
-    place = 0  # a line begins here
+    place = 0  # first byte of a line
     try:
         with open_content(piece.file) as content:
             for begin, end in piece.ranges():
                 if begin > place:
-                    # To one byte before `begin`: a line may begin exactly at `begin`.
+                    # Read from the byte before `begin` to a line end. If a line begins exactly at `begin`, this reads 1 byte.
                     skip(content, begin - 1 - place, piece.file)
                     place = begin - 1 + len(content.readline())
                 while place < end and (line := content.readline()):
@@ -152,7 +153,10 @@ def _read_parquet(piece: Piece, text_key: str, keys: Sequence[str]) -> Iterator[
 
 
 def _rows(piece: Piece, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield non-empty ranges of rows. Over all pieces of a file, each row is in exactly one range."""
+    """Yield the ranges of rows for the piece's ranges of bytes, scaled to `rows` rows of the file, without empty ranges.
+
+    Over all pieces of a file, each row is in exactly one range.
+    """
     for begin, end in piece.ranges():
         first, stop = (rows * place // piece.file.size for place in (begin, end))
         if first < stop:

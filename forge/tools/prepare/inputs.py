@@ -1,7 +1,8 @@
-"""The identity of a chunk's input: a stamp of its files that is cheap to compute, and the SHA-256 of its documents.
+"""The identity of a chunk's input: a stamp of its files, cheap to compute, and the SHA-256 of its documents.
 
-A worker hashes documents as it tokenizes them, so the hash needs no second reading. Files with an unchanged stamp count as
-unchanged, as in git. If a stamp has changed, the documents are read again, without tokenizing, and their hash is compared.
+A worker hashes documents while tokenizing them, so the hash needs no second reading. Files with an unchanged stamp count as
+unchanged, as in git. After a change of the stamp, a worker reads the documents again, without tokenizing, and compares the
+hash.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from forge.tools.prepare.sample import Piece
 
 
 def stamp_of(chunk: Iterable[Piece | TextPart]) -> str:
-    """Return a hash of size, inode and times of the chunk's files, or of the store's version (ETag) of a URL."""
+    """Return the stamp of a chunk: a hash of size, inode and times of its files, and of the version (ETag) of URLs."""
     digest = hashlib.sha256()
     for path in dict.fromkeys(piece.file.path for piece in chunk):
         if is_url(path):
@@ -39,7 +40,7 @@ def stamp_of(chunk: Iterable[Piece | TextPart]) -> str:
 
 
 class Content:
-    """A SHA-256 of documents in order: of their texts and metadata, and of the reasons why documents cannot be read."""
+    """A SHA-256 over documents in order: text and metadata of each document, the reason for an unreadable one."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -65,7 +66,7 @@ class Content:
 def content_of(
     chunk: Iterable[Piece | TextPart], tokenizer: Tokenizer, text_key: str, keys: tuple[str, ...]
 ) -> str:
-    """Read the documents of a chunk and return their hash. tokenizer: defines where long texts may be cut."""
+    """Read the documents of a chunk and return their hash. tokenizer: determines the cuts of long texts."""
     content = Content()
     for piece in chunk:
         for document in (

@@ -1,4 +1,4 @@
-"""Show which samples a step reads, decoded, to check the data."""
+"""List the samples read by a step, decoded, to check the data."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from forge.train.state import Progress, Rollback
 class Sample:
     """One sequence of a step.
 
-    sample: its global number. rank: the data rank that reads it. It is window `window`, which begins at token `first_token`
-    of `source`, in epoch `epoch` of that source, from 0. In a phase with shorter sequences it is part `part` of the window,
-    from 0.
-    tokens: its first ids. text: their text; None without a tokenizer. documents: positions in the sequence where documents
-    begin. masked: number of labels that are ignored because they begin a document under `data.document_mask`.
+    sample: global number of the sample. rank: the data rank reading the sequence. source, epoch, window: the sequence is
+    window `window` of `source`, in the source's epoch `epoch` (from 0). part: in a phase with shorter sequences, the part
+    of the window, from 0; otherwise None. first_token: index of the sequence's first token in the source.
+    tokens: the first ids of the sequence. text: their text; None without a tokenizer. documents: positions in the sequence
+    at which documents begin. masked: number of labels ignored at document starts, under `data.document_mask`.
     """
 
     sample: int
@@ -47,7 +47,7 @@ class Sample:
     part: int | None = None
 
     def describe(self) -> str:
-        """Return a readable description in several lines."""
+        """Return a description of three or four lines for the terminal."""
         starts = ", ".join(map(str, self.documents[:8])) + (" ..." if len(self.documents) > 8 else "")
         lines = [
             f"sample {self.sample}  rank {self.rank}  {self.source}  epoch {self.epoch}  window {self.window}"
@@ -63,10 +63,10 @@ class Sample:
 
 
 def dataset_of_run(config: Config, last: int) -> PackedDataset:
-    """Open the dataset in the sample order of the run with this config, up to step `last`, which may be in the future.
+    """Open the dataset in the sample order of the run described by `config`, up to step `last`, which may lie ahead.
 
-    Prints skipped ranges and changes of the mixture in the run's history. Raises UserError if the run has another seed or
-    sequence length.
+    The history of a run comes from its newest checkpoint. Print the skipped ranges and the changes of the mixture. Raises
+    UserError if the run has another seed or sequence length than `config`.
     """
     dataset = build_dataset(config)
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
@@ -117,11 +117,11 @@ def samples_of_step(
     head: int = 16,
     excerpt: int = 64,
 ) -> Iterator[Sample]:
-    """Yield the sequences of step `step` (from 1) in order: all of them, or those of data rank `rank` of `ranks`.
+    """Yield the sequences of step `step` (from 1), by data rank and then in order.
 
-    Assumes that all steps had the sizes of `phases`, or without phases `global_batch_size` sequences. A sample has the
-    first `head` ids of its sequence, and the text of the first `excerpt` ids. Raises UserError if the order has a source
-    that is not in the dataset.
+    rank: only the sequences of this data rank; None: of all `ranks`. head, excerpt: number of first ids shown as numbers, and
+    as text. phases: sizes of all steps; None: every step has `global_batch_size` sequences. Earlier steps are assumed to
+    have had these sizes. Raises UserError if the order has a source missing in the dataset.
     """
     tokens_before, first_sample = _begin(dataset, step, global_batch_size, phases)
     sizes = next(
@@ -170,7 +170,8 @@ def _begin(
 def _token_at(pieces: list[tuple[int, int]], place: int) -> int:
     """Return the index in the source of the token at position `place` of a sample.
 
-    pieces: the sample's ranges of tokens in the source. A position beyond the sample's end gives its last token.
+    pieces: (first token, number of tokens) of the sample's ranges in the source. For a position in the padding, return the
+    last token.
     """
     for first, count in pieces:
         if place < count:
@@ -181,7 +182,10 @@ def _token_at(pieces: list[tuple[int, int]], place: int) -> int:
 
 @dataclass(frozen=True)
 class Reading:
-    """Reads of one source by some steps: samples, tokens, their share, and the source's epochs before and after."""
+    """The reads of one source in a range of steps. samples, tokens: numbers read. share: of all samples.
+
+    epochs_before, epochs_after: epochs of the source read before and after these steps.
+    """
 
     source: str
     samples: int
@@ -200,10 +204,10 @@ class Reading:
 def mixture_of_steps(
     dataset: PackedDataset, first: int, last: int, global_batch_size: int, phases: Phases | None = None
 ) -> list[Reading]:
-    """Return the reading of steps `first` to `last` (from 1, both included) for each source. Reads no data.
+    """Return the Reading of each source in steps `first` to `last` (from 1, both included), without reading data.
 
-    Assumes that all steps had the sizes of `phases`, or without phases `global_batch_size` sequences. Counts padding of
-    a packing as tokens.
+    phases: sizes of all steps; None: every step has `global_batch_size` sequences. Earlier steps are assumed to have had
+    these sizes. Padding counts as tokens.
     """
     order = dataset.order
     (tokens_before, begin), (tokens_after, end) = (
@@ -212,7 +216,7 @@ def mixture_of_steps(
     total = (tokens_after - tokens_before) // dataset.seq_len
     found = []
     for name, before, after in zip(order.sources, order.drawn(begin), order.drawn(end), strict=True):
-        # Samples of a source that a rollback skips are not read.
+        # Samples skipped by a rollback do not count as read.
         windows = dataset.windows.get(name)
         label = dataset.labels.get(name, name)
         samples = order.count_between(name, before, after)

@@ -1,9 +1,9 @@
-"""Tokenize a long text in parts, so that memory does not grow with the length of a text.
+"""Tokenize a long text in parts, in constant memory.
 
-A text is cut only at places where the ids of the parts, joined, are the ids of the whole text.
+A cut is allowed only where it leaves the ids unchanged: the ids of the parts, joined, are the ids of the whole text.
 
-A text file is one document. Several workers tokenize parts of a large file. They agree on the cuts, although each reads
-only the text around the ends of its own part.
+A text file is one document. Several workers may tokenize parts of a large file. A cut depends only on the text around it,
+so two workers with neighbouring parts agree on the cut between them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from forge.data.tokenizer import Tokenizer
 from forge.tools.prepare.content import File, open_binary
 from forge.tools.prepare.documents import Bad, reason_of, whole_characters
 
-_AT_ONCE = 1 << 18  # characters, or bytes, tokenized at once: faster than more or fewer
-_WINDOW = 1 << 14  # bytes read around a place to find a cut
+_AT_ONCE = 1 << 18  # characters or bytes per call of the tokenizer, the fastest size
+_WINDOW = 1 << 14  # bytes read at a time to find a cut
 _BLOCK = 1 << 20
 
 
 class TextPart(NamedTuple):
-    """Bytes `begin` to `end` - 1 of a text file, which is one document of the split `split`.
+    """Bytes `begin` to `end` - 1 of a text file. The whole file is one document of the split `split`.
 
-    When the part is read, both ends move forward to the next possible cut.
+    Reading moves both ends forward to the next allowed cut.
     """
 
     file: File
@@ -47,13 +47,13 @@ class TextPart(NamedTuple):
 
 
 def text_parts(file: File, size: int, split: str) -> Iterator[TextPart]:
-    """Yield the file as parts of `size` bytes, the last one shorter. All parts belong to the same split."""
+    """Yield the parts of a file: `size` bytes each, the last part shorter. All parts belong to the split `split`."""
     for begin in range(0, file.size, size):
         yield TextPart(file, begin, min(begin + size, file.size), split)
 
 
 def digest_of(text: bytes) -> bytes:
-    """Return the digest that decides the split of a document."""
+    """Return the 8-byte digest of a document, which decides its split (`split_of`)."""
     return _digest(text).digest()
 
 
@@ -62,7 +62,7 @@ def _digest(text: bytes = b"") -> hashlib.blake2b:
 
 
 def check_text(file: File) -> bytes | Bad:
-    """Read a text file once and return its digest; a `Bad` if it cannot be read or is not UTF-8."""
+    """Read a text file and return its digest, or a Bad if the file is unreadable or not UTF-8."""
     digest, decoder, place = _digest(), codecs.getincrementaldecoder("utf-8")(), 0
     try:
         with open_binary(file.path) as content:
@@ -82,7 +82,10 @@ def check_text(file: File) -> bytes | Bad:
 
 
 def read_part(part: TextPart, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield texts whose ids, in order, are the ids of the part. Yield nothing if the text has no possible cut in the part."""
+    """Yield the part as texts of limited size. Their ids, in order, are the ids of the part.
+
+    Yield nothing if no cut is allowed inside the part; the text then belongs to an earlier part.
+    """
     with open_binary(part.file.path) as content:
         begin, end = (
             _find_cut(content, place, part.file.size, tokenizer) for place in (part.begin, part.end)
@@ -95,12 +98,9 @@ def read_part(part: TextPart, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _find_cut(content: BinaryIO, place: int, size: int, tokenizer: Tokenizer) -> int:
-    """Return the first byte from `place` on at which the text of `size` bytes may be cut.
-
-    0 and `size` are always possible.
-    """
+    """Return the first allowed cut at or after byte `place` of a text of `size` bytes. 0 and `size` are always allowed."""
     while 0 < place < size:
-        begin = max(0, place - 8)  # so that a whole character precedes
+        begin = max(0, place - 8)  # begin early enough for a whole character before `place`
         content.seek(begin)
         data, begin = whole_characters(content.read(_WINDOW), begin)
         text = data.decode()
@@ -113,7 +113,7 @@ def _find_cut(content: BinaryIO, place: int, size: int, tokenizer: Tokenizer) ->
 
 
 def slices(text: str, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield a text in parts whose ids, joined, are the ids of the whole."""
+    """Yield the parts of a text, of about _AT_ONCE characters. Their ids, joined, are the ids of the whole text."""
     begin = 0
     while tokenizer.can_cut and begin + _AT_ONCE < len(text):
         end = tokenizer.cut(text, begin + _AT_ONCE)

@@ -1,12 +1,11 @@
-"""Make a packing plan (forge/data/packing.py), once for a dataset: an assignment of documents to sequences of one length.
+"""Make a packing plan (forge/data/packing.py) of a dataset: assign documents to sequences of one length.
 
-best_fit    whole documents, as many as fit. Documents of a window of consecutive documents are taken from longest to
-            shortest, and each goes to the sequence with the least remaining room that fits (best-fit decreasing; Ding et
-            al., arXiv 2404.10830)
-document    one document in each sequence
+best_fit    Best-fit decreasing (Ding et al., arXiv 2404.10830). The documents of a window of consecutive documents are
+            placed from longest to shortest, each into the fullest sequence with enough room.
+document    One document per sequence.
 
-A document longer than a sequence is cut into full sequences and a rest, which is packed like a document. A sequence of
-train.seq_len inputs has room for one more token, because its last token is only a label.
+A document longer than a sequence is cut into full sequences and a rest, and the rest is packed like a document. A sequence
+has train.seq_len + 1 tokens, because its last token is only a label.
 """
 
 from __future__ import annotations
@@ -26,11 +25,14 @@ from forge.runtime.files import replace_atomically, sync_folder
 from forge.runtime.remote import join
 
 WINDOW = 1 << 17
-"""Documents packed together: documents of one sequence are at most this far apart in the stream."""
+"""Documents packed at a time. Documents of one sequence are at most this many documents apart in the dataset."""
 
 
 def pack(folder: Path, kind: PackingKind, seq_len: int, window: int = WINDOW) -> PlanIndex:
-    """Make the plan of the dataset in `folder`, unless it exists, and return its index. Memory grows with the window only."""
+    """Make the packing plan of the dataset in `folder`, unless it exists, and return its index.
+
+    Memory is proportional to `window`. Raises UserError if the dataset has no document of two tokens or more.
+    """
     dataset = TokenDataset(folder)
     path = folder / f"{plan_name(kind, seq_len)}.json"
     if path.exists():
@@ -46,7 +48,7 @@ def pack(folder: Path, kind: PackingKind, seq_len: int, window: int = WINDOW) ->
         counts["cut_tokens"] += int((lengths[long] - capacity).sum())
         pieces = cut(starts, lengths, capacity)
         if kind == "document":
-            useful = pieces["tokens"] > 1  # a single token has no label
+            useful = pieces["tokens"] > 1  # a sequence of one token has no label
             counts["lost_tokens"] += int(pieces["tokens"][~useful].sum())
             pieces = pieces[useful]
             firsts = np.arange(len(pieces), dtype=SEQUENCES)
@@ -75,7 +77,7 @@ def pack(folder: Path, kind: PackingKind, seq_len: int, window: int = WINDOW) ->
 
 
 def describe_plan(index: PlanIndex, documents: int) -> str:
-    """Return cuts, losses and padding as text."""
+    """Return a sentence with a plan's numbers of sequences, cut documents, lost tokens and padding."""
     room = index.tokens + index.padded
     lost = f", {index.lost_tokens:,} tokens lost" if index.lost_tokens else ""
     return (
@@ -86,7 +88,7 @@ def describe_plan(index: PlanIndex, documents: int) -> str:
 
 
 def cut(starts: np.ndarray, lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the documents as PIECES of at most `capacity` tokens, in order."""
+    """Cut documents into PIECES of at most `capacity` tokens, in order. starts, lengths: int64 `[documents]`."""
     parts = -(-lengths // capacity)
     which = np.repeat(np.arange(len(lengths)), parts)
     place = (np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)) * capacity
@@ -97,11 +99,14 @@ def cut(starts: np.ndarray, lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def best_fit(pieces: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack the documents. Return the PIECES, ordered by sequence, and the index of each sequence's first piece."""
+    """Pack pieces into sequences of `capacity` tokens by best-fit decreasing.
+
+    Return the pieces, ordered by sequence, and the index of each sequence's first piece, int64 `[sequences]`.
+    """
     order = np.argsort(-pieces["tokens"].astype(np.int64), kind="stable")
     sequence_of = np.empty(len(pieces), np.int64)
-    spaces: list[int] = []  # ascending: room left in sequences
-    with_space: dict[int, list[int]] = {}
+    spaces: list[int] = []  # distinct numbers of free tokens in a sequence, ascending
+    with_space: dict[int, list[int]] = {}  # number of free tokens -> sequences
     count = 0
     for piece, length in zip(order.tolist(), pieces["tokens"][order].tolist(), strict=True):
         place = bisect_left(spaces, length)
@@ -125,7 +130,7 @@ def best_fit(pieces: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def _documents(dataset: TokenDataset, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (starts, lengths), both int64 `[documents]`, for `window` documents at a time."""
+    """Yield (starts, lengths), both int64 `[documents]`, of up to `window` consecutive documents at a time."""
     waiting, first = np.zeros(0, np.int64), 0
     for shard in dataset.index.shards:
         if shard.documents:
@@ -139,7 +144,7 @@ def _documents(dataset: TokenDataset, window: int) -> Iterator[tuple[np.ndarray,
 
 
 class _AtomicFile:
-    """A file that is renamed to its final name when it is complete and on disk."""
+    """A file with a temporary name. `close` syncs it to disk and renames it."""
 
     def __init__(self, path: Path):
         self._path, self._partial = path, path.with_name("." + path.name)

@@ -1,7 +1,7 @@
-"""A corpus from packages of public registries, the same bytes on every machine.
+"""Make a corpus from packages of public registries, with identical bytes on every machine.
 
-A manifest (scripts/corpus.toml) lists the packages by version and SHA-256. pip and apt-get fetch them, from the registries
-in their own configuration. Nothing of a package is installed or run: pip is restricted to wheels, which need no build, and
+A manifest (scripts/corpus.toml) lists the packages by version and SHA-256. pip and apt-get fetch them from the configured
+registries. No package is installed and none of its code runs: pip is restricted to wheels, which need no build, and
 apt-get downloads without unpacking.
 
     CACHE/SHA256.whl, .deb         a package, identified by its hash
@@ -37,7 +37,9 @@ from forge.tools.prepare.prepare import Request, prepare
 from forge.tools.prepare.quality import Quality
 from forge.tools.prepare.train_tokenizer import train_tokenizer
 
-_MADE_FROM = "made_from"  # a file beside the tokenizer: the hash of its text, and its size
+_MADE_FROM = (
+    "made_from"  # a file beside the tokenizer, with the hash of its training text and its vocabulary size
+)
 Word = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.+:~_-]*$")]
 Sha256 = Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -47,7 +49,7 @@ class _Strict(pydantic.BaseModel):
 
 
 class Package(_Strict):
-    """One line of the manifest. small: the share of its files in the small corpus, chosen by a hash of their paths."""
+    """One package of the manifest. small: share of its files in the small corpus, chosen by a hash of the file's name."""
 
     name: Word
     version: Word
@@ -67,14 +69,14 @@ class Package(_Strict):
 
 
 class Size(_Strict):
-    """One size of the corpus. sha256: of the finished corpus; empty if none is recorded."""
+    """One size of the corpus. sha256: expected `corpus_hash` of the finished corpus; empty: not checked."""
 
     vocab_size: int
     sha256: Sha256 | Literal[""]
 
 
 class Manifest(_Strict):
-    """The packages of a corpus. holdout: the share of held-out documents. sources: source -> extensions of its files."""
+    """The packages of a corpus. holdout: share of held-out documents. sources: source -> extensions of its files."""
 
     holdout: float
     sizes: dict[str, Size]
@@ -84,7 +86,7 @@ class Manifest(_Strict):
 
 @dataclass(frozen=True)
 class CorpusText:
-    """The files of a corpus by source, and one SHA-256 of all of them."""
+    """The text files of a corpus. files: source -> paths. sha256: one hash over all files."""
 
     files: dict[str, tuple[str, ...]]
     sha256: str
@@ -113,10 +115,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def make_corpus(manifest: Manifest, size: str, cache: Path, output: Path, workers: int) -> str:
-    """Fetch the packages, make the datasets below `output`, and return one SHA-256 of all datasets.
+    """Fetch the packages, make tokenizer and datasets below `output`, and return the `corpus_hash` of all datasets.
 
-    Raises UserError if a package is missing or differs from the manifest, or if the result differs from the
-    manifest's hash.
+    Raises UserError if a package is missing or differs from the manifest, or if the result differs from the hash in the
+    manifest.
     """
     if size not in manifest.sizes:
         raise UserError(f"--size {size}: must be one of {', '.join(manifest.sizes)}")
@@ -155,7 +157,10 @@ def _compare(found: str, wanted: str, size: str, output: Path) -> None:
 
 
 def corpus_hash(folders: dict[str, Path]) -> str:
-    """Return the SHA-256 over the names and fingerprints of the datasets. Raises UserError if a file is damaged."""
+    """Verify all files of the datasets. Return the SHA-256 over their names and fingerprints.
+
+    Raises UserError if a file is damaged.
+    """
     lines = []
     for name, folder in sorted(folders.items()):
         for check in check_files(folder):
@@ -168,9 +173,9 @@ def corpus_hash(folders: dict[str, Path]) -> str:
 
 
 def fetch(packages: list[Package], cache: Path) -> dict[Package, Path]:
-    """Return the files of the packages. A file in `cache` is used if its content has the hash in the manifest.
+    """Return package -> file in `cache`. Download a package unless the cached file has the manifest's SHA-256.
 
-    Raises UserError that names all packages that the registries do not serve, or one package whose hash differs.
+    Raises UserError if a downloaded file has another SHA-256 or, after all other downloads, if registries lack packages.
     """
     cache = cache.absolute()  # the clients run in folders of their own
     cache.mkdir(parents=True, exist_ok=True)
@@ -179,7 +184,7 @@ def fetch(packages: list[Package], cache: Path) -> dict[Package, Path]:
         path = cache / package.file
         if not path.exists() or _sha256(path) != package.sha256:
             print(f"fetch {package.label}", file=sys.stderr, flush=True)
-            # In the cache's folder, so that the rename below stays in one file system.
+            # Download inside the cache folder, so that the rename below stays in one file system.
             with tempfile.TemporaryDirectory(dir=cache) as folder:
                 reason = _download(package, Path(folder))
                 files = sorted(Path(folder).iterdir())
@@ -204,7 +209,7 @@ def fetch(packages: list[Package], cache: Path) -> dict[Package, Path]:
 
 
 def _download(package: Package, folder: Path) -> str:
-    """Let pip or apt-get put the package's file into the folder. Return their error output if they fail."""
+    """Download the package's file into `folder` with pip or apt-get. Return the error on failure, empty on success."""
     if package.registry == "pypi":
         command = [
             sys.executable,
@@ -215,7 +220,7 @@ def _download(package: Package, folder: Path) -> str:
             "--disable-pip-version-check",
             "--no-deps",
         ]
-        # Wheels that run anywhere: pip's choice depends neither on a build nor on this machine's Python.
+        # Only platform-independent wheels, so that pip's choice does not depend on this machine and its Python.
         command += [
             "--only-binary=:all:",
             "--platform=any",
@@ -244,7 +249,10 @@ def _share(package: Package, size: str) -> float:
 
 
 def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], folder: Path) -> CorpusText:
-    """Write OUTPUT/text. Print for each package its number of files and bytes, and the number of files left out by reason."""
+    """Write the text of all packages below `folder` as JSON lines, unless it exists there unchanged.
+
+    Print for each package the numbers of files and bytes, and reason -> number of skipped files.
+    """
     files: dict[str, list[str]] = {source: [] for source in manifest.sources}
     digest = hashlib.sha256()
     for package, path in sorted(packages.items(), key=lambda item: item[0].label):
@@ -273,7 +281,7 @@ def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], fo
 
 
 def _chosen(package: Package, share: float) -> Callable[[str], bool]:
-    """Return a function that says by a hash of a file's name whether the file is in this share of the package."""
+    """Return a function from a file's name to whether the file is in the share `share`, decided by a hash of the name."""
 
     def chosen(name: str) -> bool:
         place = hashlib.sha256(f"{package.name}/{name}".encode()).digest()
@@ -283,7 +291,7 @@ def _chosen(package: Package, share: float) -> Callable[[str], bool]:
 
 
 def _train_once(text: CorpusText, vocab_size: int, folder: Path) -> None:
-    """Train the tokenizer, unless the one in the folder was trained on this text."""
+    """Train a tokenizer into `folder`, unless it has one trained on this text with this vocabulary size."""
     made_from = f"{text.sha256} {vocab_size}\n"
     note = folder / _MADE_FROM
     if (folder / MODEL_FILE).exists() and note.exists() and note.read_text() == made_from:

@@ -1,6 +1,6 @@
-"""Make one part: a worker process tokenizes one chunk of the corpus.
+"""Make parts: a worker process tokenizes one chunk of the corpus into one part.
 
-A part has the chunk's tokens and document starts for each split, and a tally.
+A part has tokens and document starts for each split, and a tally.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ from forge.tools.prepare.traits import Traits
 
 TRAIN, VALIDATION = "train", "validation"
 NOTHING = Quality()
-MAX_BAD_FRACTION = 0.01  # allowed fraction of unreadable documents, by default
-SHOWN = 5  # bad documents to report one by one
+MAX_BAD_FRACTION = 0.01  # default of the allowed fraction of unreadable documents
+SHOWN = 5  # unreadable documents named in a report
 Chunk: TypeAlias = list[Piece | TextPart]
 T = TypeVar("T")
-tokenizer_of = lru_cache(maxsize=1)(load_tokenizer)  # once in each worker process
+tokenizer_of = lru_cache(maxsize=1)(load_tokenizer)  # load once per worker process
 
 
 class Tally(BaseModel):
-    """Counts of documents of a chunk, or of all chunks. lost: files with an unknown number of unreadable documents.
+    """Counts for the documents of a chunk, or of all chunks.
 
-    unknown: number of `tokens` for text outside the tokenizer's vocabulary. left_out: readable documents that are left out,
-    by reason. stamp, content: identity of a chunk's input (inputs.py).
+    documents: all documents, readable or not. unknown: how many of `tokens` are the unknown token. bad: unreadable documents;
+    examples: the first of them. lost: the first files with an unknown number of unreadable documents. left_out: reason ->
+    number of readable documents left out. text_bytes: split -> UTF-8 bytes. stamp, content: identity of a chunk's input
+    (inputs.py).
     """
 
     documents: int = 0
@@ -79,10 +81,10 @@ class Tally(BaseModel):
         self.add(Tally(documents=1, bad=1, examples=[document], lost=lost))
 
     def require_readable(self, allowed: float, remedy: str) -> None:
-        """Print the first bad documents.
+        """Print the first unreadable documents. remedy: end of the error message.
 
-        Raises UserError if more than the fraction `allowed` of the documents is bad, or if a file's documents could not be
-        counted.
+        Raises UserError if more than the fraction `allowed` of the documents is unreadable, or if the number of documents
+        in an unreadable file is unknown.
         """
         if not self.bad:
             return
@@ -103,13 +105,13 @@ class Tally(BaseModel):
 
 
 def split_of(digest: bytes, holdout: float) -> str:
-    """Return the split of the document with this digest. It depends on the content, so copies are in the same split."""
+    """Return the split of a document from its digest. Copies have equal digests and are in the same split."""
     return VALIDATION if int.from_bytes(digest, "little") < holdout * 2**64 else TRAIN
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """The options by which chunks become parts in the folder `parts`; see `Request` for the other fields."""
+    """Options for turning chunks into parts. parts: folder of the parts. The other fields are as in `Request`."""
 
     tokenizer: str
     text_key: str
@@ -119,18 +121,18 @@ class Encoding:
 
 
 def hash_chunk(_number: int, chunk: Chunk, how: Encoding) -> str:
-    """Return the hash of the documents of a chunk."""
+    """Read the documents of a chunk and return their hash."""
     return content_of(chunk, tokenizer_of(how.tokenizer), how.text_key, how.quality.metadata)
 
 
 def is_stamped(chunk: Chunk, number: int, parts: Path) -> bool:
-    """Return whether the part of a chunk exists and the stamp of the chunk's files has not changed since."""
+    """Return whether the part of a chunk exists and has the current stamp of the chunk's files."""
     path = part_path(parts, number)
     return path.exists() and read_tally(path).stamp == stamp_of(chunk)
 
 
 def _is_of(chunk: Chunk, number: int, how: Encoding) -> bool:
-    """Return whether the part of a chunk exists and was made from the chunk's current documents."""
+    """Return whether the part of a chunk exists and was made from the current documents. May read the documents."""
     if is_stamped(chunk, number, how.parts):
         return True
     path = part_path(how.parts, number)
@@ -138,9 +140,9 @@ def _is_of(chunk: Chunk, number: int, how: Encoding) -> bool:
 
 
 def encode_chunk(number: int, chunk: Chunk, how: Encoding) -> None:
-    """Make the part of a chunk, unless it was already made from this input or another process is making it.
+    """Make the part of a chunk, unless it exists for the current input or another process is making it.
 
-    Memory does not grow with the chunk: tokens are written to disk immediately.
+    Tokens are written to disk immediately, so memory does not grow with the chunk.
     """
     with open(how.parts / f"part-{number:05d}.lock", "w") as file:
         try:
@@ -159,11 +161,10 @@ def for_chunks(
     workers: int,
     advance: Callable[[int], None],
 ) -> dict[int, T]:
-    """Call `work` on the chunks `numbers` in `workers` processes; return chunk number -> result.
+    """Call `work` on the chunks `numbers` in `workers` processes. Return chunk number -> result.
 
-    advance: called with the chunk's number after each chunk.
-
-    Raises UserError if a worker was killed.
+    With one worker, call `work` in this process. advance: called with each finished chunk's number. Raises UserError if a
+    worker was killed.
     """
     workers, results = min(workers, len(numbers)), dict[int, T]()
     if workers <= 1:
@@ -171,7 +172,7 @@ def for_chunks(
             results[number] = work(number, chunks[number], how)
             advance(number)
     else:
-        context = multiprocessing.get_context("spawn")  # forking a process that has threads is not safe
+        context = multiprocessing.get_context("spawn")  # forking a process with threads is unsafe
         with ProcessPoolExecutor(workers, context) as pool:
             with _ignoring_interrupts():
                 futures = {pool.submit(work, n, chunks[n], how): n for n in numbers}
@@ -193,11 +194,11 @@ def for_chunks(
 
 @contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
-    """In the body, new worker processes inherit a setting that ignores Ctrl-C, which reaches all processes of a terminal.
+    """Ignore SIGINT in the body, so that worker processes started there inherit this setting.
 
-    So the main process ends each worker after its chunk. A handler set by the worker itself would come too late for
-    a Ctrl-C during its start. Outside of the main thread, e.g. in a Dask worker, this does nothing: a thread cannot
-    set a handler, and such a process has no terminal.
+    A terminal sends Ctrl-C to all its processes. Workers ignore the signal, and the main process stops each worker after its
+    current chunk. A handler installed by a worker would miss a Ctrl-C during the worker's start. Outside of the main
+    thread, e.g. in a Dask worker, do nothing: other threads cannot set handlers, and a Dask worker has no terminal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -233,7 +234,10 @@ def _make(number: int, chunk: Chunk, how: Encoding) -> None:
 def _encode(
     chunk: Chunk, how: Encoding, tokens: dict[str, _Tokens], traits: dict[str, Traits], tally: Tally
 ) -> None:
-    """Add the documents of a chunk to the tokens and traits of their splits, and to the tally."""
+    """Tokenize the documents of a chunk into `tokens` and `traits` of their splits, and count them in `tally`.
+
+    Raises UserError if the user's filter fails.
+    """
     tokenizer, quality, text_key = tokenizer_of(how.tokenizer), how.quality, how.text_key
     content = Content()
 
@@ -275,9 +279,9 @@ def _encode(
 
 
 class _Tokens:
-    """Writes documents as they are stored: [bos] ids [eos], without a token that the tokenizer lacks.
+    """Tokenize documents and write their ids to a file: [bos] ids [eos], each marker only if the tokenizer has it.
 
-    Keeps the documents' starts.
+    count: ids written. unknown: unknown ids among them.
     """
 
     def __init__(self, tokenizer: Tokenizer, file: BinaryIO):
@@ -287,7 +291,10 @@ class _Tokens:
         self.count = self.unknown = 0
 
     def add(self, texts: Iterable[str], *, begins: bool = True, ends: bool = True) -> int:
-        """Add a document, given in parts, or only some of its parts. Return the size of these parts in UTF-8."""
+        """Add consecutive parts of a document, all or some. Return the size of the added text in bytes of UTF-8.
+
+        begins, ends: whether the document begins with the first part, and ends with the last.
+        """
         text_bytes = 0
         if begins:
             self._starts.append(self.count)
@@ -307,14 +314,14 @@ class _Tokens:
         self.count += len(ids)
 
     def finish(self) -> np.ndarray:
-        """Flush the tokens to disk; return the documents' start offsets, int64 `[documents]`."""
+        """Sync the file to disk. Return the start offsets of the documents, int64 `[documents]`."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return np.array(self._starts, np.int64)
 
 
 def write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write the arrays to `path`. The file appears only once they are on disk."""
+    """Write `arrays` to `path` atomically: sync a temporary file to disk, then rename it."""
     partial = path.with_suffix(".partial")
     with open(partial, "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
@@ -324,22 +331,22 @@ def write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def part_path(parts: Path, number: int) -> Path:
-    """Return the path of a chunk's document starts and tally, which are written last."""
+    """Return the path of the file with a part's document starts and tally. It is written last and completes the part."""
     return parts / f"part-{number:05d}.npz"
 
 
 def tokens_path(parts: Path, number: int, split: str) -> Path:
-    """Return the path of the token ids that a chunk adds to a split."""
+    """Return the path of the token ids of one split in a part."""
     return parts / f"part-{number:05d}-{split}.bin"
 
 
 def read_tally(path: Path) -> Tally:
-    """Return the counts of a chunk from its file."""
+    """Return the tally in the file `path` of a part."""
     with np.load(path) as part:
         return Tally.model_validate_json(part["tally"].tobytes())
 
 
 def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
-    """Return the ids `[tokens]`, mapped from the file."""
+    """Return the ids `[tokens]` in the file `path`, memory-mapped. dtype: smallest unsigned integer for the vocabulary."""
     dtype = token_dtype(vocab_size)
     return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)

@@ -1,13 +1,12 @@
-"""Text -> token shards, in parallel; the result does not depend on the number of worker processes.
+"""Turn text into token shards, in parallel. The result does not depend on the number of worker processes.
 
-The corpus is cut into chunks by size alone. A worker tokenizes a chunk into one part file, which gets its final name when
-complete. When all parts exist they are joined in order. So after any interruption the same command does only the
-missing work.
+The corpus is cut into chunks by size alone. A worker tokenizes a chunk into a part, whose last file completes the part.
+Finally the parts are joined in order. After an interruption, the same command makes only the missing parts.
 
-    OUTPUT/.parts/plan.json         options and corpus of the parts
-    OUTPUT/.parts/part-00007-train.bin    tokens of chunk 7, for each split
-    OUTPUT/.parts/part-00007.npz    document starts of chunk 7, and a tally; marks the chunk as complete
-    OUTPUT/ or OUTPUT/{train,validation}/    the datasets; .parts is removed when all are complete
+    OUTPUT/.parts/plan.json         options and chunks of the parts
+    OUTPUT/.parts/part-00007-train.bin    tokens of chunk 7, one file per split
+    OUTPUT/.parts/part-00007.npz    document starts and tally of chunk 7; its presence completes the part
+    OUTPUT/ or OUTPUT/{train,validation}/    the datasets; when all are complete, .parts is removed
 """
 
 from __future__ import annotations
@@ -64,15 +63,19 @@ from forge.tools.prepare.writer import ShardWriter
 _PARTS = ".parts"
 METADATA = "metadata.jsonl"
 Kept: TypeAlias = dict[tuple[str, int], np.ndarray]
-_VERSION = 4  # of the rules for cutting a corpus into parts
-# The user's names of options, if they differ.
+_VERSION = 4  # version of the rules for cutting a corpus into chunks
+# Names of options in messages, where they differ from the keys.
 _NAMES = {"filter_code": "code of --filter", "decontaminate_content": "content of --decontaminate"}
 _REMEDY = "choose another --output or delete it"
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request for datasets. holdout: share of documents for OUTPUT/validation; the others go to OUTPUT/train."""
+    """A request for datasets. holdout: share of documents for OUTPUT/validation, the rest going to OUTPUT/train.
+
+    holdout 0: one dataset in OUTPUT. max_bytes: bytes of text to sample; None: all. max_bad_fraction: allowed fraction of
+    unreadable documents.
+    """
 
     inputs: tuple[str, ...]
     tokenizer: str
@@ -84,15 +87,15 @@ class Request:
     extensions: tuple[str, ...] = EXTENSIONS
     max_bad_fraction: float = MAX_BAD_FRACTION
     part: tuple[int, int] | None = None
-    """(k, n): tokenize only the k-th (from 1) of n shares of the chunks, and join nothing."""
+    """(k, n): tokenize only share k (from 1) of n shares of the chunks, and do not join parts."""
     packing: PackingKind | None = None
     seq_len: int = 0
-    """Packing of the training dataset, for sequences of this length."""
+    """Length of the sequences for `packing`, which applies to the training dataset."""
     quality: Quality = NOTHING
 
     @property
     def targets(self) -> dict[str, Path]:
-        """Split -> folder."""
+        """Split -> folder of its dataset."""
         if not self.holdout:
             return {TRAIN: self.output}
         return {TRAIN: self.output / TRAIN, VALIDATION: self.output / VALIDATION}
@@ -101,10 +104,10 @@ class Request:
 def prepare(request: Request) -> list[Path]:
     """Make the datasets, unless they exist, and return their folders. With `request.part`, only make parts and return [].
 
-    Raises UserError for mistakes in the request or the input.
+    Raises UserError if the request or the input is invalid, or if the output has a dataset of another request.
     """
     for cached in (tokenizer_of, known_ngrams):
-        cached.cache_clear()  # the files may have changed since the last call
+        cached.cache_clear()  # the tokenizer's or the n-grams' files may have changed since the last call
     tokenizer = tokenizer_of(request.tokenizer)
     options = _options(request, tokenizer)
     done = _finished_targets(request, options)
@@ -113,7 +116,7 @@ def prepare(request: Request) -> list[Path]:
         _check_input(request, tokenizer)
         shutil.rmtree(
             parts, ignore_errors=True
-        )  # left behind if the last run was interrupted at its very end
+        )  # exists if the last run was interrupted just before this removal
         for folder in request.targets.values():
             print(f"{folder}: already prepared, {_describe(TokenDataset(folder).index)}")
         return _packed(request)
@@ -134,7 +137,7 @@ def prepare(request: Request) -> list[Path]:
         _encode_missing(request, chunks, parts, range(len(chunks)))
         tally = _check_tally(request, corpus, len(chunks), parts)
         found = _identity(read_tally(part_path(parts, number)) for number in range(len(chunks)))
-        for split in done:  # already joined by an interrupted run
+        for split in done:  # datasets finished by an interrupted run
             _require_input(request.targets[split], found)
         kept = _choose(request, parts, len(chunks), tally)
         for split, folder in request.targets.items():
@@ -149,7 +152,7 @@ def prepare(request: Request) -> list[Path]:
 
 
 def _packed(request: Request) -> list[Path]:
-    """Make the packing plan, if one is requested. Return the folders of the datasets."""
+    """Make the packing plan of the training dataset, if requested. Return the folders of the datasets."""
     if request.packing is not None:
         folder = request.targets[TRAIN]
         index = pack(folder, request.packing, request.seq_len)
@@ -160,10 +163,9 @@ def _packed(request: Request) -> list[Path]:
 def _prepare_part(
     request: Request, part: tuple[int, int], options: dict[str, Any], chunks: list[Chunk], parts: Path
 ) -> None:
-    """Tokenize this machine's share of the chunks: share `part` = (number from 1, number of shares).
+    """Tokenize this machine's share of the chunks. part: (number of the share from 1, number of shares).
 
-    All machines write to one folder. A later call with `request.part` None makes the datasets from the finished
-    chunks.
+    All machines write to one folder. A later call without `request.part` joins the parts into datasets.
     """
     number, count = part
     with _locked(parts, shared=True):
@@ -179,7 +181,7 @@ def _prepare_part(
 
 
 def _options(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return everything that the result depends on. It is recorded in dataset.json, which identifies the request."""
+    """Return all options with an influence on the result. dataset.json records them, to recognise an equal request."""
     quality = request.quality
     options = {
         "input": [path if is_url(path) else printable(os.path.abspath(path)) for path in request.inputs],
@@ -198,14 +200,14 @@ def _options(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
-    """Return the splits whose dataset already exists. Raises UserError if a folder holds another dataset."""
+    """Return the splits with a finished dataset. Raises UserError if a folder has a dataset of other options."""
     finished = set()
     for folder in (request.output, request.output / TRAIN, request.output / VALIDATION):
         if not (folder / INDEX).exists():
             continue
         split = next((split for split, target in request.targets.items() if target == folder), None)
         before = {"quality": None} | TokenDataset(folder).index.origin.get("options", dict.fromkeys(options))
-        # An option missing from the dataset, because its version of forge did not have it, is not a difference.
+        # An option missing in the dataset is newer than the dataset, and does not count as a difference.
         differing = (
             [key for key in before if key in options and before[key] != options[key]]
             if split
@@ -219,7 +221,7 @@ def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
 
 
 def _identity(chunks: Iterable[Tally]) -> dict[str, Any]:
-    """Combine the identities of chunks, in order, into the identity of the whole input."""
+    """Return the identity of the whole input: hashes over the stamps and over the contents of its chunks, in order."""
     stamp, content = hashlib.sha256(), hashlib.sha256()
     for chunk in chunks:
         stamp.update(chunk.stamp.encode())
@@ -228,7 +230,7 @@ def _identity(chunks: Iterable[Tally]) -> dict[str, Any]:
 
 
 def _require_input(folder: Path, found: dict[str, Any]) -> None:
-    """Raise UserError if the dataset in `folder` was made from another input than `found`."""
+    """Raise UserError if the dataset in `folder` was made from other content. found: the identity of the current input."""
     before = TokenDataset(folder).index.origin.get("input", found)
     if before["version"] == found["version"] and before["content"] != found["content"]:
         raise UserError(
@@ -237,17 +239,16 @@ def _require_input(folder: Path, found: dict[str, Any]) -> None:
 
 
 def _check_input(request: Request, tokenizer: Tokenizer) -> None:
-    """Check that finished datasets were made from the current input. Raises UserError.
+    """Raise UserError if finished datasets were made from other content than the current input.
 
-    Reads documents only if a file's stamp has changed. If the input no longer exists, e.g. after a move, nothing is
-    compared.
+    Documents are read only if a file's stamp has changed. If the input no longer exists, nothing is compared.
     """
     if gone := [path for path in request.inputs if not is_url(path) and not os.path.exists(path)]:
         print(f"--input {gone[0]}: does not exist, so it is not compared with the dataset", file=sys.stderr)
         return
     before = [TokenDataset(folder).index.origin.get("input", {}) for folder in request.targets.values()]
     if {} in before:
-        return  # made by an older version
+        return  # a dataset of an older version has no identity of its input
     chunks, _ = _find_chunks(request, tokenizer)
     tallies = [Tally(stamp=stamp_of(chunk)) for chunk in chunks]
     if all(one["stamp"] == _identity(tallies)["stamp"] for one in before):
@@ -264,15 +265,16 @@ def _check_input(request: Request, tokenizer: Tokenizer) -> None:
 
 def _find_chunks(request: Request, tokenizer: Tokenizer) -> tuple[list[Chunk], Corpus]:
     corpus = find_corpus(request.inputs, request.extensions, request.max_bytes, request.text_key)
-    # Decisions about whole texts need each text in one piece.
+    # Quality rules judge whole texts, so with these no text is cut.
     return _cut(corpus, tokenizer, request.holdout, cut_texts=not request.quality.is_on)
 
 
 def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) -> tuple[list[Chunk], Corpus]:
-    """Cut the corpus into chunks of about 1/256 of the whole, at least 1 MB (a chunk has a fixed cost) and at most 128 MB.
+    """Cut the corpus into chunks of about 1/256 of its size, at least 1 MiB (for the fixed cost of a chunk), at most 128 MiB.
 
-    A text file is one document. It is cut only where that does not change its tokens. A compressed file is not cut, because
-    it is read from its start. The returned corpus also lists the large text files that proved to be unreadable.
+    A text file is one document; a cut inside it leaves its tokens unchanged. cut_texts: False: cut no text file. A
+    compressed file is not cut, because it can be read only from its start. Return the chunks, and the corpus with
+    unreadable large text files added.
     """
     chunk_bytes = min(max(sum(piece.size for piece in corpus.pieces) // 256, 1 << 20), 128 << 20)
     chunks: list[Chunk] = [[]]
@@ -299,9 +301,9 @@ def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) 
 
 @contextmanager
 def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
-    """In the body, lock the output folder: for this program alone, or with `shared` together with others.
+    """Lock the output folder in the body. shared: other processes with `shared` may hold the lock at the same time.
 
-    The kernel releases the lock at exit.
+    The kernel releases the lock when the process ends. Raises UserError if the lock is taken or the folder not writable.
     """
     try:
         parts.mkdir(parents=True, exist_ok=True)
@@ -323,10 +325,10 @@ def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
 
 
 def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], shared: bool = False) -> None:
-    """Keep the parts of an interrupted run only if its chunks and options were the same.
+    """Remove existing parts made from other options or chunks, and write this run's options and chunks to `parts`.
 
-    shared: raise UserError if there are parts of other chunks or options, instead of removing them. `encode_chunk`
-    compares each part with the content of its chunk.
+    shared: raise UserError for parts with other options, instead of removing them. Changed documents are found later:
+    `encode_chunk` compares each part with the content of its chunk.
     """
     digest = hashlib.sha256()
     for number, (file, *places) in ((n, piece) for n, chunk in enumerate(chunks) for piece in chunk):
@@ -374,7 +376,7 @@ def _encode_missing(request: Request, chunks: list[Chunk], parts: Path, wanted: 
 
 
 def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> Tally:
-    """Sum and report the tallies of all parts. Raises UserError if too many documents are bad or a split would be empty."""
+    """Return the sum of all tallies, and print warnings. Raises UserError for too many bad documents or an empty split."""
     tally = Tally()
     for bad in corpus.unreadable:
         tally.add_bad(bad)
@@ -382,7 +384,9 @@ def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> T
         found = read_tally(part_path(parts, number))
         tally.add(found)
         if found.lost:
-            part_path(parts, number).unlink()  # the file may be readable next time, without a change
+            part_path(
+                parts, number
+            ).unlink()  # retry next time: the file may be readable then, with an equal stamp
     if tally.unknown:
         print(
             f"warning: {tally.unknown:,} of {tally.tokens:,} tokens ({tally.unknown / tally.tokens:.2%}) are unknown ones: "
@@ -402,7 +406,10 @@ def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> T
 
 
 def _choose(request: Request, parts: Path, count: int, tally: Tally) -> Kept:
-    """Return the documents to keep for each split and chunk. Count the others in `tally` and print the counts."""
+    """Return (split, chunk) -> mask of documents to keep, without duplicates; empty without quality rules.
+
+    Update `tally`, and print the number of documents left out by reason.
+    """
     if not request.quality.is_on:
         return {}
     splits = [split for split in (VALIDATION, TRAIN) if split in request.targets]

@@ -1,4 +1,7 @@
-"""Decide which documents are left out: by a user's function, by passages of given files, or as duplicates. Off by default."""
+"""Leave out documents rejected by a user's filter, documents sharing passages with given files, and duplicates.
+
+All three rules are off by default.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ from forge.tools.prepare.corpus import find_corpus
 from forge.tools.prepare.documents import Bad, read_documents
 
 PERMUTATIONS, BANDS = 128, 16
-"""Two documents are compared if all 8 numbers of one of 16 bands of their signatures are equal: at a similarity of 0.8
-with probability 0.95, at 0.5 with 0.06."""
+"""MinHash signatures have 128 numbers in 16 bands of 8. Two documents are compared if they agree in a whole band. The
+probability of this is 0.95 at a Jaccard similarity of 0.8, and 0.06 at 0.5."""
 SIMILAR = 0.8
 _SHINGLE = 5  # words
 _WORD = re.compile(r"\w+")
@@ -34,11 +37,11 @@ class FilterFailed(Exception):
 
 @dataclass(frozen=True)
 class Quality:
-    """The rules by which documents are left out, and the metadata that is kept beside the text.
+    """Rules for leaving out documents, and the metadata to keep.
 
-    filter: import path of a function of (text, metadata). It returns None, or in a word or two the reason to leave out a
-    document. decontaminate: files; a document that shares `ngram` consecutive words with one of their documents is left
-    out. duplicates: leave out exact or near copies of an earlier document's text. metadata: keys of a record to keep.
+    filter: import path of a function of (text, metadata). It returns None to keep a document, or a short reason to leave
+    it out. decontaminate: files; a document sharing `ngram` consecutive words with one of them is left out. duplicates:
+    leave out exact or near copies of earlier documents. metadata: keys of a record, kept in metadata.jsonl.
     """
 
     filter: str = ""
@@ -52,7 +55,7 @@ class Quality:
         return bool(self.filter or self.decontaminate or self.duplicates != "none" or self.metadata)
 
     def options(self) -> dict[str, Any] | None:
-        """Return everything that the result depends on, as JSON; None if nothing is requested."""
+        """Return all fields as a JSON object; None if no rule is set."""
         if not self.is_on:
             return None
         return {
@@ -60,9 +63,9 @@ class Quality:
         }
 
     def reason(self, text: str, metadata: Mapping[str, Any], text_key: str) -> str | None:
-        """Return the reason to leave out a document, by the rules that look at this document only; None: no rule applies.
+        """Return the reason to leave out a document, according to filter and decontamination; None: keep the document.
 
-        Duplicates are found later (`duplicates`). Raises FilterFailed.
+        Duplicates are found later (`duplicates`). Raises FilterFailed if the filter raises.
         """
         if self.filter:
             keep = load_filter(self.filter)
@@ -80,11 +83,9 @@ class Quality:
 
 
 def filter_code(path: str) -> str:
-    """Return the SHA-256 of the filter's source.
+    """Return the SHA-256 of the filter's source files: the module defining the function, and the module in `path`.
 
-    That is the module that defines the function, and the module in its import path.
-
-    Modules imported by these are not read.
+    Modules imported by these are not hashed.
     """
     names = {path.partition(":")[0], getattr(load_filter(path), "__module__", None)}
     files = {getattr(sys.modules.get(name or ""), "__file__", None) for name in names}
@@ -95,14 +96,14 @@ def filter_code(path: str) -> str:
 
 
 def decontaminate_content(quality: Quality, text_key: str) -> str:
-    """Return the SHA-256 of the n-grams of the --decontaminate files. Raises UserError if a file cannot be read."""
+    """Return the SHA-256 of the n-grams in the --decontaminate files. Raises UserError if a file cannot be read."""
     known = known_ngrams(quality.decontaminate, quality.ngram, text_key)
     return hashlib.sha256(np.array(sorted(known), np.uint64).tobytes()).hexdigest()
 
 
 @lru_cache(maxsize=1)
 def load_filter(path: str) -> Keep:
-    """Import the user's filter function. Raises UserError if it cannot be imported."""
+    """Import the user's filter function, MODULE:FUNCTION. Raises UserError if the import fails."""
     try:
         return load_function(path)
     except ValueError as error:
@@ -111,10 +112,9 @@ def load_filter(path: str) -> Keep:
 
 @lru_cache(maxsize=1)
 def known_ngrams(files: tuple[str, ...], n: int, text_key: str) -> frozenset[int]:
-    """Return the n-grams of the documents in `files`. A document with fewer than `n` words has none.
+    """Return the hashes of all n-grams in the documents of `files`. A document of fewer than `n` words has none.
 
-    Raises UserError if a file cannot be read or is skipped, because the n-grams of an unread test set would not be
-    removed.
+    Raises UserError if any file is unreadable or would be skipped, because a test set could otherwise be missed silently.
     """
     found: set[int] = set()
     corpus = find_corpus(files, text_key=text_key, option="--decontaminate")
@@ -133,7 +133,7 @@ def known_ngrams(files: tuple[str, ...], n: int, text_key: str) -> frozenset[int
 
 
 def ngrams(text: str, n: int) -> Iterator[int]:
-    """Yield hashes of `n` consecutive words, in lower case and without punctuation."""
+    """Yield a 64-bit hash for each run of `n` consecutive words, in lower case and without punctuation."""
     words = _WORD.findall(text.lower())
     for first in range(len(words) - n + 1):
         yield _hash(" ".join(words[first : first + n]))
@@ -145,15 +145,15 @@ def _hash(text: str) -> int:
 
 @lru_cache(maxsize=1)
 def _coefficients() -> tuple[np.ndarray, np.ndarray]:
-    """Return the coefficients of PERMUTATIONS hash functions. They are fixed, because processes compare their signatures."""
+    """Return scale and shift of the hash functions, uint64 `[PERMUTATIONS]` each. Constant, to make signatures comparable."""
     draws = np.random.default_rng(20240410).integers(0, 1 << 64, (2, PERMUTATIONS), dtype=np.uint64)
     return draws[0] | np.uint64(1), draws[1]
 
 
 def signature(text: str) -> np.ndarray:
-    """Return the MinHash of the text's runs of five words, uint32 `[PERMUTATIONS]` (Broder, 1997).
+    """Return the MinHash signature of a text, uint32 `[PERMUTATIONS]`, over its runs of five words (Broder, 1997).
 
-    The expected share of equal positions in two signatures is the Jaccard similarity of the texts' sets of runs.
+    The expected share of equal numbers in two signatures is the Jaccard similarity of the two sets of runs.
     """
     words = _WORD.findall(text.lower()) or [text]
     last = max(1, len(words) - _SHINGLE + 1)
@@ -162,24 +162,25 @@ def signature(text: str) -> np.ndarray:
     scale, shift = _coefficients()
     least = np.full(PERMUTATIONS, np.iinfo(np.uint64).max)
     for begin in range(0, len(values), 4096):
-        # Products modulo 2^64; their upper half is well hashed (Dietzfelbinger et al., 1997).
+        # Multiply-shift hashing: the upper half of products modulo 2^64 (Dietzfelbinger et al., 1997).
         mixed = values[begin : begin + 4096, None] * scale + shift
         least = np.minimum(least, mixed.min(axis=0))
     return (least >> np.uint64(32)).astype(np.uint32)
 
 
 def first_of_equal(digests: np.ndarray) -> np.ndarray:
-    """Return, for each element of uint64 `[n]`, the index of the first equal element: int64 `[n]`."""
+    """Return, for each element of `digests`, uint64 `[n]`, the index of the first equal element, int64 `[n]`."""
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     return first[inverse]
 
 
 def first_of_similar(signatures: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-    """Return, for each signature of `[n, PERMUTATIONS]`, the index of the first member of its group: int64 `[n]`.
+    """Group similar documents. Return, for each document, the index of the first member of its group, int64 `[n]`.
 
-    Two of `candidates` are in one group if they have an equal band and at least SIMILAR of their positions are equal, or if
-    both are in a group with a third. All others are alone. Bands are compared one at a time, so memory is one number per
-    document.
+    signatures: uint32 `[n, PERMUTATIONS]`. candidates: indices of documents to group; every other document is alone.
+
+    Two documents are similar if they agree in a band and in at least the share SIMILAR of all numbers. Groups are the
+    connected components of similar documents. Bands are compared one at a time, so memory is one number per document.
     """
     parent = np.arange(len(signatures))
 
@@ -208,7 +209,10 @@ def first_of_similar(signatures: np.ndarray, candidates: np.ndarray) -> np.ndarr
 
 
 def duplicates(digests: np.ndarray, signatures: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return two masks, bool `[n]`: exact copies, and near copies, of an earlier document."""
+    """Return two masks, bool `[n]`: exact copies and near copies of an earlier document.
+
+    digests: uint64 `[n]`. signatures: uint32 `[n, PERMUTATIONS]`; None: no document is a near copy.
+    """
     first = first_of_equal(digests)
     exact = first != np.arange(len(digests))
     if signatures is None:
@@ -218,7 +222,7 @@ def duplicates(digests: np.ndarray, signatures: np.ndarray | None) -> tuple[np.n
 
 
 def add_counts(counts: dict[str, int], more: Iterable[tuple[str, int]]) -> None:
-    """Add the pairs (reason, count) in `more` to `counts`."""
+    """Add the pairs (reason, count) in `more` to `counts`, in place. Counts of 0 add no key."""
     for reason, count in more:
         if count:
             counts[reason] = counts.get(reason, 0) + count

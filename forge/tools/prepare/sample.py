@@ -1,4 +1,4 @@
-"""A sample of a corpus: a budget of bytes shared over all files. From large files it takes ranges spread over the file."""
+"""Sample a corpus: share a budget of bytes among all files. A large file contributes ranges spread over its length."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import NamedTuple
 from forge.tools.prepare.content import File, text_bytes
 
 TO_THE_END = sys.maxsize
-# Bytes of a range: a thousandth of the budget, within these limits.
+# Limits of the bytes in a range; within the limits a range has 1/1024 of the budget.
 _SHORTEST, _LONGEST = 4096, 1 << 20
-# A compressed file must be read from its start. Its ranges are spread over its first bytes only: this many times its share
-# of the budget, or at least these bytes.
+# A compressed file can be read only from its start. Its ranges are spread over its first bytes: _REACH times its share of the
+# budget, at least _LEAST_REACH bytes.
 _REACH, _LEAST_REACH = 16, 16 << 20
 
 
 class Piece(NamedTuple):
-    """A part of a file's decompressed content: within bytes begin ... end - 1, the first `take` of every `step` bytes.
+    """Ranges of a file's decompressed content: the first `take` of every `step` bytes, from byte `begin` to `end` - 1.
 
-    step 0: all these bytes.
+    step: 0: one range from `begin` to `end` - 1.
 
-    A JSON line belongs to the range in which it begins, a Parquet row to the range with its share of the file. Each range
-    of a text file is a document.
+    A JSON line belongs to the range with its first byte. Rows of Parquet are divided in proportion to the bytes of the file.
+    Each range of a text file is a document.
     """
 
     file: File
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of bytes to read; for a whole compressed file, its bytes on disk."""
+        """The number of decompressed bytes in the ranges; for a whole compressed file, its bytes on disk."""
         if self.step:
             return sum(end - begin for begin, end in self.ranges())
         return self.file.size if self.end == TO_THE_END else self.end - self.begin
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
         return not self.begin and not self.step and self.end in (self.file.size, TO_THE_END)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield (begin, end), ascending."""
+        """Yield (begin, end) of each range, in ascending order."""
         if not self.step:
             yield self.begin, self.end
             return
@@ -53,25 +53,25 @@ class Piece(NamedTuple):
             yield begin, min(begin + self.take, self.end)
 
     def parts(self, size: int) -> Iterator[Piece]:
-        """Yield pieces of at most `size` bytes, but at least one range each. Together they have the same documents."""
+        """Divide the piece into pieces of up to `size` bytes, at least one range each. All documents are kept."""
         span = self.step * max(1, size // self.take) if self.step else size
         for begin in range(self.begin, self.end, span):
             yield self._replace(begin=begin, end=min(begin + span, self.end))
 
 
 def whole(file: File) -> Piece:
-    """Return the whole file as one piece."""
+    """Return the piece with all bytes of the file."""
     return Piece(file, end=TO_THE_END if file.compression else file.size)
 
 
 def sample(files: Sequence[File], max_bytes: int, text_key: str) -> tuple[list[Piece], int, int]:
-    """Take about `max_bytes` of the text of the files, in their order. Every byte has the same chance.
+    """Sample about `max_bytes` of text from the files, every byte with equal probability.
 
-    Returns the pieces, their size and the size of all files, both in bytes of text; see `text_bytes`.
+    Return the pieces in the order of `files`, their size and the size of all files, both in estimated bytes of text.
 
-    A file that is not larger than one range is taken whole or not at all, in the order of a hash of the keys. Larger files
-    share the rest of the budget in proportion to their size, in ranges at equal distances. The sample depends only on keys,
-    sizes and content.
+    A file no larger than one range is taken whole or not at all, in the order of a hash of its key. Larger files share the
+    rest of the budget in proportion to their sizes, as ranges at equal distances. The sample depends only on keys, sizes
+    and content.
     """
     sizes = [text_bytes(file, text_key) for file in files]
     found = sum(sizes)
@@ -101,10 +101,10 @@ def sample(files: Sequence[File], max_bytes: int, text_key: str) -> tuple[list[P
 
 
 def _spread(file: File, size: int, count: int, take: int) -> Piece:
-    """Return `count` evenly spread ranges of `take` bytes each, in a text of `size` bytes."""
+    """Return the piece with `count` evenly spread ranges of `take` bytes each. size: bytes of text in the file."""
     if file.compression:
         size = min(size, max(_REACH * count * take, _LEAST_REACH))
-    elif file.kind == "parquet":  # its ranges are shares of the file
+    elif file.kind == "parquet":  # ranges are in bytes on disk, not in bytes of text
         size, take = file.size, max(1, take * file.size // size)
     step = size // count
     if step <= take:

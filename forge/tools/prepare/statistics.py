@@ -1,4 +1,4 @@
-"""A page about a dataset: its size, the lengths of its documents, left-out documents, its sources, sample texts."""
+"""Make a page about a dataset: its size, document lengths, left-out documents, packing, metadata and sample texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge.runtime.remote import join
 from forge.tools.prepare.prepare import METADATA
 
 _BAR, _LEFT, _WIDTH = 18, 90, 720  # pixels
-_SHOWN = 12  # values of a key of the metadata
+_SHOWN = 12  # values shown per metadata key
 _STYLE = (
     "body{font-family:sans-serif;max-width:960px;margin:2em auto;color:#333}td,th{padding:2px 12px 2px 0;text-align:left}"
     "pre{white-space:pre-wrap;background:#f5f5f5;padding:8px}"
@@ -24,7 +24,10 @@ _STYLE = (
 
 
 def page(folder: Path, tokenizer: Tokenizer | None, samples: int = 5, excerpt: int = 300) -> str:
-    """Return the page of the dataset in `folder` as HTML. With the tokenizer it shows `samples` documents."""
+    """Return a page about the dataset in `folder` as HTML.
+
+    tokenizer: decodes the first `excerpt` tokens of `samples` random documents; None: show no documents.
+    """
     dataset = TokenDataset(folder)
     index = dataset.index
     lengths = document_lengths(dataset)
@@ -66,7 +69,7 @@ def page(folder: Path, tokenizer: Tokenizer | None, samples: int = 5, excerpt: i
 
 
 def document_lengths(dataset: TokenDataset) -> np.ndarray:
-    """Return the number of tokens of each document, int64 `[documents]`."""
+    """Read the document starts and return the number of tokens of each document, int64 `[documents]`."""
     starts, first = [], 0
     for shard in dataset.index.shards:
         found = np.fromfile(join(dataset.path, shard.document_file.name), START_DTYPE)
@@ -76,7 +79,7 @@ def document_lengths(dataset: TokenDataset) -> np.ndarray:
 
 
 def histogram(lengths: np.ndarray) -> str:
-    """Return a histogram of the documents' lengths, in powers of two, as SVG."""
+    """Return a histogram of document lengths, with bins by powers of two, as SVG."""
     exponents, counts = np.unique(np.log2(lengths).astype(int), return_counts=True)
     bars = []
     for place, (exponent, count) in enumerate(zip(exponents.tolist(), counts.tolist(), strict=True)):
@@ -100,7 +103,7 @@ def _plans(folder: Path) -> list[tuple[str, str]]:
 
 
 def _metadata(folder: Path) -> list[str]:
-    """Return a table of the most frequent values of each metadata key, as HTML."""
+    """Return, for each metadata key, a heading and a table of its most frequent values, as HTML."""
     path = folder / METADATA
     counts: dict[str, Counter[str]] = {}
     if path.exists():

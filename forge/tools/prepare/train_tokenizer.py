@@ -1,4 +1,4 @@
-"""Train a SentencePiece tokenizer that decodes every text exactly."""
+"""Train a lossless SentencePiece tokenizer: decoding gives back every text exactly."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from forge.tools.prepare.documents import Bad, read_documents
 from forge.tools.prepare.part import MAX_BAD_FRACTION, Tally
 
 LEAST_SAMPLE = 32_000_000
-# Measured with 8,000 (32,000) pieces of source code: the share of pieces with fewer than ten occurrences in the sample
-# is 31% (68%) from 250 bytes per piece, 8% (14%) from 1,000, 6% from 2,000.
+# Bytes of text per piece of the vocabulary. Measured on source code with 8,000 pieces (in parentheses: 32,000): the share
+# of pieces with fewer than ten occurrences is 31% (68%) at 250 bytes per piece, 8% (14%) at 1,000, and 6% at 2,000.
 BYTES_PER_PIECE = 1000
 _LEAST_VOCAB = 260
 _SENTENCE_BYTES = 4096
@@ -33,12 +33,14 @@ def train_tokenizer(
     text_key: str = "text",
     extensions: Sequence[str] = EXTENSIONS,
 ) -> SentencePieceTokenizer:
-    """Train on a sample of the corpus and write OUTPUT/tokenizer.model. The same input gives the same file.
+    """Train on a sample of the corpus and write OUTPUT/tokenizer.model. Equal input gives an equal file.
 
-    The sample has `max_bytes`, by default 1,000 per piece of the vocabulary and at least 32 MB. The model is BPE over the
-    unchanged text: no normalisation, and no added or merged spaces. Runs of spaces and line ends are pieces, digits are
-    separate pieces, and characters outside the vocabulary become bytes. Ids: 0 unknown (never produced), 1 begins and 2
-    ends a document.
+    max_bytes: size of the sample; None: 1,000 bytes per piece of the vocabulary, at least 32 MB. The model is BPE over the
+    unchanged text, without normalisation and without added or merged spaces. Runs of spaces and of line ends are pieces,
+    each digit is a piece, and characters outside the vocabulary become bytes. Ids: 0 unknown (never produced), 1 beginning
+    of a document, 2 end of a document.
+
+    Raises UserError if the vocabulary is too small or too large for the text, or if the text is unreadable.
     """
     if vocab_size < _LEAST_VOCAB:
         raise UserError(
@@ -52,14 +54,14 @@ def train_tokenizer(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            pass  # fail now rather than after minutes of training
+            pass  # fail before minutes of training if the folder is not writable
     except OSError as error:
         raise UserError(f"--output {folder}: cannot be written: {error.strerror}") from None
     for note in corpus.notes():
         print(f"tokenizer: {note}", file=sys.stderr)
     what = f"{vocab_size} pieces from {corpus.text_bytes / 1e6:.1f} MB in {len(corpus.pieces)} files"
     print(f"tokenizer: {what}", file=sys.stderr, flush=True)
-    # A sample may end a little below its budget; training fails with less than one byte per piece.
+    # 0.9: a sample may end a little below its budget. With less than one byte per piece, training itself fails.
     if vocab_size < corpus.text_bytes < 0.9 * needed:
         print(
             f"warning: a vocabulary of {vocab_size} needs about {needed / 1e6:.1f} MB of text, {BYTES_PER_PIECE} bytes per "
@@ -99,7 +101,7 @@ def _train(sentences: Iterator[str], vocab_size: int) -> bytes:
             bos_id=1,
             eos_id=2,
             pad_id=-1,
-            num_threads=2,  # the model file records it, so it must not depend on the machine
+            num_threads=2,  # constant, because the model file records the number
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
@@ -108,19 +110,19 @@ def _train(sentences: Iterator[str], vocab_size: int) -> bytes:
 
 
 def _reason(message: str) -> str:
-    """Explain an error of SentencePiece in terms of the command's options."""
+    """Return an explanation of SentencePiece's error `message` in terms of the command's options."""
     if found := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
         return f"needs at least {found[1]}: 256 bytes, 3 specials and the common characters of the text"
     if found := re.search(r"Vocabulary size too high .* value <= (\d+)", message):
         return f"the text of the sample gives at most {found[1]} pieces; lower it, or give more text (--input, --max-bytes)"
-    # In "Internal: src/trainer_interface.cc(590) [condition] What is wrong." the text after the bracket is the reason.
+    # The reason follows the bracket, as in "Internal: src/trainer_interface.cc(590) [condition] REASON".
     return "SentencePiece: " + re.sub(r"^.*?\] ?", "", message)
 
 
 def _require_readable(corpus: Corpus, text_key: str) -> bool:
-    """Read the sample once and return whether it has text. Raises UserError if too much of it is unreadable.
+    """Read the sample and return whether it has a readable document. Raises UserError if too many are unreadable.
 
-    SentencePiece reads all sentences before it trains, and no exception can pass through its loop over them.
+    The check precedes training, because exceptions cannot pass through SentencePiece's loop over sentences.
     """
     tally = Tally()
     for bad in corpus.unreadable:
@@ -138,7 +140,10 @@ def _require_readable(corpus: Corpus, text_key: str) -> bool:
 
 
 def _sentences(corpus: Corpus, text_key: str) -> Iterator[str]:
-    """Yield groups of whole lines, because pieces may contain line ends. Unreadable documents are left out."""
+    """Yield groups of whole lines, of up to _SENTENCE_BYTES characters. Unreadable documents are left out.
+
+    Line ends stay in the groups, because pieces may contain them.
+    """
     for piece in corpus.pieces:
         for document in read_documents(piece, text_key):
             if isinstance(document, Bad):

@@ -1,8 +1,8 @@
-"""Data about each document of a chunk, kept beside the tokens if duplicates are left out or metadata are kept.
+"""Traits of each document in a chunk, stored beside the tokens if a quality rule is set.
 
-part-00007-train-documents.npy     for each document, its digest and the size of its text in UTF-8
-part-00007-train-signatures.npy    its MinHash, if near duplicates are left out
-part-00007-train-metadata.jsonl    its metadata, one line per document
+part-00007-train-documents.npy     per document: digest, and size of the text in bytes of UTF-8
+part-00007-train-signatures.npy    per document: MinHash signature; empty unless near duplicates are left out
+part-00007-train-metadata.jsonl    per document: a line with its metadata; empty without metadata keys
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DOCUMENTS = np.dtype([("digest", "<u8"), ("bytes", "<u8")])
 
 
 class Traits:
-    """Collects the traits of the documents of one chunk and split. Does nothing if no option needs them."""
+    """The traits of the documents in one chunk and split. Without a quality rule, collect and write nothing."""
 
     def __init__(self, quality: Quality):
         self._quality, self._found = quality, array("Q")
@@ -49,10 +49,10 @@ class Traits:
 def find_duplicates(
     parts: Path, count: int, splits: Sequence[str], quality: Quality
 ) -> tuple[dict[tuple[str, int], np.ndarray], dict[str, int]]:
-    """Return (split, chunk) -> mask of kept documents, bool `[n]`, and the number of left-out documents by reason.
+    """Find duplicates over all parts. Return (split, chunk) -> mask of documents to keep, bool `[n]`, and reason -> count.
 
-    The first of several duplicates stays, in the order of `splits` and then of the chunks. Held-out documents come first,
-    so none of them has a copy in the training data.
+    Of several duplicates the first stays, in the order of `splits` and then of the chunks. With the held-out split first in
+    `splits`, no held-out document has a copy in the training data.
     """
     places = [(split, number) for split in splits for number in range(count)]
     tables = [_read(parts, number, split, "documents.npy") for split, number in places]
@@ -72,12 +72,12 @@ def find_duplicates(
 
 
 def text_bytes(parts: Path, number: int, split: str, kept: np.ndarray) -> int:
-    """Return the size of the kept documents in UTF-8."""
+    """Return the size of the kept documents of a part, in bytes of UTF-8. kept: bool `[documents]`."""
     return int(_read(parts, number, split, "documents.npy")["bytes"][kept].sum())
 
 
 def metadata_lines(parts: Path, number: int, split: str, kept: np.ndarray) -> Iterator[bytes]:
-    """Yield the metadata lines of the kept documents."""
+    """Yield the metadata lines of the kept documents of a part. kept: bool `[documents]`."""
     with open(_path(parts, number, split, "metadata.jsonl"), "rb") as lines:
         for line, wanted in zip(lines, kept, strict=True):
             if wanted:
@@ -85,7 +85,7 @@ def metadata_lines(parts: Path, number: int, split: str, kept: np.ndarray) -> It
 
 
 def select(tokens: np.ndarray, starts: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens and starts of the kept documents."""
+    """Return tokens and starts of the kept documents. starts: offsets of documents in `tokens`. kept: bool `[documents]`."""
     if kept.all():
         return tokens, starts
     lengths = np.diff(starts, append=len(tokens))

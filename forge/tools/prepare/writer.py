@@ -1,4 +1,4 @@
-"""Write a dataset folder (docs/reference/data-format.md). `dataset.json` is written last and makes it a dataset."""
+"""Write a dataset folder (docs/reference/data-format.md). Its last file, `dataset.json`, completes the dataset."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from forge.runtime.files import replace_atomically, sync_folder
 from forge.runtime.remote import BLOCK_BYTES
 
 SHARD_BYTES = 512 << 20
-_AT_ONCE = 1 << 20  # tokens copied at once: a part may not fit into memory
+_AT_ONCE = 1 << 20  # tokens copied at a time, because a part may not fit into memory
 
 
 class ShardWriter:
-    """Append documents to shards of at most `shard_bytes`; `finish` makes the folder a dataset.
+    """Append documents to shards of at most `shard_bytes` bytes. `finish` completes the dataset.
 
-    The name of an incomplete file begins with a dot, so an interrupted writer leaves no file that looks finished.
-    The next writer overwrites these files. A document may continue in the next shard.
+    The name of an incomplete file begins with a dot, so an interrupted writer leaves no seemingly complete file. The next
+    writer overwrites incomplete files. A document may continue in the next shard. Raises UserError if the folder already
+    has a dataset.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class ShardWriter:
         self._max_token_id = -1
 
     def append(self, tokens: np.ndarray, starts: np.ndarray) -> None:
-        """Append documents: integer tokens `[n]`, and the documents' ascending start offsets, `[documents]`."""
+        """Append documents. tokens: integers `[n]`. starts: ascending offsets of documents in `tokens`, `[documents]`."""
         if not len(tokens):
             return
         largest = int(tokens.max())
@@ -71,9 +72,9 @@ class ShardWriter:
                 self._close_shard()
 
     def finish(self, text_bytes: int = 0, origin: dict[str, Any] | None = None) -> DatasetIndex:
-        """Complete the last shard and write `dataset.json`.
+        """Complete the last shard, write `dataset.json` and return its content.
 
-        `text_bytes`: size in UTF-8 of the text of all tokens. `origin`: a note on how the dataset was made.
+        text_bytes: size of the text behind all tokens, in bytes of UTF-8. origin: how the dataset was made, as JSON.
         """
         self._close_shard()
         index = DatasetIndex(
@@ -113,14 +114,17 @@ class ShardWriter:
 
 
 class _HashedFile:
-    """A file hashed while it is written, whole and by block. It gets its name when it is complete and on disk."""
+    """A file with a temporary name, hashed while it is written, as a whole and by block.
+
+    `close` syncs the file to disk and renames it.
+    """
 
     def __init__(self, path: Path):
         self._path = path
         self._partial = path.with_name("." + path.name)
         self._file: BinaryIO = open(self._partial, "wb")  # noqa: SIM115
         self._digest = hashlib.sha256()
-        self._block = bytearray()  # begun, not full
+        self._block = bytearray()  # the current block, not yet full
         self.digests: list[bytes] = []
 
     def write(self, values: np.ndarray | bytes) -> None:

@@ -1,4 +1,4 @@
-"""Sections about the course of runs: curves over steps, events, and goodput."""
+"""Sections of the report on the course of runs: curves over steps, events, and goodput."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forge.tools.report.draw import WIDE, Curve, Lane, Mark, curves, lanes, shar
 from forge.tools.report.parts import PageSection, Picture, Table, sampled
 from forge.tools.report.read import Points, RunRecord
 
-# Event -> kind of its mark in the curves, a key of MARKS in draw.py.
+# Event -> mark drawn in the curves at its step, a key of MARKS in draw.py.
 MARKED = {
     "resumed": "restart",
     "skipped": "skipped",
@@ -24,7 +24,7 @@ EVENTS_SHOWN = 40
 
 
 def summary(runs: Sequence[RunRecord]) -> Table:
-    """Return the table at the head of the page: one column per run."""
+    """Return the summary table at the head of the page: one column per run."""
     rows: list[tuple[str, Callable[[RunRecord], Any]]] = [
         ("state", lambda run: run.status.get("state", "unknown")),
         ("reason", lambda run: run.status.get("reason", "")),
@@ -60,7 +60,7 @@ def _share(value: float | None) -> str | None:
 
 
 def course_sections(runs: Sequence[RunRecord]) -> list[PageSection]:
-    """Return the sections on loss, optimization, speed, events and time."""
+    """Return the sections on learning, speed and memory, events, and goodput."""
     learning = PageSection(
         "Learning", parts=_pictures(_loss(runs), _field(runs, "grad_norm"), _field(runs, "lr"))
     )
@@ -84,7 +84,7 @@ def _pictures(*made: Picture | None) -> list[Any]:
 
 
 def marks_of(run: RunRecord) -> list[Mark]:
-    """Return the events of a run that are marked in its curves."""
+    """Return the marks of a run's events in its curves: events of MARKED with a step."""
     return [
         Mark(float(event["step"]), MARKED[event["event"]])
         for event in run.events_of(*MARKED)
@@ -95,7 +95,10 @@ def marks_of(run: RunRecord) -> list[Mark]:
 def picture(
     key: str, caption: str, drawn: Sequence[Curve], unit: str, *, marks: Sequence[Mark] = (), **options: Any
 ) -> Picture | None:
-    """Return curves as a figure with a table of their numbers; None without points."""
+    """Return a figure of the curves with a table of their numbers; None if no curve has a point.
+
+    key: prefix of the ids in the SVG, unique in the page. options: keyword arguments of `draw.curves`.
+    """
     drawn = [curve for curve in drawn if curve.points[0]]
     if not drawn:
         return None
@@ -108,7 +111,7 @@ def picture(
 
 
 def loss_curves(runs: Sequence[RunRecord]) -> list[Curve]:
-    """Return the losses of training and of held-out data."""
+    """Return the curves of the training loss and of each held-out source's loss, for each run."""
     drawn = []
     for number, run in enumerate(runs):
         of = f"{run.name}: " if len(runs) > 1 else ""
@@ -125,7 +128,7 @@ def _loss(runs: Sequence[RunRecord]) -> Picture | None:
     return picture("loss", "Loss, and what happened", drawn, "nats per token", size=WIDE, marks=marks)
 
 
-# Field of the metrics -> caption, unit, options.
+# Field of the metrics -> (caption, unit, options of `draw.curves`).
 FIELDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "grad_norm": ("Norm of the gradient", "L2 norm", {"log": True}),
     "lr": ("Learning rate", "per step", {}),
@@ -205,7 +208,7 @@ def _short(value: Any) -> str:
 
 
 def _time(runs: Sequence[RunRecord]) -> PageSection:
-    """Return the section on goodput: the wall time of each run by kind."""
+    """Return the section on goodput: the wall-clock time of each run by kind, in seconds."""
     spent = {run.name: run.events_of("goodput")[-1]["seconds"] for run in runs if run.events_of("goodput")}
     section = PageSection("Where the time went")
     if spent:

@@ -1,4 +1,4 @@
-"""Diagnosis of a run from its files: the first fault, its rank, and the remedy."""
+"""Diagnose a run from its files: name the first fault, its rank, and the remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from forge.runtime.errors import FAILED, USUAL_CAUSES
 from forge.tools.report.read import RunRecord, read_run
 from forge.tools.report.stacks import odd_ranks, read_collectives, read_stacks
 
-# Lines of an earlier forge have no cause and do not match. A time without an offset from UTC is in this machine's zone.
+# A log line with a cause. Log lines of earlier versions have no cause and do not match. A time without an offset from UTC is
+# in the time zone of this machine.
 _LINE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\d[T ][\d:]{8}\.\d{3}(?:[+-]\d\d:\d\d)?) rank (?P<rank>\d+) (?P<level>[A-Z]+) [\w.]+"
     r"\[(?P<cause>\w+):?(?P<ranks>[\d,]*)\]: (?P<text>.*)"
@@ -33,9 +34,9 @@ WIDTH, SHOWN = 110, 12
 
 @dataclass(frozen=True)
 class Incident:
-    """An event or log record that has a cause.
+    """An event or log record with a cause.
 
-    ranks: the ranks at fault, or else the rank that wrote the record. ends: whether the incident ended the run.
+    ranks: the ranks at fault; if unknown, the rank that wrote the record. ends: whether the incident ended the run.
     """
 
     when: datetime
@@ -46,7 +47,7 @@ class Incident:
 
 
 def diagnose(path: Path) -> str:
-    """Return a page of text about the run in `path`. Raises UserError unless `path` is a run directory."""
+    """Return the diagnosis of the run in `path` as a page of text. Raises UserError unless `path` is a run directory."""
     run = read_run(path)
     incidents = read_incidents(run)
     parts = [
@@ -61,9 +62,9 @@ def diagnose(path: Path) -> str:
 
 
 def read_incidents(run: RunRecord) -> list[Incident]:
-    """Return the incidents in all events and logs, by severity of their causes, then by time.
+    """Return the incidents in all events and logs, sorted by severity of the cause, then by time.
 
-    Among causes that can end a run, incidents that did end it come first.
+    Among causes able to end a run, the incidents that did end a run come first.
     """
     of_starts = [one for events in _starts_of(run) for one in _of_start(events, _was_killed(run, events))]
     found = [*of_starts, *_of_logs(run.path / "logs")]
@@ -74,19 +75,19 @@ def read_incidents(run: RunRecord) -> list[Incident]:
 
 
 def named_first(run: RunRecord) -> Cause | None:
-    """Return the cause that the diagnosis of `run` names first; None without a fault."""
+    """Return the cause named first by the diagnosis of `run`; None without a fault."""
     found = [end] if (end := _end(run)) else read_incidents(run)
     return found[0].cause if found else None
 
 
 def _end(run: RunRecord) -> Incident | None:
-    """Return the record that ended the latest start. None if the run has finished or is still running."""
+    """Return the incident that ended the latest start of the run; None if it finished well or is still running."""
     events = (_starts_of(run) or [[]])[-1]
     return next((one for one in _of_start(events, _was_killed(run, events)) if one.ends), None)
 
 
 def _was_killed(run: RunRecord, events: list[dict[str, Any]]) -> bool:
-    """Return whether the start with these events was killed: it has not reported an end and is not running."""
+    """Return whether the start with the events `events` was killed: it reported no end, and no process is running it."""
     latest = events[-1:] == run.events[-1:]
     return not any(event["event"] in ENDS for event in events) and not (
         latest and silent_end(run) != "killed"
@@ -94,13 +95,10 @@ def _was_killed(run: RunRecord, events: list[dict[str, Any]]) -> bool:
 
 
 def _of_start(events: list[dict[str, Any]], killed: bool) -> Iterator[Incident]:
-    """Yield the incidents among the events of one start.
-
-    If the start was `killed` before it could report its end, also yield an incident for that.
-    """
+    """Yield the incidents among the events of one start. killed: also yield an incident for the unreported end."""
     timed = [(datetime.fromisoformat(event["time"]), event) for event in events if "time" in event]
     for when, event in timed:
-        # Some kinds of events are causes. An earlier forge recorded only the exit code.
+        # Some events have the name of a cause. For a failure, earlier versions recorded only the exit code.
         cause = CAUSES.get(event.get("cause", "")) or CAUSES.get(event["event"])
         if event["event"] == "failed":
             cause = cause or USUAL_CAUSES.get(event.get("exit_code", FAILED), Cause.ERROR)
@@ -112,7 +110,7 @@ def _of_start(events: list[dict[str, Any]], killed: bool) -> Iterator[Incident]:
 
 
 def _of_logs(folder: Path) -> Iterator[Incident]:
-    """Yield the log records that have a cause, from the logs of all ranks. A repeated message of a rank is yielded once."""
+    """Yield an incident for each log record with a cause, over all ranks. Repeated messages of a rank count once."""
     for log in sorted(folder.glob("rank-*.log")):
         lines: dict[str, Incident] = {}
         with suppress(OSError):
@@ -146,9 +144,9 @@ def _head(run: RunRecord) -> str:
 
 
 def silent_end(run: RunRecord) -> str:
-    """Return the state of a latest start that has not reported its end; empty if it has.
+    """Return the state of the run's latest start if this start reported no end; otherwise empty.
 
-    The state is "running", "elsewhere" (on another machine) or "killed".
+    The state is "running", "elsewhere" (started on another machine, so unknown here) or "killed".
     """
     if run.status.get("state") != "running":
         return ""
@@ -171,7 +169,7 @@ def _lives(pid: int) -> bool:
 
 
 def _first(run: RunRecord, incidents: list[Incident]) -> str:
-    """Return a description of the failure that ended the latest start, if any."""
+    """Return the head of the diagnosis: the cause that ended the latest start, its rank and remedy, or that none did."""
     silent = silent_end(run)
     holder = read_object(run.path / ".lock")
     if silent == "running":
@@ -203,7 +201,7 @@ def _plain(markdown: str) -> str:
 
 
 def _starts_of(run: RunRecord) -> list[list[dict[str, Any]]]:
-    """Return the events of each start of the run."""
+    """Return the run's events, divided into one list per start."""
     starts: list[list[dict[str, Any]]] = []
     for event in run.events:
         if event["event"] == "started" or not starts:
@@ -213,7 +211,7 @@ def _starts_of(run: RunRecord) -> list[list[dict[str, Any]]]:
 
 
 def _others(incidents: list[Incident]) -> str:
-    """Return a list of every cause over all starts: count, first time, ranks and remedy."""
+    """Return the list of all causes over all starts, each with ranks, count, first message and remedy."""
     lines = []
     for cause in dict.fromkeys(one.cause for one in incidents):
         own = [one for one in incidents if one.cause is cause]
@@ -227,7 +225,7 @@ def _others(incidents: list[Incident]) -> str:
 
 
 def _starts(run: RunRecord) -> str:
-    """Return one line per start: its first step and its end."""
+    """Return one line per start, with time, ranks, first step and end. Empty for fewer than two starts."""
     lines = []
     for number, events in enumerate(_starts_of(run), 1):
         begun = next((event for event in events if event["event"] in ("fresh", "resumed")), None)
@@ -243,7 +241,7 @@ def _starts(run: RunRecord) -> str:
 
 
 def _standings(path: Path) -> str:
-    """Return each rank's position in the code when the watchdog ended it."""
+    """Return one line per rank with its position in the code when the watchdog ended the rank. Empty without stacks."""
     standings, collectives = read_stacks(path / "logs"), read_collectives(path / "logs")
     odd = odd_ranks(standings)
     lines = []
@@ -258,7 +256,7 @@ def _standings(path: Path) -> str:
 
 
 def _traces(path: Path) -> str:
-    """Return a list of the slowest operations in the traces, if any."""
+    """Return one line per profiler trace: step times in ms, and the four slowest operators. Empty without traces."""
     lines = []
     for trace in sorted((path / "profile").glob("rank-*.json.gz")):
         with suppress(OSError, ValueError, EOFError):

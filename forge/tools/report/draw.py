@@ -1,6 +1,6 @@
-"""Draw figures as SVG with matplotlib, for the page and for image files of scripts.
+"""Draw figures as SVG with matplotlib, for the report and for image files of scripts.
 
-The import raises MissingExtra if matplotlib is missing.
+Importing this module raises MissingExtra if matplotlib is missing.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-# Colour of parts that are outside of the whole, e.g. downtime.
+# Colour of the part `absent` of a bar, e.g. downtime.
 ABSENT = "#999999"
-# Okabe and Ito's colours are distinct for all kinds of colour vision; dashes are for print.
+# The colours of Okabe and Ito are distinct for all kinds of colour vision. Dashes keep curves apart in print.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", ":", "-.")
 STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text: it can be searched, and read aloud
+    "svg.fonttype": "none",  # keep text as text, for search and screen readers
     "font.family": "sans-serif",
     "font.sans-serif": ["Helvetica", "Arial", "Liberation Sans", "DejaVu Sans"],
     "font.size": 9,
@@ -54,7 +54,7 @@ WIDE, HALF = (10.4, 3.0), (5.2, 2.7)
 
 @dataclass(frozen=True)
 class Curve:
-    """A named list of points. run: selects the dash pattern. color: selects the colour."""
+    """A named curve. points: (x values, y values). color: index of the colour. run: index of the dash pattern."""
 
     name: str
     points: Points | tuple[list[float], list[float]]
@@ -82,10 +82,7 @@ MARKS = {
 
 
 def _plain(text: str) -> str:
-    """Return a name that matplotlib shows unchanged.
-
-    Dollar signs would begin mathematics, and control characters are not valid XML.
-    """
+    """Return `text` in a form that matplotlib shows literally: escaped dollar signs, no control characters."""
     return printable(text).replace("$", r"\$")
 
 
@@ -102,13 +99,17 @@ def curves(
     levels: Sequence[tuple[str, float]] = (),
     log_x: bool = False,
 ) -> str:
-    """Draw curves over steps, or over `x`. log, log_x: logarithmic axes. share: a per cent axis from 0 up.
+    """Draw curves over steps. Return an SVG element.
 
-    levels: names and values of dashed horizontal lines.
+    key: prefix of the ids in the SVG. x, unit: labels of the axes. size: width and height in inches. log, log_x: logarithmic
+    axes. share: multiply values by 100, for an axis in per cent from 0 up. marks: events, as vertical lines.
+    levels: (name, value) of dashed horizontal lines.
     """
     with matplotlib.rc_context(STYLE):
         outside = len(drawn) > 6
-        figure = new_figure(*size, right=1.5 if outside else 0.12, top=0.22)  # room for a factor such as 1e30
+        figure = new_figure(
+            *size, right=1.5 if outside else 0.12, top=0.22
+        )  # room for a factor above the axis, e.g. 1e30
         axes = figure.add_subplot()
         for curve in drawn:
             steps, values = curve.points
@@ -136,7 +137,7 @@ def curves(
 
 
 def _mark(axes: Axes, marks: Sequence[Mark]) -> None:
-    """Draw events as vertical lines. The legend names each kind once."""
+    """Draw events as vertical lines, each kind with one entry in the legend."""
     named: set[str] = set()
     for mark in marks:
         color, dash = MARKS[mark.kind]
@@ -147,7 +148,7 @@ def _mark(axes: Axes, marks: Sequence[Mark]) -> None:
 
 @dataclass(frozen=True)
 class Heat:
-    """A map for `heat_maps`. values: `[rows, steps]`, NaN if missing."""
+    """A map for `heat_maps`: `rows` (e.g. layers) over `steps`. values: `[rows, steps]`, NaN if missing."""
 
     title: str
     rows: Sequence[str]
@@ -158,9 +159,10 @@ class Heat:
 def heat_maps(
     key: str, maps: Sequence[Heat], unit: str, *, log: bool = True, even: bool = False, columns: int = 3
 ) -> str:
-    """Draw maps side by side on one colour scale: rows (layers) over steps.
+    """Draw maps side by side, with one colour scale. Return an SVG element.
 
-    even: centre the scale at 1, with blue below and red above, in powers of two; for loads relative to an even share.
+    key: prefix of the ids in the SVG. log: logarithmic colour scale. even: a scale for loads relative to an even share, in
+    powers of two: white at 1, blue below and red above. columns: largest number of maps in a row.
     """
     columns = min(columns, len(maps))
     rows = -(-len(maps) // columns)
@@ -183,7 +185,7 @@ def heat_maps(
                 np.ma.masked_invalid(values),
                 norm=norm,
                 cmap=colors,
-                edgecolors="face",  # or a browser shows lines between the cells
+                edgecolors="face",  # without edges, browsers show gaps between the cells
                 linewidth=0.3,
                 rasterized=values.size > 4000,
             )
@@ -214,7 +216,7 @@ def _scale(every: np.ndarray, log: bool, even: bool) -> tuple[Normalize, str]:
 
 
 def _edges(steps: Sequence[int]) -> np.ndarray:
-    """Return the borders of cells whose centres are at `steps`."""
+    """Return the borders of cells centred at `steps`, float64 `[steps + 1]`."""
     centres = np.asarray(steps, dtype=float)
     if len(centres) == 1:
         return np.array([centres[0] - 0.5, centres[0] + 0.5])
@@ -223,7 +225,10 @@ def _edges(steps: Sequence[int]) -> np.ndarray:
 
 
 def shares(key: str, bars: Mapping[str, Mapping[str, float]], unit: str, absent: str) -> str:
-    """Draw one horizontal bar per run: at most seven coloured parts end to end, and the part `absent` in grey."""
+    """Draw one horizontal bar per run, of at most seven coloured parts and the part `absent` in grey. Return an SVG element.
+
+    bars: run -> part -> length in `unit`. key: prefix of the ids in the SVG.
+    """
     names = list(dict.fromkeys(part for parts in bars.values() for part in parts))
     with matplotlib.rc_context(STYLE):
         figure = new_figure(10.4, 1.0 + 0.45 * len(bars), left=1.1, top=0.4)
@@ -252,14 +257,14 @@ def shares(key: str, bars: Mapping[str, Mapping[str, float]], unit: str, absent:
 
 @dataclass
 class Lane:
-    """Events of one kind, with their times in minutes."""
+    """Events of one kind. minutes: their times since the first start of the run."""
 
     name: str
     minutes: list[float] = field(default_factory=list)
 
 
 def lanes(key: str, drawn: Sequence[Lane]) -> str:
-    """Draw events over wall-clock time, one lane for each kind."""
+    """Draw events as dots over wall-clock time, one lane per kind. Return an SVG element."""
     with matplotlib.rc_context(STYLE):
         figure = new_figure(10.4, 0.7 + 0.26 * len(drawn), left=1.1)
         axes = figure.add_subplot()
@@ -281,7 +286,10 @@ def new_figure(
     top: float = 0.1,
     bottom: float = 0.42,
 ) -> Figure:
-    """Return a figure with these margins, in inches. matplotlib's automatic layout would take most of the time of a page."""
+    """Return an empty figure with fixed margins. All sizes are in inches.
+
+    matplotlib's automatic layout is avoided, because it would take most of the time to make a page.
+    """
     figure = Figure(figsize=(width, height))
     figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
     return figure
@@ -290,8 +298,8 @@ def new_figure(
 def as_svg(figure: Figure, key: str) -> str:
     """Return the figure as an SVG element.
 
-    Its ids begin with `key`, so that figures of one page do not collide. Unused ids are removed, except those that the caller
-    set, which begin with "bar-".
+    Ids get the prefix `key`, so that figures of one page do not collide. Unused ids are removed, except ids beginning with
+    "bar-", which callers set.
     """
     written = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": key}):

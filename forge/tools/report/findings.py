@@ -1,4 +1,4 @@
-"""Find anomalies in the files of a run by simple comparisons between layers, sources and ranks."""
+"""Find anomalies in the files of a run, by comparing layers, sources and ranks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from statistics import median
 
 from forge.tools.report.read import RunRecord
 
-# A layer stands out if its value is this many times the median of all layers, for the same matrix.
+# A layer is an outlier if its value exceeds this multiple of the median over all layers, for the same matrix.
 OUTLIER = 8.0
-# Attention logits of this size let a softmax see one key only.
+# At attention logits of this size, a softmax attends to a single key.
 LARGE_LOGIT = 100.0
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 def findings(runs: Sequence[RunRecord]) -> list[str]:
-    """Return one sentence per anomaly, the most severe first. If there are several runs, the sentence names the run."""
+    """Return one sentence per anomaly, the most severe kinds first. With several runs, each sentence names its run."""
     found = []
     for run in runs:
         of = f"{run.name}: " if len(runs) > 1 else ""
@@ -46,7 +46,7 @@ def _diverged(run: RunRecord) -> str:
     losses = run.series("loss")[1]
     if len(losses) < 10:
         return ""
-    # Medians of five lines, because one batch may be much easier than the next.
+    # Medians of five consecutive losses, because one batch may be much easier than the next.
     smooth = [median(losses[at : at + 5]) for at in range(len(losses) - 4)]
     low, last = min(smooth), smooth[-1]
     if last > low + 0.5:
@@ -55,7 +55,7 @@ def _diverged(run: RunRecord) -> str:
 
 
 def _layers(run: RunRecord) -> list[str]:
-    """Find layers whose updates, gradients or weights differ from those of the same matrix in other layers."""
+    """Return a sentence for each layer with updates, gradients or weights far above the median layer's."""
     sentences = []
     kinds = {
         "updates": "updates, relative to the weights, are",
@@ -87,7 +87,7 @@ def _layers(run: RunRecord) -> list[str]:
 
 
 def _sources(run: RunRecord) -> list[str]:
-    """Find sources whose loss stays flat while the loss of others falls."""
+    """Return a sentence for each source whose loss stays flat while another source's loss falls."""
     fallen: dict[str, tuple[float, float]] = {}
     for name in run.names("sources"):
         losses = run.series("sources", name)[1]

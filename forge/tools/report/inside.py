@@ -1,4 +1,4 @@
-"""Sections about the inside of a model: monitors as heat maps, loads of experts, text samples."""
+"""Sections of the report on the inside of a model: monitors as heat maps, expert loads, text samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forge.tools.report.parts import PageSection, Part, Picture, Table, TextBloc
 from forge.tools.report.read import RunRecord
 
 SAMPLES = 4
-# Group of the monitors -> field -> caption and unit; in the order of the page.
+# Group of monitors -> field -> (caption, unit), in the order of the page.
 BY_LAYER = {
     "activations": {
         "rms": ("Activations behind each block: root mean square", "root mean square"),
@@ -42,7 +42,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 def inside_sections(runs: Sequence[RunRecord]) -> list[PageSection]:
-    """Return the sections about the inside of each run's model."""
+    """Return, for each run, the sections on monitors, loss by position, experts and text samples."""
     sections = []
     for number, run in enumerate(runs):
         of = f" ({run.name})" if len(runs) > 1 else ""
@@ -128,9 +128,10 @@ def _by_position(run: RunRecord, number: int) -> list[Part]:
 def expert_pictures(
     run: RunRecord, number: int = 0, levels: Sequence[tuple[str, float]] = ()
 ) -> list[Picture]:
-    """Return pictures of a run's experts: the largest load in each layer as curves, and the load of every expert as maps.
+    """Return pictures of a run's expert loads; none if the metrics have no routers.
 
-    levels: names and values of dashed lines beside the curves. Without routers in the metrics, return no pictures.
+    The first picture has a curve per layer, the largest load of an expert. The second has a map per layer, the load of every
+    expert; it is left out if the metrics have no counts. levels: (name, value) of dashed lines in the first picture.
     """
     layers = sorted(run.names("routers"), key=int)
     if not layers:

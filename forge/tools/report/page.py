@@ -1,4 +1,4 @@
-"""The page about one or several runs: a single HTML file without network access or scripts."""
+"""The report on one or several runs: a single HTML file, without scripts and without requests to the network."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; paddi
 
 
 def make_page(runs: Sequence[RunRecord], refresh_s: int = 0, extra: Sequence[PageSection] = ()) -> str:
-    """Return the page as HTML.
+    """Return the report as an HTML page.
 
-    refresh_s: seconds after which a browser reloads it; 0: never. extra: sections that come first.
+    refresh_s: seconds after which a browser reloads the page; 0: never. extra: sections before all others.
     """
     names = ", ".join(run.name for run in runs)
     sections = [

@@ -17,12 +17,12 @@ Points = tuple[list[int], list[float]]
 
 @dataclass
 class RunRecord:
-    """The content of a run directory.
+    """The content of a run directory. Parts of missing files are empty.
 
-    config, status: read from their files, empty if absent. lines, events: from the .jsonl files.
+    config, status: content of config.toml and status.json. lines, events: lines of metrics.jsonl and events.jsonl.
 
-    plan: the output of `train.py --plan --json` for the run, or {"problem": message}. No file has it; `scripts/planned.py`
-    sets it.
+    plan: output of `train.py --plan --json` for the run, or {"problem": message}. `scripts/planned.py` sets this field; the
+    run directory has no such file.
     """
 
     path: Path
@@ -34,7 +34,7 @@ class RunRecord:
     plan: dict[str, Any] = field(default_factory=dict)
 
     def series(self, *keys: str) -> Points:
-        """Return steps and values of the metrics field at this path. Lines without a number there are left out."""
+        """Return steps and values of the metrics field at the path `keys`, from all lines with a number in this field."""
         steps, values = [], []
         for line in self.lines:
             value: Any = line
@@ -46,7 +46,7 @@ class RunRecord:
         return steps, values
 
     def names(self, *keys: str) -> list[str]:
-        """Return all keys of the object at this path in the metrics, over all lines, in order of appearance."""
+        """Return the keys of the metrics object at the path `keys`, over all lines, in order of appearance."""
         found: dict[str, None] = {}
         for line in self.lines:
             value: Any = line
@@ -57,18 +57,18 @@ class RunRecord:
         return list(found)
 
     def having(self, key: str) -> Iterator[tuple[int, Any]]:
-        """Yield (step, value of `key`) for every metrics line that has `key`."""
+        """Yield (step, value of `key`) for every metrics line with `key`."""
         return ((int(line["step"]), line[key]) for line in self.lines if key in line)
 
     def events_of(self, *kinds: str) -> list[dict[str, Any]]:
-        """Return the events of these kinds, in order."""
+        """Return the events of the kinds `kinds`, in order."""
         return [event for event in self.events if event["event"] in kinds]
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run directory.
+    """Read the run directory `path`. Skip incomplete lines and missing files.
 
-    Raises UserError if the folder is not a run directory. Torn lines and missing files are left out.
+    Raises UserError if `path` has neither metrics.jsonl nor events.jsonl.
     """
     if not (path / "events.jsonl").exists() and not (path / "metrics.jsonl").exists():
         raise UserError(

@@ -1,4 +1,4 @@
-"""Serve the page of unfinished runs to this user's browsers on this machine."""
+"""Serve the report of unfinished runs to browsers of this user on this machine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ log = logging.getLogger(__name__)
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves one page on the loopback interface, only at `url`.
+    """An HTTP server on the loopback interface, with one page at `url`. make: returns the page as HTML.
 
-    Any user of the machine can connect, and any web page can make a browser connect under a foreign host name. So the path
-    has a random token, and the Host header must name the loopback interface. One thread at a time makes the page, because
-    matplotlib's settings are global.
+    Other users of the machine can connect, so the path has a random token. A web page elsewhere can make a browser
+    connect under a foreign host name, so the Host header must name the loopback interface. A lock serialises `make`,
+    because matplotlib's settings are global.
     """
 
     def __init__(self, make: Callable[[], str], port: int):
@@ -44,7 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send_error(404)
         try:
             page = self.server.page()
-        except Exception as error:  # a file may be replaced while it is read: the next request succeeds
+        except Exception as error:  # e.g. a file is replaced while it is read; the next request succeeds
             log.warning(
                 "the page was not served: %s: %s", type(error).__name__, error, extra=Cause.SIDE_SYSTEM.mark
             )
@@ -58,4 +58,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(page)
 
     def log_message(self, *_: object) -> None:
-        """Do nothing. The standard library's method would write a line for each request."""
+        """Log nothing. The method of the standard library would print a line for each request."""

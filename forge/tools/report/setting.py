@@ -1,4 +1,4 @@
-"""Sections about a run's setting: layout, configuration, plan compared with measurements, environment."""
+"""Sections of the report on the setting of runs: layout, memory, plan and measurements, configuration, environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLANNED = (
 
 
 def setting_sections(runs: Sequence[RunRecord]) -> list[PageSection]:
-    """Return the sections on layout, configuration, plan and environment."""
+    """Return the sections on layout, memory, plan and measurements, configuration and environment."""
     return [
         PageSection("Layout", parts=_layout(runs)),
         PageSection("Memory", parts=_memory(runs)),
@@ -29,7 +29,7 @@ def setting_sections(runs: Sequence[RunRecord]) -> list[PageSection]:
 
 
 def _columns(caption: str, of_runs: dict[str, dict[str, Any]]) -> list[Part]:
-    """Return a table with one column per run, without empty rows."""
+    """Return a table with one column per run and one row per key; no table without keys. of_runs: run -> key -> value."""
     keys = list(dict.fromkeys(key for values in of_runs.values() for key in values))
     rows = [[key, *(values.get(key) for values in of_runs.values())] for key in keys]
     return [Table(caption, ["", *of_runs], rows)] if rows else []
@@ -64,7 +64,7 @@ def _memory(runs: Sequence[RunRecord]) -> list[Part]:
     return _columns("What rank 0 holds, in GiB", found)
 
 
-# Kinds of memory in a plan and in the event `memory`.
+# Kinds of memory, with the names of both a plan and the event `memory`.
 KINDS = ("parameters", "masters", "gradients", "optimizer", "buckets", "activations")
 
 

@@ -1,4 +1,4 @@
-"""The ranks' positions when the watchdog ended them: Python stacks, and PyTorch's flight record of the latest collectives."""
+"""Positions of ranks at the time of a watchdog exit: Python stacks, and PyTorch's flight record of the last collectives."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FILE = re.compile(r"(?:stacks|collectives)-rank-(\d+)")
 class Standing:
     """The position of a rank's main thread.
 
-    reason: why the watchdog ended the rank. where: a line in forge or in the user's code. collective: the collective that the
-    thread waits for; empty if none.
+    reason: why the watchdog ended the rank. where: function and line, in forge or in the user's code. collective: the
+    collective in progress, in which the thread waits; empty if none.
     """
 
     reason: str
@@ -30,7 +30,7 @@ class Standing:
 
 
 def read_stacks(logs: Path) -> dict[int, Standing]:
-    """Return the position of each rank with a stack, in rank order."""
+    """Return rank -> position, in rank order, for each rank with a stack file in the folder `logs`."""
     found = {}
     for path in logs.glob("stacks-rank-*.txt"):
         with suppress(OSError):
@@ -39,7 +39,7 @@ def read_stacks(logs: Path) -> dict[int, Standing]:
 
 
 def standing(text: str) -> Standing:
-    """Parse the watchdog's dump of one rank: one stack per thread, the main thread last."""
+    """Return the position in `text`, a rank's stack file written by the watchdog: one stack per thread, main thread last."""
     head, *threads = re.split(r"^(?:Current thread|Thread) .*\n", text, flags=re.M)
     frames = _FRAME.findall(threads[-1]) if threads else []
     collective = next((name for file, _, name in frames if file.endswith("distributed_c10d.py")), "")
@@ -52,10 +52,10 @@ def standing(text: str) -> Standing:
 
 
 def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
-    """Return the ranks that probably hold up the others.
+    """Return the ranks that probably delay the others.
 
-    They are the ranks outside of any collective while others wait in one. If there are none, and more than half of
-    all ranks share a position, they are the ranks at other positions.
+    If some ranks wait in a collective and others do not, return the others. Otherwise, if more than half of all ranks share
+    a position, return the ranks at other positions.
     """
     if len(standings) < 2:
         return []
@@ -68,7 +68,7 @@ def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
 
 
 def read_collectives(logs: Path) -> dict[int, str]:
-    """Return, for each rank, the last collective in its flight record: its number, its name, and whether it was completed."""
+    """Return rank -> description of the last collective in its flight record: name, number in its group and state."""
     found = {}
     for path in logs.glob("collectives-rank-*"):
         with suppress(OSError, pickle.UnpicklingError, EOFError, ValueError, AttributeError, IndexError):
@@ -86,7 +86,7 @@ def _last(entries: list[dict[str, Any]]) -> str:
 
 
 class _Plain(pickle.Unpickler):
-    """An unpickler for plain values only, so that no file of a run can run code."""
+    """An unpickler for plain values. It refuses to import anything, so a file in a run directory cannot execute code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"refused to load {module}.{name} from a record of collectives")

@@ -1,1 +1,1 @@
-"""Many runs: sweeps of keys, laws fitted to their results, and the growth of activations with the width."""
+"""Tools for many runs: sweeps over keys, scaling laws fitted to results, and coordinate checks of the width."""

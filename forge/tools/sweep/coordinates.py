@@ -1,8 +1,7 @@
-"""Measure how activations change with the width, to check a parametrization (arXiv:2203.03466, appendix D.1).
+"""Coordinate check of a parametrization: how activations change in training, by width (arXiv:2203.03466, appendix D.1).
 
-Under a parametrization that transfers learning rates, every activation changes in the first steps by an amount that does
-not depend on the width. If a change grows with the width, the best learning rate of a narrow model is too high for a wide
-one.
+Under a parametrization with transfer of learning rates, the change of each activation in the first steps is independent of
+the width. If a change grows with the width, the best learning rate of a narrow model is too high for a wide model.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from forge.parallel.precision import DTYPES
 from forge.runtime.errors import UserError
 from forge.shard import Shard
 
-# Sizes in [model] that grow with model.dim. Heads keep their size, so their number grows.
+# Keys of [model] scaled with model.dim. Heads keep their size, and their number grows.
 SIZES = ("n_heads", "n_kv_heads", "ffn_dim")
 OF_TABLES = {
     "moe": ("expert_dim",),
@@ -37,9 +36,9 @@ OF_TABLES = {
 
 
 def of_width(config: Config, dim: int) -> Config:
-    """Return `config` with `model.dim = dim` and proportional sizes inside blocks.
+    """Return `config` with `model.dim = dim` and the sizes inside blocks scaled in proportion.
 
-    Raises UserError if a size is not an integer.
+    Raises UserError if a scaled size is not an integer.
     """
     tree = config.model_dump(mode="json", exclude_none=True)
     model, ratio = tree["model"], dim / config.model.dim
@@ -57,9 +56,9 @@ def of_width(config: Config, dim: int) -> Config:
 
 
 def changes_of_activations(config: Config, steps: int) -> dict[str, float]:
-    """Return activation -> root mean square of its change after `steps` optimizer steps, in one process.
+    """Train `steps` optimizer steps in one process. Return activation -> root mean square of its change on one batch.
 
-    Steps have the learning rate `optimizer.lr` without a schedule, the global batch of the config and no clipping.
+    Steps use the learning rate `optimizer.lr` without a schedule, the global batch of the config, and no clipping.
     """
     torch.manual_seed(config.run.seed)
     model = build_meta_model(config)
@@ -82,7 +81,7 @@ def changes_of_activations(config: Config, steps: int) -> dict[str, float]:
 
 
 def growth(sizes: dict[int, float]) -> float:
-    """Return the exponent of growth with width: the slope of a line through the logarithms of sizes (by width)."""
+    """Return the exponent of growth with width: the slope of log(size) over log(width). sizes: width -> size."""
     xs, ys = zip(*((math.log(width), math.log(size)) for width, size in sizes.items()), strict=True)
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
@@ -92,7 +91,7 @@ def growth(sizes: dict[int, float]) -> float:
 def check_widths(
     config: Config, widths: Sequence[int], steps: int, report: Callable[[int], None] = lambda width: None
 ) -> dict[str, dict[int, float]]:
-    """Return activation -> width -> change, in the order of the forward."""
+    """Return activation -> width -> change (`changes_of_activations`). report: called with each width before its training."""
     found: dict[str, dict[int, float]] = {}
     for width in widths:
         report(width)
@@ -112,7 +111,7 @@ def _batches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _activations(model: Transformer, tokens: Tensor) -> dict[str, Tensor]:
-    """Run the model; return the outputs of the embedding, attentions, feed-forwards and blocks, and the logits."""
+    """Run the model. Return float64 outputs of embedding, attentions, feed-forwards and blocks, and the logits, by name."""
     found: dict[str, Tensor] = {}
     with torch.no_grad(), _watching(model, found):
         found["logits"] = model(tokens).double()

@@ -1,11 +1,11 @@
-"""loss = E + A / N^a + B / D^b, fitted to runs of N parameters on D tokens.
+"""Fit the scaling law loss = E + A / N^a + B / D^b to runs of N parameters on D tokens.
 
-Hoffmann et al. 2022 (arXiv:2203.15556, approach 3) minimise the Huber loss of the difference of logarithms over (log E,
-log A, a, log B, b). This module finds the minimum by damped Gauss-Newton steps from many starts at once. Intervals are
-percentiles over resampled runs.
+The objective is that of Hoffmann et al. 2022 (arXiv:2203.15556, approach 3): the Huber loss of log(predicted) - log(seen),
+over (log E, log A, a, log B, b). It is minimised by damped Gauss-Newton steps from many starts at once. Intervals are
+quantiles over resampled runs.
 
-A weak prior keeps the exponents near 0.35. With runs of sufficiently different N and D, the runs determine the
-exponents. With only two model sizes, the prior determines a.
+A weak prior keeps the exponents near 0.35. Runs with sufficiently different N and D outweigh the prior. With only two model
+sizes, the prior determines a.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forge.runtime.errors import UserError
 HUBER = 1e-3
 PRIOR, PRIOR_WIDTH, PRIOR_WEIGHT = 0.35, 0.15, 1e-8
 ITERATIONS = 300
-# Operations of training per parameter and token.
+# FLOPs of training per parameter and token.
 OPERATIONS = 6.0
 
 
@@ -39,7 +39,7 @@ class Law:
         return self.E + self.A / parameters**self.a + self.B / tokens**self.b
 
     def optimum(self, operations: float) -> tuple[float, float]:
-        """Return the N and D with 6 N D = `operations` and the least loss (equation 4 of the paper)."""
+        """Return the N and D with the least loss for 6 N D = `operations` FLOPs (equation 4 of the paper)."""
         ratio = (self.a * self.A / (self.b * self.B)) ** (1 / (self.a + self.b))
         parameters = ratio * (operations / OPERATIONS) ** (self.b / (self.a + self.b))
         return parameters, operations / OPERATIONS / parameters
@@ -47,24 +47,24 @@ class Law:
 
 @dataclass(frozen=True)
 class Fit:
-    """The law fitted to all runs, the laws of resampled runs, and the relative error of the law at each run."""
+    """A fit. law: of all runs. resampled: laws of resampled runs. errors: predicted / seen - 1 for each run."""
 
     law: Law
     resampled: list[Law]
     errors: list[float]
 
     def interval(self, of: Callable[[Law], float], share: float = 0.9) -> tuple[float, float]:
-        """Return the interval that contains the fraction `share` of the values `of(law)` over the resampled laws."""
+        """Return the central interval with the fraction `share` of the values `of(law)` over the resampled laws."""
         values = [of(law) for law in self.resampled]
         low, high = np.quantile(values, [(1 - share) / 2, (1 + share) / 2])
         return float(low), float(high)
 
     def without_effect(self, parameters: Sequence[float], tokens: Sequence[float]) -> list[str]:
-        """Return "N", "D" or both, if their effect on the law over the range of the runs is smaller than the law's error.
+        """Return the variables ("N", "D") whose effect on the loss, over the range of the runs, is below the law's error.
 
-        No optimum can be derived from a law with such a variable.
+        With such a variable the law has no meaningful optimum.
         """
-        # A quantile, because the largest errors may be those of failed runs.
+        # The 0.9 quantile of the errors, because the largest may belong to failed runs.
         least = max(float(np.quantile(np.abs(self.errors), 0.9)), 1e-4)
         small, large = min(parameters), max(parameters)
         few, many = min(tokens), max(tokens)
@@ -81,9 +81,10 @@ def fit_law(
     resamples: int = 100,
     seed: int = 0,
 ) -> Fit:
-    """Fit the law to runs.
+    """Fit the law to runs, with one value per run in `parameters`, `tokens` and `losses`.
 
-    Raises UserError if there are fewer than five, or if all have the same size or number of tokens.
+    resamples: number of bootstrap samples. Raises UserError for fewer than five runs, or if all runs have one size or one
+    number of tokens.
     """
     n, d, loss = (np.asarray(values, dtype=np.float64) for values in (parameters, tokens, losses))
     for what, values in (("numbers of parameters", n), ("numbers of tokens", d)):
@@ -110,10 +111,9 @@ def fit_law(
 
 
 def _starts(x: np.ndarray, loss: np.ndarray) -> list[list[float]]:
-    """Return starting points on a grid.
+    """Return starting points (log E, log A, a, log B, b) on a grid of exponents and of E's share in the loss.
 
-    In all of them the law gives the least loss of any run at the mean log N and log D. They divide this loss in
-    different ways between E and the two other terms, and have different exponents.
+    At the mean log N and log D, each starting point predicts the smallest loss of the runs.
     """
     least, middle = float(loss.min()), x.mean(0)
     starts = []
@@ -126,12 +126,15 @@ def _starts(x: np.ndarray, loss: np.ndarray) -> list[list[float]]:
 def _minimise(
     points: np.ndarray, x: np.ndarray, y: np.ndarray, weights: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Run damped Gauss-Newton steps from `points` `[n, 5]`; return the end points and the values there `[n]`."""
+    """Run damped Gauss-Newton steps from `points` `[n, 5]`. Return the end points, and the objective there, `[n]`.
+
+    x: log N and log D, `[1, runs, 2]`. y: log loss, `[1, runs]`. weights: of the runs, `[n, runs]` or `[1, runs]`.
+    """
     points, damping = points.copy(), np.full(len(points), 1e-3)
     values = _value(points, x, y, weights)
     for _ in range(ITERATIONS):
         residual, jacobian = _residual(points, x, y)
-        # Huber's loss is least squares with weights that fall off beyond HUBER.
+        # The Huber loss as weighted least squares, with weights falling off beyond HUBER.
         scale = weights * np.minimum(1.0, HUBER / np.maximum(np.abs(residual), 1e-300))
         gradient = np.einsum("nr,nr,nrp->np", scale, residual, jacobian)
         curvature = np.einsum("nr,nrp,nrq->npq", scale, jacobian, jacobian)
@@ -152,7 +155,7 @@ def _minimise(
 
 
 def _residual(points: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return log(predicted) - log(seen) `[n, runs]` and its derivatives `[n, runs, 5]`."""
+    """Return log(predicted) - log(seen), `[n, runs]`, and its derivatives by the five coefficients, `[n, runs, 5]`."""
     e, big_a, a, big_b, b = (points[:, place, None] for place in range(5))
     parts = np.stack([e + 0 * x[..., 0], big_a - a * x[..., 0], big_b - b * x[..., 1]], axis=-1)
     top = parts.max(-1, keepdims=True)

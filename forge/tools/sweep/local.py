@@ -1,4 +1,4 @@
-"""Run the trials of a sweep as processes on this machine. Finished runs are not repeated."""
+"""Run the trials of a sweep as processes on this machine, without repeating finished runs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ PR_SET_PDEATHSIG = 1
 def run_sweep(
     sweep: Sweep, report: Callable[[list[SweepResult]], None], train: Sequence[str] | None = None
 ) -> list[SweepResult]:
-    """Train all unfinished runs of the sweep; return the results of all rungs. train: the command of a run.
+    """Train all unfinished runs of the sweep. Return the results of all rungs.
 
-    After each run, write `table.json` to the sweep's folder and call `report`. The table depends only on the runs, so a
-    sweep that is killed and started again ends with the same table. A failed run has no result.
+    After each run, write `table.json` to the sweep's folder and call `report` with the results so far. The table depends
+    only on the runs, so a killed and restarted sweep ends with an equal table. A failed run has no result. train: the
+    command of a run; None: train.py of this checkout.
 
-    Raises UserError for a run that was made with other values, and (exit 75) if a run was stopped or the time limit is
+    Raises UserError if an existing run was made with other values, and (exit 75) if a run was stopped or the time limit was
     reached.
     """
     sweep.folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +43,7 @@ def run_sweep(
 
 
 def command(sweep: Sweep) -> list[str]:
-    """Return the command of a run, without its options."""
+    """Return the command for a run of the sweep, without train.py's options."""
     if sweep.processes == 1:
         return [sys.executable, str(TRAIN)]
     return [
@@ -59,7 +60,10 @@ def _make(
     train: Sequence[str],
     began: float,
 ) -> None:
-    """Make the runs of one rung."""
+    """Make the unfinished runs of one rung, `workers` at a time. before: results of earlier rungs.
+
+    After an exception, e.g. Ctrl-C, stop all running processes and wait for them.
+    """
     check_runs(sweep, trials)
 
     def show() -> None:
@@ -104,7 +108,7 @@ def _make(
 
 
 def _start(sweep: Sweep, trial: Trial, seed: int, train: Sequence[str]) -> subprocess.Popen[bytes]:
-    # The kernel ends the launcher when the sweep dies; with this variable the ranks end with their launcher.
+    # The kernel kills the launcher when the sweep dies. This variable makes the ranks die with their launcher.
     environment = os.environ | {"FORGE_END_WITH_LAUNCHER": "1"}
     if sweep.threads:
         environment["OMP_NUM_THREADS"] = str(sweep.threads)
@@ -116,12 +120,12 @@ def _start(sweep: Sweep, trial: Trial, seed: int, train: Sequence[str]) -> subpr
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # Ctrl-C reaches only the sweep, which passes it on once
+            start_new_session=True,  # Ctrl-C then reaches only the sweep; the sweep stops the runs
             preexec_fn=_end_with_parent,
         )
 
 
 def _end_with_parent() -> None:
-    """Let the kernel kill this process when the sweep dies. Otherwise a new start would find the run's directory in use."""
+    """Make the kernel kill this process when the sweep dies: otherwise a restarted sweep would find the run in use."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""`MeasuredRun`: a finished run as a data point for a law."""
+"""`MeasuredRun`: a finished run as a data point of a scaling law."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from forge.tools.sweep.results import metric_of
 class MeasuredRun:
     """A finished run.
 
-    parameters: number used by a token, with or without embeddings. tokens: trained on. batch: tokens per step. loss: at the
-    end.
+    parameters: number of active parameters per token, with or without embeddings. tokens: number trained on. batch: tokens
+    per step. lr: optimizer.lr. loss: the chosen metric at the end of the run.
     """
 
     path: Path
@@ -32,10 +32,10 @@ class MeasuredRun:
 
 
 def measure(path: Path, metric: str, trust: bool = False, embeddings: bool = True) -> MeasuredRun:
-    """Read a finished run.
+    """Read the finished run in the directory `path`.
 
-    trust: allow the import of a class named by its model.kind. embeddings: count the parameters of the embedding and of the
-    output head.
+    metric: as in `metric_of`. trust: allow the import of a class named by model.kind. embeddings: count the parameters of
+    the embedding and of the output head.
 
     Raises UserError if the run is not finished, lacks the metric or needs trust.
     """
@@ -68,7 +68,7 @@ def _parameters(config: Config, embeddings: bool) -> float:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """Return the given run directories, and the finished runs in given folders, e.g. a sweep's.
+    """Return the run directories among `paths`, and the finished runs inside other folders, e.g. of a sweep.
 
     Raises UserError for a folder without a finished run.
     """
@@ -88,10 +88,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
 
 
 def best_of_each(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
-    """Return the run with the least loss for each pair of parameters and tokens.
-
-    A law is fitted to well-tuned runs.
-    """
+    """Return the run with the least loss for each pair (parameters, tokens), because a law should fit well-tuned runs."""
     best: dict[tuple[float, float], MeasuredRun] = {}
     for run in runs:
         key = run.parameters, run.tokens

@@ -1,4 +1,4 @@
-"""Find the best learning rates and batch sizes, and power laws of their change with model size."""
+"""Find the best learning rates and batch sizes, and fit power laws of model size to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """value = factor * product of x ** power. spread: the typical factor by which runs deviate (one standard deviation)."""
+    """value = factor * product of x ** power, over the sizes x in `powers`.
+
+    spread: typical factor between a run and the law: exp of the standard deviation of the logarithms.
+    """
 
     factor: float
     powers: Mapping[str, float]
@@ -22,11 +25,9 @@ class PowerLaw:
 
 
 def least_at(values: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Return the value with the least loss.
+    """Return the vertex of the parabola through the best value and its two neighbours, over the logarithm of the value.
 
-    It is the vertex of the parabola through the best value and its neighbours, in logarithms.
-
-    None if the best is the first or the last value: the minimum is then outside of the tried values.
+    None if the best value is the smallest or the largest: the minimum then lies outside of the tried values.
     """
     best: dict[float, float] = {}
     for value, loss in zip(values, losses, strict=True):
@@ -41,13 +42,13 @@ def least_at(values: Sequence[float], losses: Sequence[float]) -> float | None:
 
 
 def fit_power_law(rows: Sequence[Mapping[str, float]], value: str, sizes: Sequence[str]) -> PowerLaw | None:
-    """Fit the key `value` of the rows as a power law of those keys in `sizes` that vary. None if there are too few rows."""
+    """Fit the key `value` of the rows as a power law of the varying keys among `sizes`. None if there are too few rows."""
     used = [name for name in sizes if len({row[name] for row in rows}) > 1]
     if len(rows) < len(used) + 1 or not used:
         return None
     matrix = np.array([[1.0, *(math.log(row[name]) for name in used)] for row in rows])
     if np.linalg.matrix_rank(matrix) < matrix.shape[1]:
-        # Sizes that move together cannot be distinguished: the first of them stands for all.
+        # Proportional sizes cannot be distinguished. Drop the last size and try again.
         return fit_power_law(rows, value, used[:-1]) if len(used) > 1 else None
     wanted = np.array([math.log(row[value]) for row in rows])
     solution, *_ = np.linalg.lstsq(matrix, wanted, rcond=None)

@@ -1,4 +1,4 @@
-"""The results of a sweep's runs, read from their directories."""
+"""Read the results of a sweep from its run directories."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forge.tools.sweep.spec import Sweep, Trial, config_of
 
 @dataclass(frozen=True)
 class SweepResult:
-    """A trial and the results of its runs: the metric for each finished seed, and the state of every run."""
+    """A trial and the results of its runs. values: metric of each finished run. states: one per seed. tokens: of all runs."""
 
     trial: Trial
     values: list[float]
@@ -43,7 +43,7 @@ class SweepResult:
 
 
 def result_of(sweep: Sweep, trial: Trial) -> SweepResult:
-    """Return a trial's result so far. Reads the run directory of each seed, which `check_runs` has checked."""
+    """Read a trial's result so far from the run directory of each seed. Call `check_runs` first."""
     values, states, tokens = [], [], 0
     for seed in sweep.seeds:
         path = sweep.folder / trial.run_name(seed)
@@ -59,9 +59,10 @@ def result_of(sweep: Sweep, trial: Trial) -> SweepResult:
 
 
 def check_runs(sweep: Sweep, trials: Iterable[Trial]) -> None:
-    """Check that existing runs of the trials have the trials' configurations. Raises UserError at the first difference.
+    """Raise UserError if an existing run has another configuration than its trial.
 
-    A run directory is named by its trial's number. After an edit of the sweep file, it may hold a run with other values.
+    Run directories are named by the number of the trial. After an edit of the sweep file, an existing run may have other
+    values.
     """
     for trial in trials:
         for seed in sweep.seeds:
@@ -78,7 +79,10 @@ def check_runs(sweep: Sweep, trials: Iterable[Trial]) -> None:
 
 
 def metric_of(lines: Sequence[dict[str, Any]], metric: str) -> float | None:
-    """Return the metric from a run's lines; None if it is missing or not finite."""
+    """Return the metric from the lines of metrics.jsonl; None if it is missing or not finite.
+
+    metric: "loss": mean training loss over the last tenth of the lines. "eval.NAME": the last held-out loss.
+    """
     if metric.startswith("eval."):
         name = metric.removeprefix("eval.")
         found = [line["eval"].get(name) for line in lines if "eval" in line]
@@ -89,7 +93,7 @@ def metric_of(lines: Sequence[dict[str, Any]], metric: str) -> float | None:
 
 
 def rows(results: Iterable[SweepResult], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return one row per trial, the last rung first.
+    """Return one row per trial and rung, the last rung first. keys: the swept keys.
 
     In a rung, finished trials come first, from the best to the worst, then the others by number.
     """

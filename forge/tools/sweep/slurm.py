@@ -1,4 +1,4 @@
-"""A sweep as a job array of Slurm: each task of the array makes one run."""
+"""Write a sweep as a Slurm job array, with one task per run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forge.tools.sweep.spec import Sweep, Trial, first_trials, next_trials
 
 
 def pending(sweep: Sweep) -> list[tuple[Trial, int]]:
-    """Return trial and seed of each unfinished run of the current rung; empty after the last rung."""
+    """Return (trial, seed) of each unfinished run of the current rung; empty if all rungs are finished."""
     trials = first_trials(sweep)
     while trials:
         check_runs(sweep, trials)
@@ -34,7 +34,8 @@ def pending(sweep: Sweep) -> list[tuple[Trial, int]]:
 def job_array(sweep: Sweep) -> str:
     """Return an sbatch script for all pending runs, `workers` at a time. Raises UserError if none is pending.
 
-    `scripts/slurm/array_task.py` runs a task, requeues it after a stop, and ends with the exit code of its run.
+    Each task starts `scripts/slurm/array_task.py`. That script makes the run, requeues the task after a stop, and exits with
+    the run's exit code.
     """
     runs = pending(sweep)
     if not runs:
@@ -46,7 +47,7 @@ def job_array(sweep: Sweep) -> str:
         "#!/bin/bash",
         f"#SBATCH --job-name={re.sub(r'[^A-Za-z0-9._-]', '-', sweep.name)}",
         f"#SBATCH --array=0-{len(runs) - 1}%{sweep.workers}",
-        # sbatch has its own quotes and patterns for names of files, so the script opens the log.
+        # The script opens the log itself, because sbatch has its own rules for quotes and patterns in file names.
         "#SBATCH --output=/dev/null",
         "#SBATCH --signal=B:TERM@300",
         "#SBATCH --requeue",

@@ -18,12 +18,12 @@ from forge.config.phases import Phases
 from forge.config.section import Count, ListOf, NonNegativeNumber, Positive, Section, Text
 from forge.runtime.errors import UserError, did_you_mean
 
-# A name that fits on one line of a script or a terminal.
+# A text without control characters, safe in scripts and terminals.
 Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 
 class Between(Section):
-    """The range of a key in a random search or in successive halving. log: draw uniformly in the logarithm."""
+    """The range of a key, for random search and successive halving. log: draw uniformly in the logarithm."""
 
     low: float
     high: float
@@ -36,37 +36,37 @@ class Sweep(Section):
     config: Text
     """The recipe: a path or a name in configs/."""
     name: Line = "sweep"
-    """Folder of the sweep within output_dir, with one run directory per trial and seed."""
+    """Name of the sweep's folder in output_dir. It holds one run directory per trial, rung and seed."""
     output_dir: Line = "runs"
-    """Folder of the sweep's folder."""
+    """Parent of the sweep's folder."""
     method: Literal["grid", "random", "halving"] = "grid"
-    """grid: every combination; random: `trials` draws; halving: random draws, of which the best are trained again, longer."""
+    """grid: every combination. random: `trials` draws. halving: random draws; each rung trains the best ones longer."""
     trials: Positive = 8
     """random, halving: number of draws."""
     draw: Count = 0
     """random, halving: seed of the draws."""
     eta: Positive = 3
-    """halving: keep the best 1/eta of the trials, and train them eta times longer."""
+    """halving: from rung to rung, keep the best 1/eta of the trials and train them eta times longer."""
     rungs: Positive = 2
-    """halving: number of run lengths. The last length is the recipe's."""
+    """halving: number of rungs. Runs of the last rung have the recipe's length."""
     seeds: ListOf[Count] = (0,)
-    """Values of run.seed: each trial is made with all of them, and ranked by the mean."""
+    """Values of run.seed. Each trial makes one run per seed and is ranked by the mean."""
     metric: Text = "loss"
-    """Metric to minimise: loss (training, mean of the last tenth of the lines), or eval.NAME (held out, the last)."""
+    """Metric to minimise. loss: training loss, mean of the last tenth of the lines. eval.NAME: the last held-out loss."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Overrides of the recipe for all trials."""
     keys: dict[str, list[Any] | Between]
-    """Keys of the recipe and their values: a list, or a table with low, high and log. `config` is a key, too."""
+    """Key of the recipe -> list of values, or a table with low, high and log. The key `config` varies the recipe itself."""
     workers: Positive = 1
-    """Runs at the same time on this machine."""
+    """Number of concurrent runs on this machine."""
     processes: Positive = 1
-    """Processes of each run, under torchrun if more than one."""
+    """Processes per run; more than one start under torchrun."""
     threads: Count = 0
-    """Threads of each process on a CPU. 0: not set here."""
+    """OMP_NUM_THREADS of each process. 0: leave the environment unchanged."""
     budget_tokens: Count = 0
-    """Tokens of all runs of all rungs together; the last trials are dropped until the rest fits. 0: no limit."""
+    """Limit of the tokens of all runs in all rungs. The last trials are dropped until the rest fits. 0: no limit."""
     budget_minutes: NonNegativeNumber = 0.0
-    """Minutes after which no run is started. 0: no limit."""
+    """Start no run after this many minutes. 0: no limit."""
 
     @property
     def folder(self) -> Path:
@@ -75,7 +75,7 @@ class Sweep(Section):
 
 @dataclass(frozen=True)
 class Trial:
-    """One choice of values for the swept keys. steps: number of steps of the trial's runs; 0: as in the recipe."""
+    """One choice of values for the swept keys. steps: steps of its runs in this rung; 0: as in the recipe."""
 
     number: int
     values: dict[str, Any]
@@ -86,7 +86,7 @@ class Trial:
         return f"trial-{self.number:03d}-rung-{self.rung}-seed-{seed}"
 
     def options(self, sweep: Sweep, seed: int) -> list[str]:
-        """Return train.py's arguments for the run with `seed`."""
+        """Return the arguments of train.py for the run with run.seed = `seed`."""
         keys = {**sweep.overrides, **self.values, "run.seed": seed, "run.name": self.run_name(seed)}
         keys["run.output_dir"] = str(sweep.folder)
         if self.steps:
@@ -96,7 +96,7 @@ class Trial:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Read a sweep's file and check every trial's configuration. Raises UserError with all mistakes."""
+    """Read a sweep file and check the configuration of every trial. Raises UserError for an invalid file or trial."""
     try:
         tree = read_toml(path.read_text("utf-8"))
     except OSError as error:
@@ -129,15 +129,18 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def config_of(sweep: Sweep, trial: Trial, seed: int | None = None) -> Config:
-    """Return the configuration of a trial's run.
+    """Return the configuration of the trial's run with run.seed = `seed` (None: the first seed of the sweep).
 
-    seed: of the run; None: the first seed of the sweep. Raises UserError if the configuration is invalid.
+    Raises UserError if the configuration is invalid.
     """
     return load_config(trial.options(sweep, sweep.seeds[0] if seed is None else seed))
 
 
 def first_trials(sweep: Sweep) -> list[Trial]:
-    """Return the trials of the first rung, as many as the budget of tokens allows. A pure function of the sweep."""
+    """Return the trials of the first rung, as many as budget_tokens allows. A pure function of the sweep.
+
+    Raises UserError if the budget is too small for one trial.
+    """
     steps = _steps_of_rungs(sweep)
     trials = [Trial(number, values, 0, steps[0]) for number, values in enumerate(_values(sweep))]
     if not sweep.budget_tokens:
@@ -151,7 +154,10 @@ def first_trials(sweep: Sweep) -> list[Trial]:
 
 
 def next_trials(sweep: Sweep, trials: list[Trial], results: dict[int, float]) -> list[Trial]:
-    """Return the trials of the next rung: the best by `results` (trial number -> metric). Empty after the last rung."""
+    """Return the trials of the next rung: the best of `trials`. Empty after the last rung.
+
+    results: trial number -> metric; trials without a result are dropped.
+    """
     rung, steps = trials[0].rung + 1, _steps_of_rungs(sweep)
     if rung == len(steps):
         return []
@@ -163,7 +169,7 @@ def next_trials(sweep: Sweep, trials: list[Trial], results: dict[int, float]) ->
 
 
 def _steps_of_rungs(sweep: Sweep) -> list[int]:
-    """Return the number of steps of a run in each rung; 0: as in the recipe."""
+    """Return the steps of a run in each rung; 0: as in the recipe."""
     if sweep.method != "halving":
         return [0]
     longest = load_config(Trial(0, {}).options(sweep, 0)).train.steps
@@ -176,15 +182,15 @@ def _survivors(sweep: Sweep, trials: int) -> int:
 
 
 def _tokens(sweep: Sweep, trial: Trial) -> int:
-    """Return the tokens of a trial's runs."""
+    """Return the tokens of a trial's runs, over all seeds."""
     config = config_of(sweep, trial)
     return Phases(config).tokens_after(config.train.steps) * len(sweep.seeds)
 
 
 def _tokens_of_all(sweep: Sweep, tokens: list[list[int]]) -> int:
-    """Return an upper bound of the tokens of a whole sweep.
+    """Return an upper bound of the tokens of a sweep, reached if the most expensive trials survive.
 
-    tokens: of each trial in each rung. It assumes that the most expensive trials survive.
+    tokens: for each rung, the tokens of each trial.
     """
     total, number = 0, len(tokens[0])
     for rung in tokens:

@@ -1,14 +1,15 @@
-"""Prove that a model, a configuration or a change of the code computes the same under every layout: scripts/verify.py.
+"""Verify that a model, a configuration or a code change computes equal numbers under every layout: scripts/verify.py.
 
-    shrink    the configuration, as small as its structure allows, in float64
-    layouts   every axis, every pair of axes, then random layouts; the configuration's own checks reject illegal ones
-    ranks     functions on real ranks, forked from one warmed process
-    borders   the activations at the borders of modules, each with its place in the global batch
-    record    the steps of one layout, and of a plain module in one process, with every tensor they compute
-    compare   two such records, number by number
-    library   another library's parallelism of a plain module, by the same comparison
-    explain   the first difference in computation order, and the smallest layout that still shows it
-    run       all layouts within a time budget; a failed or hanging layout does not stop the others
+    shrink    reduce the configuration to the smallest sizes its structure allows, in float64
+    layouts   generate layouts: every axis, every pair of axes, then random ones; skip those the configuration refuses
+    ranks     call functions on real ranks, forked from one warmed process
+    borders   record module inputs and outputs, with their place in the global batch
+    record    run a few steps of one layout and record every tensor
+    plain     run the same steps as a plain module in one process: the reference
+    compare   compare a recording with the reference, number by number
+    library   compare a plain module under another library's parallelism with the module in one process
+    explain   find the first difference in computation order
+    run       check all layouts within a time budget, and reduce the worst one; failed or hanging layouts stop no other
 
 The equivalence tests of forge use the same functions.
 """

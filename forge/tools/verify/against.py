@@ -1,7 +1,7 @@
-"""Run one layout under this checkout of forge and under another one, to show the effect of a code change.
+"""Compare one layout under two checkouts of forge, to show the effect of a code change.
 
-The other process imports the other checkout's `forge`, but with this folder in place of its `forge/tools/verify`. So both
-record with the same code, each on its own model, layouts and optimizers.
+The second process imports the other checkout's `forge`, with this checkout's `forge/tools/verify` in place of its own. Both
+processes thus record with the same code, but run their own models, parallelism and optimizers.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from forge.tools.verify.pieces import TensorKey, TensorPiece, whole
 from forge.tools.verify.ranks import RankFailed, limit_s, run_ranks
 from forge.tools.verify.record import RankRecord, RankStep, Settings, record_on_rank
 
-# Seconds beyond the limit of the ranks: the other process imports forge and ends its ranks in this time.
+# Seconds in addition to the ranks' time limit, for importing forge and stopping the ranks in the second process.
 EXTRA_S = 120.0
 _CODE = "import sys; from forge.tools.verify.against import record_to; record_to(*sys.argv[1:])"
 
 
 def require_checkout(checkout: Path) -> None:
-    """Raise UserError unless the folder `checkout` contains forge."""
+    """Raise UserError unless the folder `checkout` contains `forge/tools/verify`."""
     if not (checkout / "forge" / "tools" / "verify").is_dir():
         raise UserError(f"--against {checkout}: is not a checkout of forge with a folder forge/tools/verify")
 
 
 def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) -> list[RankRecord]:
-    """Run the configuration `text` on `world` ranks with the forge of `checkout`; return the recorded tensors.
+    """Run the configuration `text` on `world` ranks with the forge of `checkout`; return one recording per rank.
 
-    Raises UserError if the run fails or hangs. None of its processes survives.
+    Raises UserError if the run fails or hangs. All its processes are killed at the end.
     """
     with tempfile.TemporaryDirectory(prefix="forge-against-") as name:
         folder = Path(name)
@@ -56,7 +56,7 @@ def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) 
         search = os.pathsep.join([str(folder), os.getcwd(), os.environ.get("PYTHONPATH", "")])
         process = subprocess.Popen(
             command,
-            cwd=folder,  # `python -c` imports from here first
+            cwd=folder,  # `python -c` imports from the working directory first
             env={**os.environ, "PYTHONPATH": search},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -68,7 +68,7 @@ def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) 
         except subprocess.TimeoutExpired:
             errors = f"nothing within {limit_s(world) + EXTRA_S:.0f} s"
         finally:
-            # Its ranks and their fork server belong to its session.
+            # The second process, its ranks and their fork server share one session.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if process.wait() or not answer.exists():
@@ -78,7 +78,10 @@ def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) 
 
 
 def record_to(request: str, answer: str) -> None:
-    """Run `request` and write the recording to `answer`. Called in the process of the other checkout."""
+    """Run the pickled request in file `request` and write the recordings to file `answer`.
+
+    The second process calls this function with the other checkout's forge. It exits with 1 if a rank fails.
+    """
     text, world, settings, limit = pickle.loads(Path(request).read_bytes())
     try:
         ranks = run_ranks(record_on_rank, world, text, settings, timeout=limit)
@@ -91,9 +94,10 @@ def record_to(request: str, answer: str) -> None:
 def compare_records(
     new: Sequence[RankRecord], old: Sequence[RankRecord], bound: float
 ) -> tuple[Comparison, list[str]]:
-    """Compare two records of the same layout rank by rank. Return the differences, and the modules in their order.
+    """Compare two recordings of one layout, rank by rank. Return the differences, and the modules in computation order.
 
-    A tensor may differ by `bound` of its largest element; 0: no bit may differ. Indices are local to the rank's part.
+    bound: allowed difference of a tensor, relative to its largest element; 0: bitwise equality. The indices of differences
+    are local to the rank.
     """
     result = Comparison()
     order: list[str] = []
@@ -116,7 +120,7 @@ def compare_records(
 def _tensors(step: RankStep) -> Iterator[tuple[tuple[TensorKey, int], TensorPiece]]:
     """Yield ((key, number), piece) for all tensors of a step on one rank.
 
-    number: index of the box of a sharded tensor, or of the microbatch of an activation.
+    number: counts the boxes of a sharded tensor, and the microbatches of an activation.
     """
     numbers: Counter[TensorKey] = Counter()
     for key, pieces in step.pieces.items():
@@ -131,9 +135,9 @@ def _tensors(step: RankStep) -> Iterator[tuple[tuple[TensorKey, int], TensorPiec
 def _paired(
     now: dict[tuple[TensorKey, int], TensorPiece], then: dict[tuple[TensorKey, int], TensorPiece]
 ) -> Iterator[tuple[tuple[TensorKey, int], TensorPiece, TensorPiece]]:
-    """Yield (key, piece of `now`, piece of `then`) for each tensor of equal shape on both sides.
+    """Yield (key, piece of `now`, piece of `then`) for each tensor in both recordings with equal shapes.
 
-    Raises UserError if an initial value, a gradient or a parameter has no counterpart of its shape.
+    Raises UserError if an initial value, a gradient or a parameter is missing or has another shape in one recording.
     """
     for place in {**then, **now}:
         (kind, name), _ = place

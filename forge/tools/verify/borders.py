@@ -1,10 +1,11 @@
-"""Borders: inputs and outputs of modules on one rank, with their place in the global batch.
+"""Borders: the inputs and outputs of modules on one rank, with their place in the global batch.
 
-Hooks record the first tensor argument and the outputs of every module, in the order in which forwards end: children before
-their parents. So a difference arose in the first module in this order whose output differs while its input agrees.
+Forward hooks record the first argument and the outputs of every module. The order is that of the ends of forwards, so
+children come before their parents. The origin of a difference is the first module in this order whose output differs
+while its input agrees.
 
-A rank's part of the global tensor follows from shapes. A rank of cp has two chunks of a sequence of `seq` tokens, and a
-rank of tp may have a piece of these. A rank of tp has either all features or heads, or an equal share of them.
+Shapes tell a rank's part of the global tensor. A cp rank has two chunks of each sequence, and a tp rank may have a piece
+of these chunks. A tp rank has either all features (or heads), or an equal share of them.
 
 A module called several times per microbatch has one border per call: `embedding`, then `embedding (call 2)`.
 """
@@ -25,7 +26,7 @@ from forge.parallel.context import SequenceSplit
 from forge.parallel.mesh import Meshes
 from forge.tools.verify.pieces import TensorPlace
 
-# Modules whose tensors are sorted by expert: the order depends on the layout.
+# Modules without borders. Rows of these tensors are sorted by expert, in an order that depends on the layout.
 HIDDEN = (".experts",)
 
 
@@ -33,8 +34,8 @@ HIDDEN = (".experts",)
 class BatchPart:
     """A rank's part of the global batch.
 
-    first_row: the rank's first global sample. positions: the positions of its tokens in each sequence. tp: number of pieces
-    into which tensor parallelism divides sequences or features. tp_rank: the index of this rank's piece.
+    first_row: index of the rank's first sequence in the global batch. positions: positions of the rank's tokens in each
+    sequence, before any division by tp. tp: number of tensor-parallel ranks. tp_rank: index of this rank among these.
     """
 
     first_row: int
@@ -51,9 +52,9 @@ class BatchPart:
         return cls(first, tuple(positions), meshes.tp.size(), meshes.tp.get_local_rank())
 
     def place(self, row: int, local: torch.Size, whole: torch.Size) -> TensorPlace | None:
-        """Return the place of a local tensor `[batch, seq, ...]` in the global one; None if shapes do not determine it.
+        """Return the place of a local tensor `[batch, seq, ...]` in the global tensor; None if shapes leave it undetermined.
 
-        row: the index of its first sequence on this rank.
+        row: index of the tensor's first sequence among this rank's sequences. local, whole: shapes.
         """
         if len(local) != len(whole) or len(local) < 2 or local[0] > whole[0]:
             return None
@@ -74,10 +75,10 @@ class BatchPart:
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor at a border of the module `name`: `values`, whose first sequence is row `row` on this rank.
+    """An input or output of a module on this rank.
 
-    output: True for an output of the module, False for its input. The name ends with the number of the call, unless
-    the call is the first in its microbatch.
+    name: of the module, with ` (call N)` from the second call in a microbatch on. output: True for an output of the
+    module, False for its input. row: index of the first sequence of `values` among this rank's sequences.
     """
 
     name: str
@@ -87,7 +88,7 @@ class Seen:
 
 
 class Borders:
-    """Record the borders of all modules of `parts`. `take` returns the borders recorded since its last call."""
+    """Record the inputs and outputs of all modules in `parts`, with forward hooks. `take` returns the recording."""
 
     def __init__(self, parts: Iterable[nn.Module]):
         self._seen: list[Seen] = []
@@ -99,19 +100,19 @@ class Borders:
             self._handles.append(part.register_forward_pre_hook(current.begin))
             for name, module in part.named_modules():
                 if name and type(module).forward is not nn.Module.forward and not _is_hidden(name):
-                    # Before the forward: a module may write into its input.
+                    # Record the input before the forward, because a module may write into its input.
                     self._handles.append(module.register_forward_pre_hook(self._input_hook(name, current)))
                     self._handles.append(module.register_forward_hook(self._output_hook(name, current)))
 
     def take(self) -> list[Seen]:
-        """Return the tensors recorded since the last call, in order, and begin a new step."""
+        """Return the tensors recorded since the last call of `take`, in order, and begin a new step."""
         seen, self._seen = self._seen, []
         for current in self._current:
             current.end_step()
         return seen
 
     def remove(self) -> None:
-        """Record nothing from now on."""
+        """End the recording: remove the forward hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -145,13 +146,13 @@ class Borders:
 
 
 class _Microbatch:
-    """The latest microbatch in `part`, a model or a stage of a pipeline.
+    """The current microbatch of `part`, a model or a pipeline stage.
 
-    row: index of its first sequence on this rank. calls: module -> number of calls.
+    row: index of the microbatch's first sequence on this rank. calls: module -> number of calls in this microbatch.
     """
 
     def __init__(self, part: nn.Module):
-        # If this stage has the embedding but does not embed tokens, another stage has made the first call.
+        # A stage may hold the embedding only for multi-token prediction. Its first call there is the model's second call.
         embeds_later = getattr(part, "embedding", None) is not None and not getattr(part, "embeds", True)
         self._elsewhere = {"embedding": 1} if embeds_later else {}
         self.calls: Counter[str] = Counter()
@@ -160,7 +161,7 @@ class _Microbatch:
     def begin(self, _part: nn.Module, args: tuple[Any, ...]) -> None:
         if _recomputing():
             return
-        # A stage's input with attention residuals is [streams, batch, seq, dim].
+        # With attention residuals, a stage's input is [streams, batch, seq, dim].
         rows = args[0].shape[1 if args[0].ndim == 4 else 0]
         self.row, self._next_row = self._next_row, self._next_row + rows
         self.calls = Counter(self._elsewhere)
@@ -169,30 +170,33 @@ class _Microbatch:
         self.row = self._next_row = 0
 
     def called(self, name: str, output: int = 0) -> str:
-        """Return the name of the border of a module's latest call. output: index of the output."""
+        """Return the border name of the latest call of module `name`. output: index of the output; 0 for an input."""
         name = f"{name}[{output}]" if output else name
         return name if self.calls[module_of(name)] == 1 else f"{name} (call {self.calls[module_of(name)]})"
 
 
 def call_of(name: str) -> str:
-    """Return the name of the input that belongs to the output `name`. All outputs of a call share one input."""
+    """Return the name of the input border for the output border `name`. All outputs of a call share one input."""
     return re.sub(r"\[\d+\]", "", name)
 
 
 def parent_of(name: str) -> str:
-    """Return the input border of the enclosing module, with the call number of border `name`; "" if no module encloses it."""
+    """Return the name of the enclosing module's input, for the same call as border `name`; "" for a top-level module."""
     module, call, number = name.partition(" (call ")
     parent = module.rpartition(".")[0]
     return parent + call + number if parent else ""
 
 
 def module_of(name: str) -> str:
-    """Return the module of the border `name`."""
+    """Return the module name in the border name `name`, without call number and output index."""
     return name.partition(" (call ")[0].partition("[")[0]
 
 
 def _local(value: Any) -> Tensor | None:
-    """Return a copy of this rank's part of `value`, if it is an activation; otherwise None."""
+    """Return a CPU copy of this rank's part of `value`; None unless `value` is a tensor of two or more dims.
+
+    Also None for a DTensor with partial sums.
+    """
     if isinstance(value, DTensor):
         if any(placement.is_partial() for placement in value.placements):
             return None
@@ -203,7 +207,7 @@ def _local(value: Any) -> Tensor | None:
 
 
 def _recomputing() -> bool:
-    """Return whether a backward is running, so that a forward is a recomputation."""
+    """Return whether a backward is running. A forward is then a recomputation of activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
 
 

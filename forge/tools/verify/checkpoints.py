@@ -1,7 +1,7 @@
-"""Checkpoints of a layout: save, load another layout's checkpoint, and resume.
+"""Save and load checkpoints of verified layouts.
 
-A folder has the checkpoint of one layout. It also has the checkpoint's whole tensors, read by one rank. Any other layout
-that loads the checkpoint must have these tensors, bit for bit.
+A folder has the checkpoint of one layout, and a file with its tensors unsharded, read back by one rank. A layout loading
+the checkpoint must end up with these tensors, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ WHOLE = "whole.pt"
 
 
 def save(folder: str, step: int, tensors: dict[str, tuple[Shard, Tensor]], optimizer: Optimizer) -> None:
-    """Save tensors and the optimizer's state as the checkpoint of `step` in `folder`. Collective."""
+    """Save `tensors` and the optimizer's state as the checkpoint of `step` in `folder`. Collective.
+
+    Raises RuntimeError if the save fails.
+    """
     state: dict[str, Any] = {"progress": {"step": step}, "optimizer": optimizer.state()}
     (outcome,) = Checkpoints(Path(folder), mode="sync").save(step, tensors, state, {}, {})
     if outcome.error is not None:
@@ -36,7 +39,10 @@ def save(folder: str, step: int, tensors: dict[str, tuple[Shard, Tensor]], optim
 def save_and_read(
     model: ParallelModel, optimizer: Optimizer, folder: str, step: int
 ) -> dict[TensorKey, list[TensorPiece]]:
-    """Save the layout's checkpoint. Return its whole tensors (kind `saved`) on rank 0. Collective."""
+    """Save the layout's checkpoint and read it back. Return the whole tensors (kind `saved`) on rank 0. Collective.
+
+    Other ranks return an empty dict.
+    """
     tensors = all_tensors(model, optimizer)
     save(folder, step, tensors, optimizer)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -57,12 +63,12 @@ def save_and_read(
 
 
 def keep_whole(folder: str, wholes: dict[str, Tensor]) -> None:
-    """Write the whole tensors of the checkpoint in `folder` to a file there, for `read_whole`."""
+    """Write the unsharded tensors `wholes` to the file WHOLE in `folder`, for `read_whole`."""
     torch.save(wholes, Path(folder) / WHOLE)
 
 
 def read_whole(folder: str) -> dict[TensorKey, Tensor]:
-    """Return the tensors (kind `loaded`) expected after a layout loads the checkpoint in `folder`."""
+    """Return the unsharded tensors of the checkpoint in `folder` as kind `loaded`: the values expected after loading."""
     wholes: dict[str, Tensor] = torch.load(Path(folder) / WHOLE)
     return {("loaded", name): values for name, values in wholes.items()}
 
@@ -70,9 +76,9 @@ def read_whole(folder: str) -> dict[TensorKey, Tensor]:
 def load(
     model: ParallelModel, optimizer: Optimizer, folder: str, step: int
 ) -> dict[TensorKey, list[TensorPiece]]:
-    """Load the checkpoint in `folder`; return this rank's pieces of its tensors (kind `loaded`). Collective."""
+    """Load the checkpoint of `step` in `folder`. Return this rank's pieces of all tensors (kind `loaded`). Collective."""
     for _, values in all_tensors(model, optimizer).values():
-        # NaN: a tensor missing from the checkpoint must not look right.
+        # Overwrite all values, so that a tensor missing from the checkpoint cannot pass with its old values.
         values.fill_(torch.nan if values.is_floating_point() else -1)
     path = Checkpoints(Path(folder), mode="sync").path(step)
     load_training_state(ResumePoint(path, read_state(path)), model, optimizer)

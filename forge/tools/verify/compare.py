@@ -1,9 +1,9 @@
 """Compare the tensors of all ranks with the reference, number by number.
 
-The difference of a tensor is the largest difference of its elements, divided by the tensor's size. The size is its largest
-element, or a thousandth of the largest element of all tensors of its kind in the step, if that is more: the rounding errors
-of a gradient that should be 0 have no meaningful size. Initial parameters and restored checkpoints must be equal bit for
-bit.
+The difference of a tensor is the largest difference of its elements, divided by the tensor's scale. The scale is the larger
+of two numbers: the tensor's largest element, and a thousandth of the largest element in all tensors of its kind in the
+step. The second number is for gradients whose exact value is 0: these consist of rounding errors. Initial parameters and
+restored checkpoints must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from forge.tools.verify.record import RankRecord, RankStep, WholeRecord
 
 TOLERANCE, FLOOR = 1e-9, 1e-3
 EXACT = ("initial", "loaded", "resumed")
-# Kinds of the last step, repeated from a checkpoint: the layout's own, and another layout's.
+# Kinds of the last step after a resume: from the layout's own checkpoint, and from another layout's checkpoint.
 AGAIN = ("resumed", "continued")
-# The ranks together must hold every element of tensors of these kinds.
+# Kinds of tensors whose every element must be on some rank.
 COMPLETE = ("initial", "gradient", "parameter", "optimizer", "router", "hooked", "saved", "loaded")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of one tensor, on one rank.
+    """The element of a tensor that differs most, on one rank.
 
-    step: 0 for the initial parameters. index: in the global tensor. size: the difference divided by the largest
-    element of the whole tensor, or by FLOOR times the largest element of all tensors of its kind, if that is more.
-    If some element is on no rank, rank is -1 and `found` is NaN. digest: the numbers are digests of the whole
-    tensor. part: the rank's part of the global tensor; () if it has all of it, or if the part is unknown.
+    step: 0 for the initial parameters. rank: -1 if an element of the tensor is on no rank; `found` is then NaN. index: of
+    the element in the global tensor. found, expected: its values. size: the difference relative to the tensor's scale (see
+    the module docstring). digest: True if `found` and `expected` are digests of the whole tensor. part: the rank's part
+    of the global tensor; () if the rank has the whole tensor, or if its part is unknown.
     """
 
     step: int
@@ -50,7 +50,7 @@ class Difference:
 
     @property
     def what(self) -> str:
-        """Such as `gradient of layers.0.attention.wq.weight`."""
+        """The tensor in words, e.g. `gradient of layers.0.attention.wq.weight`."""
         return f"{self.kind} of {self.name}"
 
 
@@ -58,10 +58,11 @@ class Difference:
 class Comparison:
     """The result of comparing tensors.
 
-    differences: one per tensor above the tolerance. largest: the largest difference by kind. compared: number of tensors.
-    counted: number of elements of each tensor on the ranks, without copies. index_sums: sum of the flat indices of these
-    elements, because a duplicate element could hide a missing one in the count. unplaced: tensors that cannot be compared:
-    activations whose place does not follow from shapes, and curves of hooks that differ between runs.
+    differences: one per tensor above the tolerance. largest: kind -> largest difference. compared: number of tensors.
+    counted: (step, tensor) -> number of its elements on the ranks, without copies. index_sums: (step, tensor) -> sum of the
+    flat indices of these elements; it reveals a missing element when a duplicate makes up the count.
+    unplaced: names of tensors excluded from the comparison: activations of undetermined place, and curves of hooks that
+    differ between runs.
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -80,7 +81,7 @@ def compare_rank(
     *,
     absolute: bool = False,
 ) -> Comparison:
-    """Compare one rank's recording with the reference. absolute: do not divide differences by the tensors' sizes."""
+    """Compare one rank's recording with the reference. absolute: do not divide differences by the tensors' scales."""
     result = Comparison()
     for number, (whole, step) in enumerate(zip(reference.steps, record.steps, strict=True)):
         sizes = {key: _largest(tensor) for key, tensor in whole.items()}
@@ -111,11 +112,10 @@ def compare_rank(
 
 
 def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, TensorKey], int]) -> Comparison:
-    """Return the comparison over all ranks. For each tensor, keep the rank with the largest difference.
+    """Merge the comparisons of all ranks. For each tensor, keep the rank with the largest difference.
 
-    expected: number of elements of each tensor of the reference, by step and key. If some elements of a tensor are
-    on no rank, that counts as a difference. Two sorts of kinds are exempt: kinds outside of COMPLETE, because not
-    every layout has an activation at each border, and kinds of which no rank has any tensor.
+    expected: the result of `elements`. A tensor with an element on no rank counts as different. Exempt are kinds outside
+    of COMPLETE, because some layouts lack some borders, and kinds without any tensor on any rank.
     """
     result = Comparison()
     worst: dict[tuple[int, str, str], Difference] = {}
@@ -133,13 +133,13 @@ def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, TensorKey
                 worst[name] = found
     kinds = {key[0] for _, key in result.counted}
     for (step, key), number in expected.items():
-        # Without an entry, no rank has counted an element of the tensor.
+        # A tensor without an entry has no element on any rank.
         counted = result.counted.get((step, key), 0)
         other = counted == number and result.index_sums.get((step, key), 0) != number * (number - 1) // 2
         if key[0] in COMPLETE and key[0] in kinds and (counted < number or other):
             worst[step, *key] = Difference(step, *key, -1, (), nan, nan, inf)
             result.largest[key[0]] = inf
-    # In the order of the model, not of the ranks.
+    # Sort in the order of the model; the order of `worst` depends on the ranks.
     places = {(step, *key): place for place, (step, key) in enumerate(expected)}
     result.differences = [
         worst[name] for name in sorted(worst, key=lambda name: places.get(name, len(places)))
@@ -148,7 +148,7 @@ def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, TensorKey
 
 
 def elements(reference: WholeRecord) -> dict[tuple[int, TensorKey], int]:
-    """Return the number of elements of each tensor by step and key, for `merge`."""
+    """Return (step, key) -> number of elements of the tensor, for `merge`."""
     return {
         (number, key): tensor.numel()
         for number, step in enumerate(reference.steps)
@@ -159,7 +159,7 @@ def elements(reference: WholeRecord) -> dict[tuple[int, TensorKey], int]:
 def _held(
     whole: dict[TensorKey, Tensor], step: RankStep, result: Comparison
 ) -> dict[TensorKey, list[TensorPiece]]:
-    """Return all pieces of a step on one rank, including activations at borders."""
+    """Return all pieces of a step on one rank, including borders. Add borders of undetermined place to `result.unplaced`."""
     held: dict[TensorKey, list[TensorPiece]] = defaultdict(list, step.pieces)
     for one in step.seen:
         key = ("output" if one.output else "input", one.name)
@@ -179,7 +179,10 @@ def _held(
 def difference_of(
     equal: Difference, expected: Tensor, pieces: Sequence[TensorPiece], scale: float
 ) -> Difference:
-    """Return the largest difference over a tensor's pieces, the first among equals. Return `equal` if no element differs."""
+    """Return the largest difference over a tensor's pieces, the first among equals; `equal` if no element differs.
+
+    equal: a Difference of size 0 with the tensor's name and rank. expected: the whole tensor. scale: divides differences.
+    """
     worst = equal
     for piece in pieces:
         mine = part_of(expected, piece.place)
@@ -200,7 +203,7 @@ def difference_of(
 
 
 def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
-    """Yield the differences between resuming from this layout's own checkpoint and continuing without a stop."""
+    """Yield the differences of the last step between the uninterrupted run and the resume from its own checkpoint."""
     last = record.steps[-1].pieces
     for (kind, name), pieces in last.items():
         if kind != "resumed":
@@ -216,9 +219,9 @@ def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
 
 
 def _first_time(key: TensorKey) -> TensorKey:
-    """Map the key of a tensor of the repeated last step to the key of the same tensor in the original last step.
+    """Map the key of a tensor in the last step after a resume to its key in the uninterrupted last step.
 
-    The repeated step is the one after a resume. Other keys are returned unchanged.
+    E.g. ("resumed", "gradient NAME") becomes ("gradient", NAME). Other keys are returned unchanged.
     """
     kind, _, name = key[1].partition(" ")
     return (kind, name) if key[0] in AGAIN else key

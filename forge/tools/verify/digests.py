@@ -1,8 +1,9 @@
-"""Digests: a few numbers per tensor, so that one file of a small run can check a large run.
+"""Digests: three numbers per tensor. A small file of digests from one process can check a run on many ranks.
 
-A digest is linear: the tensor's products with two random tensors, which are functions of the global index alone. So each
-rank digests its own elements, and the sums over ranks do not depend on the layout. The relative difference of two digests
-is about the relative difference of the tensors. The third number is the tensor's sum of squares, a measure of its size.
+The first two numbers are inner products of the tensor with two pseudo-random tensors, which depend only on the global
+index. Each rank digests its own elements, and the sum over ranks does not depend on the layout. The relative difference of
+two digests is about the relative difference of the tensors. The third number is the tensor's sum of squares, a measure of
+its size.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ NUMBERS = 2
 _BITS = 0xFFFFFFFF
 
 Digest: TypeAlias = list[float]
-# A rank's digests of one step: tensor -> place of a piece, as text -> (number of elements, digest of the piece).
+# A rank's digests of one step: tensor -> place of the piece, as text -> (number of elements, digest of the piece).
 Held: TypeAlias = dict[TensorKey, dict[str, tuple[int, Digest]]]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The digests of one process. steps: per step the shape and the digest of each tensor; steps[0] has the initial values.
+    """The digests of a run in one process. text: its configuration. order: modules in computation order.
 
-    text: the configuration. order: modules in the order of the computation.
+    steps: per step, tensor -> (shape, digest). steps[0] has the initial parameters.
     """
 
     text: str
@@ -43,7 +44,7 @@ class Expected:
 
     @classmethod
     def of(cls, text: str, record: WholeRecord) -> Expected:
-        """Return the digests of a recording of one process with the configuration `text`."""
+        """Return the digests of `record`, the recording of one process with the configuration `text`."""
         steps = [
             {
                 key: (tuple(tensor.shape), digest(tensor, _all_of(tensor.shape)))
@@ -54,7 +55,7 @@ class Expected:
         return cls(text, record.order, steps)
 
     def write(self, file: Path) -> None:
-        """Write to `file`. Raises UserError if `file` is not writable."""
+        """Write the digests to `file`. Raises UserError if `file` is not writable."""
         try:
             torch.save(vars(self), file)
         except (OSError, RuntimeError) as error:
@@ -62,7 +63,7 @@ class Expected:
 
     @classmethod
     def read(cls, file: Path) -> Expected:
-        """Read a file written by `write`. Raises UserError for any other file."""
+        """Read digests from a file of `write`. Raises UserError for any other file."""
         try:
             found: Any = torch.load(file, weights_only=True)
             return cls(found["text"], found["order"], found["steps"])
@@ -72,7 +73,7 @@ class Expected:
 
 
 def digest(values: Tensor, place: TensorPlace) -> Digest:
-    """Return the digest of `values` at `place` of a global tensor."""
+    """Return the digest of `values`, a piece at `place` of a global tensor: NUMBERS products and the sum of squares."""
     values = values.double()
     found = []
     for number in range(NUMBERS):
@@ -84,9 +85,9 @@ def digest(values: Tensor, place: TensorPlace) -> Digest:
 
 
 def held_by(record: RankRecord, expected: Expected) -> list[Held]:
-    """Return the digests of a rank's recording, by piece.
+    """Return the digests of a rank's recording: one Held per step.
 
-    An activation is left out if its place in the global tensor does not follow from shapes.
+    Activations are left out if shapes do not determine their place in the global tensor.
     """
     steps: list[Held] = []
     for step, wholes in zip(record.steps, expected.steps, strict=True):
@@ -108,9 +109,9 @@ def held_by(record: RankRecord, expected: Expected) -> list[Held]:
 
 
 def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: float) -> Comparison:
-    """Compare the digests of all ranks with those of one process.
+    """Compare the digests of all ranks with the digests of one process.
 
-    A difference has no index, because a digest is of a whole tensor.
+    Two copies of a piece must also agree with each other. Differences have no index, because digests are of whole tensors.
     """
     result = Comparison()
     for number, wholes in enumerate(expected.steps):
@@ -121,7 +122,7 @@ def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: 
             pieces = list(_pieces(key, [rank[number] for rank in ranks]))
             elements = sum(elements for _, _, elements, _ in pieces)
             if elements != prod(shape):
-                # Not every layout has an activation at each border.
+                # Layouts may lack an activation at some borders, so only kinds of COMPLETE count as different.
                 if key[0] in COMPLETE:
                     result.differences.append(Difference(number, *key, -1, (), 0.0, 0.0, inf))
                 elif pieces:
@@ -132,7 +133,7 @@ def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: 
             apart = [
                 abs(mine - theirs) / scale for mine, theirs in zip(found, wanted[:NUMBERS], strict=False)
             ]
-            # NaN compares as not small.
+            # A NaN counts as an infinite difference.
             worst = max(
                 range(NUMBERS), key=lambda place: inf if apart[place] != apart[place] else apart[place]
             )
@@ -148,10 +149,10 @@ def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: 
 
 
 def _pieces(key: TensorKey, ranks: Sequence[Held]) -> Iterator[tuple[int, float, int, Digest]]:
-    """Yield (rank, difference, number of elements, digest) for every distinct piece.
+    """Yield (rank, difference, number of elements, digest) for every distinct piece of the tensor `key`.
 
-    rank: the rank whose copy of the piece differs most from the first copy. difference: the difference between
-    these two copies.
+    digest: of the first copy. rank: the rank whose copy differs most from the first copy. difference: between the
+    digests of these two copies.
     """
     found: dict[str, tuple[int, float, int, Digest]] = {}
     for rank, held in enumerate(ranks):
@@ -171,7 +172,7 @@ def _all_of(shape: Sequence[int]) -> TensorPlace:
 
 
 def _weights(place: slice | tuple[int, ...], seed: int) -> Tensor:
-    """Return pseudo-random numbers of variance 1 for these indices along one dimension: a hash of index and seed."""
+    """Return pseudo-random float64 numbers of variance 1 for the indices `place` of one dim, hashed from index and seed."""
     indices = range(place.start, place.stop) if isinstance(place, slice) else place
     x = torch.tensor(list(indices), dtype=torch.int64) + (seed + 1) * 0x9E3779B1
     for factor, shift in ((0x85EBCA6B, 15), (0xC2B2AE35, 13), (0x27D4EB2F, 16)):

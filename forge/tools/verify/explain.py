@@ -1,4 +1,4 @@
-"""Explain a comparison: find the first difference, in the order of the computation."""
+"""Explain a comparison: find the first difference in computation order."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from forge.tools.verify.compare import Comparison, Difference
 
 @dataclass(frozen=True)
 class Finding:
-    """The origin of a difference.
+    """The likely origin of the differences.
 
-    culprit: a module, a parameter or a phase of the step. why: a sentence about it. difference: the numbers. others: further
-    names with the same difference, which may equally be the origin.
+    culprit: a module, a parameter or a phase of the step. why: the reason for this choice, as a sentence. difference: the
+    numbers at the culprit. others: names of equally likely origins.
     """
 
     culprit: str
@@ -23,18 +23,18 @@ class Finding:
     others: tuple[str, ...] = ()
 
 
-# Forwards without a gradient, after a step.
+# Kinds of forwards without gradients, made after a step.
 FORWARDS = ("held-out", "generation")
 # Hook methods called before the forward of their step.
 EARLY = ("before_run", "before_step", "before_data", "after_data", "before_gradients")
 
 
 def explain(comparison: Comparison, order: Sequence[str], other: str = "one process") -> Finding:
-    """Return the origin of the first difference. There must be at least one.
+    """Return the origin of the first difference in `comparison`, which must have at least one.
 
-    order: modules in the order of the computation. other: name of the layout whose checkpoint was loaded.
+    order: modules in computation order. other: name of the layout whose checkpoint was loaded, for the sentence.
     """
-    # A forward without gradients also shows e.g. weights that were not updated; the next step names them more precisely.
+    # A forward without gradients also differs e.g. after a missing update, but the next training step locates it better.
     training = [one for one in comparison.differences if one.kind not in FORWARDS] or comparison.differences
     first = min(one.step for one in training)
     by_kind: dict[str, list[Difference]] = {}
@@ -82,7 +82,10 @@ def explain(comparison: Comparison, order: Sequence[str], other: str = "one proc
 
 
 def _hooks(found: list[Difference]) -> Finding | None:
-    """Return the first hook call with equal inputs and different results. Names are `CALL before|after KIND PARAMETER`."""
+    """Return the first hook call with equal inputs and different results; None if there is none.
+
+    found: differences of kind `hooked`, with names `CALL before|after KIND PARAMETER`.
+    """
     calls: dict[str, dict[str, list[Difference]]] = {}
     for one in found:
         call, when, _ = one.name.split(" ", 2)
@@ -103,9 +106,9 @@ def _curve(found: list[Difference]) -> Finding:
 
 
 def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Finding:
-    """Return the first differing border in execution order.
+    """Return the first differing border in computation order.
 
-    If the input of that border's module differs, too, look for the origin in the enclosing modules.
+    If the input of its module differs, too, search the enclosing modules, from the inside out, for the origin.
     """
     places = {name: number for number, name in enumerate(order)}
     outputs = {one.name: one for one in by_kind.get("output", ())}
@@ -125,11 +128,11 @@ def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Findi
 
 
 def _gradient(found: list[Difference], order: Sequence[str]) -> Finding:
-    """Return the differing gradient whose parameter forward uses last.
+    """Return the differing gradient of the parameter used last in forward.
 
     Backward runs from the end of the model, so this gradient is the first to differ.
     """
-    # Of several calls of a module the last one counts.
+    # For a module with several calls, the last call counts.
     places = {module_of(name): number for number, name in enumerate(order)}
 
     def place(one: Difference) -> int:
@@ -144,6 +147,6 @@ def _gradient(found: list[Difference], order: Sequence[str]) -> Finding:
 
 
 def _several(found: list[Difference], why: str) -> Finding:
-    # Checkpoints have parameters under `model.`.
+    # In checkpoints, names of parameters begin with `model.`.
     first, *others = (one.name.removeprefix("model.") for one in found)
     return Finding(first, why, found[0], tuple(others))

@@ -15,14 +15,17 @@ from forge.parallel.step.model import ParallelModel
 from forge.tools.verify.pieces import TensorKey, TensorPiece, whole
 from forge.train.evaluate import held_out_losses
 
-# Texts, tokens per text, and generated tokens: odd numbers, so that no layout divides them.
+# Number of texts, tokens per prompt, and generated tokens. Odd sizes, so that no layout divides texts or prompts evenly.
 TEXTS, PROMPT, NEW = 3, 13, 2
 
 
 def held_out_on_rank(
     model: ParallelModel, config: Config, meshes: Meshes, device: torch.device
 ) -> dict[TensorKey, list[TensorPiece]]:
-    """Evaluate and generate as a run does. Return the held-out losses and the logits of generated texts. Collective."""
+    """Evaluate and generate as in a run. Collective.
+
+    Return the loss of each held-out source (kind `held-out`) and the logits of the generated texts (kind `generation`).
+    """
     sources = build_validation(config)
     losses = held_out_losses(model, sources, config, meshes, device)
     found = {("held-out", name): torch.tensor(loss, dtype=torch.float64) for name, loss in losses.items()}
@@ -32,7 +35,7 @@ def held_out_on_rank(
 
 @torch.no_grad()
 def held_out_of(model: Any, config: Config, device: torch.device) -> dict[TensorKey, Tensor]:
-    """Return the same numbers as `held_out_on_rank` for a plain model, which computes all sequences of a source at once."""
+    """Return the numbers of `held_out_on_rank` for a plain model in one process, with one forward per source."""
     found = {}
     for name, source in build_validation(config).items():
         sequences = config.evaluate.sequences
@@ -54,7 +57,10 @@ def held_out_of(model: Any, config: Config, device: torch.device) -> dict[Tensor
 
 @torch.no_grad()
 def _generate(logits: Any, config: Config, device: torch.device) -> Tensor:
-    """Continue texts by their likeliest tokens; return the logits of all tokens `[texts, seq, vocab]`."""
+    """Generate greedily from fixed prompts. Return the logits of all tokens, `[texts, seq, vocab]`.
+
+    logits: a function of tokens, int64 `[texts, seq]`. Collective if `logits` is.
+    """
     count = torch.arange(TEXTS * PROMPT, device=device)
     tokens = (count * 7919 % config.model.vocab_size).view(TEXTS, PROMPT)
     for _ in range(NEW):

@@ -1,9 +1,8 @@
-"""The hooks of `train.hooks` in verified steps, and their effects.
+"""Call the hooks of `train.hooks` in verified steps, and record their effects.
 
-A hook gets a Trainer as in a run. Its model and optimizer are the verified ones, and its run directory is removed
-afterwards. The hook is called at the same points as in a run. Parameters and gradients before and after each call are
-recorded, and so are the numbers that it passes to `trainer.metrics.scalars`. So a report
-can name the first hook call whose effect differs under a layout.
+Hooks are called at the same points as in a run. They get a Trainer with the verified model and optimizer, and with a
+temporary run directory. The recording has parameters and gradients before and after each call, and the numbers passed to
+`trainer.metrics.scalars`. From these, a report names the first hook call with different effects.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from forge.tools.verify.pieces import TensorKey, TensorPiece, pieces_of, whole
 from forge.train.trainer import Trainer
 
 CPU = torch.device("cpu")
-# Events with complete gradients.
+# Events at which gradients are complete, and are recorded.
 WITH_GRADIENTS = ("after_gradients", "before_optimizer", "after_optimizer")
 
 
 @dataclass(frozen=True)
 class _OwnDeviceWorld(World):
-    """A World whose device is `own_device`, instead of the launcher's choice."""
+    """A World on the device `own_device` instead of the launcher's choice."""
 
     own_device: torch.device = CPU
 
@@ -55,7 +54,7 @@ class _OwnDeviceWorld(World):
 
 
 class UserHooks:
-    """The hooks of a configuration. `UserHooks()` has no hooks, and its methods do nothing."""
+    """The hooks of a configuration. `UserHooks()` is empty, and its methods do nothing."""
 
     def __init__(self) -> None:
         self._kinds: list[tuple[str, type[Hook]]] = []
@@ -78,9 +77,10 @@ class UserHooks:
         shards: list[Shard],
         folder: str | None,
     ) -> UserHooks:
-        """Return the hooks of `config`, for a parallel or plain model and its shards. Collective.
+        """Return the hooks of `config` for `model` and its `shards`. Collective if there are hooks.
 
-        folder: parent of their run directory; None: the folder for temporary files.
+        model: a parallel model or a plain module. folder: parent of the temporary run directory; None: the system's folder
+        for temporary files.
         """
         hooks = cls()
         if not config.train.hooks:
@@ -104,7 +104,10 @@ class UserHooks:
         return hooks
 
     def begin(self, step: int) -> None:
-        """Construct the hooks as for a run that starts or resumes after `step` steps. Collective."""
+        """Construct the hooks as at the start of a run (`step` 0) or at a resume after `step` steps; call `before_run`.
+
+        A resume loads the state from the last `before_save`. Collective if there are hooks.
+        """
         if not self._kinds:
             return
         self._each = []
@@ -122,7 +125,10 @@ class UserHooks:
         self.call("before_run", step)
 
     def call(self, event: str, *arguments: Any) -> None:
-        """Call the method `event` of every hook that overrides it. Collective if the hook's method is."""
+        """Call the method `event` of every hook that overrides it, and record the state before and after.
+
+        After `before_save`, also take the hooks' state from rank 0. Collective if there are hooks.
+        """
         assert event in EVENTS
         for hook, alone in self._each:
             if getattr(type(hook), event) is not getattr(Hook, event):
@@ -136,7 +142,7 @@ class UserHooks:
 
     @contextmanager
     def around(self, phase: str, step: int) -> Iterator[None]:
-        """Call `before_PHASE` before the body and `after_PHASE` after it."""
+        """Call the hooks' `before_PHASE`, run the body, and call the hooks' `after_PHASE`."""
         self.call(f"before_{phase}", step)
         yield
         self.call(f"after_{phase}", step)
@@ -144,9 +150,9 @@ class UserHooks:
     def launched(
         self, step: int, lr: float, sums: Tensor, norm: Tensor, routers: Mapping[str, Tensor]
     ) -> None:
-        """Advance the Trainer's progress by a step, and keep the step's result for the hooks (`process_last_result`).
+        """Advance the Trainer's progress by one step, and keep the step's result for `process_last_result`.
 
-        sums: the values of a `Sums`; routers: rows of the router report by `layers.N`.
+        sums: the values of a `Sums`. routers: `layers.N` -> row of the router report.
         """
         if not self._each:
             return
@@ -171,23 +177,23 @@ class UserHooks:
         )
 
     def process_last_result(self) -> None:
-        """Call `after_result` with the result of the last step, once."""
+        """Call the hooks' `after_result` with the result of the last step, unless this result was passed before."""
         result, self._result = self._result, None
         if result is not None:
             self.call("after_result", result)
 
     def end(self) -> None:
-        """Report the last step and call `after_run`."""
+        """Call the hooks' `after_result` for the last step, then `after_run`."""
         self.process_last_result()
         self.call("after_run")
 
     def take(self) -> dict[TensorKey, list[TensorPiece]]:
-        """Return the recording since the last call, with the kinds `hooked` and `curve`."""
+        """Return the tensors recorded since the last call of `take`: kinds `hooked` and `curve`."""
         seen, self._seen = self._seen, {}
         return seen
 
     def close(self) -> None:
-        """Remove the folder of the run. Collective."""
+        """Remove the temporary run directory, on rank 0."""
         if self._kinds:
             self._trainer.reporter.directory.release()
             if dist.get_rank() == 0:
@@ -211,7 +217,7 @@ class UserHooks:
 
 
 def _of_module(one_process: Any, model: nn.Module, shards: list[Shard]) -> ParallelModel:
-    """Return a ParallelModel of one process around the plain module `model`. It can only be read and evaluated."""
+    """Return a copy of the ParallelModel `one_process` around the plain module `model`, for reading and evaluation only."""
     found: Any = copy.copy(one_process)
     found.parts, found.shards, found._engines = [model], shards, ()
     buffers = dict(model.named_buffers())

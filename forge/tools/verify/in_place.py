@@ -1,4 +1,4 @@
-"""Verify one layout on the processes, devices and network of a run, against one process or a file of digests."""
+"""Verify one layout on the processes, devices and network of a real run, against one process or a file of digests."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from forge.tools.verify.record import Settings, record_on_rank
 from forge.tools.verify.run import Outcome, drop_unsteady, outcome_of
 from forge.tools.verify.shrink import for_layout, shrink
 
-# Sections of the configuration that decide how a step runs, but not its result.
+# Sections of the configuration without influence on the result of a step. Digests may be from other values.
 _HOW = ("parallel", "pipeline", "activation_checkpoint")
 
 
 def write_digests(config: Config, settings: Settings, world: int, file: Path) -> Config:
-    """Run one process with the sizes that `config` has on `world` processes; write its digests for `verify_in_place`.
+    """Run the small configuration in one process and write its digests to `file`, for `verify_in_place`.
 
-    Returns the small configuration.
+    world: number of processes of the later verification, which determines the sizes. Return the small configuration.
     """
     small = for_layout(shrink(config)[0], check_world(config, world))
     text = to_toml(small)
@@ -46,10 +46,10 @@ def verify_in_place(
     digests: Path | None = None,
     tolerance: float = TOLERANCE,
 ) -> tuple[Config, Outcome]:
-    """Compare the layout of `config`, on a launcher's processes and devices, with one process. Collective.
+    """Compare the layout of `config`, on the launcher's processes and devices, with one process. Collective.
 
-    digests: a file of `write_digests`; None: each rank computes the reference by itself, on its own device, because devices
-    of another kind draw other random numbers. Returns the small configuration and the result, on every rank.
+    digests: a file of `write_digests`. None: each rank computes the reference by itself on its own device, because random
+    numbers depend on the kind of device. Return the small configuration and the result, on every rank.
     """
     began = time.monotonic()
     degrees = check_world(config, world.size)
@@ -57,7 +57,7 @@ def verify_in_place(
     text = to_toml(small)
     expected = None if digests is None else _read_digests(digests, small)
     if expected is None:
-        # Hooks and some optimizers communicate in one process as well.
+        # Hooks and some optimizers need a process group, even in one process.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         reference = record_plain(text, settings, world.device)
         dist.destroy_process_group()
@@ -83,7 +83,7 @@ def _digest_on_rank(_rank: int, _world: int, text: str, settings: Settings) -> E
 
 
 def _read_digests(file: Path, small: Config) -> Expected:
-    """Read digests. Raises UserError if their configuration differs from `small` in more than the layout."""
+    """Read digests from `file`. Raises UserError if their configuration differs from `small` in more than the layout."""
     expected = Expected.read(file)
     here, there = read_toml(to_toml(small)), read_toml(expected.text)
     for section in (key for key in here.keys() | there.keys() if key not in _HOW):

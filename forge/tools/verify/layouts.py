@@ -1,6 +1,6 @@
 """Layouts to compare: every axis alone, every pair of axes, every engine, then random layouts.
 
-The configuration's own checks refuse illegal layouts, so this file has no rules about degrees.
+This file has no rules about legal degrees: the configuration's own checks refuse illegal layouts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from forge.runtime.errors import UserError
 from forge.tools.verify.shrink import changed
 
 AXES = ("dp_shard", "dp_replicate", "cp", "tp", "ep", "pp")
-# Options that change how a layout computes: first alone with their axis, then at random.
+# (key, axis, values) of options of a layout. The first ALONE options are tried one at a time, on two ranks of their axis;
+# all are combined at random.
 OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("parallel.data_parallel", "dp_shard", ("ddp", "zero1", "zero2", "fsdp2")),
     ("parallel.context", "cp", ("allgather", "ulysses", "ring")),
@@ -36,20 +37,19 @@ OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ),
     ("train.micro_batch_size", "dp_shard", (2, 4, 1)),
 )  # fmt: skip
-# Number of OPTIONS that are tried alone. The others vary only at random.
 ALONE = 6
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layout: degrees above 1, and other keys with values different from the configuration's."""
+    """One layout. degrees: (axis, degree) for degrees above 1. options: (key, value) of overrides of the configuration."""
 
     degrees: tuple[tuple[str, int], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
     def of(cls, degrees: dict[str, int], options: dict[str, Any] | None = None) -> Case:
-        """Make a case of any degrees. If `ep` exceeds dp_shard * cp * tp, dp_shard is raised to match."""
+        """Return the case with these degrees. If `ep` exceeds dp_shard * cp * tp, dp_shard is raised to match."""
         degrees = {axis: degrees[axis] for axis in AXES if degrees.get(axis, 1) > 1}
         sharing = prod(degrees.get(axis, 1) for axis in ("dp_shard", "cp", "tp"))
         if degrees.get("ep", 1) > sharing and degrees["ep"] % sharing == 0:
@@ -72,18 +72,18 @@ class Case:
         return " ".join([f"{axis}={degree}" for axis, degree in self.degrees] + shown) or "one process"
 
     def config(self, config: Config) -> Config:
-        """Return `config` (for one process) under this layout. Raises UserError if they are incompatible."""
+        """Return the one-process configuration `config` with this layout. Raises UserError for an illegal layout."""
         keys = {f"parallel.{axis}": degree for axis, degree in self.degrees} | dict(self.options)
         result = changed(config, keys)
         check_world(result, self.world)
         return result
 
     def text(self, config: Config) -> str:
-        """Return `self.config(config)` as TOML, to be sent to ranks."""
+        """Return `self.config(config)` as TOML text, the form sent to ranks."""
         return to_toml(self.config(config))
 
     def smaller(self) -> Iterator[Case]:
-        """Yield all layouts with one option less, then all layouts with one degree reduced to 1 or 2."""
+        """Yield the layouts without one of the options, then the layouts with one degree reduced to 1 or 2."""
         degrees, options = dict(self.degrees), dict(self.options)
         for key in options:
             yield Case.of(degrees, {other: value for other, value in options.items() if other != key})
@@ -96,7 +96,7 @@ class Case:
 
 
 def why_illegal(config: Config, case: Case) -> str | None:
-    """Return the configuration's reason to refuse `case`; None if `case` is legal."""
+    """Return the reason why the configuration refuses `case`; None if `case` is legal."""
     try:
         case.config(config)
     except UserError as error:
@@ -105,9 +105,9 @@ def why_illegal(config: Config, case: Case) -> str | None:
 
 
 def systematic(config: Config, worlds: Sequence[int]) -> Iterator[Case]:
-    """Yield one process, each axis alone, each pair of axes, and the first ALONE options, each on two ranks of its axis.
+    """Yield one process, each axis with degree 2, each pair of axes, then each value of the first ALONE options.
 
-    worlds: numbers of processes; layouts on other numbers are left out. The yielded layouts may be illegal.
+    worlds: allowed numbers of processes; other layouts are left out. The yielded layouts may be illegal.
     """
     axes = [axis for axis in AXES if axis != "ep" or config.model.moe is not None]
     yield Case()
@@ -124,7 +124,7 @@ def systematic(config: Config, worlds: Sequence[int]) -> Iterator[Case]:
 
 
 def at_random(config: Config, worlds: Sequence[int], seed: int) -> Iterator[Case]:
-    """Yield legal layouts with several axes and options, each once, until no new ones are found."""
+    """Yield distinct legal layouts with random degrees and options. Stop after 2,000 rejected draws in a row."""
     generator = random.Random(seed)
     seen: set[Case] = set()
     refused = 0
@@ -162,7 +162,7 @@ def parse_layouts(text: str) -> list[Case]:
 
 
 def require_any(config: Config, world: int) -> None:
-    """Raise UserError if the configuration allows no layout of `world` processes."""
+    """Raise UserError if the configuration refuses every layout of `world` processes."""
     axes = [axis for axis in AXES if axis != "ep"]
     refused = ""
     for degrees in _factors(world, len(axes)):
@@ -175,7 +175,7 @@ def require_any(config: Config, world: int) -> None:
 
 
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to write `number` as an ordered product of `count` numbers, with large first factors first."""
+    """Yield all tuples of `count` factors with product `number`, in descending order of the first factor."""
     if count == 1:
         yield (number,)
         return

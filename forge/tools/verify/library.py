@@ -1,9 +1,8 @@
-"""A plain PyTorch module under another library's parallelism, compared with the same module in one process.
+"""Compare a plain PyTorch module under another library's parallelism with the module in one process.
 
 `make_model()` returns the module and `parallelize(module)` applies the parallelism; docs/guides/verify-libraries.md has the
-requirements of both. Both sides make the same steps on the same tokens in float64, with gloo on this machine. Parameters,
-gradients and checkpoints are compared as whole tensors, on every rank. A rank's activations are compared with its part of
-the whole ones.
+requirements of both. Both runs make the same steps on the same tokens, in float64, over gloo on this machine. Parameters,
+gradients and checkpoints are compared as whole tensors, on every rank. Activations are compared as local parts.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from forge.tools.verify.report import last_line, outcome_json
 from forge.tools.verify.run import Outcome, limit_s, outcome_of
 
 BATCH, SEQ, SEED = 8, 32, 0
-# Name components added by PyTorch's wrappers.
+# Components of parameter names added by PyTorch's wrappers.
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 Optimizers: TypeAlias = list[torch.optim.Optimizer]
@@ -55,20 +54,20 @@ Optimizers: TypeAlias = list[torch.optim.Optimizer]
 
 @dataclass
 class Parallelized:
-    """The local part of a module after `parallelize`.
+    """The result of `parallelize`: the local part of the module on this rank.
 
-    model: the module, or the stages of a pipeline on this rank, whose modules keep the names of the whole model.
-    data_rank, data_ranks: this rank's part of the batch's sequences.
-    positions, tp_rank, tp_ranks: this rank's tokens of each sequence (None: all), and its part of features or of the
-        sequence. They are used only to locate activations.
-    forward_backward: called with tokens and labels `[sequences of this data rank, seq]`. Leaves complete gradients in
-        `.grad` and returns this rank's mean loss, or None on a rank without a loss. None: cross-entropy of
-        `model(tokens)`.
-    optimizer: one for each module of `model`; None: `make_optimizer` of its parameters.
-    clip: called with the limit; clips the gradients and returns their global norm. None: torch.nn.utils.clip_grad_norm_.
-    whole: called with a parameter's name and a tensor laid out like it; returns the whole tensor. Collective. None:
-        `full_tensor()` of a DTensor; any other tensor is whole.
-    checkpoint: whether torch.distributed.checkpoint saves and loads it.
+    model: the module, or this rank's pipeline stages. The modules of stages keep the names of the whole model.
+    data_rank, data_ranks: this rank reads part `data_rank` of `data_ranks` equal parts of the batch's sequences.
+    positions: positions of this rank's tokens in each sequence; None: all. Locates activations.
+    tp_rank, tp_ranks: this rank's part of the features or of the sequence. Locates activations.
+    forward_backward: called with tokens and labels, int64 `[sequences of this data rank, seq]`. Leaves complete gradients
+        in `.grad`. Returns this rank's mean loss, or None on a rank without a loss. None: cross-entropy of `model(tokens)`.
+    optimizer: one per module of `model`; None: `make_optimizer` applied to each module's parameters.
+    clip: called with the limit of the global norm. Clips the gradients and returns their global norm before clipping.
+        None: torch.nn.utils.clip_grad_norm_.
+    whole: called with a parameter's name and a tensor sharded like this parameter. Returns the whole tensor. Collective.
+        None: `full_tensor()` of a DTensor; other tensors count as whole.
+    checkpoint: whether torch.distributed.checkpoint can save and load the module and its optimizers. False: compare none.
     """
 
     model: nn.Module | Sequence[nn.Module]
@@ -91,7 +90,7 @@ class Parallelized:
 
 @dataclass(frozen=True)
 class LibraryRequest:
-    """Import paths of the three functions, and the number of steps. make_optimizer: "" for AdamW."""
+    """Import paths of the three functions, and the number of steps. make_optimizer: empty for AdamW."""
 
     make_model: str
     parallelize: str
@@ -102,9 +101,9 @@ class LibraryRequest:
 def verify_library(
     request: LibraryRequest, worlds: Sequence[int], end: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """Compare the parallelised module on each number of processes in `worlds` with one process.
+    """Compare the parallelised module, on each number of processes in `worlds`, with the module in one process.
 
-    Raises UserError for a path that cannot be imported, and for a module that fails in one process or has nothing to compare.
+    Call `end` with each result. Raises UserError if a path cannot be imported, or if the module fails in one process.
     """
     for option, path in (
         ("--module", request.make_model),
@@ -142,7 +141,7 @@ def notes_on(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def library_json(request: LibraryRequest, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the results as one JSON object."""
+    """Return the results as the JSON object of `verify.py --module ... --json`."""
     return {
         "module": request.make_model,
         "parallelize": request.parallelize,
@@ -161,7 +160,10 @@ def _load(option: str, path: str) -> Callable[..., Any]:
 
 
 def _make(request: LibraryRequest) -> tuple[nn.Module, Callable[[Any], torch.optim.Optimizer]]:
-    """Return the module and a function that makes its optimizer. Initial values are equal on every rank, in float64."""
+    """Return the module, in float64 with initial values equal on every rank, and the function making its optimizer.
+
+    Raises ValueError if the module has no attribute `vocab_size`.
+    """
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"torch\.")
     torch.set_default_dtype(torch.float64)
@@ -180,7 +182,7 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _batches(model: Any, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (tokens, labels) of each step, both int64 `[BATCH, seq]`."""
+    """Yield (tokens, labels) of each step, equal on every rank. Both are int64 `[BATCH, seq]`."""
     generator = torch.Generator().manual_seed(SEED)
     seq = getattr(model, "seq_len", SEQ)
     for _ in range(steps):
@@ -189,7 +191,10 @@ def _batches(model: Any, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _alone(_rank: int, _world: int, request: LibraryRequest, file: Path) -> tuple[list[str], dict]:
-    """Write the reference, of one process, to `file`. Return the order of its modules and the sizes of its tensors."""
+    """Run the module in one process and write the reference to `file`.
+
+    Return its modules in computation order, and (step, tensor) -> number of elements.
+    """
     model, make = _make(request)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to train")
@@ -209,7 +214,7 @@ def _alone(_rank: int, _world: int, request: LibraryRequest, file: Path) -> tupl
 
 
 def _together(rank: int, _world: int, request: LibraryRequest, file: Path, folder: str) -> Comparison:
-    """Run the parallelised module and compare this rank with the reference in `file`."""
+    """Run the parallelised module and compare this rank with the reference in `file`. Collective."""
     model, make = _make(request)
     shapes = dict(model.named_parameters())
     batches = list(_batches(model, request.steps))
@@ -230,8 +235,8 @@ def _together(rank: int, _world: int, request: LibraryRequest, file: Path, folde
 class _ModuleRun:
     """The steps of one module on this rank.
 
-    shapes: name -> whole parameter, of which only the shape is used. limit: of the gradient norm; None: half of the first
-    step's norm.
+    shapes: name -> parameter of the module in one process, to check shapes. limit: of the gradient norm; None: half of the
+    first step's norm.
     """
 
     def __init__(self, done: Parallelized, make: Any, shapes: dict[str, nn.Parameter], limit: float | None):
@@ -247,9 +252,10 @@ class _ModuleRun:
     def record(
         self, batches: Sequence[tuple[Tensor, Tensor]], own: str | None, other: str | None
     ) -> RankRecord:
-        """Run all steps; return this rank's recording. Collective.
+        """Run all steps and return this rank's recording. Collective.
 
-        own: folder for the checkpoint before the last step; None: none is written. other: folder of a checkpoint to load.
+        own: folder for a checkpoint before the last step; the step is then repeated from it. None: no checkpoint.
+        other: folder of the reference's checkpoint; the last step is then repeated from it. None: no checkpoint.
         """
         record = RankRecord([RankStep(self._pieces("initial", self._parameters()))])
         for number, batch in enumerate(batches, start=1):
@@ -306,14 +312,17 @@ class _ModuleRun:
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Yield (name, parameter, values) for `_pieces`. The values are the parameter itself."""
+        """Yield (name, parameter, parameter) for all trained parameters: the argument `tensors` of `_pieces`."""
         for part in self.done.parts:
             for name, parameter in part.named_parameters():
                 if parameter.requires_grad:
                     yield _plain(name), parameter, parameter
 
     def _pieces(self, kind: str, tensors: Any) -> dict[TensorKey, list[TensorPiece]]:
-        """Return whole tensors under `kind`. tensors: (name, parameter, tensor laid out like the parameter). Collective."""
+        """Gather whole tensors and return them under `kind`. Collective. Raises ValueError for an unexpected name or shape.
+
+        tensors: (name, parameter, tensor sharded like the parameter).
+        """
         found = {}
         for name, _, tensor in tensors:
             tensor = tensor.detach()
@@ -334,7 +343,7 @@ class _ModuleRun:
         return found
 
     def _state(self) -> dict[str, Any]:
-        """Return the state of model and optimizer under global names."""
+        """Return the state of all modules and optimizers on this rank, under global names."""
         state: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
         for part, optimizer in zip(self.done.parts, self.optimizers, strict=True):
             state["model"] |= get_model_state_dict(part)
@@ -342,7 +351,7 @@ class _ModuleRun:
         return state
 
     def _load(self, folder: str) -> None:
-        """Load the checkpoint in `folder`. Tensors that are missing from the checkpoint become NaN."""
+        """Load the checkpoint in `folder`. Collective. Floating-point tensors missing from the checkpoint become NaN."""
         state = self._state()
         for of in state.values():
             for value in of.values():
@@ -355,10 +364,10 @@ class _ModuleRun:
 
 
 def _of_batch(seen: Sequence[Seen], rows: int) -> list[Seen]:
-    """Return `seen` without warm-up calls, with wrappers removed from the names and `Seen.row` filled in.
+    """Return `seen` without warm-up calls, without wrappers in the names, and with `Seen.row` filled in.
 
-    rows: number of this rank's sequences. A pipeline calls its modules once with zeros before its first step, to learn
-    their output shapes. These calls are left out.
+    rows: number of this rank's sequences. PyTorch's pipelines infer shapes before the first step with an extra forward.
+    Borders beyond `rows` sequences, counted from the start, belong to such warm-up calls.
     """
     found: list[Seen] = []
     extra = Counter({key: -rows for key in ((one.name, one.output) for one in seen)})
@@ -376,7 +385,7 @@ def _of_batch(seen: Sequence[Seen], rows: int) -> list[Seen]:
 
 
 def _read_whole(folder: str) -> dict[TensorKey, list[TensorPiece]]:
-    """Return all tensors of a checkpoint as whole ones, read by this process alone."""
+    """Return all floating-point tensors of a checkpoint, unsharded, under kind `saved`. Not collective."""
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     wholes: dict[str, Any] = {
         name: torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)
@@ -388,7 +397,7 @@ def _read_whole(folder: str) -> dict[TensorKey, list[TensorPiece]]:
 
 
 def _mean_over_ranks(loss: Tensor | None) -> Tensor:
-    """Return the mean loss over those ranks that have a loss. Collective."""
+    """Return the mean loss over the ranks with a loss, float64 `[]`. Collective: an all-reduce over all ranks."""
     own = torch.zeros(2, dtype=torch.float64)
     if loss is not None:
         own[0], own[1] = loss.detach(), 1.0
@@ -402,5 +411,5 @@ def _scalar(value: Tensor) -> TensorPiece:
 
 
 def _plain(name: str) -> str:
-    """Return `name` without the components of wrappers."""
+    """Return `name` without the components of WRAPPERS."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

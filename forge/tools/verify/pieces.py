@@ -1,4 +1,4 @@
-"""Pieces of global tensors on ranks: values and their place."""
+"""Pieces of global tensors: the values on a rank, with their place in the global tensor."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from forge.shard import Box, Shard
 
-# One per dimension of the global tensor: a contiguous part, or indices.
+# For each dim of the global tensor: a slice, or a tuple of indices.
 TensorPlace: TypeAlias = tuple[slice | tuple[int, ...], ...]
-# (kind, name) of a tensor, e.g. ("gradient", "layers.0.attention.wq.weight"). Kinds: initial, input, output, loss, norm,
-# gradient, parameter, optimizer, router; held-out, generation; hooked, curve of hooks; saved, loaded, resumed, continued for
-# checkpoints.
+# (kind, name) of a tensor, e.g. ("gradient", "layers.0.attention.wq.weight"). Kinds of a step: initial, input, output, loss,
+# norm, gradient, parameter, optimizer, router. Kinds of forwards without gradients: held-out, generation. Kinds of hooks:
+# hooked, curve. Kinds of checkpoints: saved, loaded, resumed, continued.
 TensorKey: TypeAlias = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The local `values` at `place` of a global tensor. counted: True on exactly one of the ranks with copies."""
+    """The local `values` at `place` of a global tensor. counted: True on exactly one of the ranks holding a copy."""
 
     values: Tensor
     place: TensorPlace
@@ -30,7 +30,7 @@ class TensorPiece:
 
 
 def pieces_of(kind: str, tensors: Iterable[tuple[Shard, Tensor]]) -> dict[TensorKey, list[TensorPiece]]:
-    """Return copies of this rank's pieces of `tensors` (each laid out like `shard.data`), under `kind` and their names."""
+    """Return (kind, name) -> CPU copies of this rank's pieces. tensors: (shard, values shaped like `shard.data`)."""
     found: dict[TensorKey, list[TensorPiece]] = {}
     for shard, values in tensors:
         assert (kind, shard.name) not in found, f"{shard.name} twice"
@@ -42,7 +42,7 @@ def pieces_of(kind: str, tensors: Iterable[tuple[Shard, Tensor]]) -> dict[Tensor
 
 
 def assemble(shard: Shard, values: Tensor) -> Tensor:
-    """Return a copy of the whole tensor. values: laid out like `shard.data`. This process must hold every element."""
+    """Return a copy of the whole tensor, for a shard with every element on this process. values: shaped like `shard.data`."""
     tensor = values.new_empty(shard.global_shape)
     for box, piece in shard.pieces(values):
         tensor[_slices(box)] = piece
@@ -50,7 +50,7 @@ def assemble(shard: Shard, values: Tensor) -> Tensor:
 
 
 def whole(values: Tensor) -> TensorPiece:
-    """Return a piece that covers its whole tensor."""
+    """Return the piece for a tensor held as a whole."""
     return TensorPiece(values, tuple(slice(0, size) for size in values.shape))
 
 
@@ -69,7 +69,7 @@ def part_of(tensor: Tensor, place: TensorPlace) -> Tensor:
 
 
 def index_sum(place: TensorPlace, shape: Sequence[int]) -> int:
-    """Return the sum of the flat indices, in a tensor of this shape, of the elements at `place`."""
+    """Return the sum of the flat indices of the elements at `place` in a tensor of shape `shape`."""
     along = [range(one.start, one.stop) if isinstance(one, slice) else one for one in place]
     elements = prod(map(len, along))
     if not elements:
@@ -82,7 +82,7 @@ def index_sum(place: TensorPlace, shape: Sequence[int]) -> int:
 
 
 def ranges(place: TensorPlace) -> list[list[tuple[int, int]]]:
-    """Return the half-open index ranges of `place` in each dimension of the global tensor, in order."""
+    """Return, for each dim of the global tensor, the half-open index ranges of `place`, in order."""
     found: list[list[tuple[int, int]]] = []
     for one in place:
         if isinstance(one, slice):
@@ -99,7 +99,7 @@ def ranges(place: TensorPlace) -> list[list[tuple[int, int]]]:
 
 
 def global_index(place: TensorPlace, index: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the global index of element `index` of the values at `place`."""
+    """Return the global index of the element with local index `index` in a piece at `place`."""
     return tuple(
         one.start + i if isinstance(one, slice) else one[i] for one, i in zip(place, index, strict=True)
     )

@@ -1,8 +1,9 @@
 """The reference: a plain module in one process, without any layout.
 
-The reference computes the whole global batch in one forward, clips with PyTorch, and updates routers with code of its
-own. It shares with a layout the model, the optimizer, and the description of parameters that the optimizer reads:
-kinds, heads, rates and largest logits. Without this description the optimizer would run another algorithm.
+The reference computes the whole global batch in one forward, clips with PyTorch's functions, and updates routers with its
+own code. It shares three things with a layout: the model, the optimizer, and the description of parameters read by the
+optimizer (kinds, heads, learning rates and largest logits). Without this description, an optimizer would run another
+algorithm.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from forge.train.phases import apply_plan
 
 
 def plain_model(config: Config, device: torch.device = CPU) -> Transformer:
-    """Return the model of `config` with its initial values, in one process without any layout."""
+    """Return the model of `config` with its initial values, unsharded, on `device`."""
     model = build_meta_model(config)
     model.to_empty(device=device)
     starts, _ = describe(model, whole_shards(model), config)
@@ -53,15 +54,14 @@ def plain_model(config: Config, device: torch.device = CPU) -> Transformer:
 
 
 def whole_shards(model: Transformer) -> list[Shard]:
-    """Return every parameter as one shard."""
+    """Return each parameter of `model` as a shard covering the whole tensor."""
     return [Shard.whole(name, parameter) for name, parameter in model.named_parameters()]
 
 
 def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> WholeRecord:
-    """Run the steps of the configuration `text` in one process, ignoring its layout; return the recording.
+    """Run the steps of the configuration `text` in one process, without its layout. Return the recording.
 
-    A process group of one rank is needed only if the optimizer needs one, if there are hooks, or if `settings.own_folder`
-    is set.
+    Needs a process group of one rank if `settings.own_folder` is set, if there are hooks, or if the optimizer communicates.
     """
     config = parse_toml_text(text)
     model = plain_model(config, device)
@@ -144,7 +144,7 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
 def _largest_logits(
     model: Transformer, shards: list[Shard], config: Config, device: torch.device
 ) -> LargestLogits | None:
-    """Return the largest logits, observed as in a run of one process. None if the optimizer does not bound logits."""
+    """Return the observer of largest attention logits for QK-Clip; None if the optimizer does not bound logits."""
     if not bounds_logits(config):
         return None
     alone = one_process(config)
@@ -154,7 +154,7 @@ def _largest_logits(
 def _checkpoint(
     model: Transformer, shards: list[Shard], optimizer: Optimizer
 ) -> dict[str, tuple[Shard, Tensor]]:
-    """Return (shard, values) by name, with the names that forge.train.state.all_tensors gives under a layout."""
+    """Return name -> (shard, values) of all tensors in a checkpoint, named as in forge.train.state.all_tensors."""
     tensors = {f"model.{shard.name}": (shard, shard.data) for shard in shards}
     for layer, router in model.routers.items():
         for leaf in ("bias", "previous_counts"):
@@ -167,7 +167,7 @@ def _checkpoint(
 def _save(
     folder: str, step: int, model: Transformer, shards: list[Shard], optimizer: Optimizer
 ) -> dict[str, Tensor]:
-    """Write the checkpoint of `step` into `folder`; return its whole tensors by name."""
+    """Write the checkpoint of `step` into `folder`. Return name -> unsharded tensor."""
     saved = _checkpoint(model, shards, optimizer)
     save(folder, step, saved, optimizer)
     wholes = {name: assemble(shard, values) for name, (shard, values) in saved.items()}
@@ -176,7 +176,7 @@ def _save(
 
 
 def _quantile(bins: list[int], share: float) -> float:
-    """Return the quantile at `share` of a histogram, interpolated, in bins from its left end."""
+    """Return the interpolated quantile `share` of a histogram, as a number of bins from its left end."""
     below = 0
     for index, count in enumerate(bins):
         if count and below + count >= share * sum(bins):
@@ -186,7 +186,7 @@ def _quantile(bins: list[int], share: float) -> float:
 
 
 def _move_routers(model: Transformer, valid: Tensor) -> dict[str, Tensor]:
-    """Update every router's state by one step, expert by expert. Return the state, named as in `record_on_rank`."""
+    """Update the state of every router by one step, expert by expert. Return name -> state, named as in `record_on_rank`."""
     moved = {}
     for layer, router in model.routers.items():
         moe, counts = router.config, router.counts.tolist()

@@ -1,4 +1,4 @@
-"""Imports for the fork server: every module of forge whose dependencies are installed. Ranks are forked with them loaded."""
+"""Import every module of forge with installed dependencies. The fork server imports this file before it forks ranks."""
 
 import contextlib
 import gc
@@ -9,11 +9,12 @@ import forge
 from forge.runtime.errors import MissingExtra
 
 for _module in pkgutil.walk_packages(forge.__path__, "forge."):
-    if _module.name.endswith("__main__"):  # is a command, not to be executed
+    if _module.name.endswith("__main__"):  # importing this would run a command
         continue
     with contextlib.suppress(ImportError, MissingExtra):
         importlib.import_module(_module.name)
 
-# Imported objects live as long as the server. A rank's collector skips frozen ones, and so copies no pages.
+# Imported objects live as long as the server. After a freeze, the garbage collector of a rank does not touch them, so their
+# memory pages stay shared.
 gc.collect()
 gc.freeze()

@@ -1,9 +1,8 @@
-"""Run a function on many ranks: real processes, forked from one warmed server, joined over gloo.
+"""Run a function on many ranks: real processes, forked from one warmed server and connected over gloo.
 
 `run_ranks(function, world, *arguments)` calls `function(rank, world, *arguments)` on every rank and returns the results
-in rank order. The function must be importable (module level), its arguments and result picklable. A fork of a server
-that has imported torch but never computed takes 0.1 s for four ranks. Starting a new interpreter for each rank would
-take seconds.
+in rank order. The function must be at module level, and its arguments and result picklable. The fork server has imported
+torch but never computed. Forking four ranks from this server takes 0.1 s; starting four interpreters takes seconds.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ context.set_forkserver_preload(
 )
 
 
-# Far more than any layout of a small model needs, however busy the machine.
+# Far more than any layout of a small model needs, even on a busy machine.
 TIMEOUT_S = 400.0
-# A layout of a small model takes seconds: after this time per process (of at least two), it counts as hanging.
+# Time limit of a verified layout, per process and at least for two. A small model takes seconds; beyond this, it hangs.
 LIMIT_S = 45.0
 
 
@@ -50,16 +49,19 @@ def limit_s(world: int) -> float:
 
 
 class RankFailed(AssertionError):
-    """A rank raised or died. The message contains the tracebacks of all failed ranks.
+    """A rank raised or died. The message has the tracebacks of all failed ranks.
 
-    It is an AssertionError, so an assertion that fails on a rank also counts as a failed assertion in the starting process.
+    The base class is AssertionError, so that pytest reports a failed assertion on a rank as a failed assertion of the test.
     """
 
 
 def run_ranks(
     function: Callable[..., Any], world: int, *arguments: Any, timeout: float = TIMEOUT_S
 ) -> list[Any]:
-    """Return `function(rank, world, *arguments)` of every rank. Raises RankFailed if a rank fails."""
+    """Return the results of `function(rank, world, *arguments)`, by rank.
+
+    Raises RankFailed if a rank raises, dies, or takes longer than `timeout` seconds. All ranks are then killed.
+    """
     _search_here_first()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
@@ -81,7 +83,7 @@ def run_ranks(
 
 
 def _search_here_first() -> None:
-    """Let the fork server import this process's forge. Otherwise it would import an installed one."""
+    """Put this process's forge first in PYTHONPATH. Without this, the fork server might import an installed forge."""
     here = str(Path(forge.__file__).parent.parent)
     before = os.environ.get("PYTHONPATH", "")
     if before.split(os.pathsep)[0] != here:
@@ -106,7 +108,7 @@ def _collect(processes: list[Any], pipes: list[Any], timeout: float) -> dict[int
                 processes[rank].join(60)
                 results[rank] = (False, f"died with exit code {processes[rank].exitcode}")
         if any(not ok for ok, _ in results.values()):
-            # Peers of a failed rank hang in their collectives; their reports help to explain the failure.
+            # Peers of a failed rank hang in collectives. Wait briefly for other reports, to help explain the failure.
             deadline = min(deadline, time.monotonic() + 5.0)
     failed = any(not ok for ok, _ in results.values())
     for process in processes:
@@ -133,14 +135,14 @@ def _worker(
         outcome = (True, function(rank, world, *arguments))
     except BaseException:
         outcome = (False, traceback.format_exc())
-    # Plain pickle: the pipe's own pickler passes tensors through shared memory, which ends with this process.
+    # Pickle here: the pipe's own pickler passes tensors through shared memory, which disappears with this process.
     pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()
     if outcome[0]:
-        # Gloo fails on a rank whose peer has gone while it still connects, so all ranks exit together; a rank that waits
-        # for a failed peer is killed by the parent.
+        # Exit together: gloo fails on a rank that is still connecting to a peer when the peer exits. If a peer has
+        # failed, this loop never ends, and the parent kills this process.
         meeting.add("done", 1)
         while meeting.add("done", 0) < world:
             time.sleep(0.01)
-    # A failed peer may never arrive at a collective tear-down; the process ends here instead.
+    # Skip the tear-down of the process group: it is collective, and a failed peer may never arrive.
     os._exit(0 if outcome[0] else 1)

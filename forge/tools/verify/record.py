@@ -1,6 +1,7 @@
-"""Recordings of a few optimizer steps: of a layout, as pieces on every rank, and of one process, as whole tensors.
+"""Record a few optimizer steps of a layout, as pieces of tensors on every rank.
 
-Both read the same batches and make the same steps. forge/tools/verify/plain.py says which code they share.
+The reference (plain.py) makes the same steps on the same batches in one process and records whole tensors. The docstring
+of plain.py lists the code shared by both.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ OptimizerFactory: TypeAlias = Callable[[list[Shard], Config, Any], Optimizer]
 
 @dataclass(frozen=True)
 class Twist:
-    """A test's changes to both runs: functions at module level, so that ranks can unpickle them.
+    """Changes made by a test to both the layout and the reference. Functions must be at module level, for pickling.
 
-    routers: writes into the routers' weights (a rank's part of each) and biases at the start. labels: writes into the
-    labels that a data rank reads, int64 `[sequences, seq]`, of every batch; called with the number of the data rank.
+    routers: called at the start with the routers' local weights and their biases; writes into them. labels: called with
+    the labels of every batch, int64 `[sequences, seq]`, and the data rank; writes into the labels.
     """
 
     routers: Callable[[list[Tensor], list[Tensor]], None] | None = None
@@ -60,19 +61,20 @@ PLAIN = Twist()
 
 
 def own_optimizer(shards: list[Shard], config: Config, group: Any) -> Optimizer:
-    """Return the optimizer of the configuration."""
+    """Return the optimizer chosen by the configuration. group: its process group."""
     return build_optimizer(shards, config.optimizer, group)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the steps are made, on every layout and in the reference; picklable.
+    """How to make the steps, on every layout and in the reference. Picklable.
 
-    borders: record activations. uneven: leave out the loss of some tokens, a different number in each sequence, so that no
-    two ranks have the same number of valid tokens. held_out: evaluate and generate after the first step. own_folder: folder
-    for this layout's checkpoint; None: none is written. other_folder: folder of another layout's checkpoint, which is
-    loaded. draw_on_cpu: draw initial values on a CPU, on any device. patch: called on each rank of a layout before anything
-    else, but not in the reference.
+    borders: record module inputs and outputs. uneven: exclude different numbers of tokens of each sequence from the loss, so
+    that valid tokens differ between ranks. held_out: evaluate and generate after the first step.
+    own_folder: folder for a checkpoint before the last step; the step is repeated from it. None: no checkpoint.
+    other_folder: folder of another layout's checkpoint; the last step is repeated from it. None: no other checkpoint.
+    draw_on_cpu: draw initial values with the CPU's random numbers on any device. patch: called on each rank of a layout
+    before anything else, but not in the reference.
     """
 
     steps: int = 3
@@ -91,7 +93,7 @@ class Settings:
 
 @dataclass
 class RankStep:
-    """A rank's recording of one step, with its `part` of the global batch; `seen`: borders in order."""
+    """A rank's recording of one step. part: the rank's part of the global batch. seen: borders in computation order."""
 
     pieces: dict[TensorKey, list[TensorPiece]] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
@@ -100,14 +102,14 @@ class RankStep:
 
 @dataclass
 class RankRecord:
-    """A rank's whole recording; steps[0] has the initial parameters."""
+    """A rank's recording of all steps. steps[0] has the initial parameters."""
 
     steps: list[RankStep]
 
 
 @dataclass
 class WholeRecord:
-    """The recording of one process: tensors by step, and names of modules in computation order."""
+    """The recording of one process. steps: per step, key -> whole tensor. order: outputs of modules in computation order."""
 
     steps: list[dict[TensorKey, Tensor]]
     order: list[str]
@@ -116,7 +118,7 @@ class WholeRecord:
 def record_on_rank(
     rank: int, world: int, text: str, settings: Settings, device: torch.device = CPU
 ) -> RankRecord:
-    """Run the steps of the configuration `text` on its layout; return the recording of this rank of `world`. Collective."""
+    """Run the steps of the configuration `text` on its layout of `world` ranks. Return this rank's recording. Collective."""
     if settings.patch is not None:
         settings.patch()
     config = parse_toml_text(text)
@@ -162,7 +164,7 @@ def record_on_rank(
                 last |= {
                     (kind, f"{of} {name}"): pieces
                     for (of, name), pieces in again.pieces.items()
-                    # A hook need not save its state in checkpoints, so its curve need not continue.
+                    # Curves of hooks are exempt, because hooks may have state that is not in checkpoints.
                     if of != "curve" and (of, name) in last
                 }
                 if kind == "continued":
@@ -178,7 +180,7 @@ def plans_of(config: Config, steps: int) -> list[StepPlan]:
 
 
 def _drawn_on_cpu(shards: list[Shard], values: dict[str, Any], seed: int) -> None:
-    """Initialise like `initialize`, but with the random numbers of a CPU, because a GPU draws other numbers."""
+    """Initialise `shards` like `initialize`, but draw on a CPU: a GPU draws other random numbers."""
     for shard in shards:
         mine = torch.empty_like(shard.data, device=CPU)
         initialize([replace(shard, parameter=mine)], values, seed)
@@ -194,7 +196,7 @@ def make_step(
     borders: Borders | None = None,
     hooks: UserHooks | None = None,
 ) -> RankStep:
-    """Run the optimizer step `number` as the trainer does; return its recording. Collective."""
+    """Run optimizer step `number` like the trainer, and return its recording. Collective."""
     step, hooks = RankStep(), hooks or UserHooks()
     hooks.call("before_step", number)
     hooks.call("before_data", number)
@@ -233,7 +235,7 @@ def _slots(optimizer: Optimizer) -> dict[TensorKey, list[TensorPiece]]:
 
 
 def _routers(model: ParallelModel, report: RouterReport | None) -> dict[str, Tensor]:
-    """Return this rank's part of the routers' state by name. The reference (`_move_routers` of plain.py) uses equal names."""
+    """Return name -> local state of the routers, with the names of the reference (`_move_routers` of plain.py)."""
     if report is None:
         return {}
     rows = {
@@ -261,7 +263,7 @@ def batches(
 def every_batch(
     config: Config, rank: int = 0, ranks: int = 1, device: torch.device = CPU
 ) -> Generator[Batch, None, None]:
-    """Yield the batches of data rank `rank` of `ranks`, without end."""
+    """Yield batches of data rank `rank` of `ranks` forever. Closing the generator closes its loader."""
     loader = Loader(
         build_dataset(config),
         global_batch_size=config.train.global_batch_size,
@@ -279,9 +281,10 @@ def every_batch(
 
 
 def leave_out(batch: Batch, first: int) -> None:
-    """Leave tokens out of the loss, a different number in each sequence and in each part of a sequence.
+    """Set labels of some tokens to IGNORE, in place: different numbers in each row of `batch`.
 
-    The choice is a function of the global index of a row. first: global index of the batch's first row.
+    The choice depends only on the global index of the row. first: global index of the batch's first row. With context
+    parallelism each part of a sequence counts as a row.
     """
     rows, seq = batch.labels.shape
     for row in range(rows):

@@ -1,4 +1,4 @@
-"""Show the results of a verification as text and as JSON."""
+"""Render the results of a verification as text and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = {"equal": "equal", "different": "DIFFERS", "failed": "FAILED"}
 
 
 def heading(name: str, small: Config, notes: list[str]) -> str:
-    """Return one line about the verified configuration, and one line for each feature that shrinking removes."""
+    """Return a line about the verified configuration, and a line for each of the `notes` of `shrink`."""
     model = small.model
     experts = "" if model.moe is None else f", {model.moe.n_experts} experts"
     size = (
@@ -43,7 +43,7 @@ def outcome_line(outcome: Outcome) -> str:
 
 
 def summary(report: Report) -> str:
-    """Return the end of the report: counts, and the origin of the worst difference."""
+    """Return the end of the report: counts of layouts, tensors not compared, and the origin of the worst difference."""
     number = len(report.outcomes)
     numbers = [f"{number} layout{'' if number == 1 else 's'}"]
     for status in ("equal", "different", "failed"):
@@ -66,9 +66,9 @@ def summary(report: Report) -> str:
 
 
 def precision_table(report: Report, small: Config) -> str:
-    """Return a table of each layout's differences from one process in float64.
+    """Return a table of each layout's relative differences from one process in float64, by kind of tensor.
 
-    The layout computes once in float64, and once in the formats of the configuration.
+    Each layout has two groups of columns: computed in float64, and computed in the configuration's own formats.
     """
     kinds = ("loss", "output", "gradient", "parameter")
     own = f"{small.precision.compute}, sums in {small.precision.reduce}"
@@ -119,7 +119,7 @@ def _numbers(one: Difference) -> str:
     if one.digest:
         copy = f", of which rank {one.rank} has another copy" if one.rank else ""
         where = f"digest of the {what}{copy}"
-    # Enough digits to show the difference.
+    # 12 digits, or 17 if the numbers look equal with 12.
     digits = 12 if f"{one.found:.12g}" != f"{one.expected:.12g}" else 17
     return f"step {one.step}, {where}: {one.found:.{digits}g} instead of {one.expected:.{digits}g}{relative}"
 
@@ -127,8 +127,8 @@ def _numbers(one: Difference) -> str:
 def last_line(error: str) -> str:
     """Return the last line of the first traceback in `error`, the text of a RankFailed.
 
-    If no rank has a traceback, return the last line of the first rank's message. Ranks without a traceback were only
-    waiting for the failed rank.
+    Ranks without a traceback were only waiting for the failed rank. If no rank has a traceback, return the last line of the
+    first rank's message.
     """
     ranks = [text for text in re.split(r"^rank \d+: ", error, flags=re.M) if text.strip()]
     raised = [text for text in ranks if text.startswith("Traceback")] or ranks or ["no message"]
@@ -153,7 +153,7 @@ def as_json(name: str, small: Config, notes: list[str], report: Report) -> dict[
 
 
 def outcome_json(one: Outcome) -> dict[str, Any]:
-    """Return the result of one layout."""
+    """Return the result of one layout as a JSON object."""
     return {
         "layout": one.case.name,
         "processes": one.case.world,
@@ -194,7 +194,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """Replace non-finite numbers, which JSON cannot represent."""
+    """Return `value`; None for a non-finite number, which JSON cannot represent."""
     return value if isfinite(value) else None
 
 

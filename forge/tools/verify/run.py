@@ -1,4 +1,4 @@
-"""Compare all layouts of a configuration with one process, within a time budget.
+"""Compare layouts of a configuration with one process, within a time budget.
 
 A failed or hanging layout does not stop the others.
 """
@@ -38,8 +38,9 @@ Status = Literal["equal", "different", "failed"]
 class Outcome:
     """The result of one layout.
 
-    largest: relative difference by kind of tensor. rounded: the same for a run in the formats of the configuration, if
-    requested. compared: number of tensors. other: name of the layout whose checkpoint was loaded.
+    largest: kind of tensor -> largest relative difference. rounded: as `largest`, for a run in the configuration's own
+    formats; empty unless requested. compared: number of tensors. unplaced: names of tensors excluded from the comparison.
+    finding: the origin of the difference; None if equal. other: the layout whose checkpoint was loaded.
     """
 
     case: Case
@@ -55,7 +56,7 @@ class Outcome:
 
     @property
     def size(self) -> float:
-        """The largest difference of all."""
+        """The largest relative difference of any kind of tensor."""
         return max(self.largest.values(), default=0.0)
 
 
@@ -63,9 +64,9 @@ class Outcome:
 class Report:
     """The results of all layouts.
 
-    refused: layouts that the configuration's checks do not allow, with the reason. not_reached: number of
-    systematic layouts for which there was no time. smallest: the smallest layout that still shows the worst
-    difference.
+    refused: (layout, reason) of layouts refused by the configuration's checks. not_reached: number of requested layouts
+    left when the time was over. worst: the layout with the largest difference. smallest: a reduction of `worst` with fewer
+    degrees and options that still differs or fails.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
@@ -76,21 +77,23 @@ class Report:
 
     @property
     def bad(self) -> list[Outcome]:
-        """Return the different and the failed layouts."""
+        """The layouts that differ or failed."""
         return [one for one in self.outcomes if one.status != "equal"]
 
     @property
     def compared(self) -> int:
-        """Return the number of compared layouts, equal or different."""
+        """The number of layouts that were compared, equal or different; failed layouts do not count."""
         return sum(one.status != "failed" for one in self.outcomes)
 
 
 class Verifier:
-    """Compare layouts of `config` with one process. `config` is small and describes one process.
+    """Compare layouts of `config` with one process. The constructor runs the reference in one process.
 
-    settings: how the steps are made; this class replaces their folders. other: the layout whose checkpoint the next
-    layout loads. rounded: the same configuration in its own formats instead of float64; its results are also
-    compared with those in float64. Raises RankFailed if the run of one process fails.
+    config: a small configuration for one process. settings: how to make the steps; the class replaces both folders.
+    rounded: the configuration in its own formats instead of float64; if given, its results are also compared with the
+    reference in float64. other: the layout whose checkpoint the next layout loads.
+
+    Raises RankFailed if the reference fails.
     """
 
     def __init__(
@@ -101,8 +104,8 @@ class Verifier:
         one = self._folder()
         self._settings = replace(settings, own_folder=one)
         self._known: dict[Case, Outcome] = {}
-        # Checkpoint folders: of one process, of the last equal layout, and those that a layout with status `different`
-        # loaded.
+        # Layout -> folder of its checkpoint. Kept: one process, the last equal layout, and layouts whose checkpoint was
+        # loaded by a layout with status `different`.
         self._saved = {ALONE: one}
         self.other = ALONE
         self._file = os.path.join(self._home.name, "reference")
@@ -115,16 +118,16 @@ class Verifier:
         self._home.cleanup()
 
     def patched(self, patch: Callable[[], object] | None) -> Verifier:
-        """Return a Verifier that calls `patch` on each rank of a layout. The reference is computed without it."""
+        """Return a Verifier that calls `patch` on each rank of a layout, and shares this Verifier's reference."""
         other = copy.copy(self)
         other._settings, other._known = replace(self._settings, patch=patch), {}
         return other
 
     def check(self, case: Case) -> Outcome:
-        """Return the result of one legal layout. Each layout is run only once.
+        """Return the result of the legal layout `case`. Repeated calls return the first result.
 
-        The layout loads the checkpoint of the latest layout on several processes that had no difference. Before
-        there is such a layout, it loads the checkpoint of the run in one process.
+        The layout loads a checkpoint of another layout: of the latest equal layout on several processes or, before there is
+        such a layout, of the reference.
         """
         if case not in self._known:
             self._known[case] = self._run(case, self.other, keep=True)
@@ -134,9 +137,9 @@ class Verifier:
         return tempfile.mkdtemp(dir=self._home.name)
 
     def _run(self, case: Case, other: Case, keep: bool = False) -> Outcome:
-        """Run the layout `case`, which loads the checkpoint of the layout `other`, and return its result.
+        """Run the layout `case`, with the checkpoint of the layout `other` to load, and return the result.
 
-        keep: if nothing differs, keep this layout's checkpoint, so that the next layout loads it.
+        keep: if nothing differs, keep the checkpoint of `case` for the next layout.
         """
         began, folder = time.monotonic(), self._folder()
         try:
@@ -165,9 +168,9 @@ class Verifier:
         return merge(ranks, self._elements)
 
     def reduce(self, worst: Outcome, time_left: Callable[[], float]) -> Outcome:
-        """Remove options and degrees from the layout of `worst` one by one, as long as it still fails in the same way.
+        """Remove options and degrees from the layout of `worst` one by one, as long as the status stays the same.
 
-        Return the result of the smallest such layout.
+        Return the result of the smallest layout found, or of the best so far when `time_left()` is not positive.
         """
         smallest, other, again = worst, worst.other, True
         loads = worst.finding is not None and worst.finding.difference.kind in ("loaded", "continued")
@@ -200,12 +203,13 @@ def verify(
     begin: Callable[[Case, float], None] = lambda case, left_s: None,
     end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """Check the layouts `cases` and return the results.
+    """Check the layouts `cases` and return the results. Reduce the worst layout that differs or failed.
 
-    cases None: check every axis and pair of axes, then `random` layouts (None: until `seconds` are over).
+    cases: None: the layouts of `systematic`, then `random` random ones. random: None: as many as `seconds` allow. seconds:
+    the time budget. begin: called before each layout with its case and the remaining seconds. end: called with the result
+    of each layout.
 
-    Once a layout differs, no random layouts are checked: the time is used to reduce the worst one. `begin` is
-    called before each layout with the remaining seconds, `end` after it.
+    After a difference or a failure, no random layouts are checked. The remaining time is for the reduction.
     """
     began = time.monotonic()
 
@@ -232,7 +236,7 @@ def verify(
                 break
             check(case)
     if report.bad:
-        # A difference says more than a failure.
+        # Prefer a difference: it says more than a failure.
         report.worst = max(report.bad, key=lambda one: (one.status == "different", one.size))
         report.smallest = verifier.reduce(report.worst, left)
     return report
@@ -246,7 +250,7 @@ def outcome_of(
     rounded: dict[str, float] | None = None,
     other: Case = ALONE,
 ) -> Outcome:
-    """Return the result of a layout that ran and loaded a checkpoint of `other`."""
+    """Return the Outcome of a layout that ran to its end. other: the layout whose checkpoint was loaded."""
     finding = explain(result, order, other.name) if result.differences else None
     unplaced = tuple(sorted(result.unplaced))
     status: Status = "equal" if finding is None else "different"
@@ -263,9 +267,10 @@ def verify_against(
     bound: float,
     end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """Run `cases` with this forge and with the forge of `checkout`, and compare the two recordings of each case.
+    """Run each of `cases` with this forge and with the forge of `checkout`, and compare the two recordings.
 
-    Raises UserError if `checkout` has no forge, or if its run fails.
+    bound: allowed relative difference; 0: bitwise equality. Raises UserError if `checkout` has no forge, or if a run with
+    the forge of `checkout` fails.
     """
     require_checkout(checkout)
     report = Report()
@@ -292,7 +297,10 @@ def _legal(config: Config, cases: Sequence[Case], report: Report) -> Iterator[Ca
 def _plain_on_rank(
     _rank: int, _world: int, text: str, settings: Settings, file: str
 ) -> tuple[list[str], dict]:
-    """Write the reference to `file`; return the order of its modules, and the sizes of its tensors for `merge`."""
+    """Write the reference to `file`. Return the modules in computation order, and the sizes of the reference's tensors.
+
+    `merge` needs these sizes.
+    """
     logging.disable(logging.WARNING)
     reference = record_plain(text, settings)
     drop_unsteady(reference, text, settings)
@@ -301,7 +309,7 @@ def _plain_on_rank(
 
 
 def drop_unsteady(reference: WholeRecord, text: str, settings: Settings) -> None:
-    """Remove curves of hooks that differ in a second run, e.g. times."""
+    """Repeat the reference run, and remove from `reference` the curves of hooks that changed, e.g. times."""
     if not any(kind == "curve" for step in reference.steps for kind, _ in step):
         return
     with tempfile.TemporaryDirectory() as folder:

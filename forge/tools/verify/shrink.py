@@ -1,9 +1,9 @@
-"""A configuration as small as its structure allows, in float64.
+"""`shrink`: reduce a configuration to the smallest sizes its structure allows, in float64.
 
-It keeps the kind of model, the ratio of query to key/value heads, the pattern of sliding windows, tied weights, groups
-and shared experts, dense first layers, whether a size is odd or even, the optimizer, modules pinned to a format, the
-engine, the tensor-parallel plan and every other option. Widths, layers, experts, vocabulary, sequence and batch become
-small. Each phase is one step, or two with a ramp. Data are synthetic, because the comparison needs tokens, not text.
+Kept: the kind of model, the ratio of query to key/value heads, the pattern of sliding windows, tied weights, expert groups
+and shared experts, dense first layers, the parity of sizes, the optimizer, modules pinned to a format, the engine, the
+tensor-parallel plan and every other option. Reduced: widths, layers, experts, vocabulary, sequence length and batch. Each
+phase becomes one step, or two steps with a ramp. Data are synthetic, because the comparison needs tokens, not text.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from forge.config.section import Section
 from forge.runtime.errors import UserError
 
 LAYERS, SEQ_LEN, BATCH = 4, 64, 8
-# Suffixes of keys that are widths.
+# Suffixes of the keys of widths.
 WIDTHS = ("dim", "rank", "size")
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
-# Sections and keys of sizes, data, formats and layout: the report's heading shows them.
+# Sections and keys whose changes need no note: sizes, data, formats and layout, all shown in the report's heading.
 TOLD = ("model", "train", "data", "evaluate", "phase", *(f"parallel.{axis}" for axis in DEGREES))
 TOLD += ("parallel.bucket_size", "precision.storage", "precision.compute", "precision.reduce")
-# Changes of these keys are reported with a reason. Changes of other keys outside of TOLD are reported without one.
+# Changes of these keys are noted with the reason given here. Changes of other keys outside of TOLD are noted without reason.
 REASONS = {
     "activation_checkpoint.mode": "memory_budget needs the compiler",
     "compile.enabled": "nothing is compiled",
@@ -53,7 +53,7 @@ REASONS = {
 
 
 def changed(config: Config, keys: Mapping[str, Any]) -> Config:
-    """Return `config` with other values for some keys, by their dotted names. Raises UserError if the result is invalid."""
+    """Return `config` with the values of `keys` (dotted name -> value). Raises UserError if the result is invalid."""
     tree = read_toml(to_toml(config))
     for key, value in keys.items():
         *sections, last = key.split(".")
@@ -68,14 +68,14 @@ def changed(config: Config, keys: Mapping[str, Any]) -> Config:
 
 
 def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
-    """Return the small configuration for one process, and a sentence for each change that is not of sizes or data.
+    """Return the small configuration for one process, and a note for each change beyond sizes, data, formats and layout.
 
-    exact: compute in float64; otherwise in the formats of `config`.
+    exact: True: compute in float64. False: compute in the formats of `config`.
     """
     keys = _model(config.model) | _training(config) | _layout(config) | _left_out(config)
     if exact and (block := BLOCKS.get(config.precision.float8)):
-        # In float64, the order of sums does not change float8 codes. Sides and sequences are large enough for whole blocks
-        # on two ranks.
+        # Block formats stay: in float64, the order of sums does not change float8 codes. Choose sizes with whole blocks on
+        # two ranks.
         keys |= {"precision.float8": config.precision.float8, "train.seq_len": 4 * block}
         keys |= _whole_blocks(config.model, keys, 2 * block)
     keys["phase"] = _phases(config, keys["train.seq_len"])
@@ -85,13 +85,13 @@ def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
     try:
         small = changed(config, parts | keys)
     except UserError:
-        # Sizes of these parts may depend on each other: then all of them stay as they are.
+        # Sizes of subsections may depend on each other. If the scaled sizes are invalid, keep the original ones.
         small = changed(config, keys)
     return small, list(_notes(config, small))
 
 
 def _notes(config: Config, small: Config) -> Iterator[str]:
-    """Yield a sentence for each key that changes in more than size."""
+    """Yield a note for each changed key outside of TOLD, and for phases."""
     before, after = (dict(_leaves(one.model_dump(mode="json"))) for one in (config, small))
     for key, value in before.items():
         told = key not in REASONS and any(f"{key}.".startswith(f"{one}.") for one in TOLD)
@@ -111,7 +111,7 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def steps_through(small: Config) -> int:
-    """Return one more than the number of steps of all phases of a small configuration; 0 without phases."""
+    """Return the number of steps reaching one step beyond all phases of a small configuration; 0 without phases."""
     return Phases(small).steps_to(small.phase[-1].until_tokens) + 1 if small.phase else 0
 
 
@@ -121,7 +121,7 @@ def one_process(config: Config) -> Config:
 
 
 def for_layout(small: Config, degrees: Degrees) -> Config:
-    """Return the small configuration under a layout of any size. Sizes grow until the layout's degrees divide them.
+    """Return the small configuration with the degrees `degrees`. Sizes grow until the degrees divide them.
 
     Raises UserError if no such sizes exist.
     """
@@ -136,7 +136,7 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
         "model.n_kv_heads": kv_heads,
         "model.n_heads": kv_heads * (model.n_heads // own),
         "model.ffn_dim": lcm(model.ffn_dim, d.tp),
-        "model.vocab_size": max(model.vocab_size, d.tp * d.tp + 1),  # so that each rank has a row
+        "model.vocab_size": max(model.vocab_size, d.tp * d.tp + 1),  # each tp rank needs at least one row
         "model.n_layers": max(model.n_layers, d.pp * (1 if one_per_rank else 2)),
         "train.seq_len": _multiple(
             small.train.seq_len, halves * lcm(2 * d.cp, d.cp * d.tp) * BLOCKS.get(small.precision.float8, 1)
@@ -174,9 +174,9 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
 
 
 def _whole_blocks(model: ModelConfig, keys: Mapping[str, Any], unit: int) -> dict[str, Any]:
-    """Return new sizes of heads and feed-forwards, so that `unit` divides every side split by tensor parallelism.
+    """Return sizes of heads and feed-forwards with which `unit` divides every weight side split by tensor parallelism.
 
-    keys: the sizes before this.
+    keys: the current sizes. unit: block size of the float8 format times the number of tp ranks.
     """
     of_head = unit // gcd(unit, keys["model.n_kv_heads"])
     found = {"model.ffn_dim": _multiple(keys["model.ffn_dim"], unit)}
@@ -200,7 +200,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
     kv_heads = _few(own)
     heads = kv_heads * (model.n_heads // own)
     head_dim = 4 if heads > 2 else 8
-    # The width of all heads need not be that of the stream.
+    # Keep the ratio of the residual width to the total width of all heads, which may differ from 1.
     dim = _even(Fraction(heads * head_dim * model.dim, model.n_heads * model.head_dim or model.dim))
     keys: dict[str, Any] = {
         "dim": dim,
@@ -213,7 +213,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
         "sliding_window_pattern": min(model.sliding_window_pattern, LAYERS),
         "layer_pattern": _kinds(model, LAYERS),
         "residual_block_size": min(model.residual_block_size, LAYERS // 2),
-        # Keeps the size of sums in a product: with a wide model's weights, attention would be uniform.
+        # Scale up, because narrower products have smaller sums. Otherwise attention would be nearly uniform.
         "init_std": min(0.5, model.init_std * max(1.0, sqrt(model.dim / dim))),
     }
     if model.sliding_window:
@@ -240,7 +240,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _kinds(model: ModelConfig, layers: int) -> tuple[str, ...]:
-    """Return at most `layers` entries of `model.layer_pattern`, with every kind of layer if the kinds fit."""
+    """Return up to `layers` entries of `model.layer_pattern`, among them every kind of layer if there is room."""
     kinds = model.layer_pattern
     if len(kinds) <= layers:
         return kinds
@@ -286,10 +286,10 @@ def _training(config: Config) -> dict[str, Any]:
         "train.seq_len": SEQ_LEN,
         "train.global_batch_size": BATCH,
         "train.micro_batch_size": 2,
-        "train.loss_chunk_tokens": min(config.train.loss_chunk_tokens, 48),  # chunks that end within a row
+        "train.loss_chunk_tokens": min(config.train.loss_chunk_tokens, 48),  # some chunks end within a row
         "train.tokens": 0,
         "data.sources": [{"path": "synthetic"}],
-        # Not a multiple of a microbatch of several ranks.
+        # 10 held-out sequences: not a multiple of the microbatches of several ranks.
         "data.validation": [{"name": "held out", "path": "synthetic"}],
         "evaluate.interval": 1,
         "evaluate.sequences": 10,
@@ -298,7 +298,10 @@ def _training(config: Config) -> dict[str, Any]:
 
 
 def _phases(config: Config, seq_len: int) -> list[dict[str, Any]]:
-    """Return the phases with batches and lengths that fit the small configuration: half, equal or twice its own."""
+    """Return the phases with batch sizes and lengths scaled to the small configuration.
+
+    A value below, equal to or above the configuration's own becomes half, equal to or twice the small value.
+    """
     found = []
     for phase in config.phase:
         table = phase.model_dump(mode="json", exclude_none=True, exclude={"weights"})
@@ -316,7 +319,7 @@ def _phases(config: Config, seq_len: int) -> list[dict[str, Any]]:
 
 
 def _let_end(phases: list[dict[str, Any]], batch: int, seq_len: int) -> None:
-    """End each phase after one step, or after two if it has a ramp. batch, seq_len: sizes of phases that set none."""
+    """Set `until_tokens` of each phase, in place: one step, or two with a ramp. batch, seq_len: defaults of phases."""
     tokens, before = 0, batch
     for phase in phases:
         rows, length = phase.get("global_batch_size", batch), phase.get("seq_len", seq_len)
@@ -328,7 +331,7 @@ def _layout(config: Config) -> dict[str, Any]:
     keys: dict[str, Any] = {f"parallel.{axis}": 1 for axis in DEGREES}
     keys |= {"parallel.async_tp": False, "parallel.symmetric_memory": False, "parallel.ep_node_size": "auto"}
     if config.parallel.bucket_size == "auto":
-        keys["parallel.bucket_size"] = 3000  # several buckets
+        keys["parallel.bucket_size"] = 3000  # small enough for several buckets
     if isinstance(config.parallel.reshard_after_forward, int):
         keys["parallel.reshard_after_forward"] = "always"
     chosen = config.pipeline
@@ -340,7 +343,7 @@ def _layout(config: Config) -> dict[str, Any]:
 
 
 def _left_out(config: Config) -> dict[str, Any]:
-    """Return changes that turn off features whose results depend on more than the mathematics."""
+    """Return the keys that turn off features with layout-dependent results, compilation and text samples."""
     keys: dict[str, Any] = {"precision.float8": "none"}
     keys |= {"compile.enabled": False, "compile.loss": False, "compile.optimizer": False}
     if config.activation_checkpoint.mode == "memory_budget":
@@ -355,16 +358,16 @@ def _multiple(least: int, unit: int) -> int:
 
 
 def _few(number: int) -> int:
-    """Return a small divisor of `number`: 4 for multiples of 4, 2 for other even numbers, else the smallest one above 1."""
+    """Return a small divisor of `number`: 4 if it divides, else the smallest divisor above 1; 1 for the number 1."""
     if number % 4 == 0:
         return 4
     return next((n for n in range(2, number + 1) if number % n == 0), 1)
 
 
 def _scaled(size: int, factor: Fraction) -> int:
-    """Return `size` times `factor`, at least 8, rounded up.
+    """Return `size` times `factor`, rounded up, at least 8.
 
-    Rounding keeps the largest power of 2, up to 8, that divides `size`.
+    The result is divisible by the same power of 2 as `size`, up to 8.
     """
     unit = gcd(size, 8)
     units = max(8 // unit, ceil(size * factor / unit))
@@ -372,5 +375,5 @@ def _scaled(size: int, factor: Fraction) -> int:
 
 
 def _even(size: Fraction) -> int:
-    """Round to a multiple of 4, at least 8."""
+    """Return `size` rounded to a multiple of 4, at least 8."""
     return max(8, round(size / 4) * 4)
