@@ -214,12 +214,12 @@ def _engine(config: Config) -> Iterator[Problem]:
     fsdp2 = f"needs {key} = fsdp2, but it is {engine}"
     if parallel.shard_optimizer_over == "dp" and engine not in ("zero1", "zero2"):
         zero = f"needs {key} = zero1 or zero2, but it is {engine}"
-        yield problem("parallel.shard_optimizer_over", zero, "use dp_shard, or zero1 or zero2", key)
+        yield problem("parallel.shard_optimizer_over", zero, f"use dp_shard, or {key} = zero1 or zero2", key)
     if engine != "fsdp2" and config.precision.float8 in ("tensorwise", "rowwise"):
         held = f"{fsdp2}, whose buffers cannot hold torchao's float8"
-        yield problem("precision.float8", held, "use blockwise, mxfp8 or none, or fsdp2", key)
+        yield problem("precision.float8", held, f"use blockwise, mxfp8 or none, or {key} = fsdp2", key)
     if engine != "fsdp2" and parallel.cpu_offload:
-        yield problem("parallel.cpu_offload", fsdp2, "use false, or fsdp2", key)
+        yield problem("parallel.cpu_offload", fsdp2, f"use false, or {key} = fsdp2", key)
     frees = engine == "fsdp2" and parallel.reshard_after_forward not in ("auto", "never")
     if parallel.pp > 1 and pipeline.schedule in SPLIT_BACKWARD and frees:
         later = f"would free parameters whose gradients {pipeline.schedule = !s} computes later"

@@ -57,7 +57,8 @@ def _blocks_of_tokens(config: Config, block: int) -> Iterator[Problem]:
 def _partial_gradients(config: Config) -> Iterator[Problem]:
     """Yield a problem for context parallelism with latent attention in float8, unless "*.wkv_b" is excluded.
 
-    Every cp rank expands all gathered latents, so each rank has only a partial gradient of wkv_b.
+    Every cp rank expands all gathered latents with wkv_b and has a part of the gradients of the results. The codes of the
+    parts do not add up to the codes of the sum, so numbers would depend on cp.
     """
     excluded = any(fnmatchcase("layers.0.attention.wkv_b", p) for p in config.precision.float8_exclude)
     if config.parallel.cp > 1 and config.model.latent is not None and not excluded:

@@ -58,7 +58,7 @@ class Experts(nn.Module):
         w13_bias: Tensor | None,
         w2_bias: Tensor | None,
     ) -> Tensor:
-        """Compute `forward` with the given weights, of all experts or some of them, instead of the module's own.
+        """Compute `forward` with the given weights, of all or some experts, in place of the module's own.
 
         counts: rows per expert, for the experts of the given weights.
         """

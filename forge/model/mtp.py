@@ -105,7 +105,10 @@ def hidden_ahead(model: Any, module: int, x: Tensor, tokens: Tensor, positions: 
 
 
 class _Averaged:
-    """A loss function for the stacked hidden states and labels of the model and of each module."""
+    """The model's loss plus `loss_coef` times the mean loss of the MTP modules. All other sums are the model's own.
+
+    hidden, labels: stacked, first the model's, then those of each MTP module.
+    """
 
     def __init__(self, model: Any):
         self._loss, self._coefficient = model.loss, model.config.mtp.loss_coef

@@ -12,12 +12,7 @@ MOST_EXPERTS = 32
 # Longer patterns list every layer of the model.
 LONGEST = 8
 # Layouts of four GPUs whose compiled regions contain collectives, or parameters that others have parts of.
-OF_FOUR = {
-    "llama3-70b": ["--parallel.tp=4"],
-    "qwen3-30b-a3b": ["--parallel.ep=4"],
-    "deepseek-v3": ["--parallel.ep=2", "--parallel.tp=2"],
-    "gpt-oss-20b": ["--parallel.cp=2"],
-}
+OF_FOUR = ["llama3-70b tp=4", "qwen3-30b-a3b ep=4", "deepseek-v3 ep=2 tp=2", "gpt-oss-20b cp=2"]
 # Whole models that fit on one H200, with options that make them fit.
 SMALL_STATE = ["--optimizer.moment_dtype=bfloat16", "--activation_checkpoint.mode=full"]
 WHOLE = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.simulated_gpu.shipped import CONFIGS
+from tests.simulated_gpu.shipped import CONFIGS, OF_FOUR
 from tests.support import gpu_variants as variants
 
 HERE = Path(__file__).parent
@@ -17,11 +17,14 @@ def golden(name: str) -> dict[str, dict]:
 
 
 def test_counts_are_of_existing_variants() -> None:
-    assert set(golden("golden.json")) == {*variants.ONE, *(f"four: {name}" for name in variants.FOUR)}
+    four = {f"four: {name}" for name in variants.FOUR}
+    assert set(golden("golden.json")) == {*variants.ONE, *variants.COMPILED, *four}
 
 
 def test_kernels_are_of_shipped_configs_for_both_generations() -> None:
-    assert set(golden("golden_compiled.json")) == {f"{name} sm_{sm}" for name in CONFIGS for sm in (90, 100)}
+    assert set(golden("golden_compiled.json")) == {
+        f"{name} sm_{sm}" for name in [*CONFIGS, *OF_FOUR] for sm in (90, 100)
+    }
 
 
 def test_the_page_shows_the_attention_of_each_shipped_config() -> None:
@@ -29,7 +32,7 @@ def test_the_page_shows_the_attention_of_each_shipped_config() -> None:
     rows = [
         f"| `{name}` | {' and '.join(found[f'{name} sm_90']['attention'])} | {len(found[f'{name} sm_90']['kernels'])} | "
         f"{spilling(found[f'{name} sm_90'])} | {spilling(found[f'{name} sm_100'])} |"
-        for name in CONFIGS
+        for name in [*CONFIGS, *OF_FOUR]
     ]
     missing = [
         row
@@ -38,7 +41,8 @@ def test_the_page_shows_the_attention_of_each_shipped_config() -> None:
     ]
     assert not missing, "\n".join(missing)
     assert all(
-        found[f"{name} sm_90"]["attention"] == found[f"{name} sm_100"]["attention"] for name in CONFIGS
+        found[f"{name} sm_90"]["attention"] == found[f"{name} sm_100"]["attention"]
+        for name in [*CONFIGS, *OF_FOUR]
     )
 
 

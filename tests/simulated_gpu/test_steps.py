@@ -47,6 +47,12 @@ def test_a_step_on_one_gpu(name: str, tmp_path: Path) -> None:
     check(name, counted(tmp_path, variants.ONE[name], 1))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", variants.COMPILED)
+def test_a_compiled_step_on_one_gpu(name: str, tmp_path: Path) -> None:
+    check(name, counted(tmp_path, variants.COMPILED[name], 1))
+
+
 @pytest.mark.parametrize("name", variants.FOUR)
 def test_a_step_on_four_gpus(name: str, tmp_path: Path) -> None:
     found = counted(tmp_path, variants.FOUR[name], 4)

@@ -118,6 +118,20 @@ ONE: dict[str, list[str]] = {
     "losses by source": ["--metrics.sources=true"],
 }
 
+COMPILE = ["--compile.enabled=true", "--compile.loss=true"]
+# A compilation takes tens of seconds: slow tests, and in no pair.
+COMPILED: dict[str, list[str]] = {
+    "compiled": COMPILE,
+    "compiled update": ["--compile.optimizer=true", "--optimizer.moment_dtype=bfloat16"],
+    "compiled with a memory budget": [*COMPILE, "--activation_checkpoint.mode=memory_budget"],
+    "compiled with soft caps and documents": [
+        *COMPILE,
+        *DOCUMENTS,
+        "--model.attention_soft_cap=20.0",
+        "--model.logit_soft_cap=30.0",
+    ],
+}
+
 # On four ranks, each with its own simulated GPU and a real ProcessGroupNCCL.
 FOUR: dict[str, list[str]] = {
     "fsdp2": [],

@@ -38,7 +38,7 @@ def missing_kernels(precision: Precision, device_type: str) -> str:
 
 
 def product_format(precision: Precision, device_type: str) -> str:
-    """Return the format whose peak FLOPS bounds this machine's products: "float8" with kernels, else `precision.compute`."""
+    """Return the format whose peak FLOPS bounds the products: "float8" if its kernels run, else `precision.compute`."""
     recipe = precision.float8
     if recipe == "none" or precision.float8_emulate is True or missing_kernels(precision, device_type):
         return precision.compute

@@ -65,7 +65,7 @@ class LocalNorm(RMSNorm):
 
 
 class WholeProjectionNorm(LocalNorm):
-    """A norm over all heads, with all heads on every rank."""
+    """A norm over all heads, after a projection that is not split: `x` has all heads on every rank. No communication."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[batch, seq, heads, head_dim]` -> the same shape."""

@@ -135,7 +135,7 @@ class SignedStore(dist.Store):
         mac, value = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(key, value)):
             raise UserError(
-                f"the rendezvous holds a value without this run's signature ({key}): the meeting or an agent has another "
-                f"{VARIABLE}, or a stranger can reach the port; nothing of the value was used"
+                f"a value of the rendezvous ({key}) is not signed with this run's secret and was not used: the meeting "
+                f"or an agent was started with another {VARIABLE}, or a stranger can reach the port"
             )
         return value

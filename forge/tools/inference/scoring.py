@@ -17,7 +17,7 @@ from forge.model.loss import IGNORE, head_logits
 def replaced(
     model: Any, loss: nn.Module, attend: Sequence[AttentionFunction] | None = None
 ) -> Iterator[None]:
-    """Replace the loss of `model` in the body and, with `attend`, the attention functions. attend: one per layer."""
+    """Within the `with` block, replace the loss of `model` and, given `attend`, the attention function of each layer."""
     attentions = [block.attention for block in model.layers.values()] if attend is not None else []
     own_loss, own = model.loss, [attention.attend for attention in attentions]
     try:

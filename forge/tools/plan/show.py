@@ -80,7 +80,10 @@ def _peak_as_json(peak: Peak) -> dict[str, Any]:
 
 
 def _flops(stage: StagePlan) -> dict[str, Any]:
-    """Return FLOPs as phase -> submodule -> number for a microbatch, and phase -> number for the update."""
+    """Return the FLOPs of each phase.
+
+    The phases of a microbatch have a dict, submodule -> FLOPs. The optimizer's update has one number.
+    """
     flops: dict[str, Any] = {}
     for (phase, part), number in stage.flops.items():
         flops |= {phase: flops.get(phase, {}) | {part: number}} if part else {phase: number}

@@ -21,7 +21,7 @@ LEAST_SAMPLE = 32_000_000
 # of pieces with fewer than ten occurrences is 31% (68%) at 250 bytes per piece, 8% (14%) at 1,000, and 6% at 2,000.
 BYTES_PER_PIECE = 1000
 _LEAST_VOCAB = 260
-_SENTENCE_BYTES = 4096
+_GROUP_CHARACTERS = 4096
 
 
 def train_tokenizer(
@@ -96,7 +96,7 @@ def _train(sentences: Iterator[str], vocab_size: int) -> bytes:
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
             split_digits=True,
-            max_sentence_length=4 * _SENTENCE_BYTES,
+            max_sentence_length=4 * _GROUP_CHARACTERS,
             unk_id=0,
             bos_id=1,
             eos_id=2,
@@ -140,7 +140,9 @@ def _require_readable(corpus: Corpus, text_key: str) -> bool:
 
 
 def _sentences(corpus: Corpus, text_key: str) -> Iterator[str]:
-    """Yield groups of whole lines, of up to _SENTENCE_BYTES characters. Unreadable documents are left out.
+    """Yield each document in groups of lines, up to _GROUP_CHARACTERS characters a group. Longer lines are cut.
+
+    Unreadable documents are left out.
 
     Line ends stay in the groups, because pieces may contain them.
     """
@@ -151,9 +153,9 @@ def _sentences(corpus: Corpus, text_key: str) -> Iterator[str]:
             group: list[str] = []
             size = 0
             for line in document.splitlines(keepends=True):
-                for start in range(0, len(line), _SENTENCE_BYTES):
-                    part = line[start : start + _SENTENCE_BYTES]
-                    if size + len(part) > _SENTENCE_BYTES:
+                for start in range(0, len(line), _GROUP_CHARACTERS):
+                    part = line[start : start + _GROUP_CHARACTERS]
+                    if size + len(part) > _GROUP_CHARACTERS:
                         yield "".join(group)
                         group, size = [], 0
                     group.append(part)

@@ -47,7 +47,7 @@ def test_a_strangers_value_ends_an_agent_with_one_sentence_and_is_not_unpickled(
         nodes.start("a")
         assert nodes.finish() == {"a": 2}
     output = nodes.output("a")
-    assert "without this run's signature" in output and "Traceback" not in output
+    assert "is not signed with this run's secret" in output and "Traceback" not in output
     assert output.count("forge: ") == 1 and not (tmp_path / "executed").exists()
 
 
@@ -66,7 +66,7 @@ def test_a_signature_holds_for_one_key_one_value_and_one_secret(server) -> None:
     server.set("c", server.get("a") + b"0")
     server.set("d", "")
     for store, key in ((other, "a"), (mine, "b"), (mine, "c"), (mine, "d")):
-        with pytest.raises(UserError, match=f"without this run's signature .{key}."):
+        with pytest.raises(UserError, match=f"{key}. is not signed with this run's secret"):
             store.get(key)
 
 
