@@ -254,17 +254,17 @@ def least_state(config: Config, degrees: Degrees, model: Model) -> float:
     """Return a lower bound of the bytes of parameters, gradients and optimizer state on a rank."""
     parallel, held = config.parallel, held_parameters(degrees, model)
     storage, compute = DTYPES[config.precision.storage].itemsize, DTYPES[config.precision.compute].itemsize
-    shards = degrees.dp_shard * degrees.cp
     state = {"adamw": 2, "lion": 1, "muon": 1}.get(config.optimizer.name, 0)
     state *= {"float32": 4, "bfloat16": 2}.get(config.optimizer.moment_dtype, 1)
-    # Lower bound: the ranks of a replica share all parameters evenly, experts included.
+    # The ranks of one replica divide all parameters among them, experts included.
     spread = model.parameters / (degrees.world / degrees.dp_replicate)
     if parallel.data_parallel == "fsdp2":
         return spread * (2 * storage + state)
+    masters = storage if compute < storage else 0
     if parallel.data_parallel == "ddp":
-        return held * (compute + 4 + state)
-    whole = compute + (4 if parallel.data_parallel == "zero1" else 4 / shards)
-    return held * whole + spread * state
+        return held * (compute + 4 + masters + state)
+    gradients = 4 * (held if parallel.data_parallel == "zero1" else spread)
+    return held * compute + gradients + spread * (masters + state)
 
 
 def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:

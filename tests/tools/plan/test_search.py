@@ -16,7 +16,16 @@ from forge.tools.plan import command
 from forge.tools.plan.hardware import Hardware, find_hardware
 from forge.tools.plan.layers import kinds_of_layers, plan_stages, traced_layers
 from forge.tools.plan.layouts import MODES, Model, layouts, least_state
-from forge.tools.plan.search import Corrections, _first, _in_order, _next, _promising, search, usable_bytes
+from forge.tools.plan.search import (
+    UNKNOWN,
+    Corrections,
+    _first,
+    _in_order,
+    _next,
+    _promising,
+    search,
+    usable_bytes,
+)
 from forge.tools.plan.stage import STATE, plan_stage
 from tests.support.planning import CPU, pipeline, plan_text
 
@@ -44,8 +53,8 @@ def test_fitting_layouts_come_first_sorted_by_speed(capsys) -> None:
     fewer = search(config, 1, with_memory((least + 1) / 2**30), tries=3, processes=1)
     assert fewer and all(one.needed <= least for one in fewer)
     # With too little memory the nearest is returned.
-    nearest = search(config, 1, with_memory(1 / 1024), tries=3, processes=1)
-    assert [one.needed > 2**20 for one in nearest] == [True]
+    nearest = search(config, 1, with_memory(1 / 8192), tries=3, processes=1)
+    assert [one.needed > 2**17 for one in nearest] == [True]
 
 
 def test_among_equally_fast_layouts_the_fewest_axes_come_first() -> None:
@@ -183,8 +192,9 @@ def test_least_state_is_a_lower_bound_of_the_plan(parallel: str, world: int, mod
 def test_estimates_of_unplanned_layouts_are_corrected_by_plans() -> None:
     first, second, *_ = layouts(parse_toml_text(plan_text()), 1, BARE)
     none = Corrections([])
-    assert none.seconds(first) == first.seconds and not none.is_known(first)
+    assert none.seconds(first) == first.seconds
     assert none.bytes(second) == second.state + second.activations
+    assert none.least_bytes(second) == second.state + second.activations / UNKNOWN
     assert kinds_of_layers(first.config) == [0] * 4
 
 
