@@ -101,10 +101,10 @@ class Planned(NamedTuple):
 def write_tensors(
     folder: Path, planned: Sequence[Planned], tensors: Iterable[Tensor], limit: int
 ) -> Iterator[int]:
-    """Write the tensors to files in `folder`, with an index if there are several files. Yield the bytes of each tensor.
+    """Write the tensors to files in `folder`, with an index if there are several files.
 
-    tensors: yields the values of `planned`, in order. Each is requested after the previous one is written. limit: bytes of
-    a file; a larger tensor gets a file of its own.
+    Yield the size of each written tensor in bytes. tensors: yields the values of `planned`, in order. Each is requested
+    after the previous one is written. limit: size limit of a file in bytes; a larger tensor gets a file of its own.
     """
     parts: list[list[Planned]] = [[]]
     room = limit

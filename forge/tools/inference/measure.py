@@ -115,7 +115,7 @@ def _text_bytes(
 
 
 def _decoded_bytes(source: Source, tokenizer: Tokenizer, first: int, last: int, masked: bool) -> int:
-    """Return the bytes of UTF-8 of tokens first + 1 to last, decoded document by document.
+    """Return the size of tokens first + 1 to last in bytes of UTF-8, after decoding document by document.
 
     masked: leave out the first token of each document, which is not a label under data.document_mask. If tokens `first` and
     first + 1 are in one document, decode both together and subtract the bytes of token `first`, because tokenizers drop a

@@ -1,4 +1,4 @@
-"""Estimate the time of a step from a roofline over the traced operators and from the links of collectives.
+"""Estimate the time of a step: traced operators by a roofline model, collectives by the bandwidth and latency of links.
 
 An operator takes the longer of two times: its FLOPs at the GPU's peak, and its bytes at the memory bandwidth. The
 efficiencies in `Hardware` say what share of these peaks is reached; docs/internals/plan-accuracy.md names the published
