@@ -7,8 +7,8 @@ traced counterpart; the memory of the additional microbatches is then added.
 
 With attention residuals, attention and feed-forward each read a mix of streams: one saved by each earlier residual block,
 and the current one. The smaller model is traced twice more, with two residual blocks instead of one. These traces give the
-cost of a residual block and the cost of a stream in a mix. Sums over a step, e.g. FLOPs, grow with both. Peaks grow only with the number of residual
-blocks, because each block saves one stream.
+cost of a residual block and the cost of a stream in a mix. Sums over a step, e.g. FLOPs, grow with both. Peaks grow only
+with the number of residual blocks, because each block saves one stream.
 """
 
 from __future__ import annotations
