@@ -33,9 +33,10 @@ def load_training_state(
 ) -> bool:
     """Load parameters and optimizer state from the checkpoint. Collective.
 
-    name: name of `optimizer`. A slot in STARTS_ALONE keeps its initial value if missing from the checkpoint, and is
-    ignored if missing from the optimizer. If the checkpoint has the state of another kind of optimizer, load only the
-    parameters and return False; the caller must build a new optimizer.
+    name: name of `optimizer`. A slot is one kind of optimizer tensor, e.g. `ema`. Slots in STARTS_ALONE may be missing on
+    one side: without such a slot in the checkpoint, it starts from zeros; without it in the optimizer, it is ignored. If
+    the checkpoint has the state of another kind of optimizer, load only the parameters and return False; the caller must
+    build a new optimizer.
     """
     fresh = _fresh_slots(point.path, point.state.get("optimizer_name"), optimizer, name)
     if fresh is None:
