@@ -1,7 +1,7 @@
 """Read safetensors files with the library safetensors, and write them without it, one tensor at a time.
 
-A file has three parts: the length of the header, 8 bytes, little endian; the header, JSON with the dtype, shape and data
-offsets of each tensor; the data, tensors without gaps, row-major, little endian.
+A file begins with the length of the header in 8 bytes, little endian. The header is JSON with the dtype, shape and data
+offsets of each tensor. After it come the tensors without gaps, row-major, little endian.
 """
 
 from __future__ import annotations

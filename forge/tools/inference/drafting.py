@@ -1,8 +1,8 @@
 """`DraftedScores`: speculative decoding of one text. Multi-token prediction modules draft tokens, and the model checks them.
 
-The model reads the last token and the draft in one forward. The forward gives the logits of the next token. While the
-drafted tokens equal the tokens then generated, the same forward also gives the logits of further tokens. Drafts never change
-the text; good drafts save forwards (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"). Keys
+The model reads the last token and the draft in one forward. The forward gives the logits of the next token. As long as the
+generated tokens equal the drafted ones, the same forward also gives the logits of further tokens. Drafts never change the
+text; good drafts save forwards (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"). Keys
 and values of rejected tokens are overwritten. Linear-attention layers return to the state before the rejected tokens.
 """
 

@@ -71,7 +71,7 @@ def time_of(
 ) -> StepTime:
     """Return the time of the traced step.
 
-    config: of the run. The trace has neither its compilation nor its float8 products, so their effects are estimated.
+    config: of the run. The trace has neither the run's compilation nor its float8 products; both effects are estimated.
     ranks_of: name of a process group -> its ranks.
     """
     spent: dict[tuple[str, int], Spent] = defaultdict(Spent)

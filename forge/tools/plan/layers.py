@@ -60,8 +60,8 @@ def plan_stages(
 def with_experts_first(config: Config, degrees: Degrees) -> Config:
     """Return `config` with the first dense layers replaced by layers with experts, if `few_layers` needs this.
 
-    The replacement is for pipelines only; otherwise, return `config` unchanged. It is accurate for models like DeepSeek's,
-    whose dense layers cost as many FLOPs as their layers with experts.
+    Without a pipeline, return `config` unchanged. The replacement is accurate for models like DeepSeek's, whose dense layers
+    cost as many FLOPs as their layers with experts.
     """
     moe = config.model.moe
     if degrees.pp == 1 or moe is None or not moe.n_dense_layers or few_layers(config, degrees) is not None:

@@ -180,10 +180,10 @@ class Corrections:
         return layout.state + layout.activations * self._factor(self._bytes, layout)
 
     def least_bytes(self, layout: CandidateLayout) -> float:
-        """Return a lower bound of the layout's memory in bytes: its state, plus the corrected activations, reduced.
+        """Return a lower bound of the layout's memory in bytes: its state, plus a lower bound of its activations.
 
-        The activations are divided by KNOWN if a layout of the same shapes has been planned, otherwise by UNKNOWN, because
-        the estimate may be too high.
+        The corrected estimate of the activations may be too high. It is divided by KNOWN if a layout of the same shapes
+        has been planned, otherwise by UNKNOWN.
         """
         is_known = layout.signature in self._seconds or layout.shapes in self._seconds
         doubt = KNOWN if is_known else UNKNOWN
@@ -275,7 +275,9 @@ def _attempt(layout: CandidateLayout, hardware: Hardware) -> Found | None:
 def fewest_ranks(
     config: Config, world: int, hardware: Hardware, limit: int = 64, *, processes: int | None = None
 ) -> int | None:
-    """Try 2, 4, 8, ... times `world` ranks. Return the first number with a layout that fits; None up to `limit` times.
+    """Try 2, 4, 8, ... times `world` ranks. Return the first number with a layout that fits.
+
+    Return None if no number up to `limit` times `world` has such a layout.
 
     Only the layouts with the smallest estimated memory are planned.
     """

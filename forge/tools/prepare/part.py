@@ -234,7 +234,7 @@ def _make(number: int, chunk: Chunk, how: Encoding) -> None:
 def _encode(
     chunk: Chunk, how: Encoding, tokens: dict[str, _Tokens], traits: dict[str, Traits], tally: Tally
 ) -> None:
-    """Tokenize the documents of a chunk. Add to `tokens` and `traits`, split -> output, and to the counts in `tally`.
+    """Tokenize the documents of a chunk into the `tokens` and `traits` of each document's split. Count them in `tally`.
 
     Raises UserError if the user's filter fails.
     """

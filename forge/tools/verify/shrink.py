@@ -176,8 +176,8 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
 def _whole_blocks(model: ModelConfig, keys: Mapping[str, Any], unit: int) -> dict[str, Any]:
     """Return sizes of heads and feed-forwards such that tensor parallelism splits no float8 block.
 
-    keys: the current sizes. unit: block size of the float8 format times the number of tp ranks. It divides every dim
-    split by tensor parallelism.
+    keys: the current sizes. unit: block size of the float8 format times the number of tp ranks. With the returned sizes,
+    `unit` divides every dim split by tensor parallelism.
     """
     of_head = unit // gcd(unit, keys["model.n_kv_heads"])
     found = {"model.ffn_dim": _multiple(keys["model.ffn_dim"], unit)}
