@@ -52,7 +52,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream | None:
 def communication_memory(
     device: torch.device, groups: Sequence[dist.ProcessGroup], *, symmetric: bool
 ) -> Iterator[None]:
-    """Make CUDA tensors allocated in the body NCCL symmetric memory, registered by every rank of `groups`.
+    """Allocate the CUDA tensors of the body in NCCL symmetric memory. Every rank of `groups` registers this memory.
 
     NCCL's kernels then need fewer multiprocessors. With `symmetric`, the function needs CUDA and is collective. Without
     `symmetric`, the function does nothing.
