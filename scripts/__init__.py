@@ -1,1 +1,1 @@
-"""Commands, one per file. Shared code: options.py for all, model.py for trained models, images.py for plots, planned.py."""
+"""Commands, one per file. Shared code: options.py, model.py (trained models), images.py (plots), planned.py (plans)."""

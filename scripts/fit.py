@@ -3,8 +3,8 @@
 
     python scripts/fit.py runs/ladder-sweep --metric eval.python --budget 1e18 --predict 27e6 540e6
 
-RUN is a run directory, or a folder of runs, e.g. of a sweep. Of several runs with equal parameters and tokens, the law of the
-loss uses only the best run. --output writes a page with figures (needs the extra forge[report]).
+RUN is a run directory, or a folder of runs, e.g. of a sweep. If several runs have equal parameters and tokens, the law of
+the loss uses only the best of them. --output writes a page with figures (needs the extra forge[report]).
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def _elementwise(device: torch.device, clock: Clock, largest: int) -> MeasuredRa
 
 
 def _operator_us(device: torch.device, clock: Clock, number: int = 100) -> float:
-    """Return the microseconds of an operator on eight numbers, as the mean over forward and backward of a chain."""
+    """Return the mean microseconds of an operator on eight numbers, over forward and backward of `number` operators."""
     x = torch.zeros(8, device=device, requires_grad=True)
 
     def chain() -> None:

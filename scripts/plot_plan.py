@@ -95,7 +95,7 @@ def draw_memory(plan: dict[str, Any]) -> str:
 def _places(peaks: Sequence[dict[str, Any]]) -> list[float]:
     """Return the horizontal position of each peak.
 
-    Neighbouring peaks are 1 apart. If both are of layers, they are as far apart as the layers' numbers.
+    Neighbouring peaks are 1 apart, but the peaks of two layers are as far apart as the layers' numbers.
     """
     places: list[float] = []
     previous: int | None = None

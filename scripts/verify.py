@@ -168,7 +168,7 @@ def _in_place(given: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _write_digests(given: argparse.Namespace, overrides: list[str]) -> None:
-    """Write digests of one process, the file read by `--in-place --digests`."""
+    """Run the steps in one process and write their digests to a file, for `--in-place --digests`."""
     if given.world_sizes is None or len(given.world_sizes) != 1:
         raise UserError(
             "--digests: needs --world-sizes N, the number of processes of the run that is to read the file"

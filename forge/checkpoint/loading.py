@@ -64,9 +64,9 @@ def load(
     fetch: called with the names of the files needed by this rank. The section of a tensor is its name up to the first
     dot: `model` or `optimizer`. Sections without a requested tensor are ignored, so weights can be loaded alone.
 
-    Raises UserError with exit 2 on every rank if the checkpoint lacks a requested tensor, a shape differs, or a
-    requested section has a tensor requested by no rank (except for names whose last component is in `unused`). Raises
-    UserError with exit 77 if a rank cannot read the checkpoint.
+    Raises UserError with exit 2 on every rank if the checkpoint lacks a requested tensor, if a shape differs, or if a
+    requested section of the checkpoint has a tensor that no rank requests. Tensors whose last name component is in
+    `unused` need not be requested. Raises UserError with exit 77 if a rank cannot read the checkpoint.
     """
     reader = TensorReader(path)
     wanted = {name: pair for name, pair in tensors.items() if pair[0].global_shape.numel()}

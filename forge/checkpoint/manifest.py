@@ -44,8 +44,8 @@ def find_damage(
     """Return a description of the damage of the checkpoint in `folder`, or None. Collective over `group`.
 
     First, sizes are compared. Then the ranks divide the files among themselves and hash them: all files with
-    `contents`, otherwise all except tensor files. report: called with the number of bytes hashed on this rank so far,
-    and their total. Raises UserError (exit 77) for a manifest in another format version. Raises RanksFailed if files
+    `contents`, otherwise all except tensor files. report: called with the number of bytes hashed on this rank so far
+    and the number to hash. Raises UserError (exit 77) for a manifest in another format version. Raises RanksFailed if files
     cannot be read for a reason other than damage, e.g. an unmounted file system.
     """
     files, problem = on_first_rank("reading the manifest", lambda: _read_files(folder), group)

@@ -30,7 +30,7 @@ def check(config: Config) -> list[Problem]:
 
 
 def _each_phase(config: Config) -> Iterator[Problem]:
-    """Yield violations of the rules on step sizes, with the sizes of each phase."""
+    """Check the rules on step sizes with the sizes of each phase; yield the violations."""
     for number, variant in variants(config):
         yield from with_values(
             (*_tensor(variant), *check_float8(variant), *_others(variant)), variant, number

@@ -57,8 +57,8 @@ def _blocks_of_tokens(config: Config, block: int) -> Iterator[Problem]:
 def _partial_gradients(config: Config) -> Iterator[Problem]:
     """Yield a problem for context parallelism with latent attention in float8, unless "*.wkv_b" is excluded.
 
-    Every cp rank expands all gathered latents with wkv_b and has a part of the gradients of the results. The codes of the
-    parts do not add up to the codes of the sum, so numbers would depend on cp.
+    Every cp rank expands all gathered latents with wkv_b. In backward, each rank has only a partial sum of the gradient of
+    these keys and values. Quantising partial sums differs from quantising their total, so numbers would depend on cp.
     """
     excluded = any(fnmatchcase("layers.0.attention.wkv_b", p) for p in config.precision.float8_exclude)
     if config.parallel.cp > 1 and config.model.latent is not None and not excluded:
@@ -68,7 +68,7 @@ def _partial_gradients(config: Config) -> Iterator[Problem]:
 
 
 def _blocks_of_features(config: Config, block: int) -> Iterator[Problem]:
-    """Yield a problem unless each rank has whole blocks of the features split by the model's own plan."""
+    """Yield a problem if tensor parallelism cuts a float8 block of a layer's features. Applies to tp_plan = auto only."""
     tp = config.parallel.tp
     if tp == 1 or config.parallel.tp_plan != "auto":
         return

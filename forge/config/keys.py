@@ -25,7 +25,10 @@ LINE_WIDTH = 100
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the schema. default: a TOML literal; with `in_words`, text, e.g. a rule by other keys, or "required"."""
+    """One key of the schema.
+
+    default: a TOML literal. If `in_words` is true, a text instead: "required", or how other keys determine the value.
+    """
 
     name: str  # dotted: "model.moe.top_k"
     section: str  # "model.moe"

@@ -223,7 +223,7 @@ def _add_examples(table: dict[str, Any], schema: type[Section]) -> dict[str, Any
 def _find_config(command: CommandLine, problems: list[Problem]) -> Path | None:
     """Return the file named by --config: a path, else a name in configs/, each with or without .toml.
 
-    None: a problem was added.
+    Without such a file, add to `problems` and return None.
     """
     names = sorted(path.stem for path in CONFIGS.glob("*.toml"))
     shipped = f"configs/ has {', '.join(names)}"
@@ -266,7 +266,7 @@ def _read_text(text: str, source: str) -> Values:
 
 
 def _let_length_replace(values: Values) -> None:
-    """Drop the file's run length if an override gives the other unit: steps replace tokens, and vice versa."""
+    """Drop train.steps of the file if an override sets train.tokens, and vice versa."""
     train = values.tree.get("train")
     for given, other in (("tokens", "steps"), ("steps", "tokens")):
         replaces = ("train", given) in values.overridden and ("train", other) not in values.overridden

@@ -305,7 +305,10 @@ class ModelConfig(Section):
         return 0 if self.mtp is None else self.mtp.depth
 
     def streams_into(self, layer: int) -> int:
-        """Return the number of tensors entering layer `layer` (global index): the stream and its saved earlier values."""
+        """Return the number of tensors entering layer `layer` (global index).
+
+        These are the residual stream and, with attention residuals, the streams saved by earlier layers.
+        """
         saved = -(-layer // self.residual_block_size) if self.residual == "attention" else 0
         return 1 + saved
 

@@ -52,8 +52,8 @@ class StepPlan:
 class _Span:
     """Values from token `start` up to `end` (None: no end).
 
-    first: the values before the ramp, for keys in `ramped`. last: the values at the end of the ramp, and throughout for
-    other keys.
+    Keys in `ramped` move from their value in `first` to their value in `last`. Every other key has its value in `last`
+    throughout the span.
     """
 
     start: int
@@ -215,7 +215,7 @@ def used_sources(config: Config) -> list[int]:
 
 
 def _weights(config: Config) -> tuple[float, ...] | None:
-    """Return the weights outside phases, of the used sources; None if no phase changes weights."""
+    """Return the weights in [data] of the sources in `used_sources`; None if no phase changes weights."""
     if not any(phase.weights for phase in config.phase):
         return None
     return tuple(config.data.sources[number].weight for number in used_sources(config))

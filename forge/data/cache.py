@@ -168,9 +168,9 @@ class BlockCache:
             )
 
     def _make_room(self, folder: Path, more: int) -> None:
-        """Evict blocks until the set has room for one more block; at least `more` blocks, or all.
+        """Evict blocks of a set until it has room for one more block. `in_order_of_need` chooses the blocks.
 
-        `in_order_of_need` chooses them.
+        more: smallest number of blocks to evict. A set of fewer blocks is emptied.
         """
         names = [name for name in os.listdir(folder) if not name.startswith(".")]
         surplus = len(names) - self._set_blocks + 1

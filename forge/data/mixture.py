@@ -1,13 +1,13 @@
 """The source of global sample i: a pure function of (weights, seed, block, i).
 
-A turn of a source is one global sample taken from the source. Samples come in blocks of B. With cumulative normalised
-weights C_0 = 0, ..., C_S = 1, source s has had
+A turn of a source is one global sample taken from the source. Samples come in blocks of B. C_0 = 0, ..., C_S = 1 are the
+cumulative normalised weights. When block b starts, the number of turns of source s has been
 
     turns_s(b) = floor(b B C_{s+1}) - floor(b B C_s)
 
-turns when block b starts. This number differs from the source's exact share by less than one, and the numbers of all
-sources add up to b B. Within a block, turns are shuffled by key. forge/data/order.py selects the source's sample for
-each turn. Weights are exact fractions and samples are exact integers, so there is no drift even at 10^13 samples.
+This number differs from the source's exact share by less than one, and the numbers of all sources add up to b B. Within
+a block, turns are shuffled by key. forge/data/order.py selects the source's sample for each turn. Weights are exact
+fractions and samples are exact integers, so there is no drift even at 10^13 samples.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Mixture:
     """The order of the sources' samples, in proportion to `weights`. A sample of a source is also called its turn.
 
     weights: may have any sum; 0: the source is never read. block: number of samples per shuffled block. The number is
-    raised to at least 1 / (smallest positive share), because in a smaller block the rounded cumulative shares could
-    take a sample back from a source. Raises UserError for a share below 1e-6.
+    raised to at least 1 / (smallest positive share): with smaller blocks, rounding could make a source's number of turns
+    fall from one block to the next. Raises UserError for a share below 1e-6.
     """
 
     def __init__(self, weights: Sequence[float], seed: int, block: int = 1024):

@@ -95,8 +95,8 @@ def steps_from(
     """Yield the sizes of each step, beginning with global sample `sample`.
 
     tokens: number of tokens trained before the first of these steps. plan_at: maps the number of tokens before a step
-    to the step's sizes and mixture; None: all steps have `global_batch_size` whole samples. A changed mixture continues
-    the order of `dataset`.
+    to the step's sizes and mixture; None: all steps have `global_batch_size` whole samples. When the
+    mixture changes, each source continues at its position in the order of `dataset`.
     """
     batch, seq_len, windows = global_batch_size, dataset.seq_len, global_batch_size
     before: StepPlan | None = None

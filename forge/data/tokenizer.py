@@ -308,7 +308,10 @@ class HuggingFaceTokenizer:
         return bos, eos
 
     def _id_of(self, settings: dict[str, Any], key: str) -> int | None:
-        """Return the id of the token `key` in the settings, given as text or as an object with `content`; None if absent."""
+        """Return the id of the token that the settings name under `key`; None if absent.
+
+        The token is a text, or an object with the text under `content`.
+        """
         token = settings.get(key)
         token = token.get("content") if isinstance(token, dict) else token
         if token is None:
@@ -324,9 +327,9 @@ class HuggingFaceTokenizer:
 def _splits_at_spaces(described: dict[str, Any]) -> bool:
     """Return whether a tokenizer.json always splits a text between a letter or digit and a following space or line end.
 
-    If so, the tokenizer encodes the two sides independently. The result is True only if this function knows every
-    pre-tokenizer step. No pattern of the known steps looks back or matches both characters, and no pattern ending in a
-    letter or digit looks ahead.
+    If so, the tokenizer encodes the two sides independently. The function knows some pre-tokenizer steps, and returns
+    False if there is any other. No known pattern looks back or matches both characters, and none that ends in a letter
+    or digit looks ahead.
     """
     normalizer = described.get("normalizer") or {
         "type": "NFC"

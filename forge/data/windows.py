@@ -35,8 +35,8 @@ class Windows(Protocol):
 class StreamWindows:
     """Window k of a source is tokens k S ... k S + S inclusive: S inputs and, shifted by one, S labels.
 
-    T tokens give (T - 1) // S windows. Every token except the first is a label once, except in a remainder shorter than
-    S.
+    T tokens give (T - 1) // S windows. Every token after the first is a label exactly once, but fewer than S tokens at the
+    end are in no window.
     """
 
     def __init__(self, source: Source, seq_len: int):

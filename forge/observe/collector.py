@@ -14,7 +14,7 @@ class Collector(Hook):
 
     Objects made before the run (modules, model, optimizer) are collected once and then frozen, so later collections
     skip them. Every rank collects at the same steps, so all ranks pause together. A collection covers only young
-    objects (generation 1), which takes milliseconds. Collection time is counted in all cases.
+    objects (generation 1), which takes milliseconds. The time of collections is measured even if `interval` is 0.
     """
 
     def __init__(self, interval: int):

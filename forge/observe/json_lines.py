@@ -161,10 +161,9 @@ class JsonLines:
 
 
 def warn_of_gap(path: Path, step: int, interval: int) -> None:
-    """Warn that training lines before `step` are missing, if the file's last line is too far back.
+    """Warn that training lines are missing if the file's last line is more than `interval` steps before `step`.
 
-    interval: the usual distance of two lines in steps. If the last two lines of the file are further apart, their
-    distance takes the place of `interval`.
+    interval: the usual distance of two lines in steps. A larger distance among the last ten lines takes its place.
     """
     steps = [0, *(line["step"] for line in read_lines(path, "loss"))]
     usual = max(interval, *map(operator.sub, steps[-10:], [0, *steps][-11:-1]))

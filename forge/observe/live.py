@@ -33,7 +33,7 @@ class TrainingLine(NamedTuple):
 
 
 class Means:
-    """A curve of any length, stored as at most MOST means of equally many values. The last mean covers the rest."""
+    """A curve of any length, stored as up to MOST means of equally many values, and a mean of the values left over."""
 
     def __init__(self) -> None:
         self._means: list[float] = []
@@ -120,7 +120,7 @@ class LiveHandler(logging.StreamHandler[TextIO]):
 def draw_curve(values: Sequence[float], rows: int, columns: int, blocks: str) -> list[str]:
     """Return the curve as `rows` lines of text, with its largest and smallest value on the left.
 
-    No lines without values. With more values than columns, each column shows the mean of several values.
+    Without values, return no lines. With more values than columns, each column shows the mean of several values.
     """
     if not values:
         return []

@@ -25,10 +25,11 @@ log = logging.getLogger(__name__)
 def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
     """Send log messages to stderr and to `folder`/rank-R.log. A repeated call replaces the earlier set-up.
 
-    live: on a terminal, rank 0 keeps a live view below its messages. forge's own messages are logged from INFO up;
-    other packages' messages and Python's warnings from WARNING up. Rank 0 prints all of them to stderr; other ranks
-    print only errors, with their rank. A slow reader of stderr does not delay messages. One warning is logged if the
-    folder is not writable.
+    forge's own messages are logged from INFO up, other packages' messages and Python's warnings from WARNING up. Rank 0
+    prints all of them to stderr; other ranks print only errors, with their rank. A slow reader of stderr does not delay
+    messages. One warning is logged if the folder is not writable.
+
+    live: on a terminal, rank 0 keeps a live view below its messages.
     """
     reset_logging()
     logging.getLogger().setLevel(logging.WARNING)

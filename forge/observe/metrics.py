@@ -273,7 +273,7 @@ class MetricsWriter(Hook):
 def mfu_of_rate(
     config: Config, device: torch.device, products: str, world_size: int, flops_per_token: float
 ) -> float | None:
-    """Return the MFU of one token per second in the whole run; None if the peak of `products` is unknown."""
+    """Return the MFU if all ranks together process one token per second; None if the peak of `products` is unknown."""
     peak = config.metrics.peak_tflops * 1e12 or peak_flops(device, products)
     return flops_per_token / (peak * world_size) if peak else None
 

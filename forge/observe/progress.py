@@ -11,7 +11,7 @@ from typing import Any
 
 
 def format_line(fields: Mapping[str, Any], total_steps: int, eta_s: float | None) -> str:
-    """Return a readable line for a training line of metrics.jsonl, without missing fields and None.
+    """Format a training line of metrics.jsonl for the terminal. Leave out fields that are missing or None.
 
     fields: as in metrics.jsonl; `mfu` is a fraction, 0 to 1. In the line, `data` is the fraction of the step spent
     waiting for the batch. `gc` is the fraction spent in garbage collection, shown if above 1%.
@@ -78,7 +78,7 @@ class StepTimes:
 
     The estimate uses the mean of the last `window` steps, so slow steps at the start are forgotten. The first step
     compiles and warms up, so it counts only until there is a second step. Pauses are evaluations, samples and saves, at
-    regular intervals. Their mean time per step covers the time from the start to the last long pause.
+    regular intervals. The mean pause per step is updated only after a long pause; between two long pauses it would fall.
     """
 
     def __init__(self, window: int = 50):

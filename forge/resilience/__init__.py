@@ -1,1 +1,1 @@
-"""Stopping after a save, hangs, stragglers, loss spikes, and replicas that differ."""
+"""Handle stop requests, hangs, stragglers, loss spikes, and replicas that differ."""

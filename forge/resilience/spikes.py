@@ -30,8 +30,8 @@ class SpikeWindow:
     """Loss and gradient norm of the latest steps; part of the training state.
 
     Limits derive from the median and the median absolute deviation. So a spike in the window does not hide another
-    spike, and a lasting new level becomes the median. Non-finite numbers are left out. The limits of step n use steps
-    up to n - 2: every rank has their results when step n is launched, even just after a resume.
+    spike, and a lasting new level becomes the median. Non-finite numbers are left out. The limits of step n use
+    only steps up to n - 2. When step n is launched, every rank has the results of these steps, even just after a resume.
     """
 
     size: int = 128

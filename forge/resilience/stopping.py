@@ -1,4 +1,4 @@
-"""Requests to stop after a save, by SIGTERM, SIGINT, SIGUSR1 or SIGHUP, or because the time limit is near.
+"""Stop a run after a save: at SIGTERM, SIGINT, SIGUSR1 or SIGHUP, or when the time limit is near.
 
 train.py imports this module before all slow imports, so it must not import torch.
 """

@@ -32,7 +32,7 @@ LEAST_S = 0.01
 
 
 class Stragglers(Hook):
-    """Compares all ranks every `straggler_interval` steps, and reports ranks lengthening a step by `straggler_factor`.
+    """Compares all ranks every `straggler_interval` steps, and reports stragglers (see `slow_ranks`).
 
     The forward of the last block of `parts` measures this rank's compute speed. Ranks of one tensor- or
     context-parallel group wait for each other in this forward, so they are slow together. `report_event(kind,
@@ -162,11 +162,12 @@ class Stragglers(Hook):
 
 
 def slow_ranks(table: Sequence[Sequence[float]], factor: float) -> list[tuple[int, str, float, float]]:
-    """Return (rank, phase, the rank's seconds, the median rank's seconds) for ranks lengthening a step by `factor`.
+    """Return (rank, phase, the rank's seconds, the median rank's seconds) for each straggler.
 
-    table: for each rank, the seconds of data, forward, optimizer and whole step. The forward of one block represents
-    all computation: the step is assumed to lose the same fraction of its time. A forward of 0 means that the rank has
-    timed no forward.
+    A straggler's delay, compared with the median rank, makes the step more than `factor` times as long. table: for each
+    rank, the seconds of data, forward, optimizer and whole step. The forward of one block represents all computation: if
+    the rank loses a fraction of this forward, it is assumed to lose the same fraction of the step. A forward of 0 means
+    that the rank has timed no forward.
     """
     step_s = median_low([row[len(PHASES)] for row in table])
     least = max((1 - 1 / factor) * step_s, LEAST_S)

@@ -68,7 +68,7 @@ def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False)
 
 
 def compare_for_init(path: Path, new: Config) -> None:
-    """Log differences between the model and the checkpoint at `path`, the source of its initial weights.
+    """Log the keys of [model] that differ in the checkpoint at `path`, from which the initial weights are loaded.
 
     Raises UserError for a difference that changes the function computed by the weights, unless
     `checkpoint.init_changes` lists the key.
@@ -129,10 +129,10 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
 
 
 def _as_written(key: str, there: object, now: object, old: Config, new: Config) -> list[tuple[str, str, str]]:
-    """Return changes as (key, old value, new value), as written by the user.
+    """Translate a changed fingerprint to the keys written by the user. Return (key, old value, new value) of each.
 
     key, there, now: a key of `input_fingerprints` (forge/data/build.py), with its values in the checkpoint and now.
-    Fingerprints contain computed weights and caps, and number only the sources in use.
+    Unlike the config, fingerprints contain computed weights and caps, and number only the sources in use.
     """
     source = re.fullmatch(r"data\.sources\[(\d+)\]\.(path|weight|max_epochs)", key)
     if source is None:
@@ -170,7 +170,7 @@ def _lines(changes: list[tuple[str, object, object]]) -> str:
 
 
 def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> None:
-    """Raise UserError if the checkpoint was saved on the old plateau, but after the start of the new decay."""
+    """Raise UserError if `step` is on the plateau of the old schedule, but already in the decay of the new schedule."""
     if new.schedule.name != "wsd" or new.schedule.unit == "tokens":
         return
     start, before = decay_start(new.schedule, new.train.steps), decay_start(old.schedule, old.train.steps)

@@ -66,9 +66,10 @@ class CrashReporter:
             self._reporter.event(Cause.WATCHDOG, step=step, reason=alarm.reason, roll_call=found.reason)
 
     def failed(self, error: BaseException) -> None:
-        """Report that `error` ends the run on this rank, and end the ranks waiting for this rank.
+        """Report that `error` ends the run on this rank, and raise an alarm that ends the ranks waiting for this rank.
 
-        Most UserErrors occur on all ranks. An error on only one rank, e.g. exhausted memory, leaves the others waiting.
+        A UserError raises an alarm too. Most UserErrors occur on all ranks, but after an error on only one rank, e.g.
+        exhausted memory, the others would wait.
         """
         rank, cause = self._world.rank, cause_of(error)
         own = Alarm(self._describe(error), FAILED, cause, () if cause is Cause.CONNECTION_LOST else (rank,))
@@ -133,7 +134,7 @@ def _read(written: bytes) -> Alarm:
 
 
 class RollCall:
-    """A roll call after a failure, for one rank: every rank still running enters its own failure in the store.
+    """One rank's side of a roll call after a failure. Every rank still running enters its own failure in the store.
 
     Not collective. store: must not be used by another thread. name: unique to this start of the run.
     """
@@ -149,9 +150,9 @@ class RollCall:
         return _read(first)
 
     def once(self, work: Callable[[], None], patience_s: float) -> None:
-        """Call `work`, unless another rank has called it; then wait for the end of that call.
+        """Call `work` if no other rank has called it. Otherwise wait for the end of the other rank's call.
 
-        Raises DistStoreError after `patience_s` seconds.
+        Raises DistStoreError after waiting `patience_s` seconds.
         """
         done, own = f"{self._name}/once", f"rank {self._rank}"
         if self._store.compare_set(f"{done}/by", "", own).decode() != own:

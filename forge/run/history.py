@@ -63,7 +63,7 @@ class History:
         trainer.hooks.call("after_rollback", point.step)
 
     def _restart(self, start: Start, rollbacks: Sequence[Rollback] = ()) -> None:
-        """Load the checkpoint of `start`, set aside later checkpoints and metrics, and open the data at this step.
+        """Load the checkpoint of `start`, set aside later checkpoints and metrics, and open the data.
 
         Collective. rollbacks: new roll-backs to record. Checkpoints and metrics of another history are set aside too.
         """

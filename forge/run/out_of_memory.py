@@ -169,7 +169,7 @@ def usable_changes(
     """Yield valid changes that reduce memory, the best first, each with the changed configuration.
 
     state_dominates: parameters, gradients and optimizer state use more memory than activations. on_gpu: GPU memory is
-    exhausted, so moving state to the host helps. A change of parallel.dp_shard is for twice as many processes.
+    exhausted, so moving state to the host helps. A change of parallel.dp_shard assumes twice as many processes.
     """
     on_state, on_activations = _on_state(config, degrees), _on_activations(config)
     first, second = (on_state, on_activations) if state_dominates else (on_activations, on_state)

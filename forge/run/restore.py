@@ -33,9 +33,9 @@ def load_training_state(
 ) -> bool:
     """Load parameters and optimizer state from the checkpoint. Collective.
 
-    name: name of `optimizer`. A slot in STARTS_ALONE keeps its initial value if missing from the checkpoint, and is
-    ignored if missing from the optimizer. If the checkpoint has the state of another kind of optimizer, load only the
-    parameters and return False; the caller must build a new optimizer.
+    name: name of `optimizer`. A slot is one kind of optimizer tensor, e.g. `ema`. A slot in STARTS_ALONE starts from zeros if
+    the checkpoint lacks it, and is ignored if the optimizer lacks it. If the checkpoint has the state of another kind of
+    optimizer, load only the parameters and return False; the caller must build a new optimizer.
     """
     fresh = _fresh_slots(point.path, point.state.get("optimizer_name"), optimizer, name)
     if fresh is None:

@@ -1,4 +1,4 @@
-"""`Saves`: when checkpoints are saved, their contents, and the report of each save."""
+"""`Saves`: decides when to save a checkpoint, collects its contents, and reports each save."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Saves(Hook):
         self._report(self._checkpoints.save(self._saved_step, *self.contents()))
 
     def contents(self) -> tuple[NamedTensors, dict[str, Any], dict[str, bytes], dict[str, Any]]:
-        """Return the contents of a checkpoint of the current step: the arguments of `Checkpoints.save` after `step`."""
+        """Return the contents of a checkpoint of the current step: all arguments of `Checkpoints.save` except `step`."""
         trainer = self._trainer
         state = {
             "progress": trainer.progress.state(),

@@ -52,7 +52,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream | None:
 def communication_memory(
     device: torch.device, groups: Sequence[dist.ProcessGroup], *, symmetric: bool
 ) -> Iterator[None]:
-    """Allocate the body's memory as NCCL symmetric memory, at the same address on every rank of `groups`.
+    """Allocate the CUDA tensors of the body in NCCL symmetric memory. Every rank of `groups` registers this memory.
 
     NCCL's kernels then need fewer multiprocessors. With `symmetric`, the function needs CUDA and is collective. Without
     `symmetric`, the function does nothing.
@@ -246,9 +246,10 @@ def versions() -> dict[str, str]:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's cache of meshes.
+    """Clear DTensor's sharding cache, which holds meshes.
 
-    Otherwise, after a new process group is created, an equal mesh could have the groups of an earlier one.
+    Meshes of the same ranks and axis names are equal. After new process groups are created, the cache could otherwise
+    return an equal mesh with the earlier groups.
     """
     from torch.distributed.tensor import debug
 

@@ -53,10 +53,11 @@ def _first_host(environment: Mapping[str, str]) -> str:
 def name_start(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     """Agree on a unique name for this start.
 
-    Collective, over the store. A store that outlives a start holds keys of earlier ranks, possibly of another number of
-    ranks. So each rank writes a nonce, and rank 0 repeatedly publishes all nonces it finds. A rank that finds its own
-    nonce among them counts itself under rank 0's nonce, which no earlier rank can know. Once all ranks have done so,
-    this nonce is the name. Raises UserError (exit 1) after `timeout`.
+    Collective, over the store. The name is a nonce of rank 0. A store that outlives a start may still hold nonces of
+    earlier ranks, so rank 0 must know that all ranks of this start have its nonce. Each rank writes a nonce of its own,
+    and rank 0 repeatedly publishes a list of all nonces in the store. A rank that finds its own nonce in the list takes
+    rank 0's nonce from it, and increments a counter named after this nonce. When all other ranks have done so, rank 0
+    returns too. Raises UserError (exit 1) after `timeout`.
     """
     own, end = uuid4().hex, time.monotonic() + timeout.total_seconds()
     keys = [f"nonce-of-rank-{one}" for one in range(size)]

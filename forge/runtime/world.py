@@ -251,8 +251,8 @@ def _fresh(store: dist.Store, world: World, timeout: timedelta, environment: Map
 
     torchrun keeps one store over all restarts, but PyTorch assumes a new store each time: a group could connect to the
     address of a dead worker and hang. The view adds a new prefix at each start. On one node, the prefix is the number
-    of restarts. On several nodes, the agents' numbers of restarts may differ, because an agent does not count a change
-    of nodes as a restart, so the ranks agree on a prefix.
+    of restarts. On several nodes, the ranks agree on a prefix (`name_start`): the agents' numbers of restarts may differ,
+    because an agent does not count a change of nodes as a restart.
     """
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
         return dist.PrefixStore(f"start-{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

@@ -45,7 +45,10 @@ NOT_FOR_THE_STEP = (
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """The state of a run directory. status: text of status.json. checkpoints: (name, time of the manifest) if complete."""
+    """The state of a run directory.
+
+    status: text of status.json. checkpoints: (folder name, time of the manifest in ns) of each complete checkpoint.
+    """
 
     status: str
     checkpoints: frozenset[tuple[str, int]]
@@ -86,7 +89,11 @@ class JobHistory:
 
 @dataclass(frozen=True)
 class RequeueLimits:
-    """Limits for one job: restarts within a job run; consecutive job runs with a failure; job runs without progress."""
+    """Limits for one job.
+
+    restarts: number within a job run. failed_turns: number of consecutive job runs with a failure.
+    turns_without_progress: number of consecutive job runs without a new checkpoint.
+    """
 
     restarts: int
     failed_turns: int

@@ -51,7 +51,7 @@ class Node:
 
     least, most: smallest and largest number of nodes. processes: ranks on this node. meeting: "HOST:PORT". restarts: limit of
     restarts after failed ranks. lost_after_s: seconds without a heartbeat after which a node counts as lost. gather_s:
-    seconds for which enough nodes wait for further nodes. patience_s: seconds for which an agent waits for enough nodes.
+    seconds to wait for further nodes once `least` nodes have arrived. patience_s: seconds to wait for `least` nodes.
     """
 
     least: int

@@ -28,7 +28,9 @@ POLL_S, PATIENT_S = 0.5, 10.0
 
 
 class Rendezvous(DynamicRendezvousHandler):
-    """The rendezvous of one agent with the others. A round is a rendezvous and the work of its members until the next.
+    """The rendezvous of one agent with the others.
+
+    A round begins when the agents meet, includes the training that follows, and ends when they meet again.
 
     PyTorch removes a silent member, but does not interrupt the other members: their ranks wait for the lost ranks in a
     collective until the watchdog ends them. This class ends the round when a member is lost. The remaining agents then meet
@@ -84,7 +86,7 @@ class Rendezvous(DynamicRendezvousHandler):
                 return info
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of nodes waiting to join, plus 1 if a member is lost. PyTorch ends the round if it is not 0."""
+        """Return the number of nodes waiting to join, plus 1 if a member is lost. Above 0, PyTorch ends the round."""
         return super().num_nodes_waiting() + self.has_lost_member()
 
     def has_lost_member(self) -> bool:

@@ -100,7 +100,7 @@ LAYER = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model class of transformers: its differences from the tables of this file."""
+    """One model class of transformers. The fields override or extend the tables of this file."""
 
     name: str
     model_type: str

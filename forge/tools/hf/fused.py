@@ -21,7 +21,7 @@ from forge.config.model import ModelConfig
 
 
 class Rows(NamedTuple):
-    """Rows of a fused tensor: rows `start` to `stop` - 1 of each of its `groups` equal groups of consecutive rows."""
+    """Rows of a fused tensor. Divide its rows into `groups` equal blocks; take rows `start` to `stop` - 1 of each block."""
 
     groups: int
     start: int
@@ -35,10 +35,10 @@ class Rows(NamedTuple):
 class HFPlace(NamedTuple):
     """The place of one of forge's tensors in a tensor of transformers.
 
-    theirs, shape: name (below `model.layers.N`) and shape of transformers' tensor. rows: rows with forge's tensor; None:
-    all.
-    paired: rows of gate and up alternate; in forge all rows of gate come first. transposed: the input dim comes before the
-    output dim.
+    theirs, shape: name (below `model.layers.N`) and shape of transformers' tensor.
+    rows: the rows of transformers' tensor that hold forge's tensor; None: all rows.
+    paired: transformers alternates rows of gate and up; forge stores all rows of gate first.
+    transposed: transformers stores the input dim before the output dim.
     """
 
     theirs: str
@@ -109,7 +109,7 @@ def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
 def join(parts: list[Tensor], rows: list[Rows], shape: tuple[int, ...]) -> Tensor:
     """Fuse forge's tensors `parts` into one tensor of transformers of shape `shape`. Part i fills the rows `rows[i]`.
 
-    The rows of a group after the last part are zeros.
+    If the parts do not fill a group of rows, its last rows are zeros.
     """
     runs = [
         part.reshape(place.groups, place.stop - place.start, -1)

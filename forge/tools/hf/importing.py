@@ -37,10 +37,10 @@ _SHOWN = 5
 
 
 def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_progress) -> Conversion:
-    """Write a checkpoint of step 0 to `output`, with the weights, in their dtypes, and the tokenizer of the folder `source`.
+    """Write a checkpoint of step 0 to `output`, with the weights and the tokenizer of the folder `source`.
 
-    The checkpoint has no optimizer state. Its uses are checkpoint.init, generation and evaluation. Memory: twice the largest
-    tensor of forge (a layer's fused experts, or the embedding).
+    Weights keep their dtypes. The checkpoint has no optimizer state. It serves checkpoint.init, generation and evaluation.
+    Memory: twice the largest tensor of forge (a layer's fused experts, or the embedding).
 
     Raises UserError (exit 2), naming key, tensor or file, if forge cannot compute the model or if a part is missing or
     damaged. After any error `output` does not exist.
@@ -118,9 +118,10 @@ def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_
 def _dequantized(
     stored: dict[str, Stored], values: dict[str, Any], source: Path
 ) -> tuple[Mapping[str, Stored | Blocks | Scaled], dict[str, Any]]:
-    """Return `stored` with each quantized weight as one dequantizing tensor, and `values` without quantization_config.
+    """Return `stored` with one entry per quantized weight, and `values` with quantization_config set to None.
 
-    values: content of the config.json `source`. Raises UserError for weights packed by compressed-tensors.
+    Reading such an entry dequantizes the weight. values: content of the config.json `source`. Raises UserError for weights
+    packed by compressed-tensors.
     """
     quantization = values.get("quantization_config")
     if not isinstance(quantization, dict):

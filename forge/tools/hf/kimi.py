@@ -22,7 +22,10 @@ LAST_MIX = "output_attn_res"
 
 
 def unnested(values: dict[str, Any]) -> dict[str, Any]:
-    """Flatten the config.json `values`: keys of text_config move to the top, those of linear_attn_config get this prefix."""
+    """Flatten the config.json `values`.
+
+    Keys of text_config move to the top level. Keys of linear_attn_config become `linear_attn_config.KEY`.
+    """
     text = values.get(_TEXT)
     inner = {
         key: value for key, value in (text if isinstance(text, dict) else {}).items() if key not in _OUTSIDE

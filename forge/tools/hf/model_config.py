@@ -170,7 +170,7 @@ def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
 
 
 def _effective(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys with influence on the outputs of a trained model, with values of equal effect made equal."""
+    """Return the keys that influence the outputs of a trained model. Values with the same effect become equal."""
     flat = {key: value for key, value in _flat(model).items() if key not in _TRAINING_ONLY}
     scaling = model.rope_scaling
     if scaling is not None:

@@ -1,7 +1,7 @@
 """Read safetensors files with the library safetensors, and write them without it, one tensor at a time.
 
-A file has three parts: the length of the header, 8 bytes, little endian; the header, JSON with the dtype, shape and data
-offsets of each tensor; the data, tensors without gaps, row-major, little endian.
+A file begins with the length of the header in 8 bytes, little endian. The header is JSON with the dtype, shape and data
+offsets of each tensor. After it come the tensors without gaps, row-major, little endian.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class Planned(NamedTuple):
 def write_tensors(
     folder: Path, planned: Sequence[Planned], tensors: Iterable[Tensor], limit: int
 ) -> Iterator[int]:
-    """Write the tensors to files in `folder`, with an index if there are several files. Yield the bytes of each tensor.
+    """Write the tensors to files in `folder`, with an index if there are several files.
 
-    tensors: yields the values of `planned`, in order. Each is requested after the previous one is written. limit: bytes of
-    a file; a larger tensor gets a file of its own.
+    Yield the size of each written tensor in bytes. tensors: yields the values of `planned`, in order. Each is requested
+    after the previous one is written. limit: size limit of a file in bytes; a larger tensor gets a file of its own.
     """
     parts: list[list[Planned]] = [[]]
     room = limit

@@ -1,9 +1,9 @@
-"""`Weight`: a tensor of forge and the tensors of transformers with its values.
+"""`Weight`: a tensor of forge, and the tensors of transformers that hold the same values.
 
 In this file "ours" are forge's tensors and "theirs" are the tensors of transformers. Most tensors of forge are the
 concatenation of one or more tensors of transformers, all of one shape. A plain weight consists of a single tensor. The fused
-weight of experts consists of many: gate and up of expert 0, gate and up of expert 1, and so on. The exceptions are in
-forge/tools/hf/fused.py: tensors of transformers with several tensors of forge, fused or transposed.
+weight of experts consists of many: gate and up of expert 0, gate and up of expert 1, and so on. forge/tools/hf/fused.py
+has the exceptions: tensors of transformers that fuse several tensors of forge, or store a tensor transposed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Weight:
     heads: number of heads (or experts) with paired rows. Transformers stores the two rows of a pair as neighbours; forge
         stores the first rows of all pairs, then the second rows. 0: both store rows in the same order.
     first: first paired row of a head. All later rows of the head are paired, too.
-    rows: the rows of transformers' tensor with forge's tensor; None: all. transposed: the last two dims are swapped.
+    rows: the rows of transformers' tensor that hold forge's tensor; None: all. transposed: the last two dims are swapped.
     is_copy: a further copy of `ours`. An export writes the copy; an import ignores it.
-    gain: name of a second tensor of transformers. forge's tensor is the product of both, in float32 at least.
+    gain: name of a second tensor of transformers. forge's tensor is the product of `theirs` and this tensor, computed in
+        float32 or wider.
     """
 
     ours: str | None
@@ -185,7 +186,7 @@ def _parameter(
 ) -> Iterator[Weight]:
     """Yield the Weight of parameter `name` in module `inner` of a layer, then Weights of related tensors missing in forge.
 
-    E.g. a bias of zeros. prefix: of the layer in transformers.
+    A related tensor is e.g. a bias, exported as zeros. prefix: the layer's name in transformers.
     """
     leaf = name.rpartition(".")[2]
     theirs = f"{prefix}.{(LAYER | dict(architecture.layer))[inner]}"
@@ -202,7 +203,7 @@ def _parameter(
 
 
 def _mix(name: str, dim: int) -> list[Weight]:
-    """Return the two Weights for `name`, the query of a mix of attention residuals, `[dim]`.
+    """Return the two Weights for `name`: the query, `[dim]`, by which attention residuals weight earlier outputs.
 
     In folders of Kimi K3, the query is the product of two tensors: a projection to one number, and the gain of a norm.
     """

@@ -39,9 +39,9 @@ _ALSO_COPIED = ("added_tokens.json", "chat_template.jinja")
 def export_files(folder: Path) -> dict[str, bytes]:
     """Return name -> content of files for AutoTokenizer, with the ids of forge's tokenizer in `folder`.
 
-    Encoding differs in one case: AutoTokenizer encodes the spelling of a special token in a text as this token. Texts begin
-    with the token at the beginning of documents, if the tokenizer has one. An existing tokenizer.json is changed only if
-    its beginning of texts differs from forge's.
+    Encoding differs in one case: AutoTokenizer encodes the spelling of a special token in a text as this token. If forge's
+    documents begin with a special token, AutoTokenizer begins each text with this token. An existing tokenizer.json is
+    changed only if it would begin texts differently.
 
     Raises UserError for a SentencePiece model that tokenizer.json cannot express. Return an empty dict for a folder without
     a tokenizer.
@@ -87,7 +87,7 @@ def _described(folder: Path) -> dict[str, bytes]:
 
 
 def _with_begin(files: dict[str, bytes], name: str) -> bytes:
-    """Return the content of tokenizer.json, changed if necessary, so that texts begin like forge's documents.
+    """Return the content of tokenizer.json, changed if necessary to begin texts with the same token as forge's documents.
 
     forge follows add_bos_token in the settings file; transformers follows the post-processor in tokenizer.json.
     """

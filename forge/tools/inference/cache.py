@@ -120,8 +120,8 @@ class _LayerCache:
     ) -> Tensor:
         """Attend like `LatentAttention`, and cache the latents instead of keys and values.
 
-        A single query per text attends to the cached latents directly (absorbed projections). With a float8 block format, and
-        for whole texts, the latents are expanded into keys and values.
+        A single query per text attends to the cached latents directly (absorbed projections). In two cases the latents are
+        expanded into keys and values instead: for whole texts, and under a float8 block format.
         """
         latent, key = (kept.squeeze(1) for kept in self._kept(latent.unsqueeze(1), key.unsqueeze(1)))
         # In float8, the up-projection must quantise latents and weights as in training, so it cannot be absorbed.

@@ -1,9 +1,9 @@
 """`DraftedScores`: speculative decoding of one text. Multi-token prediction modules draft tokens, and the model checks them.
 
-The model reads the last token and the draft in one forward. The forward gives the logits of the next token, and of each
-further token as long as the draft agrees with the text. The text is always the model's own; good drafts only save forwards
-(Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"). Keys and values of rejected tokens are
-overwritten. Linear-attention layers return to the state before the rejected tokens.
+The model reads the last token and the draft in one forward. The forward gives the logits of the next token. As long as the
+generated tokens equal the drafted ones, the same forward also gives the logits of further tokens. Drafts never change the
+text; good drafts save forwards (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"). Keys
+and values of rejected tokens are overwritten. Linear-attention layers return to the state before the rejected tokens.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class DraftedScores:
         return self._scores[len(text)]
 
     def _advance(self, text: list[int], known: int) -> None:
-        """Make one forward on the tokens of `text` from `known` on, followed by a draft if only the last token is new."""
+        """Run one forward on the tokens of `text` from index `known` on.
+
+        If only the last token is new, first draft further tokens; the forward then reads these as well.
+        """
         known = _back_to(known, self._trunk)
         draft = self._draft(text) if known == len(text) - 1 and known > 0 else []
         self._finished = min(self._finished, known)

@@ -57,7 +57,7 @@ def measure(
 ) -> Measured:
     """Measure the loss of a model on windows of train.seq_len tokens of `source`.
 
-    sequences: number of windows, chosen as in the evaluation of a run; None: all windows, and the shorter rest after them.
+    sequences: number of windows, chosen as in the evaluation of a run; None: all windows, including a shorter last one.
     Each token is predicted at most once, from the earlier tokens of its window. progress: called with the number of tokens
     done.
 
@@ -115,7 +115,7 @@ def _text_bytes(
 
 
 def _decoded_bytes(source: Source, tokenizer: Tokenizer, first: int, last: int, masked: bool) -> int:
-    """Return the bytes of UTF-8 of tokens first + 1 to last, decoded document by document.
+    """Decode tokens first + 1 to last, document by document. Return the size of the text in bytes of UTF-8.
 
     masked: leave out the first token of each document, which is not a label under data.document_mask. If tokens `first` and
     first + 1 are in one document, decode both together and subtract the bytes of token `first`, because tokenizers drop a

@@ -120,7 +120,7 @@ def _for_inference(config: Config, compute: str | None, context: int | None) -> 
 
 
 def _build(config: Config, device: torch.device, found: Path, *, float8: bool) -> Any:
-    """Return the model with uninitialised weights, each in the dtype of its computation in training.
+    """Return the model with uninitialised weights, each in the dtype that training computes with.
 
     float8: multiply in `precision.float8`. Raises UserError, before any allocation, if the tensors of the checkpoint
     `found` do not match its config.

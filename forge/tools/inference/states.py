@@ -78,7 +78,7 @@ class StateCache:
 class TextStates:
     """The `Recurrence` of one layer for tokens `begin` to `end` - 1 of a text, starting from the cached state at `begin`.
 
-    kept: number of last tokens whose states are cached; as many tokens can be taken back.
+    kept: number of most recent tokens whose states are cached. Up to this many tokens can be taken back.
     """
 
     def __init__(self, inner: Recurrence, kept: int):

@@ -27,9 +27,10 @@ class Remedy:
 
 
 def remedy_for(made: Plan) -> Remedy | None:
-    """Return up to MOST overrides, each freeing memory on top of the earlier ones, until the plan `made` fits.
+    """Add overrides to the plan `made`, one after another, until it fits. Return at most MOST of them.
 
-    They may not suffice: compare `Remedy.needed` with the GPU's memory. None if no override frees memory.
+    Each override frees memory in addition to the earlier ones. All together may not suffice: compare `Remedy.needed`
+    with the GPU's memory. None if no override frees memory.
     """
     overrides: list[str] = []
     best = made

@@ -72,10 +72,10 @@ def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) 
 
 
 def largest(config: Config) -> Config:
-    """Return `config` without phases, with the step sizes of the phase with the largest microbatch.
+    """Return `config` without phases. Step sizes are those of the phase with the largest microbatch.
 
-    That phase needs the most memory. train.steps becomes the number of such steps for the tokens of the whole run.
-    Without phases, return `config` unchanged.
+    This phase needs the most memory. train.steps becomes the number of steps of this size needed for all tokens of the
+    run. If `config` has no phases, return it unchanged.
     """
     if not config.phase:
         return config

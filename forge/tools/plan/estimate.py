@@ -1,4 +1,4 @@
-"""Estimate the time of a step from a roofline over the traced operators and from the links of collectives.
+"""Estimate the time of a step: traced operators by a roofline model, collectives by the bandwidth and latency of links.
 
 An operator takes the longer of two times: its FLOPs at the GPU's peak, and its bytes at the memory bandwidth. The
 efficiencies in `Hardware` say what share of these peaks is reached; docs/internals/plan-accuracy.md names the published
@@ -71,7 +71,7 @@ def time_of(
 ) -> StepTime:
     """Return the time of the traced step.
 
-    config: of the run. The trace has neither its compilation nor its float8 products, so their effects are estimated.
+    config: of the run. The trace has neither the run's compilation nor its float8 products; both effects are estimated.
     ranks_of: name of a process group -> its ranks.
     """
     spent: dict[tuple[str, int], Spent] = defaultdict(Spent)

@@ -131,7 +131,7 @@ class FakeRank:
     def saved_bytes(self) -> tuple[int, int]:
         """Return two sizes in bytes: host memory of this rank's asynchronous save, and its tensors in a checkpoint.
 
-        The second number counts every tensor with a shard on this rank in full, including the shards of other ranks.
+        The second number is the whole size of every tensor of which this rank has a shard, other ranks' shards included.
         """
         host = whole = 0
         for name, (shard, values) in all_tensors(self.model, self.optimizer).items():

@@ -20,7 +20,8 @@ Times: TypeAlias = tuple[StepTime, ...] | None
 class Growth:
     """The difference between the plans `large` and `small`, and how often the whole model's plan adds the difference.
 
-    of_peaks: how often to peaks. of_kept: to activations kept for backward. steps: to everything else.
+    The number of additions differs by quantity. of_peaks: for peaks of memory. of_kept: for activations kept for backward.
+    steps: for everything else.
     """
 
     small: StagePlan
@@ -31,7 +32,7 @@ class Growth:
 
 
 def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None) -> StagePlan:
-    """Return the plan of a rank with layers `names`: the larger plan of the first growth, plus all `growths`.
+    """Return the plan of a rank with layers `names`: `growths[0].large`, plus the multiplied differences of all `growths`.
 
     whole: number of buckets in the whole model, assumed equal in size; None for an engine without buckets.
     """
@@ -115,7 +116,10 @@ def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, 
 
 
 def _named(place: tuple[str, str], moment: Moment, names: list[str]) -> Moment:
-    """Return `moment` with the layer's name in the whole model. place: (phase, "layer N"), N negative from the last."""
+    """Return `moment` with the layer's name in the whole model, taken from `names`.
+
+    place: (phase, "layer N"); a negative N counts from the last layer.
+    """
     match = re.fullmatch(r"layer (-?\d+)", place[1])
     return replace(moment, part=names[int(match[1])]) if match else moment
 

@@ -2,13 +2,13 @@
 
 Two small models of different depth are traced. Their difference is the cost of one layer. It is taken at each point of
 the step separately, because the peak of the full model may occur at another point than the peaks of the small models. A
-long pipeline is traced as three ranks: first, middle and last. A rank with more microbatches in flight than its traced
-counterpart adds the memory of the difference.
+long pipeline is traced as three ranks: first, middle and last. Another rank may have more microbatches in flight than its
+traced counterpart; the memory of the additional microbatches is then added.
 
-With attention residuals, a layer's mixes read one more stream for each earlier residual block. Two more traces, of the
-smaller model with two residual blocks instead of one, give the cost of a residual block and the cost of a stream in a
-mix. Sums over a step, e.g. FLOPs, grow with both. Peaks grow only with the number of residual blocks, because each block
-saves one stream.
+With attention residuals, attention and feed-forward each read a mix of streams: one saved by each earlier residual block,
+and the current one. The smaller model is traced twice more, with two residual blocks instead of one. These traces give the
+cost of a residual block and the cost of a stream in a mix. Sums over a step, e.g. FLOPs, grow with both. Peaks grow only
+with the number of residual blocks, because each block saves one stream.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def plan_stages(
 def with_experts_first(config: Config, degrees: Degrees) -> Config:
     """Return `config` with the first dense layers replaced by layers with experts, if `few_layers` needs this.
 
-    The replacement is for pipelines only; otherwise, return `config` unchanged. It is accurate for models like DeepSeek's,
-    whose dense layers cost as many FLOPs as their layers with experts.
+    Without a pipeline, return `config` unchanged. The replacement is accurate for models like DeepSeek's, whose dense layers
+    cost as many FLOPs as their layers with experts.
     """
     moe = config.model.moe
     if degrees.pp == 1 or moe is None or not moe.n_dense_layers or few_layers(config, degrees) is not None:
@@ -80,8 +80,8 @@ def _names(config: Config) -> list[str]:
 class Few:
     """A small model, traced in place of the whole model.
 
-    layers: their total number. per_stage: layers per pipeline stage. ranks: size of the pp axis. microbatches: how many
-    to trace; None: as many as represent a step. tail: how many of the whole model's last layers end the small model.
+    layers: total number of layers. per_stage: layers per pipeline stage. ranks: size of the pp axis. microbatches: number
+    to trace; None: enough to represent a step. tail: number of last layers copied from the end of the whole model.
     block_size: layers per block of attention residuals; 0: the config's own.
     """
 
@@ -94,7 +94,7 @@ class Few:
 
 
 def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
-    """Return the two small models. None if all layers must be traced, because they are too few or too different."""
+    """Return the two small models. None if the layers are too few or too different, so that all must be traced."""
     n_layers = config.model.n_layers
     every = kinds_of_layers(config)
     kinds, ahead = every[:n_layers], every[n_layers:]
@@ -253,7 +253,7 @@ def _trace(
 
 
 def _shares_work(config: Config, degrees: Degrees) -> bool:
-    """Return whether the optimizer's work is divided by whole tensors. Its cost then does not grow evenly with layers."""
+    """Return whether the optimizer assigns whole tensors to ranks. A rank's work then does not grow evenly with layers."""
     optimizer = config.optimizer
     return degrees.world > degrees.pp and (optimizer.name == "muon" or optimizer.moment_dtype == "int8")
 
@@ -298,7 +298,7 @@ def _growth(config: Config, few: tuple[Few, Few], small: StagePlan, large: Stage
 def two_blocks(few: Few) -> tuple[Few, Few]:
     """Return two versions of the small model `few`, both with two blocks of attention residuals.
 
-    The second block is longer in the first version: it begins after the middle. In the second version it has two layers.
+    In the first version the second block has almost half of the layers. In the second version it has only two layers.
     """
     return replace(few, block_size=few.layers // 2 + 1), replace(few, block_size=few.layers - 2)
 

@@ -173,7 +173,10 @@ def _degrees(config: Config, world: int) -> Degrees | None:
 
 
 def _legal(layout: CandidateLayout, config: Config, world: int) -> CandidateLayout | None:
-    """Return the layout with checked degrees, and without changes equal to `config`. None if a run would refuse it."""
+    """Return the layout with checked degrees; None if a run would refuse the layout.
+
+    Changes to values that `config` already has are dropped.
+    """
     changes = {key: value for key, value in layout.changes.items() if value != value_of(config, key)}
     changed = with_changes(config, changes)
     try:
@@ -282,8 +285,8 @@ def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
 def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
     """Return the bytes of gathered parameters and unreduced gradients held by FSDP2 at once; 0 for other engines.
 
-    By default they belong to two layers. FSDP2 holds the parameters of all layers if it keeps them after forward, and
-    the gradients of all layers if it reduces only after the last microbatch.
+    By default FSDP2 holds those of two layers. It holds the parameters of all layers if it keeps parameters after forward,
+    and the gradients of all layers if it reduces gradients only after the last microbatch.
     """
     parallel, pipelined = config.parallel, degrees.pp > 1
     if parallel.data_parallel != "fsdp2":

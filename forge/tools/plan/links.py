@@ -108,7 +108,7 @@ def visited_nodes(moe: MoEConfig, nodes: int) -> float:
     """Return the expected number of distinct nodes holding the experts of one token, for uniformly random routing.
 
     nodes: number of nodes that share the experts of a layer. With group-limited routing, a token is assumed to have an
-    expert in each of its groups, because it chooses groups by their best experts.
+    expert in each group that it chooses, because it chooses groups by their best experts.
     """
     groups, limited = moe.n_expert_groups, moe.n_limited_groups or moe.n_expert_groups
     of_node = groups // nodes  # groups on a node

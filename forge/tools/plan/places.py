@@ -1,4 +1,4 @@
-"""Compute the boxes (parts of tensors) held by other ranks from their mesh coordinates, without communication."""
+"""Compute which boxes (parts of tensors) another rank holds, from its mesh coordinates and without communication."""
 
 from __future__ import annotations
 

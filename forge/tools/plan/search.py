@@ -160,7 +160,8 @@ def _progress(asked: int, tries: int, fitting: list[Found]) -> str:
 class Corrections:
     """Estimates multiplied by the median ratio of plan to estimate, from the most similar layouts planned so far.
 
-    From the most to the least similar: equal signature, shapes, sizes, recomputation mode; all planned layouts.
+    The most similar layouts have an equal signature. If none is planned yet, layouts with equal shapes count, then with
+    equal sizes, then with an equal recomputation mode, then all.
     """
 
     def __init__(self, tried: list[tuple[CandidateLayout, Found]]):
@@ -179,7 +180,11 @@ class Corrections:
         return layout.state + layout.activations * self._factor(self._bytes, layout)
 
     def least_bytes(self, layout: CandidateLayout) -> float:
-        """Return a lower bound of `bytes`. The state is exact; the activations of unplanned shapes may be overestimated."""
+        """Return a lower bound of the layout's memory in bytes: its state, plus a lower bound of its activations.
+
+        The corrected estimate of the activations may be too high. It is divided by KNOWN if a layout of the same shapes
+        has been planned, otherwise by UNKNOWN.
+        """
         is_known = layout.signature in self._seconds or layout.shapes in self._seconds
         doubt = KNOWN if is_known else UNKNOWN
         return layout.state + layout.activations * self._factor(self._bytes, layout) / doubt
@@ -270,7 +275,9 @@ def _attempt(layout: CandidateLayout, hardware: Hardware) -> Found | None:
 def fewest_ranks(
     config: Config, world: int, hardware: Hardware, limit: int = 64, *, processes: int | None = None
 ) -> int | None:
-    """Return the first of 2, 4, 8, ... times `world` ranks with a layout that fits. None if `limit` times are too few.
+    """Try 2, 4, 8, ... times `world` ranks. Return the first number with a layout that fits.
+
+    Return None if no number up to `limit` times `world` has such a layout.
 
     Only the layouts with the smallest estimated memory are planned.
     """

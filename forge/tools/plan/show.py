@@ -62,7 +62,7 @@ def remedy_as_json(remedy: Remedy | None) -> dict[str, Any] | None:
 
 
 def remedy_as_text(remedy: Remedy, hardware: Hardware) -> str:
-    """Return a line with the remedy's overrides and the memory needed with all of them, and whether this fits."""
+    """Return a line: the remedy's overrides, the memory needed with all of them, and whether this memory fits."""
     fits = remedy.needed <= hardware.memory_bytes
     return (
         f"with {' '.join(remedy.overrides)} it needs {remedy.needed / GIB:.1f} of {hardware.memory_gib:g} GiB"

@@ -181,7 +181,7 @@ class Trace(TorchDispatchMode):
         return "loss" if moment.part in ("head", "norm") else "activations"
 
     def _take_part(self, kind: str, args: Any) -> None:
-        """Move the buffers of a collective to the kind `gathered`, and the result of a reduce-scatter to `gradients`."""
+        """Count the buffers of a collective as memory of kind `gathered`, but a reduce-scatter's result as `gradients`."""
         tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
         for number, tensor in enumerate(tensors):
             summed = kind == "reduce_scatter" and number == 0

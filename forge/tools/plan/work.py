@@ -49,10 +49,10 @@ SPARSE = ("gather", "scatter_", "all_gather_copy_in")
 class Work:
     """The cost of one operator. flops: FLOPs. size: bytes read and written.
 
-    kind: `product`, `attention`, and without FLOPs `memory` (fused with its neighbours under a compiler) or `copy` (never
-    fused).
-    linear: a product of a linear layer, converted by all float8 recipes. experts: the output or the input gradient of routed
-    experts, converted only by block formats.
+    kind: `product` or `attention`; for an operator without FLOPs, `memory` (a compiler fuses it with its neighbours) or
+    `copy` (never fused).
+    linear: True for a product of a linear layer; every float8 recipe converts it. experts: True for the product that computes
+    the output or the input gradient of routed experts; only block formats convert it.
     """
 
     kind: Literal["product", "attention", "memory", "copy"]

@@ -23,7 +23,7 @@ _SHOWN = 8  # extensions of skipped files named in a note
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files to read, as pieces in the order of the inputs and, in each input, of the paths.
+    """Files to read, as pieces. Their order follows the inputs and, within an input, the paths.
 
     Without a budget the pieces are whole files; with a budget, a sample of all files.
 
@@ -78,8 +78,8 @@ def find_corpus(
 
     In a directory, files with one of the `extensions` count, compressed (.gz, .zst) or not. A .json file counts only if it
     holds JSON lines. Skipped are hidden directories, __pycache__, links to directories, and links to files outside of the
-    directory. A file named as an input counts whatever its extension. Of text files with equal content, and of several
-    paths to one file, only the first is kept. option: command-line option named in messages.
+    directory. A file named as an input counts whatever its extension. If text files have equal content, or several paths
+    lead to one file, only the first is kept. option: command-line option named in messages.
 
     Raises UserError if an input is missing or unreadable, if no file is found, or if a package for reading a file is missing.
     """
@@ -152,7 +152,7 @@ def _add(file: File, is_named: bool, files: list[File], corpus: Corpus) -> None:
 def _list_objects(
     url: str, endings: tuple[str, ...], text_key: str, files: list[File], corpus: Corpus, seen: set[str]
 ) -> None:
-    """Add the object at `url`, or the objects below `url` by the rules for files of a directory, to `files`."""
+    """Add the object at `url` to `files`; if `url` is a prefix, add the objects below it by the rules for directories."""
     found = find_objects(url)
     if not found:
         raise UserError(f"--input {url}: no such object, and none below it")

@@ -15,7 +15,7 @@ _ROWS_AT_ONCE = 1024  # Parquet rows held in memory
 class Bad(NamedTuple):
     """An unreadable document. where: file, and line or row in the file.
 
-    many: True for an unreadable folder or rest of a file, with an unknown number of documents.
+    many: True if the number of documents is unknown: a folder, or the rest of a file, is unreadable.
     """
 
     where: str
@@ -153,7 +153,7 @@ def _read_parquet(piece: Piece, text_key: str, keys: Sequence[str]) -> Iterator[
 
 
 def _rows(piece: Piece, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of rows for the piece's ranges of bytes, scaled to `rows` rows of the file, without empty ranges.
+    """Convert the piece's ranges of bytes to ranges of rows, in proportion; the file has `rows` rows. Skip empty ranges.
 
     Over all pieces of a file, each row is in exactly one range.
     """

@@ -40,7 +40,7 @@ def stamp_of(chunk: Iterable[Piece | TextPart]) -> str:
 
 
 class Content:
-    """A SHA-256 over documents in order: text and metadata of each document, the reason for an unreadable one."""
+    """A SHA-256 over documents in order: the text and metadata of each, or the reason why it is unreadable."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()

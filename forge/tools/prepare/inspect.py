@@ -63,7 +63,9 @@ class Sample:
 
 
 def dataset_of_run(config: Config, last: int) -> PackedDataset:
-    """Open the dataset in the sample order of the run described by `config`, up to step `last`, which may lie ahead.
+    """Open the dataset in the sample order of the run described by `config`, up to step `last`.
+
+    The run need not have reached this step.
 
     The history of a run comes from its newest checkpoint. Print the skipped ranges and the changes of the mixture. Raises
     UserError if the run has another seed or sequence length than `config`.

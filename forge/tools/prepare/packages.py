@@ -281,7 +281,7 @@ def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], fo
 
 
 def _chosen(package: Package, share: float) -> Callable[[str], bool]:
-    """Return a function from a file's name to whether the file is in the share `share`, decided by a hash of the name."""
+    """Return a function that tells from a file's name whether the file is chosen. A hash chooses the fraction `share`."""
 
     def chosen(name: str) -> bool:
         place = hashlib.sha256(f"{package.name}/{name}".encode()).digest()

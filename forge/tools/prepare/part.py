@@ -234,7 +234,7 @@ def _make(number: int, chunk: Chunk, how: Encoding) -> None:
 def _encode(
     chunk: Chunk, how: Encoding, tokens: dict[str, _Tokens], traits: dict[str, Traits], tally: Tally
 ) -> None:
-    """Tokenize the documents of a chunk into `tokens` and `traits` of their splits, and count them in `tally`.
+    """Tokenize the documents of a chunk into the `tokens` and `traits` of each document's split. Count them in `tally`.
 
     Raises UserError if the user's filter fails.
     """

@@ -179,8 +179,9 @@ def first_of_similar(signatures: np.ndarray, candidates: np.ndarray) -> np.ndarr
 
     signatures: uint32 `[n, PERMUTATIONS]`. candidates: indices of documents to group; every other document is alone.
 
-    Two documents are similar if they agree in a band and in at least the share SIMILAR of all numbers. Groups are the
-    connected components of similar documents. Bands are compared one at a time, so memory is one number per document.
+    A band is one of BANDS equal parts of a signature. Two documents are similar if they agree in all numbers of a band and
+    in at least the share SIMILAR of all numbers. Groups are the connected components of similar documents. Bands are
+    compared one at a time, so memory is one number per document.
     """
     parent = np.arange(len(signatures))
 

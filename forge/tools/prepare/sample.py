@@ -67,11 +67,12 @@ def whole(file: File) -> Piece:
 def sample(files: Sequence[File], max_bytes: int, text_key: str) -> tuple[list[Piece], int, int]:
     """Sample about `max_bytes` of text from the files, every byte with equal probability.
 
-    Return the pieces in the order of `files`, their size and the size of all files, both in estimated bytes of text.
+    Return the pieces in the order of `files`, the size of the pieces, and the size of all files. Sizes are estimated bytes
+    of text.
 
-    A file no larger than one range is taken whole or not at all, in the order of a hash of its key. Larger files share the
-    rest of the budget in proportion to their sizes, as ranges at equal distances. The sample depends only on keys, sizes
-    and content.
+    Files no larger than one range are taken whole, in the order of a hash of their keys, if they still fit their share of
+    the budget. Larger files share the rest of the budget in proportion to their sizes, as
+    ranges at equal distances. The sample depends only on keys, sizes and content.
     """
     sizes = [text_bytes(file, text_key) for file in files]
     found = sum(sizes)

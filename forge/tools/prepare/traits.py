@@ -51,8 +51,8 @@ def find_duplicates(
 ) -> tuple[dict[tuple[str, int], np.ndarray], dict[str, int]]:
     """Find duplicates over all parts. Return (split, chunk) -> mask of documents to keep, bool `[n]`, and reason -> count.
 
-    Of several duplicates the first stays, in the order of `splits` and then of the chunks. With the held-out split first in
-    `splits`, no held-out document has a copy in the training data.
+    The first of several duplicates is kept; the order is that of `splits`, then of the chunks. Name the held-out split first:
+    copies of its documents are then removed from the training data.
     """
     places = [(split, number) for split in splits for number in range(count)]
     tables = [_read(parts, number, split, "documents.npy") for split, number in places]

@@ -84,7 +84,7 @@ def _pictures(*made: Picture | None) -> list[Any]:
 
 
 def marks_of(run: RunRecord) -> list[Mark]:
-    """Return the marks of a run's events in its curves: events of MARKED with a step."""
+    """Return marks for a run's curves: one per event that is listed in MARKED and has a step."""
     return [
         Mark(float(event["step"]), MARKED[event["event"]])
         for event in run.events_of(*MARKED)

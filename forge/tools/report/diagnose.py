@@ -64,7 +64,7 @@ def diagnose(path: Path) -> str:
 def read_incidents(run: RunRecord) -> list[Incident]:
     """Return the incidents in all events and logs, sorted by severity of the cause, then by time.
 
-    Among causes able to end a run, the incidents that did end a run come first.
+    Causes able to end a run are the most severe. Among their incidents, those that did end a run come first.
     """
     of_starts = [one for events in _starts_of(run) for one in _of_start(events, _was_killed(run, events))]
     found = [*of_starts, *_of_logs(run.path / "logs")]
@@ -169,7 +169,10 @@ def _lives(pid: int) -> bool:
 
 
 def _first(run: RunRecord, incidents: list[Incident]) -> str:
-    """Return the head of the diagnosis: the cause that ended the latest start, its rank and remedy, or that none did."""
+    """Return the head of the diagnosis: the cause that ended the latest start, its rank and remedy.
+
+    If no fault ended this start, say so.
+    """
     silent = silent_end(run)
     holder = read_object(run.path / ".lock")
     if silent == "running":

@@ -130,8 +130,9 @@ def expert_pictures(
 ) -> list[Picture]:
     """Return pictures of a run's expert loads; none if the metrics have no routers.
 
-    The first picture has a curve per layer, the largest load of an expert. The second has a map per layer, the load of every
-    expert; it is left out if the metrics have no counts. levels: (name, value) of dashed lines in the first picture.
+    The first picture shows one curve per layer: the load of its fullest expert. The second shows one map per layer: the
+    loads of all its experts. It is left out if the metrics have no counts. levels: (name, value) of dashed lines in the
+    first picture.
     """
     layers = sorted(run.names("routers"), key=int)
     if not layers:

@@ -17,7 +17,7 @@ Points = tuple[list[int], list[float]]
 
 @dataclass
 class RunRecord:
-    """The content of a run directory. Parts of missing files are empty.
+    """The content of a run directory. The fields of missing files are empty.
 
     config, status: content of config.toml and status.json. lines, events: lines of metrics.jsonl and events.jsonl.
 

@@ -54,7 +54,7 @@ class Fit:
     errors: list[float]
 
     def interval(self, of: Callable[[Law], float], share: float = 0.9) -> tuple[float, float]:
-        """Return the central interval with the fraction `share` of the values `of(law)` over the resampled laws."""
+        """Compute `of(law)` for each resampled law. Return the central interval with the fraction `share` of these values."""
         values = [of(law) for law in self.resampled]
         low, high = np.quantile(values, [(1 - share) / 2, (1 + share) / 2])
         return float(low), float(high)

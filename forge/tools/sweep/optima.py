@@ -1,4 +1,4 @@
-"""Find the best learning rates and batch sizes, and fit power laws of model size to them."""
+"""Find the best learning rates and batch sizes, and fit to each a power law in the model size."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def least_at(values: Sequence[float], losses: Sequence[float]) -> float | None:
 
 
 def fit_power_law(rows: Sequence[Mapping[str, float]], value: str, sizes: Sequence[str]) -> PowerLaw | None:
-    """Fit the key `value` of the rows as a power law of the varying keys among `sizes`. None if there are too few rows."""
+    """Fit a power law for the key `value` of the rows, in those keys of `sizes` that vary. None for too few rows."""
     used = [name for name in sizes if len({row[name] for row in rows}) > 1]
     if len(rows) < len(used) + 1 or not used:
         return None

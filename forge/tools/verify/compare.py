@@ -59,10 +59,11 @@ class Comparison:
     """The result of comparing tensors.
 
     differences: one per tensor above the tolerance. largest: kind -> largest difference. compared: number of tensors.
-    counted: (step, tensor) -> number of its elements on the ranks, without copies. index_sums: (step, tensor) -> sum of the
-    flat indices of these elements; it reveals a missing element when a duplicate makes up the count.
-    unplaced: names of tensors excluded from the comparison: activations of undetermined place, and curves of hooks that
-    differ between runs.
+    counted: (step, tensor) -> number of its elements on the ranks, without copies.
+    index_sums: (step, tensor) -> sum of the flat indices of these elements. It reveals a missing element if a duplicate
+    of another element makes the count right.
+    unplaced: names of tensors excluded from the comparison: activations whose place in the global tensor is unknown, and
+    hooks' curves that differ between runs.
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -114,8 +115,8 @@ def compare_rank(
 def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, TensorKey], int]) -> Comparison:
     """Merge the comparisons of all ranks. For each tensor, keep the rank with the largest difference.
 
-    expected: the result of `elements`. A tensor with an element on no rank counts as different. Exempt are kinds outside
-    of COMPLETE, because some layouts lack some borders, and kinds without any tensor on any rank.
+    expected: the result of `elements`. A tensor with an element on no rank counts as different. This check leaves out kinds
+    outside of COMPLETE, because some layouts lack some borders, and kinds that no rank has recorded.
     """
     result = Comparison()
     worst: dict[tuple[int, str, str], Difference] = {}

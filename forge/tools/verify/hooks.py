@@ -217,7 +217,10 @@ class UserHooks:
 
 
 def _of_module(one_process: Any, model: nn.Module, shards: list[Shard]) -> ParallelModel:
-    """Return a copy of the ParallelModel `one_process` around the plain module `model`, for reading and evaluation only."""
+    """Wrap the plain module `model` as a ParallelModel, for reading and evaluation only.
+
+    one_process: a ParallelModel to copy; the copy gets `model` and `shards` instead of its own.
+    """
     found: Any = copy.copy(one_process)
     found.parts, found.shards, found._engines = [model], shards, ()
     buffers = dict(model.named_buffers())

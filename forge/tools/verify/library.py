@@ -58,8 +58,8 @@ class Parallelized:
 
     model: the module, or this rank's pipeline stages. The modules of stages keep the names of the whole model.
     data_rank, data_ranks: this rank reads part `data_rank` of `data_ranks` equal parts of the batch's sequences.
-    positions: positions of this rank's tokens in each sequence; None: all. Locates activations.
-    tp_rank, tp_ranks: this rank's part of the features or of the sequence. Locates activations.
+    positions: positions of this rank's tokens in each sequence; None: all. Used to locate activations.
+    tp_rank, tp_ranks: this rank's part of the features or of the sequence. Used to locate activations.
     forward_backward: called with tokens and labels, int64 `[sequences of this data rank, seq]`. Leaves complete gradients
         in `.grad`. Returns this rank's mean loss, or None on a rank without a loss. None: cross-entropy of `model(tokens)`.
     optimizer: one per module of `model`; None: `make_optimizer` applied to each module's parameters.
@@ -90,7 +90,7 @@ class Parallelized:
 
 @dataclass(frozen=True)
 class LibraryRequest:
-    """Import paths of the three functions, and the number of steps. make_optimizer: empty for AdamW."""
+    """Import paths of the user's three functions, and the number of steps. make_optimizer: empty for AdamW."""
 
     make_model: str
     parallelize: str
@@ -366,8 +366,8 @@ class _ModuleRun:
 def _of_batch(seen: Sequence[Seen], rows: int) -> list[Seen]:
     """Return `seen` without warm-up calls, without wrappers in the names, and with `Seen.row` filled in.
 
-    rows: number of this rank's sequences. PyTorch's pipelines infer shapes before the first step with an extra forward.
-    Borders beyond `rows` sequences, counted from the start, belong to such warm-up calls.
+    rows: number of this rank's sequences. Before the first step, PyTorch's pipelines infer shapes with an extra forward. If a
+    border has more than `rows` sequences, its first ones belong to such warm-up calls.
     """
     found: list[Seen] = []
     extra = Counter({key: -rows for key in ((one.name, one.output) for one in seen)})

@@ -281,7 +281,7 @@ def every_batch(
 
 
 def leave_out(batch: Batch, first: int) -> None:
-    """Set labels of some tokens to IGNORE, in place: different numbers in each row of `batch`.
+    """Set some labels to IGNORE, in place. Each row of `batch` has its own number of ignored labels.
 
     The choice depends only on the global index of the row. first: global index of the batch's first row. With context
     parallelism each part of a sequence counts as a row.

@@ -89,7 +89,7 @@ class Report:
 class Verifier:
     """Compare layouts of `config` with one process. The constructor runs the reference in one process.
 
-    config: a small configuration for one process. settings: how to make the steps; the class replaces both folders.
+    config: a small configuration for one process. settings: how to make the steps; its two checkpoint folders are replaced.
     rounded: the configuration in its own formats instead of float64; if given, its results are also compared with the
     reference in float64. other: the layout whose checkpoint the next layout loads.
 
@@ -126,8 +126,8 @@ class Verifier:
     def check(self, case: Case) -> Outcome:
         """Return the result of the legal layout `case`. Repeated calls return the first result.
 
-        The layout loads a checkpoint of another layout: of the latest equal layout on several processes or, before there is
-        such a layout, of the reference.
+        The layout also loads the checkpoint of another layout: the latest one on several processes whose result was equal.
+        Before there is one, it loads the reference's checkpoint.
         """
         if case not in self._known:
             self._known[case] = self._run(case, self.other, keep=True)
@@ -205,9 +205,9 @@ def verify(
 ) -> Report:
     """Check the layouts `cases` and return the results. Reduce the worst layout that differs or failed.
 
-    cases: None: the layouts of `systematic`, then `random` random ones. random: None: as many as `seconds` allow. seconds:
-    the time budget. begin: called before each layout with its case and the remaining seconds. end: called with the result
-    of each layout.
+    cases: None: the layouts of `systematic`, then `random` further layouts drawn at random. random: None: as many as
+    `seconds` allow. seconds: the time budget. begin: called before each layout with its case and the remaining seconds.
+    end: called with the result of each layout.
 
     After a difference or a failure, no random layouts are checked. The remaining time is for the reduction.
     """
@@ -309,7 +309,7 @@ def _plain_on_rank(
 
 
 def drop_unsteady(reference: WholeRecord, text: str, settings: Settings) -> None:
-    """Repeat the reference run, and remove from `reference` the curves of hooks that changed, e.g. times."""
+    """Repeat the reference run. Remove from `reference` the hooks' curves that differ between the two runs, e.g. times."""
     if not any(kind == "curve" for step in reference.steps for kind, _ in step):
         return
     with tempfile.TemporaryDirectory() as folder:

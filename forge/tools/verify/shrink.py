@@ -111,7 +111,7 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def steps_through(small: Config) -> int:
-    """Return the number of steps reaching one step beyond all phases of a small configuration; 0 without phases."""
+    """Return the number of steps through all phases of a small configuration, plus one step; 0 without phases."""
     return Phases(small).steps_to(small.phase[-1].until_tokens) + 1 if small.phase else 0
 
 
@@ -174,9 +174,10 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
 
 
 def _whole_blocks(model: ModelConfig, keys: Mapping[str, Any], unit: int) -> dict[str, Any]:
-    """Return sizes of heads and feed-forwards with which `unit` divides every weight side split by tensor parallelism.
+    """Return sizes of heads and feed-forwards such that tensor parallelism splits no float8 block.
 
-    keys: the current sizes. unit: block size of the float8 format times the number of tp ranks.
+    keys: the current sizes. unit: block size of the float8 format times the number of tp ranks. With the returned sizes,
+    `unit` divides every dim split by tensor parallelism.
     """
     of_head = unit // gcd(unit, keys["model.n_kv_heads"])
     found = {"model.ffn_dim": _multiple(keys["model.ffn_dim"], unit)}
@@ -343,7 +344,7 @@ def _layout(config: Config) -> dict[str, Any]:
 
 
 def _left_out(config: Config) -> dict[str, Any]:
-    """Return the keys that turn off features with layout-dependent results, compilation and text samples."""
+    """Return keys that turn off compilation, text samples and features whose results depend on the layout."""
     keys: dict[str, Any] = {"precision.float8": "none"}
     keys |= {"compile.enabled": False, "compile.loss": False, "compile.optimizer": False}
     if config.activation_checkpoint.mode == "memory_budget":
