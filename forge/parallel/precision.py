@@ -6,7 +6,8 @@ modules with another compute dtype casts its inputs to this dtype and its output
 borders within each part of the model, e.g. the embedding or a block:
 
     one dtype      the part is one unit
-    several        the dtype with the most elements forms one unit; each maximal subtree in another dtype, another unit
+    several        the modules in the dtype with the most elements form one unit; each maximal subtree in another dtype
+                   is a unit of its own
 
 The routed experts of a layer are separate units, because they are sharded over other ranks.
 """

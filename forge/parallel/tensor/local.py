@@ -163,7 +163,7 @@ class LocalConvolution(ShortConvolution):
         _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
 
     def weights(self) -> list[Tensor]:
-        """Return this rank's part of the weights, with their gradients attached."""
+        """Return this rank's part of the weights, as differentiable local tensors."""
         return [local_tensor(weight) for weight in self.parameters()]
 
 
@@ -176,7 +176,7 @@ class LocalDecay(Decay):
         _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
 
     def weights(self) -> list[Tensor]:
-        """Return this rank's part of the weights, with their gradients attached."""
+        """Return this rank's part of the weights, as differentiable local tensors."""
         return [local_tensor(weight) for weight in self.parameters()]
 
 
