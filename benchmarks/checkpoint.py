@@ -46,8 +46,8 @@ from scripts.options import exit_code_of, positive
 class Save:
     """Times of one save and of the steps meanwhile.
 
-    blocked: seconds of the call of save(). until_on_disk: seconds until the checkpoint was on disk. stepping: seconds of
-    all steps meanwhile. steps: number of these steps.
+    blocked: seconds spent in save(). until_on_disk: seconds until the checkpoint was on disk. steps: number of training
+    steps made while the checkpoint was written. stepping: seconds of these steps.
     """
 
     blocked: float

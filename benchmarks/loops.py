@@ -225,7 +225,7 @@ class BareLoop:
 
 
 class LlamaLoop(BareLoop):
-    """transformers' Llama of forge's shape in the loop of BareLoop, with attention "sdpa" and PyTorch's loss."""
+    """transformers' Llama with the sizes of forge's model, in BareLoop's loop, with attention "sdpa" and PyTorch's loss."""
 
     def _build(self, device: torch.device) -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM

@@ -49,7 +49,7 @@ class Region:
     def part_of(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return the region's part `[rows, columns]` of a tensor laid out like the shard's data.
 
-        pieces: the tensor's boxes.
+        pieces: the tensor, as one view for each box of the shard.
         """
         piece = pieces[self.box]
         return piece.reshape(-1, piece.shape[-1] if piece.dim() else 1)[:, self.columns]

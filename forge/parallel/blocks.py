@@ -279,10 +279,10 @@ def compile_chunks(loss: Any, compiler: Callable[..., Any]) -> None:
 
 
 def hiding_gradients(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` wrapped to hide gradients of `module` whose dtype differs from their parameter's.
+    """Return `forward`, wrapped to hide each gradient of `module` that has another dtype than its parameter.
 
-    `.grad` is None during the call and restored afterwards. Parameters in bfloat16 may accumulate gradients in float32
-    (torch.Tensor.grad_dtype). PyTorch 2.11 to 2.13 refuse to trace such parameters.
+    During the call, `.grad` of such a parameter is None; afterwards it is restored. Parameters in bfloat16 may
+    accumulate gradients in float32 (torch.Tensor.grad_dtype). PyTorch 2.11 to 2.13 refuse to trace such parameters.
     """
     parameters: list[nn.Parameter] = []
 

@@ -98,7 +98,7 @@ def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
 
 
 def _alone(layout: Layout) -> bool:
-    """Return whether this rank shares no dense parameter and no expert with a rank reading other data."""
+    """Return whether FSDP's meshes have only this rank, both for dense parameters and for experts."""
     meshes = layout.meshes
     return meshes.fsdp.size() == 1 and (layout.model.moe is None or meshes.fsdp_experts.size() == 1)
 

@@ -119,7 +119,7 @@ class FullySharded:
             unit.set_reshard_after_backward(last or not stays, recurse=False)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Reduce gradients computed outside a backward, as backward's hooks would."""
+        """Reduce weight gradients that a pipeline schedule has computed separately, like the hooks of a backward."""
         for group in compat.fsdp_parameter_groups(self._root):
             group.post_backward()
         compat.end_fsdp_backward(self._root)

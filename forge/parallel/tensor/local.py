@@ -233,8 +233,8 @@ class LocalLinear(nn.Linear):
 class LocalNarrow(LocalLinear):
     """The first half of a low-rank projection, to features shared by all heads.
 
-    Its weight and its input, a DTensor, are whole on every rank. If the heads are split over ranks (`partial`), the
-    gradients of weight and input are summed over ranks.
+    The weight is whole on every rank. The input is a DTensor, also whole on every rank. If the heads are split over
+    ranks (`partial`), the gradients of weight and input are summed over ranks.
     """
 
     def __init__(self, plain: nn.Linear, place: ModulePlace):
