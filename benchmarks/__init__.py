@@ -1,1 +1,1 @@
-"""Measurements of forge against the plain alternative, in one run, as ratios (benchmarks/README.md)."""
+"""Benchmarks: forge and a plain alternative, measured in the same run and compared by ratios (benchmarks/README.md)."""

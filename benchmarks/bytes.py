@@ -1,10 +1,10 @@
-"""Bytes per parameter read and written in an optimizer step outside forward and backward, by operator.
+"""Bytes read and written by each operator of an optimizer step, per model parameter, without forward and backward.
 
     python benchmarks/bytes.py                                    every engine and precision on one process and two; a minute
     python benchmarks/bytes.py --worlds 1 --only bfloat16
 
 A dispatch mode sees every operator of a real step with two microbatches, and counts each tensor read or written by the
-operator once. A compiled kernel counts as one operator, and is traced instead of compiled. Nothing is timed, because the
+operator once. A compiled function counts as one operator; it is traced, not compiled. Nothing is timed, because the
 small model stays in a CPU's caches. Prints the table and writes it, with date, versions and settings, to
 benchmarks/results/. Other --section.key=value options override the config.
 """
@@ -77,8 +77,9 @@ ACCUMULATION = ("first microbatch", "each other")
 class Traffic(TorchDispatchMode):
     """Dispatch mode; counts bytes by `part` of the step and by operator, without collectives.
 
-    While `gradients` (storages) is set, only two kinds of operators count: writes to these storages, each with the cast
-    before it, and copies of `masters`, the parameters gathered by fsdp2.
+    gradients: storages of the gradients during forward and backward, else None. While it is set, only two kinds of
+    operators count: writes to these storages, each together with the cast that made the written values, and copies of
+    `masters`. masters: storages of the parameters gathered by fsdp2.
     """
 
     def __init__(self, masters: set[int]) -> None:
@@ -113,7 +114,7 @@ class Traffic(TorchDispatchMode):
         return result
 
     def count_as(self, part: str, of: Any, method: str) -> None:
-        """Replace method `method` of `of` by a wrapper; operators inside it count as `part`."""
+        """Replace `of.method` by a wrapper: operators from its call on count as `part`."""
         call = getattr(of, method)
 
         def counted(*args: Any, **kwargs: Any) -> Any:

@@ -3,11 +3,11 @@
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --config 160m.toml --folder /mnt/disk
 
-Two measurements alternate: plain steps, and a save followed by steps until the checkpoint is on disk. `beyond the wait` is
-the extra time of the steps during a save over the plain steps before and after: the cost of background writing, without
-the call of save(). The cost is small if training leaves a core free, as on a GPU host; to see this on two cores, set
-OMP_NUM_THREADS=1. A resume verifies every checksum and loads the checkpoint; its time stands beside that of a bare read of
-the files.
+Two measurements alternate: plain steps, and a save followed by steps until the checkpoint is on disk. `beyond the wait`
+is the time by which the steps during a save are slower than the plain steps before and after. It is the cost of
+background writing, without the call of save(). The cost is small if training leaves a core free, as on a GPU host; to
+see this on two cores, set OMP_NUM_THREADS=1. A resume verifies every checksum and loads the checkpoint. The table
+compares the time of a resume with the time of a bare read of the same files.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from scripts.options import exit_code_of, positive
 class Save:
     """Times of one save and of the steps meanwhile.
 
-    blocked: seconds of the call of save(). until_on_disk: seconds until the checkpoint was on disk. stepping: seconds of
-    all steps meanwhile. steps: number of these steps.
+    blocked: seconds spent in save(). until_on_disk: seconds until the checkpoint was on disk. steps: number of training
+    steps made while the checkpoint was written. stepping: seconds of these steps.
     """
 
     blocked: float
@@ -106,7 +106,7 @@ def _mean_step(loop: ForgeLoop, steps: int, device: torch.device) -> float:
 
 
 def _with_save(loop: ForgeLoop, device: torch.device) -> Save:
-    """Time a save, and the steps until the save has ended: at least one."""
+    """Time a save, and the steps until the save has ended. At least one step is made."""
     checkpoints, step = loop.checkpoints, loop.trainer.progress.step
     _, blocked = timed(loop.saves.save)
     steps, outcomes = 0, []

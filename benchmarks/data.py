@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> None:
-    """Measure the contenders in turns, each with cold or warm files as named; print and write the table."""
+    """Measure the contenders in turns, each with cold files and with warm ones; print and write the table."""
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         _measure(given, given.dataset or write_dataset(Path(folder) / "dataset", given.megabytes))
 

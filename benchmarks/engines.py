@@ -1,7 +1,7 @@
 """The data-parallel engines compared: step time, traffic and memory, by number of ranks and microbatches per step.
 
     python benchmarks/engines.py                                  12 layers on the CPU, or on the available GPUs
-    python benchmarks/engines.py --worlds 2 --accumulation 4      the case of the bar
+    python benchmarks/engines.py --worlds 2 --accumulation 4      the row with a required ratio
     python benchmarks/engines.py --config 1b.toml --worlds 1      on a GPU
 
 All engines of one row run in turns in the same processes. Prints the table and writes it, with date, versions and settings,
@@ -75,7 +75,10 @@ class Engine:
         self._losses.append(sums.cross_entropy / sums.tokens)
 
     def sent(self) -> tuple[dict[str, int], float]:
-        """Return the calls of collectives in a step by name and the MiB of their tensors, without those of a few numbers."""
+        """Return the collectives of a step: name -> number of calls, and the MiB of all their tensors.
+
+        Collectives of at most 256 bytes are left out.
+        """
         calls = [(name, size) for name, size in collectives_of(self.step).calls if size > 256]
         return dict(Counter(name for name, _ in calls)), sum(size for _, size in calls) / MIB
 

@@ -1,4 +1,4 @@
-"""Kernel time of a step in matrix products, attention and other kernels, told apart by name in the profiler's trace."""
+"""A step's kernel time in matrix products, in attention and in all other kernels, by name in the profiler's trace."""
 
 from __future__ import annotations
 

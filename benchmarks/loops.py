@@ -109,7 +109,7 @@ def joined() -> World:
 class ForgeLoop:
     """forge's training loop with the hooks of train.py; the run directory `folder` is not locked.
 
-    `saves`, the hook, writes to `checkpoints` when called.
+    saves: the hook that writes checkpoints to `checkpoints`, for the caller to use.
     """
 
     def __init__(self, name: str, config: Config, folder: Path, mode: str = "async"):
@@ -225,7 +225,7 @@ class BareLoop:
 
 
 class LlamaLoop(BareLoop):
-    """transformers' Llama of forge's shape in the loop of BareLoop, with attention "sdpa" and PyTorch's loss."""
+    """transformers' Llama with the sizes of forge's model, in BareLoop's loop, with attention "sdpa" and PyTorch's loss."""
 
     def _build(self, device: torch.device) -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -294,8 +294,8 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Measure the contenders of `make(folder)` in turns; return a row for each, fit for JSON. Collective.
 
-    A row has the seconds per step of each round, the losses, the tokens of a step, and the seconds of a step's FLOPs
-    at the device's peak, if known. Raises UserError if a contender's loss does not fall.
+    A row has the seconds per step of each round, the losses, the tokens per step, and the seconds per step at the
+    device's peak FLOP/s (None if the peak is unknown). Raises UserError if a contender's loss does not fall.
     """
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)

@@ -120,7 +120,7 @@ def _trained(given: argparse.Namespace, overrides: list[str]) -> list[Run]:
 
 
 def _fingerprints(config: str, options: list[str]) -> Any:
-    """Return the fingerprints of the datasets of a run with these options, as read back from JSON."""
+    """Return the dataset fingerprints of a run with these options, in the types that JSON returns, for comparison."""
     dataset = build_dataset(load_config(["--config", config, *options]))
     return json.loads(json.dumps(input_fingerprints(dataset, None)))
 
@@ -208,7 +208,7 @@ def outliers(dim: int, tokens: int) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def _products(recipe: str | None, x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """Return the output, input gradient and weight gradient of a linear layer. recipe: of float8; None: without float8."""
+    """Return the output, input gradient and weight gradient of a linear layer. recipe: a float8 recipe, or None."""
     dim = weight.shape[0]
     model = nn.Sequential(nn.Linear(dim, dim, bias=False)).to(x.dtype)
     with torch.no_grad():

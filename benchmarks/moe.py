@@ -66,7 +66,7 @@ def padded(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
 
 
 class ExpertsLoop(ForgeLoop):
-    """forge's step on a mixture of experts with a fixed load: tokens draw experts with popularity i^-skew of expert i.
+    """forge's step on a mixture of experts with random routing: a token draws expert i with weight i^-skew.
 
     Every contender thus has an equal load from the first step, independent of the router. pad: use `padded`.
     """
@@ -129,7 +129,10 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _configs(given: argparse.Namespace, overrides: list[str]) -> tuple[Config, Config]:
-    """Return the configs of a dense model and of a mixture whose active experts together are as wide."""
+    """Return the configs of a dense model and of a mixture of experts.
+
+    The total width of a token's experts is the width of the dense feed-forward.
+    """
     dense = configure(given.config, *SIZE, *overrides)
     width, rest = divmod(dense.model.ffn_dim, given.top_k)
     if rest:

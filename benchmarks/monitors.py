@@ -1,4 +1,4 @@
-"""The cost of monitors: the time of a monitored step over an unmonitored step, and the cost with every tenth step monitored.
+"""The cost of monitors: the extra time of a monitored step, and the mean extra time with every tenth step monitored.
 
     python benchmarks/monitors.py                          debug.toml
     python benchmarks/monitors.py --config moe_debug.toml

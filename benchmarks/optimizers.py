@@ -59,7 +59,10 @@ class Update:
         self.name, self.step = name, step
 
     def sent(self) -> tuple[dict[str, int], float]:
-        """Return the calls of collectives by name and the MiB of their tensors, without collectives of a few numbers."""
+        """Return the collectives of an update: name -> number of calls, and the MiB of all their tensors.
+
+        Collectives of at most 256 bytes are left out.
+        """
         calls = [(name, size) for name, size in collectives_of(self.step).calls if size > 256]
         return dict(Counter(name for name, _ in calls)), sum(size for _, size in calls) / MIB
 

@@ -2,10 +2,11 @@
 
     python benchmarks/planning.py
 
-A round measures the machine like scripts/measure_hardware.py, with one process and with two; then it plans each
-configuration with these measurements and runs it. With one thread (the default), the machine and the steps of one process
-are measured by processor time, so other work does not count; steps of two ranks are measured by wall time. Prints the
-medians over rounds and writes the table, with date, versions and settings, to benchmarks/results/.
+A round first measures the machine like scripts/measure_hardware.py, with one process and with two. Then it
+plans each configuration with these measurements, and runs this configuration. With one thread (the default), the
+machine and the steps of one process are measured by processor time, so other work does not count; steps of two ranks
+are measured by wall time. Prints the medians over rounds and writes the table, with date, versions and settings, to
+benchmarks/results/.
 """
 
 from __future__ import annotations

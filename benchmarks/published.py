@@ -3,7 +3,8 @@
     python benchmarks/published.py                  # all rows of benchmarks/published.toml; an hour or more
     python benchmarks/published.py --only "MPT"     # rows with this text in their name
 
-Prints a table in Markdown. In order of tokens per second, the planner was fitted to every other row; the rest are held out.
+Prints a table in Markdown. Rows are sorted by tokens per second. The planner was fitted to every other row; the rest
+are held out.
 """
 
 from __future__ import annotations

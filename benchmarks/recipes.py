@@ -6,8 +6,9 @@
 
 Whole runs of train.py, one after another. Under the first seed every optimizer is trained with all learning rates. The rate
 of lowest held-out loss is repeated under the other seeds. The curves of the best runs are drawn against steps and against
-time; every step of a run counts with the run's median step time, so other work on the machine does not show. Prints the
-table, and writes table and curves to benchmarks/results/. Other --section.key=value options override the config.
+time. The time is the number of steps times the run's median step time, so other work on the machine does not show.
+Prints the table, and writes table and curves to benchmarks/results/. Other --section.key=value options override the
+config.
 """
 
 from __future__ import annotations

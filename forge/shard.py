@@ -36,9 +36,10 @@ class Box:
 class Rates:
     """Factors for one parameter.
 
-    lr, orthogonal: factors of the learning rate for elementwise and for orthogonalised updates; weight decay is divided
-    by the same factor. eps: factor of the optimizer's epsilon. forge/parallel/parametrization.py sets lr, orthogonal
-    and eps. scale: factor of the learning rate for both update and weight decay, from optimizer.groups.
+    lr: factor of the learning rate for elementwise updates. orthogonal: the same for orthogonalised updates. Weight
+    decay is divided by the factor in use. eps: factor of the optimizer's epsilon. forge/parallel/parametrization.py
+    sets lr, orthogonal and eps. scale: factor of the learning rate for both update and weight decay, from
+    optimizer.groups.
     """
 
     lr: float = 1.0

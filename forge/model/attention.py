@@ -54,7 +54,7 @@ class Shared:
 
 
 class AttentionFunction(Protocol):
-    """The parameterless inner part of `Attention`: causal attention of one forward."""
+    """The parameterless inner part of `Attention`: a function of queries, keys, values and mask."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         """Return the mask with the `table` for this attention function.
@@ -146,7 +146,7 @@ class GroupedAttention(Attention):
         return self.output(self.attend(q, k, v, shared.masks[self.window], self.sink_logits()), x)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the FLOPs per token of the projections and of two products with each visible key."""
+        """Return the FLOPs per token: the projections, and two products with each visible key (score and value)."""
         return matrix_flops(self, seq_len) + 12 * self.q_dim * mean_keys(seq_len, self.window)
 
 

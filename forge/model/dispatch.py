@@ -91,7 +91,7 @@ def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
 def plan_rows(experts: Tensor, n_experts: int) -> DispatchPlan:
     """Return the plan for experts int64 `[tokens, top_k]`: by counting in compiled code, by sorting in eager code.
 
-    A rank without tokens sorts in both: there is no last row with the counts.
+    Without tokens, compiled code sorts too: counting would read the counts from the last token, which does not exist.
     """
     by_counting = torch.compiler.is_compiling() and experts.shape[0] > 0
     return (count_by_expert if by_counting else sort_by_expert)(experts, n_experts)

@@ -58,9 +58,9 @@ class Experts(nn.Module):
         w13_bias: Tensor | None,
         w2_bias: Tensor | None,
     ) -> Tensor:
-        """Compute `forward` with the given weights, of all or some experts, in place of the module's own.
+        """Compute `forward` with the given weights instead of the module's own.
 
-        counts: rows per expert, for the experts of the given weights.
+        The weights may be those of only some experts. counts: rows of each of these experts.
         """
         groups = RowGroups(counts)
         projected = self.multiply(rows, w13, groups, w13_bias)
@@ -98,8 +98,8 @@ class RowGroups:
 def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None) -> Tensor:
     """rows `[n, in]` in `groups`, weight `[groups, out, in]`, bias `[groups, out]` -> `[n, out]`.
 
-    One grouped product, without a host sync. Its gradient must not be an expanded tensor. Without a kernel (see
-    `has_kernel`), a loop over the groups replaces it, and the host reads their sizes.
+    One grouped product, without a host sync. The gradient of the result must not be an expanded tensor. If there is no
+    kernel for the product (see `has_kernel`), the host reads the group sizes and loops over the groups.
     """
     if bias is not None:
         return grouped_linear(rows, weight, groups) + bias_of_rows(rows, bias, groups)
@@ -143,8 +143,8 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 def bias_of_rows(rows: Tensor, bias: Tensor, groups: RowGroups) -> Tensor:
     """bias `[groups, out]` -> for each row the bias of its group, `[n, out]`; zeros past the last group.
 
-    The computation is in promote(float32, bias), and the result is cast to the dtype of `rows`, because the gradient of
-    a group's bias is a sum over the group's rows. Gradients past the last group are ignored.
+    The look-up is in promote(float32, bias): its backward sums the gradients of a group's rows, and the sum needs this
+    precision. The result has the dtype of `rows`. Gradients past the last group are ignored.
     """
     index = torch.arange(rows.shape[0], device=rows.device)
     # Rows past the last group have index `groups`, the padding.

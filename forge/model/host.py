@@ -23,9 +23,9 @@ class HostReads:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Record the reads of the body, a forward.
+        """Return a context manager for a forward. The first run records the numbers read by the forward.
 
-        When the forward runs again under `kept`, its reads return the recorded numbers.
+        When the same forward runs again in this context, its reads return the recorded numbers.
         """
         self._next = 0
         token = _current.set(self)

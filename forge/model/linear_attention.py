@@ -1,7 +1,8 @@
 """Linear attention: Gated DeltaNet and Kimi Delta Attention.
 
-Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464) has the projections and gates of Qwen3-Next. The decays and gates of
-Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692) are finer and come from low-rank projections.
+Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464) has the projections and gates of Qwen3-Next, with one decay per
+head. Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692) has a decay for each key channel of a head; low-rank
+projections compute decays and gates.
 
 In place of attention over all keys, each head has a state of fixed size, which tokens decay, correct and read
 (forge/model/delta_rule.py), so a layer's work is linear in the sequence. Queries, keys and values first pass a short
@@ -120,7 +121,7 @@ class LinearAttention(nn.Module):
         return self.wo((self.out_norm(out) * self.gate(gate)).flatten(2))
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the FLOPs per token of the matrices and of three products with the state: read, correct, read.
+        """Return the FLOPs per token: the projections, and three products with the state (read, correct, read again).
 
         These are the FLOPs of the token-by-token recurrence. The additional FLOPs of computing in chunks are not
         counted.

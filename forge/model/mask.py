@@ -74,7 +74,7 @@ def dense_table(window: int, documents: Tensor | None, seq: int, device: torch.d
 
 
 def dense_part(window: int, documents: Tensor | None, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return whether each of some queries sees each of some keys: bool `[batch, 1, queries, keys]`.
+    """Return `dense_table` for some queries and keys only: bool `[batch, 1, queries, keys]`.
 
     queries, keys: positions in the sequence, int64 `[n]`. documents: of the whole sequence, `[batch, seq]`.
     """

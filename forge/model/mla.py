@@ -30,7 +30,7 @@ class Up(nn.Linear):
 
 
 class Latents(nn.Module):
-    """Identity of the latent and of the key part shared by all heads.
+    """Returns the latent and the shared key part unchanged.
 
     An extension point: tensor parallelism replaces this module.
     """
@@ -122,6 +122,6 @@ class LatentAttention(Attention):
         return attend(q, k, v, mask, self.sink_logits()) @ up_v.mT
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the FLOPs per token of the projections and of two products with each visible key."""
+        """Return the FLOPs per token: the projections, and two products with each visible key (score and value)."""
         scores = self.n_heads * (self.qk_dim + self.v_dim) * mean_keys(seq_len, self.window)
         return matrix_flops(self, seq_len) + 6 * scores

@@ -17,17 +17,17 @@ from forge.model.router import Router
 
 
 class Piecewise(nn.Linear):
-    """A linear layer applied to tokens one by one.
+    """A linear layer whose weight tensor parallelism does not split.
 
-    Under tensor parallelism, each rank applies the layer to its piece of the sequence.
+    Instead, each rank applies the whole layer to its piece of the sequence.
     """
 
 
 class MoE(nn.Module):
     """Mixture of experts: each token goes through the experts chosen by the router and through all shared experts.
 
-    The shared experts are computed as one feed-forward of their total width, which is the same function in larger
-    products.
+    The shared experts are computed as one feed-forward of their total width. The function is the same, with fewer and
+    larger matrix products.
 
     With `latent_dim`, routed experts read and write a narrower latent, so dispatch moves narrower rows (LatentMoE,
     Elango et al. 2026, "Revisiting Efficiency-Accuracy Scaling in Mixture-of-Experts Architectures"). A projection to

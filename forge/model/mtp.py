@@ -97,8 +97,8 @@ def sums_with_ahead(model: Any, x: Tensor, labels: Tensor, ahead: Tensor, shared
 def hidden_ahead(model: Any, module: int, x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
     """Return the hidden states `[batch, n, dim]` of module number `module` (0: the first) for some tokens of a text.
 
-    x: hidden states of the previous module, `[batch, n, dim]`. tokens: the tokens ahead, int64 `[batch, n]`. positions:
-    int64 `[batch, n]`.
+    x: hidden states of the previous module, `[batch, n, dim]`. tokens: for each position, the token `module` + 1 places
+    later, int64 `[batch, n]`. positions: int64 `[batch, n]`.
     """
     shared = model.shared_inputs(x, x.shape[1], None, positions, None)
     return model.layers[model.ahead[module]](x, model.embedding(tokens), shared)

@@ -136,7 +136,9 @@ class Router(nn.Module):
     def _balance(
         self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, valid: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return `weights` with balancing losses in their backward, and the additions to `counts` and `losses`.
+        """Return `weights` and the additions to `counts` and `losses`.
+
+        The backward of the returned `weights` also adds the gradients of the balancing losses.
 
         weights `[batch * seq, top_k]`, logits and scores `[batch, seq, n_experts]`, experts int64 `[batch, seq, top_k]`,
         valid bool `[batch, seq]`.

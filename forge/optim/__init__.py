@@ -33,8 +33,8 @@ def build_optimizer(
 
     group: ranks that together hold every element of the parameters, with the same list of shards on each rank; None:
     only this process. Optimizers of whole matrices exchange parts of matrices over this group. compiled: how to compile
-    AdamW's update, also within Muon; None: do not compile. copies: parameter -> its copy in the dtype of compute,
-    which the compiled update writes together with the parameter.
+    AdamW's update, also within Muon; None: do not compile. copies: parameter -> the same elements in the
+    compute dtype. The compiled update writes both.
     """
     shards = with_scales(shards, config)
     if compiled is None:

@@ -27,8 +27,8 @@ WIDENED_ELEMENTS = 1 << 26
 class AdamW:
     """The update theta <- theta - lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * theta).
 
-    Moments have the dtype promote(float32, storage), unless `optimizer.moment_dtype` is bfloat16 or int8, which are
-    rounded stochastically. Arithmetic is always in promote(float32, storage). Parameters matching a glob of
+    Moments have the dtype promote(float32, storage) or, if `optimizer.moment_dtype` is bfloat16 or int8, that format
+    with stochastic rounding. Arithmetic is always in promote(float32, storage). Parameters matching a glob of
     `optimizer.no_decay` have no weight decay.
     """
 

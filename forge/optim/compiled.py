@@ -1,9 +1,9 @@
 """AdamW's update as one compiled kernel per box of a shard.
 
 The kernel reads every input once and writes every output once. A parameter with a float32 master, a float32 gradient
-and bfloat16 moments takes 20 bytes of traffic, and 2 more for the model's compute copy. The kernel also multiplies
-gradients by the clip coefficient. Separate operators take several times as long, because each reads and writes whole
-tensors.
+and bfloat16 moments takes 20 bytes of traffic, and 2 more if the kernel also writes bfloat16 compute weights. The
+kernel also multiplies gradients by the clip coefficient. Separate operators take several times as long, because each
+reads and writes whole tensors.
 
 `update_elements` is ordinary PyTorch code and also works without the compiler.
 """
@@ -35,7 +35,7 @@ class CompiledAdamW(AdamW):
     """AdamW with a compiled update.
 
     Moments are in bfloat16 or in the dtype of the arithmetic. compiled: the configuration of the compiler. copies:
-    compute copies of parameters in a narrower dtype; each step also writes them.
+    parameter -> the same elements in a narrower compute dtype; each step writes both.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ def update_elements(
 ) -> None:
     """Update elements `[rows, columns]` in place, like torch.optim.adamw with fused=True, in the dtype of `numbers`.
 
-    rounded: the compute copy, to receive the new values in its own dtype, or None. noise: for each moment, the factors
-    from `StochasticRounding.factors`; () without rounding. If SKIP_BIT is set in the first factor, nothing changes.
-    numbers: from `CompiledAdamW._numbers`.
+    rounded: the compute weights, which receive the new values in their own dtype; None: no such weights. noise: for
+    each moment, the factors from `StochasticRounding.factors`; () without rounding. If SKIP_BIT is set in the first
+    factor, nothing changes. numbers: from `CompiledAdamW._numbers`.
     """
     keep, share, decay_rate, square_share, eps, step_size, root, factor, skip = numbers.unbind()
     wide, skipped = numbers.dtype, (noise[0] >> SKIP_BIT if noise else skip) > 0

@@ -49,7 +49,7 @@ class Region:
     def part_of(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return the region's part `[rows, columns]` of a tensor laid out like the shard's data.
 
-        pieces: the tensor's boxes.
+        pieces: the tensor, as one view for each box of the shard.
         """
         piece = pieces[self.box]
         return piece.reshape(-1, piece.shape[-1] if piece.dim() else 1)[:, self.columns]
@@ -61,7 +61,7 @@ class Region:
     def write(self, values: Tensor, noise: Tensor) -> None:
         """Encode `values` `[rows, columns]`.
 
-        For cut blocks, only keep them in `pending` until the ranks have agreed on `scales`.
+        In a region of cut blocks, only keep `values` in `pending` until the ranks have agreed on `scales`.
         """
         if len(self.agreed):
             self.pending = values.clone(), noise.clone()
@@ -98,7 +98,7 @@ def make_regions(
     """Divide `codes`, laid out like `shard.data`, into regions.
 
     Return a shard with the scales saved by this rank, and the regions. cut: `cut_blocks` of all ranks' boxes. first:
-    index of the first of these blocks among all all-reduced scales.
+    position of the first of these blocks in the all-reduced tensor of scales.
     """
     regions, boxes, pieces = [], [], [piece for _, piece in shard.pieces(codes)]
     for number, box in enumerate(shard.boxes):

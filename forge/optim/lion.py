@@ -24,8 +24,8 @@ class Lion:
     c = beta1 m + (1 - beta1) g. Elements with |c| < `optimizer.eps` use c / eps in place of sign(c), because the sign
     of pure rounding noise would depend on the layout.
 
-    m has the dtype promote(float32, storage), unless `optimizer.moment_dtype` is bfloat16, which is rounded
-    stochastically.
+    m has the dtype promote(float32, storage) or, if `optimizer.moment_dtype` is bfloat16, bfloat16 with stochastic
+    rounding.
     """
 
     def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):

@@ -36,7 +36,10 @@ class Moments:
         }
 
     def draw(self, updates: Tensor) -> None:
-        """Generate the noise of the next update. updates: numbers of past updates; the largest is used."""
+        """Generate the noise of the next update.
+
+        updates: number of past updates, a scalar or one for each shard; the largest is used.
+        """
         if self.rounding is not None:
             self.rounding.draw(updates.max() if updates.dim() else updates)
 

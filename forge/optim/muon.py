@@ -233,7 +233,7 @@ def _is_muons(shard: Shard) -> bool:
 def _least_update(shard: Shard, dtype: torch.dtype) -> float:
     """Return the size below which an element of an orthogonal update may be rounding noise.
 
-    Such elements must not decide by their sign, because the sign of rounding noise depends on the layout. Elements of
+    Ignore the sign of smaller elements, because the sign of rounding noise depends on the layout. Typical elements of
     an orthogonal matrix are of size 1 / sqrt(longer side).
     """
     return sqrt(torch.finfo(dtype).eps / max(shard.global_shape[-2:]))

@@ -28,7 +28,7 @@ class Optimizer(Protocol):
     - `follow(config)`: called by phases before a step, to change hyperparameters.
     - `scale_by(factor)`: receives the clip coefficient of the next step.
     - `bound_logits(logits)`: receives the largest attention logits (forge/parallel/logits.py).
-    - `copies`: the compute copies of parameters written by each step.
+    - `copies`: parameter -> its compute weights, if each step writes these too.
     """
 
     def step(self, lr: float, skip: Tensor) -> None:
@@ -48,7 +48,7 @@ class Optimizer(Protocol):
         """
 
     def state(self) -> dict[str, Any]:
-        """Return the state not in `tensors` as JSON, equal on all ranks. May synchronise with the device."""
+        """Return the state that is not in `tensors`: JSON, equal on all ranks. May synchronise with the device."""
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the result of `state`. Ignore unknown keys, e.g. of a weight average no longer kept."""

@@ -69,9 +69,9 @@ def _shape(schedule: ScheduleConfig) -> str:
 
 
 def _remaining(shape: str, done: float) -> float:
-    """Return the decay's factor, 1 to 0, after the completed fraction `done` of the decay, 0 to 1.
+    """Return the factor f(p) of `learning_rate`, which falls from 1 to 0. done: p, the completed fraction of the decay.
 
-    With p = done: linear: 1 - p. cosine: (1 + cos(pi p)) / 2 (Loshchilov and Hutter 2017, arXiv:1608.03983, without
+    linear: 1 - p. cosine: (1 + cos(pi p)) / 2 (Loshchilov and Hutter 2017, arXiv:1608.03983, without
     restarts). sqrt: 1 - sqrt(p) (the best decay after a plateau in Hägele et al. 2024, arXiv:2405.18392).
     """
     if shape == "linear":

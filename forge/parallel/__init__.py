@@ -1,1 +1,5 @@
-"""One model over many ranks: meshes, the steps that apply a layout in fixed order, and a step's parallel part."""
+"""Distribute one model over many ranks.
+
+The package makes the meshes, applies a layout to the model in a fixed order, and runs the distributed part of a
+training step.
+"""

@@ -24,7 +24,8 @@ Activation checkpointing frees activations after forward and computes them again
                    of experts are recomputed as a whole
     memory_budget  the compiler chooses, block by block, under a budget for kept memory
 
-In the first two modes, `every` = n checkpoints only every n-th block, and `modules` only the named children of blocks.
+The first two modes can be restricted. With `every` = n, only every n-th block is recomputed; with `modules`, only the
+named children of blocks.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def apply_blocks(model: Transformer, layout: Layout) -> None:
 
 
 class BlockPolicy:
-    """Chooses the forwards of a block to recompute and to compile."""
+    """Chooses which forwards of a block are recomputed and which are compiled."""
 
     def __init__(self, layout: Layout):
         self._recomputation = layout.activation_checkpoint
@@ -278,10 +279,10 @@ def compile_chunks(loss: Any, compiler: Callable[..., Any]) -> None:
 
 
 def hiding_gradients(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` wrapped to hide gradients of `module` whose dtype differs from their parameter's.
+    """Return `forward`, wrapped to hide each gradient of `module` that has another dtype than its parameter.
 
-    `.grad` is None during the call and restored afterwards. Parameters in bfloat16 may accumulate gradients in float32
-    (torch.Tensor.grad_dtype). PyTorch 2.11 to 2.13 refuse to trace such parameters.
+    During the call, `.grad` of such a parameter is None; afterwards it is restored. Parameters in bfloat16 may
+    accumulate gradients in float32 (torch.Tensor.grad_dtype). PyTorch 2.11 to 2.13 refuse to trace such parameters.
     """
     parameters: list[nn.Parameter] = []
 
@@ -322,8 +323,9 @@ def cast_at_borders(model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype], p
     """Cast inputs and outputs of each maximal subtree of `model` whose compute dtype is not `policy`.
 
     dtypes: compute dtype of each parameter. policy: compute dtype of all other modules. The subtree receives
-    floating-point arguments in its own compute dtype and returns results in `policy`. If the module's class sets
-    `exact_output`, results keep the subtree's dtype. `model` itself never casts: it takes tokens and returns losses.
+    floating-point arguments in its own compute dtype and returns results in `policy`. If the class of the
+    subtree's root sets `exact_output`, results keep the subtree's dtype. `model` itself never casts: it takes tokens
+    and returns losses.
     """
     for child in model.children():
         for subtree, compute in maximal_subtrees(child, dtypes):

@@ -2,8 +2,8 @@
 
 Memory is allocated only at the end, and only for the rank's own shards. The order of the steps is fixed:
 
-context      sets the attention function; sees raw attention modules
-tensor       splits raw linear layers; later steps must wrap split modules
+context      replaces the attention function, in modules that no other step has changed yet
+tensor       splits plain linear layers, before later steps convert or wrap them
 expert       distributes the experts, which tensor parallelism leaves alone
 float8       swaps linear layers, carrying over tensor parallelism's hooks on them
 blocks       wraps blocks, with all steps above inside: recomputation, compilation, casts
@@ -162,7 +162,7 @@ def check_groups(model: Transformer, config: Config) -> None:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Return patterns to suggest: `names` with numbers replaced by `*`, and `*.` followed by each of their suffixes."""
+    """Return patterns to suggest: `names` with numbers replaced by `*`, and `*.` with each suffix of such a name."""
     general = sorted(for_all_layers(names))
     ends = {
         f"*.{'.'.join(parts[at:])}"

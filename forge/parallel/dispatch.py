@@ -6,9 +6,9 @@
     sort by expert | counts to their ranks | rows to their experts | compute | rows back | weigh and add up
 
 `NodeDispatcher` sends a token once to each node holding experts for it, because the network between nodes is slower
-than inside a node (DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.2). On each node, the rank at the sender's position
-forwards the rows to their experts, weights the results, and returns one row per token. Sums over the experts of a node
-are rounded to the dtype of the rows.
+than inside a node (DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.2). On each node, one rank receives the rows: the rank
+with the sender's local rank. This rank forwards each row to its experts, multiplies their outputs by the routing
+weights, and returns the sum as one row per token. The sum is rounded to the dtype of the rows.
 
 In both, the host synchronises with the device once per layer and microbatch, to read the numbers of rows.
 """
@@ -104,8 +104,8 @@ def sizes_from_counts(leaving: Tensor, arriving: Tensor) -> tuple[list[int], lis
 class NodeDispatcher:
     """A Dispatcher for experts distributed over nodes: at most one copy of a token crosses to each node.
 
-    across: the ranks at this rank's position in each node. within: the ranks of this node. Experts are ordered by node,
-    then by rank, the same number on each rank.
+    across: one rank of each node, with this rank's local rank. within: the ranks of this node. Experts are ordered by
+    node, then by rank, the same number on each rank.
     """
 
     def __init__(self, across: dist.ProcessGroup, within: dist.ProcessGroup, n_experts: int):
@@ -160,7 +160,7 @@ def _counts(experts: Tensor, n_experts: int) -> Tensor:
 
 
 def first_visits(nodes: Tensor, n_nodes: int) -> Tensor:
-    """Replace each token's repeated nodes by `n_nodes`, so each node remains once.
+    """Keep the first of each token's choices of a node, and replace the other choices of that node by `n_nodes`.
 
     nodes: node of each choice, int64 `[tokens, top_k]`.
     """

@@ -120,7 +120,10 @@ def own_box(parameter: DTensor, at: Mapping[str, int] | None = None) -> Box:
 
 
 def local_box(parameter: nn.Parameter, at: Mapping[str, int] | None = None) -> Box:
-    """Return a rank's box of the parameter under tensor or expert parallelism; otherwise the whole. at: as for `own_box`."""
+    """Return the box of `parameter` held by this rank: a part under tensor or expert parallelism, else the whole.
+
+    at: as for `own_box`.
+    """
     if isinstance(parameter, DTensor):
         return own_box(parameter, at)
     return Box((0,) * parameter.ndim, tuple(parameter.shape))

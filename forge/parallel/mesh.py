@@ -136,7 +136,7 @@ class _View:
 
 
 class _Groups:
-    """Process groups, one per set of ranks, because every group costs connections, memory and start-up time.
+    """Makes one process group per set of ranks and reuses it: a group costs connections, memory and start-up time.
 
     The operations of a group run one after another. So groups used inside layers (`in_layers`: tp, ep, cp) are separate
     from FSDP's background groups on the same ranks.

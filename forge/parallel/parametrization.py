@@ -14,10 +14,11 @@ d = n_layers / base_depth:
 
 and queries have the multiplier sqrt(base_head_dim / head_dim), for scores divided by head_dim.
 
-No multiplier is part of the forward. If an optimizer's updates do not depend on the scale of gradients, a multiplier on
-a layer's output is equivalent to the same factor on the initial values and the learning rate of the layer's last
-matrix, and its inverse on eps. So a model is the same function of its weights under every parametrization, and export
-and sampling need no changes. The logits' multiplier is applied to the head or, with tied embeddings, to the final norm.
+No multiplier is part of the forward. Instead of multiplying a layer's output by c, forge multiplies the initial values
+and the learning rate of the layer's last matrix by c, and divides eps by c. Both are equivalent for an optimizer whose
+updates do not depend on the scale of gradients. So a model is the same function of its weights under every
+parametrization, and export and sampling need no changes. The logits' multiplier is applied to the head or, with tied
+embeddings, to the final norm.
 
 An orthogonalised update (Muon) has a fixed spectral norm instead of a fixed size of its elements. This norm should grow
 as sqrt(rows / columns) (Yang et al. 2023, arXiv:2310.17813). For a whole matrix this ratio does not change with the

@@ -2,11 +2,12 @@
 
 Results depend only on the dtypes, not on the units. The policy is the dtype precision.compute. A maximal subtree of
 modules with another compute dtype casts its inputs to this dtype and its outputs back to the policy
-(forge/parallel/blocks.py). So a float32 module leaves the residual stream in bfloat16. FSDP's units follow these
-borders within each part of the model, e.g. the embedding or a block:
+(forge/parallel/blocks.py). So a float32 module leaves the residual stream in bfloat16. FSDP's units follow the
+same subtrees. In a part of the model, e.g. the embedding or a block, they depend on the number of compute dtypes:
 
     one dtype      the part is one unit
-    several        the dtype with the most elements forms one unit; each maximal subtree in another dtype, another unit
+    several        the modules in the dtype with the most elements form one unit; each maximal subtree in another dtype
+                   is a unit of its own
 
 The routed experts of a layer are separate units, because they are sharded over other ranks.
 """

@@ -40,8 +40,8 @@ class LossCounter:
     def count(self, losses: Tensor) -> None:
         """Add the losses of the forward's next tokens, `[n]`, in the order of `[batch, seq]`.
 
-        Losses beyond the number of the forward's tokens belong to multi-token prediction, because each of its modules
-        calls the loss again.
+        After all tokens of the forward, the next losses are those of the multi-token prediction modules: each module
+        calls the loss again for all tokens.
         """
         inputs, first = self._inputs, self._done
         assert inputs is not None and inputs.sources is not None

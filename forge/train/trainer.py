@@ -162,7 +162,7 @@ class Trainer:
         return self.progress.step >= self.config.train.steps or self.results.stop_requested
 
     def is_due(self, interval: int) -> bool:
-        """Return whether work due every `interval` steps (0: never) and after the last step is due now."""
+        """Return whether to do periodic work now: after every `interval` steps and after the last step. 0: never."""
         step = self.progress.step
         return interval > 0 and (step % interval == 0 or step == self.config.train.steps)
 

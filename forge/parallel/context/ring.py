@@ -3,7 +3,7 @@
 A forward makes cp - 1 exchanges per layer. In backward, keys and values travel around the ring again together with
 their gradients, until the gradients are back at their owner rank (Liu et al. 2023, "Ring Attention with Blockwise
 Transformers for Near-Infinite Context"). A rank holds the keys and values of at most two ranks at a time. Each exchange
-overlaps the computation of the block before it.
+overlaps the attention to the keys and values already on the rank.
 """
 
 from __future__ import annotations
@@ -234,7 +234,10 @@ class PlainKernel:
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
-    """Stack the query heads of each key/value head as rows: -> `[batch, kv_heads, group * rows, head_dim]`, promoted."""
+    """Stack the query heads of each key/value head as rows.
+
+    The result is `[batch, kv_heads, group * rows, head_dim]` in promote(float32, q.dtype).
+    """
     return q.to(promoted(q.dtype)).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
 
 

@@ -89,10 +89,10 @@ class SequenceSplit:
         )
 
     def logits(self, model: Callable[[Batch], Tensor], tokens: Tensor) -> Tensor:
-        """Return next-token logits `[batch, seq, vocab]` of `tokens` `[batch, seq]`, all positions on every cp rank.
+        """Return next-token logits `[batch, seq, vocab]` of `tokens` `[batch, seq]`.
 
-        Collective. `seq` may have any length: it is padded at the end to a multiple of 2 * cp and of all pieces. No
-        token attends to padding.
+        Collective. Every cp rank returns all positions. `seq` may have any value: tokens are padded at the end to a
+        multiple of 2 * cp and of cp * pieces. No token attends to padding.
         """
         seq = tokens.shape[1]
         if self.ranks == 1:

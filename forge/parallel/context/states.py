@@ -82,8 +82,8 @@ class PassedStates:
     def _entering(self, maps: Tensor) -> Tensor:
         """Return the initial state of each of this rank's chunks, `[2 batch, heads, key_dim, value_dim]`.
 
-        Collective. maps `[2 batch, heads, key_dim, key_dim + value_dim]`: each chunk's affine map of the state, as its
-        transition `[key_dim, key_dim]` and its addition `[key_dim, value_dim]` side by side.
+        Collective. maps `[2 batch, heads, key_dim, key_dim + value_dim]`: the affine map of each chunk, i.e.
+        the transition `[key_dim, key_dim]` and the addition `[key_dim, value_dim]`, concatenated.
         """
         flat = maps.unflatten(0, (-1, 2)).flatten(2)  # [batch, 2, ...]
         gathered = compat.all_gather(flat.unsqueeze(0), self.split.group)

@@ -62,7 +62,8 @@ class DataParallel(Protocol):
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
         """Make the model use the new values of `shards`.
 
-        Call after each write. copied: parameters of shards whose `copies` have been written too.
+        Call after each write. copied: parameters of `shards` whose compute weights (`copies`) the caller has also
+        written.
         """
 
     def zero_gradients(self) -> None:
@@ -97,7 +98,7 @@ def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
 
 
 def _alone(layout: Layout) -> bool:
-    """Return whether this rank shares no dense parameter and no expert with a rank reading other data."""
+    """Return whether FSDP's meshes have only this rank, both for dense parameters and for experts."""
     meshes = layout.meshes
     return meshes.fsdp.size() == 1 and (layout.model.moe is None or meshes.fsdp_experts.size() == 1)
 
@@ -105,9 +106,9 @@ def _alone(layout: Layout) -> bool:
 def _buffers_take_no_more_memory(layout: Layout) -> bool:
     """Return whether contiguous buffers take no more memory than fsdp2.
 
-    The result is True if the buffers' gradients are no wider than fsdp2's, and no key makes fsdp2 hold less in one
-    process. fsdp2 accumulates gradients in `storage`. Between microbatches it holds them in the wider of `storage` and
-    `reduce`.
+    The result is True if the buffers' gradients are no wider than fsdp2's, and no configuration key (float8,
+    cpu_offload, reshard_after_forward) lets fsdp2 hold less than the buffers. fsdp2 accumulates gradients in `storage`.
+    Between microbatches it holds them in the wider of `storage` and `reduce`.
     """
     gradient = torch.promote_types(promoted(layout.compute), layout.reduce)
     held = layout.storage

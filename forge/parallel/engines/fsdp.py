@@ -12,8 +12,8 @@ full-size gradient is held between microbatches. The all-reduce over replicas ru
 `parallel.defer_gradient_reduction` makes one reduction per step instead and holds full-size gradients until then.
 `parallel.reshard_after_forward = "never"` gathers parameters once per step.
 
-A rank with an unshared copy of the model holds all parameters and gradients in full size anyway. Its gradients are
-accumulated unreduced, and its parameters are cast once per step instead of once per microbatch.
+A unit sharded over one rank only is always held in full size. Its gradients are accumulated unreduced. With
+`reshard_after_forward = "auto"`, its parameters are cast once per step instead of once per microbatch.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class FullySharded:
             unit.set_reshard_after_backward(last or not stays, recurse=False)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Reduce gradients computed outside a backward, as backward's hooks would."""
+        """Reduce weight gradients that a pipeline schedule has computed separately, like the hooks of a backward."""
         for group in compat.fsdp_parameter_groups(self._root):
             group.post_backward()
         compat.end_fsdp_backward(self._root)
@@ -217,10 +217,10 @@ def _defers(layout: Layout) -> bool:
 def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: bool) -> bool | int:
     """Return FSDP2's `reshard_after_forward`: True, False, or the number of ranks to reshard over.
 
-    `auto` frees gathered parameters after forward if the unit is sharded, except in the first units of backward
-    (`last`). In a pipeline `auto` never frees gathered parameters, because every microbatch would gather them again. If
-    the key is a number, experts are freed: FSDP2 cannot reshard over fewer ranks if parameters are also split over ep.
-    degree: number of ranks sharding the unit.
+    `auto` frees a sharded unit's gathered parameters after forward, except those of the last units of forward (`last`),
+    which backward uses first. In a pipeline `auto` never frees gathered parameters, because every microbatch would
+    gather them again. If the key is a number, experts are freed: FSDP2 cannot reshard over fewer ranks if parameters
+    are also split over ep. degree: number of ranks sharding the unit.
     """
     choice = layout.parallel.reshard_after_forward
     if isinstance(choice, int) and experts:
@@ -305,8 +305,8 @@ def replicated_parameters(
 ) -> set[nn.Parameter]:
     """Return the parameters that stay whole on every rank.
 
-    These are the parameters of routers with equal storage and compute dtype, and of decays, because a decay casts its
-    parameters itself. The set is empty if nothing is sharded, or under cpu_offload.
+    Router parameters are included if their storage and compute dtypes are equal. Decay parameters are always included,
+    because `Decay` casts them itself. The set is empty if nothing is sharded, or under cpu_offload.
     """
     if layout.meshes.fsdp.size() == 1 or layout.parallel.cpu_offload:
         return set()

@@ -2,7 +2,7 @@
 
     tensorwise  one scale per operand; FSDP can gather weights in float8, half the bytes of bfloat16
     rowwise     one scale per row, a power of two: closer to the exact product, somewhat slower
-    blockwise   one scale per 128 values, per 128 x 128 weights (formats.py)
+    blockwise   one scale per 128 activations or gradients, and one per 128 x 128 weights (formats.py)
     mxfp8       one scale per 32 values, a power of two (formats.py)
 
 torchao computes the first two recipes (torchao.py). The two block formats also convert routed experts. Parameters stay
@@ -106,7 +106,7 @@ def _gather(
 
 
 def compute_in_float8(model: nn.Module, precision: Precision, device_type: str) -> None:
-    """Convert `model`, whole in this process, to products in `precision.float8`, in place.
+    """Make `model`, which is not distributed, compute its matrix products in `precision.float8`, in place.
 
     Raises UserError if the hardware has no kernel and float8_emulate is false.
     """

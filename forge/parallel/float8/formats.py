@@ -1,8 +1,8 @@
 """The two block formats: float8 codes (E4M3) with one scale for each block of a matrix. Tensors in, tensors out.
 
-    blockwise  activations and gradients in 1 x 128, weights in 128 x 128, scales in float32 (DeepSeek-AI 2024,
-               "DeepSeek-V3", arXiv:2412.19437, section 3.3.2)
-    mxfp8      all in 1 x 32 along the contraction, scales are powers of two in E8M0 (Open Compute Project 2023,
+    blockwise  1 x 128 blocks of activations and gradients, 128 x 128 blocks of weights, scales in float32
+               (DeepSeek-AI 2024, "DeepSeek-V3", arXiv:2412.19437, section 3.3.2)
+    mxfp8      1 x 32 blocks of all matrices, scales are powers of two in E8M0 (Open Compute Project 2023,
                "Microscaling Formats v1.0", sections 5.1 and 6.3)
 
 Blocks lie along the contraction, the dimension summed over by the product. The last block of a dimension may be

@@ -1,4 +1,4 @@
-"""The GPUs with kernels for each recipe, and the choice of a block format's products."""
+"""The GPUs with kernels for each float8 recipe, and the choice between kernels and emulation for a block format."""
 
 from __future__ import annotations
 

@@ -42,11 +42,10 @@ def convert_with_torchao(
 
 
 def scale_refresher(model: nn.Module) -> Callable[[], None]:
-    """Return a function to call after each change of the parameters of `model`, sharded by FSDP.
+    """Return a function that computes the float8 scales of all weights of `model`, an FSDP model, in one all-reduce.
 
-    Calls are collective. If FSDP gathers weights in float8, the function computes the scales of all weights in one
-    all-reduce. Until its first call, FSDP computes each scale separately in forward, with the same result. Without
-    float8 gathering, the function does nothing.
+    Call the function on all ranks after each change of the parameters. Before the first call, FSDP computes each scale
+    separately in forward, with the same result. If FSDP does not gather weights in float8, the function does nothing.
     """
     gathers = "enable_fsdp_float8_all_gather"
     if not any(getattr(getattr(module, "config", None), gathers, False) for module in model.modules()):

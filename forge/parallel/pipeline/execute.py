@@ -315,9 +315,9 @@ def _tied_shard(parts: Sequence[StageModel]) -> Shard | None:
 
 
 def neighbour_groups(pipeline: dist.ProcessGroup, rank_of: Sequence[int]) -> dict[int, dist.ProcessGroup]:
-    """Return this rank's two-rank groups: rank in `pipeline` -> group with this rank.
+    """Return a two-rank group for each rank that holds a stage adjacent to one of this rank's stages.
 
-    Collective over all ranks. rank_of: stage -> its rank in the pipeline.
+    Keys: the other rank's index in `pipeline`. Collective over all ranks. rank_of: stage -> its rank in the pipeline.
     """
     ranks, own, world = pipeline.size(), pipeline.rank(), dist.group.WORLD
     if ranks <= 2:

@@ -177,8 +177,9 @@ def split_by_cost(costs: Costs, stages: int) -> list[int]:
     def best(
         price: Callable[[int], float], total_of: Callable[[float, float], float]
     ) -> tuple[float, list[int]]:
-        """Return the smallest total of `price` over all stages, combined by `total_of`, and the end of each stage.
+        """Return the cheapest split: its total, and the first layer after each stage.
 
+        price: maps the cost of a stage to its price. total_of: combines the prices of stages, e.g. to their maximum.
         Uses dynamic programming from the last stage backwards.
         """
 
@@ -206,8 +207,8 @@ def split_by_cost(costs: Costs, stages: int) -> list[int]:
 def layer_costs(config: Config) -> Costs:
     """Return the cost of each layer, from the modules of the model on the meta device.
 
-    The embedding counts as an eighth of the head's product: it multiplies nothing, but moves as much memory, and its
-    gradient is as large.
+    The embedding counts as an eighth of the head's matrix product. It multiplies nothing, but it moves as much memory
+    as the head, and its gradient is as large as the head's.
     """
     seq_len = config.train.seq_len
     with torch.device("meta"):

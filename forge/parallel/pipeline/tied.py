@@ -87,9 +87,10 @@ class Tied:
     def _move(
         self, source: Tensor | None, target: Tensor | None, *, sender: int, receiver: int
     ) -> Tensor | None:
-        """Return `source` on the receiving rank, where `target` is not None; None without a source.
+        """Send `source`, which only rank `sender` has, to rank `receiver`, and return it there.
 
-        Sends and receives only if `sender` and `receiver` differ.
+        target: a tensor like `source` on the receiving rank, None on others. If sender and receiver are one rank,
+        nothing is sent. Ranks with neither tensor return None.
         """
         if source is not None and target is None:
             dist.send(source.contiguous(), group=self._group, group_dst=receiver)

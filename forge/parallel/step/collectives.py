@@ -52,7 +52,7 @@ def sum_to_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def own_piece(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's piece of `x`, equal on all ranks. No collective in forward. Backward all-gathers the gradient."""
+    """Return this rank's piece of the replicated `x`. No collective in forward. Backward all-gathers the gradient."""
     return _Paired.apply(x, mesh, _own_piece, _all_gather)
 
 

@@ -19,7 +19,8 @@ from forge.shard import Shard
 def sum_gradients(shards: Sequence[Shard], ranks: dist.ProcessGroup) -> None:
     """Sum the gradients of `shards` over `ranks`, a group of ranks with the same elements.
 
-    Collective: one all-reduce. A missing gradient counts as zeros: on some ranks, no token may have reached a router.
+    Collective: one all-reduce. A missing gradient counts as zeros, e.g. of a router that received no token on this
+    rank.
     """
     shards = [shard for shard in shards if shard.boxes]
     for shard in shards:

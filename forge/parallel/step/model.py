@@ -59,7 +59,7 @@ class ParallelModel:
 
     parts: this rank's pipeline stages; without a pipeline, the whole model as the only part. shards: this rank's shards
     of the parameters. buffers: the balancing state of routers, saved in checkpoints with the parameters. copies:
-    parameter of a shard -> this rank's part of its copy in the narrower compute dtype.
+    `Shard.parameter` -> the same elements in the model's compute weights; empty if the engine keeps no such copies.
     """
 
     def __init__(self, parts: Sequence[Transformer], engines: Sequence[DataParallel], layout: Layout):
@@ -140,8 +140,8 @@ class ParallelModel:
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
         """Recompute tensors derived from the parameters.
 
-        Call after each optimizer step, and after loading into a model in use. copied: parameters of shards whose
-        `copies` are already up to date.
+        Call after each optimizer step, and after loading into a model in use. copied: parameters of `shards`
+        whose compute weights (`copies`) are already up to date.
         """
         for engine in self._engines:
             engine.after_update(copied)

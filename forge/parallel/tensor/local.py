@@ -163,7 +163,7 @@ class LocalConvolution(ShortConvolution):
         _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
 
     def weights(self) -> list[Tensor]:
-        """Return this rank's part of the weights, with their gradients attached."""
+        """Return this rank's part of the weights, as differentiable local tensors."""
         return [local_tensor(weight) for weight in self.parameters()]
 
 
@@ -176,7 +176,7 @@ class LocalDecay(Decay):
         _take_parameters(self, plain, place.mesh, Split(0) if split else Replicate())
 
     def weights(self) -> list[Tensor]:
-        """Return this rank's part of the weights, with their gradients attached."""
+        """Return this rank's part of the weights, as differentiable local tensors."""
         return [local_tensor(weight) for weight in self.parameters()]
 
 
@@ -233,8 +233,8 @@ class LocalLinear(nn.Linear):
 class LocalNarrow(LocalLinear):
     """The first half of a low-rank projection, to features shared by all heads.
 
-    Its weight and its input, a DTensor, are whole on every rank. If the heads are split over ranks (`partial`), the
-    gradients of weight and input are summed over ranks.
+    The weight is whole on every rank. The input is a DTensor, also whole on every rank. If the heads are split over
+    ranks (`partial`), the gradients of weight and input are summed over ranks.
     """
 
     def __init__(self, plain: nn.Linear, place: ModulePlace):

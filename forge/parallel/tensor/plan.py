@@ -322,7 +322,10 @@ def styles_of(module: nn.Module) -> dict[str | None, Apply]:
 
 
 def input_of(model: nn.Module, name: str, stream: Placement) -> Placement:
-    """Return the placement of the input of the linear layer `name`, along the sequence. The input has all features."""
+    """Return how the input of linear layer `name` is placed: split along the sequence like `stream`, or replicated.
+
+    In both cases each rank has all features of its tokens.
+    """
     parent, _, leaf = name.rpartition(".")
     latent = isinstance(model.get_submodule(parent), LatentAttention) and leaf != "wo"
     return stream if latent else Replicate()

@@ -3,9 +3,9 @@
 compute    [numel]               parameters in precision.compute; the model's parameters are views of it
 masters    [part of numel]       parameters in precision.storage, updated by the optimizer; if storage and compute
                                  have the same dtype, a view of this rank's part of `compute`
-gradients  [numel], zero2: part  accumulated in float32 at least. The gradients of the first microbatch overwrite a
-                                 whole buffer, and every `.grad` becomes a view of the buffer. Autograd adds later
-                                 gradients in place (torch.Tensor.grad_dtype). So a whole buffer is never zeroed
+gradients  [numel], zero2: part  accumulated in float32 at least. Under ddp and zero1, the gradients of the first
+                                 microbatch overwrite the buffer, and every `.grad` becomes a view of it. Autograd adds
+                                 later gradients in place (torch.Tensor.grad_dtype). So this buffer is never zeroed
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PlacedParameter:
 
     gradient: the parameter's slot in the gradient buffer; None if this rank keeps only part of the gradients (zero2).
     During a step's first microbatch, `.grad` is None or autograd's own tensor. From then on `.grad` is `gradient`.
-    place: the local tensor of `gradient`, which may be a DTensor.
+    place: `gradient` itself or, if `gradient` is a DTensor, its local tensor.
     """
 
     def __init__(self, parameter: nn.Parameter, slot: Slot, gradient: Tensor | None):
@@ -85,7 +85,7 @@ class Buffer:
     """Memory for `plan` on `device`, all zeros, with new parameters to replace the model's `originals`.
 
     microbatch_groups: groups over which each microbatch's gradients are summed before accumulation; only this rank's
-    part of the sum is kept. Empty: accumulate first.
+    part of the sum is kept. Empty: gradients are summed once, after all microbatches.
     symmetric_memory: allocate the buffers of collectives in NCCL's symmetric memory.
     """
 

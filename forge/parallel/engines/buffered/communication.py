@@ -1,7 +1,8 @@
 """Background collectives on a bucket, and the temporary buckets used as their send buffers.
 
-A bucket is cut into parts over one group of ranks, or over two groups in turn. The first group is the ranks of one copy
-of the model. The second, with parallel.shard_optimizer_over = "dp", is the copies. Only `own_part` knows this order.
+A bucket is cut into parts over one group of ranks, or over two groups in turn. The first group has the ranks of one
+copy of the model. The second group, used with parallel.shard_optimizer_over = "dp", has this rank's counterpart in
+every copy. Only `own_part` knows this order.
 """
 
 from __future__ import annotations

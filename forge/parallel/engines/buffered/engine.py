@@ -105,7 +105,7 @@ class Buffered:
         self._reduction.begin(last=last)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Move weight gradients computed outside a backward into the buffers.
+        """Move weight gradients into the buffers, after a pipeline schedule has computed them separately.
 
         No hook reports these gradients. They are reduced when the remaining buckets are launched.
         """

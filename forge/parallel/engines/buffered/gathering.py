@@ -89,9 +89,10 @@ class Gathering:
         self._wait_for(last)
 
     def _restart(self) -> None:
-        """Copy masters into this rank's part of each bucket, unless the part is the master or already has the values.
+        """Copy the masters into this rank's part of each bucket, and mark all buckets to be gathered again.
 
-        All buckets must then be gathered again. Collective at the first call, which makes replicas equal.
+        No copy is needed if the master is a view of the part, or if the optimizer has written both. The first call is
+        collective: it broadcasts the masters, so replicas begin equal.
         """
         if not self._begun:
             # Replicas of a part begin with the values of the group's first rank.

@@ -111,9 +111,9 @@ class BucketGradients:
             self._collect(placed)
 
     def collect_rest(self) -> None:
-        """Collect gradients not yet copied or not reported by a hook; zeros for missing gradients.
+        """Collect all remaining gradients: those not yet copied, and those that no hook reports.
 
-        Call before the launch.
+        A missing gradient counts as zeros. Call before the launch.
         """
         if self.collected:
             for placed in self.memory.parameters:
