@@ -156,9 +156,9 @@ def load_command(command: CommandLine) -> Config:
 def parse_toml_text(text: str, source: str = "the config text", *, import_classes: bool = True) -> Config:
     """Return the configuration in the TOML document `text`.
 
-    source: name of the document in messages. import_classes: import classes named by import path and check their keys;
-    false to read, e.g., the configuration of a checkpoint without its optimizer. Raises UserError (exit 2) with every
-    error in the text.
+    source: name of the document in messages. import_classes: import classes named by import path and check their keys.
+    False: accept their keys unchecked, e.g. to read a checkpoint's configuration where its optimizer is not used.
+    Raises UserError (exit 2) with every error in the text.
     """
     return _validated(_read_text(text, source), [], import_classes)
 

@@ -25,7 +25,8 @@ MANY = 4.0
 def epochs(dataset: PackedDataset, sample: int) -> dict[str, float]:
     """Return source name -> number of epochs read before global sample `sample` of the dataset's order.
 
-    A repeated name gets a number. Synthetic sources have no epochs and are left out.
+    If several sources have the same name, the later ones are called name#2, name#3, ... Synthetic sources have no epochs
+    and are left out.
     """
     drawn = dict(zip(dataset.order.sources, dataset.order.drawn(sample), strict=True))
     files = {

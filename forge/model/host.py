@@ -35,7 +35,7 @@ class HostReads:
             _current.reset(token)
 
     def read(self, x: Tensor) -> Any:
-        """Return the next recorded value. In the first run, record and return `x.tolist()`."""
+        """Return `x.tolist()`. Forward records the value; recomputation returns the record without a synchronisation."""
         if self._next == len(self._values):
             self._values.append(x.tolist())
         self._next += 1

@@ -38,7 +38,7 @@ class DepthMix(nn.Module):
         return _Mix.apply(self.weight(), self.eps, *saved, x)
 
     def weight(self) -> Tensor:
-        """Return the query; tensor parallelism overrides this method."""
+        """Return the query as a plain tensor. Tensor parallelism overrides this method: its query is a DTensor."""
         return self.query
 
     def initial_value(self, name: str) -> float:

@@ -379,7 +379,7 @@ def _raise_to(place: Tensor, value: Tensor) -> None:
 
 
 def _views(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """Make one float64 vector of zeros. Return name -> view in the shape given by `shapes`, and the vector."""
+    """Make one float64 vector of zeros. Return (name -> its part of the vector, viewed as `shapes[name]`; the vector)."""
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     parts = flat.split(sizes)

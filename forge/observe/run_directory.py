@@ -45,8 +45,8 @@ class RunDirectory:
     def acquire(self, patience_s: float = 2.0) -> str:
         """Make the folders, check that they are writable, and lock the directory.
 
-        Return a description of the holder, for `find`. The lock is held until `release`, until this object is
-        garbage-collected, or until the process ends, even by SIGKILL. Waits up to `patience_s` seconds for another
+        Return a description of this process, for `find` on other nodes. The lock is held until `release`, until this object
+        is garbage-collected, or until the process ends, even by SIGKILL. Waits up to `patience_s` seconds for another
         holder, which may just have been killed. Raises UserError (exit 2) if a folder is not writable or another run
         holds the lock.
         """

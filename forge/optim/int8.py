@@ -61,7 +61,8 @@ class Region:
     def write(self, values: Tensor, noise: Tensor) -> None:
         """Encode `values` `[rows, columns]`.
 
-        In a region of cut blocks, only keep `values` in `pending` until the ranks have agreed on `scales`.
+        Blocks divided between ranks need a common scale first: `values` and `noise` are stored in `pending`, to be encoded
+        after the ranks have agreed on `scales`.
         """
         if len(self.agreed):
             self.pending = values.clone(), noise.clone()

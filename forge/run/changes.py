@@ -132,7 +132,8 @@ def _as_written(key: str, there: object, now: object, old: Config, new: Config) 
     """Translate a changed fingerprint to the keys written by the user. Return (key, old value, new value) of each.
 
     key, there, now: a key of `input_fingerprints` (forge/data/build.py), with its values in the checkpoint and now.
-    Unlike the config, fingerprints contain computed weights and caps, and number only the sources in use.
+    Fingerprints differ from the config in two ways: their weights and caps are computed, and the index in data.sources[i]
+    counts only the sources in use.
     """
     source = re.fullmatch(r"data\.sources\[(\d+)\]\.(path|weight|max_epochs)", key)
     if source is None:

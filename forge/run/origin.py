@@ -109,8 +109,8 @@ def write_origin(directory: RunDirectory, origin: Origin | None) -> None:
 def new_history_because(config: Config, directory: RunDirectory, finished: bool) -> str | None:
     """Return the reason why `config` begins a new history in `directory`; None if it continues the current history.
 
-    finished: the last start ended with all steps done. To continue a history without checkpoints is to repeat it from
-    its origin.
+    A run continues a history without checkpoints by starting again from its origin. finished: the last start completed
+    all steps.
     """
     asked = origin_of(config)
     if asked.resume == "auto":

@@ -64,9 +64,9 @@ def train_tokenizer(
     # 0.9: a sample may end a little below its budget. With less than one byte per piece, training itself fails.
     if vocab_size < corpus.text_bytes < 0.9 * needed:
         print(
-            f"warning: a vocabulary of {vocab_size} needs about {needed / 1e6:.1f} MB of text, {BYTES_PER_PIECE} bytes per "
-            f"piece; from {corpus.text_bytes / 1e6:.1f} MB many pieces will be too rare for a model to learn them: give more "
-            "text (--input, --max-bytes), or lower --vocab-size",
+            f"warning: the input has only {corpus.text_bytes / 1e6:.1f} MB of text; a vocabulary of {vocab_size} needs about "
+            f"{needed / 1e6:.1f} MB, {BYTES_PER_PIECE} bytes per piece, or many pieces are too rare for a model to learn: "
+            "give more text (--input, --max-bytes), or lower --vocab-size",
             file=sys.stderr,
             flush=True,
         )

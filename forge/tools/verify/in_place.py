@@ -28,9 +28,10 @@ _HOW = ("parallel", "pipeline", "activation_checkpoint")
 
 
 def write_digests(config: Config, settings: Settings, world: int, file: Path) -> Config:
-    """Run the small configuration in one process and write its digests to `file`, for `verify_in_place`.
+    """Shrink `config`, run it in one process and write the digests of its tensors to `file`, for `verify_in_place`.
 
-    world: number of processes of the later verification, which determines the sizes. Return the small configuration.
+    world: the number of processes of `verify_in_place`; the shrunk sizes are divisible by its degrees. Return the shrunk
+    configuration.
     """
     small = for_layout(shrink(config)[0], check_world(config, world))
     text = to_toml(small)
