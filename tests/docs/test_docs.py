@@ -39,6 +39,15 @@ OURS = tuple(
 pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
 
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name not in ("configuration.md", "faults.md")],
+    ids=lambda page: page.name,
+)
+def test_a_page_has_at_most_2500_words(page: Path) -> None:
+    assert len(page.read_text("utf-8").split()) <= 2_500
+
+
 @pages
 def test_every_key_exists(page: Path) -> None:
     text = page.read_text("utf-8")

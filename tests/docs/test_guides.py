@@ -21,11 +21,10 @@ guides = pytest.mark.parametrize("page", GUIDES, ids=lambda path: path.name)
 
 
 @guides
-def test_a_guide_is_short_and_begins_with_its_purpose(page: Path) -> None:
+def test_a_guide_begins_with_its_purpose(page: Path) -> None:
     text = page.read_text("utf-8")
     assert text.split("\n\n")[1].startswith("After this page you can")
     assert "No figure on this page was measured on a GPU" in text
-    assert len(text.split()) <= 2_500
 
 
 @guides
