@@ -65,7 +65,7 @@ def _left_apart(names: Collection[str]) -> None:
 
 
 def expert_inputs_left_apart() -> None:
-    """Gradients below experts not summed over tp without sequence parallelism (torchtitan #4054)."""
+    """Without sequence parallelism, gradients of the experts' input not summed over tp (torchtitan #4054)."""
     from forge.parallel import expert
     from forge.parallel.step.collectives import _own_piece
 
@@ -167,7 +167,7 @@ def own_largest_logits() -> None:
 
 
 def heads_by_own_rows() -> None:
-    """Muon split by heads only for matrices with all rows on one rank (Megatron-LM #7117)."""
+    """Muon that splits by heads only those matrices whose rows are all on one rank (Megatron-LM #7117)."""
     from forge.optim.muon import Muon
 
     init = Muon.__init__
