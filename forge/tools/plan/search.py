@@ -198,7 +198,10 @@ class Corrections:
 
 
 def _keys(layout: CandidateLayout) -> tuple[Any, ...]:
-    return layout.signature, layout.shapes, layout.sizes, layout.mode, None
+    """Return what a layout shares with ever more others: signature, shapes, sizes, pipeline and recomputation mode, nothing."""
+    # Pipelines have errors of their own: bubbles, unequal stages, gradients that wait.
+    kind = layout.degrees.pp > 1, layout.mode
+    return layout.signature, layout.shapes, layout.sizes, kind, layout.mode, None
 
 
 def _promising(
@@ -219,16 +222,18 @@ def _promising(
 
 
 def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
-    """Return the layouts of the first round: the config's own, and plain FSDP with each recomputation mode.
+    """Return the layouts of the first round: the config's own, and for each recomputation mode two of plain FSDP.
 
-    If `left` has none of these, return up to ROUND layouts of different sizes (`_next`).
+    The two are the estimates of the least memory and of the least time. If `left` has none of these, return up to ROUND layouts of different sizes (`_next`).
     """
     chosen = [layout for layout in left if not layout.changes]
     for mode in MODES:
         plain = [
             layout for layout in left if layout.is_plain and layout.mode == mode and layout not in chosen
         ]
-        chosen += [min(plain, key=Corrections([]).bytes)] if plain else []
+        if plain:
+            chosen.append(min(plain, key=Corrections([]).bytes))
+            chosen += [layout for layout in plain[:1] if layout not in chosen]
     return chosen or _next(left, ROUND)
 
 

@@ -78,7 +78,10 @@ def test_some_memory_stays_free() -> None:
 def test_fsdp_with_each_mode_of_recomputation_is_planned_first() -> None:
     left = layouts(parse_toml_text(plan_text("tp = 2")), 4, BARE)
     own, *plain = _first(left)
-    assert own.changes == {} and [layout.mode for layout in plain] == list(MODES)
+    assert own.changes == {} and list(dict.fromkeys(layout.mode for layout in plain)) == list(MODES)
+    for mode in MODES:
+        least, *fastest = [layout for layout in plain if layout.mode == mode]
+        assert all(layout.seconds <= least.seconds for layout in fastest) and len(fastest) <= 1
     assert all(layout.is_plain for layout in plain)
     later = _next(left, 4)
     assert later[0] == left[0] and len({layout.sizes for layout in later}) == 4
