@@ -161,7 +161,7 @@ class Corrections:
     """Estimates multiplied by the median ratio of plan to estimate, from the most similar layouts planned so far.
 
     The most similar layouts have an equal signature. If none is planned yet, layouts with equal shapes count, then with
-    equal sizes, then with an equal recomputation mode, then all.
+    equal sizes, then pipelines (or layouts without one) of an equal recomputation mode, then the mode alone, then all.
     """
 
     def __init__(self, tried: list[tuple[CandidateLayout, Found]]):
@@ -198,7 +198,6 @@ class Corrections:
 
 
 def _keys(layout: CandidateLayout) -> tuple[Any, ...]:
-    """Return what a layout shares with ever more others: signature, shapes, sizes, pipeline and recomputation mode, nothing."""
     # Pipelines have errors of their own: bubbles, unequal stages, gradients that wait.
     kind = layout.degrees.pp > 1, layout.mode
     return layout.signature, layout.shapes, layout.sizes, kind, layout.mode, None
@@ -224,7 +223,8 @@ def _promising(
 def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
     """Return the layouts of the first round: the config's own, and for each recomputation mode two of plain FSDP.
 
-    The two are the estimates of the least memory and of the least time. If `left` has none of these, return up to ROUND layouts of different sizes (`_next`).
+    The two are the estimates of the least memory and of the least time. If `left` has none of these, return up to ROUND
+    layouts of different sizes (`_next`).
     """
     chosen = [layout for layout in left if not layout.changes]
     for mode in MODES:
