@@ -234,7 +234,7 @@ def workers_per_node(environment: Mapping[str, str]) -> int:
 def step(nodes: int, workers: int, argv: list[str], environment: Mapping[str, str]) -> list[str]:
     """Return the srun command of a step with one task per worker."""
     # A worker's end must not end the others at once, because rank 0 may be writing its crash report. `--wait` ends workers
-    # that remain, after SlurmdTimeout, in which Slurm detects a lost node and requeues the job.
+    # that remain, later than SlurmdTimeout: until then Slurm detects a lost node and requeues the job.
     timeout = re.search(r"SlurmdTimeout\s*=\s*(\d+)", _output_of("scontrol", "show", "config"))
     wait = max(120, int(timeout[1]) + 60 if timeout else 360)
     tasks = [f"--nodes={nodes}", f"--ntasks={nodes * workers}", f"--ntasks-per-node={workers}"]

@@ -148,7 +148,7 @@ def _experts(rank: int, world: int) -> list[float]:
 
 
 def _order(rank: int, world: int) -> list[str]:
-    """Return the order in which this rank starts exchanges (between all ranks) and computations (local)."""
+    """Return the order of this rank's starts: of exchanges (between all ranks) and of computations (local)."""
     shards = [rows(f"{i}", torch.ones(8, 8), rank, world) for i in range(6)]
     matrices = made(shards, round_numel=64)
     events = []
