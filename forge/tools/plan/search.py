@@ -24,7 +24,7 @@ from forge.runtime.cores import cores
 from forge.runtime.errors import UserError
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.layers import traced_layers
-from forge.tools.plan.layouts import MODES, CandidateLayout, Changes, layouts, traceable
+from forge.tools.plan.layouts import DOUBT, MODES, CandidateLayout, Changes, layouts, traceable
 from forge.tools.plan.plan import Plan, make_plan
 from forge.tools.plan.speed import Speed
 
@@ -40,8 +40,8 @@ MARGIN = 1.2
 ROUND = 8
 # Layouts within this factor of the fastest count as equally fast, because the range of a plan is far wider.
 EQUAL = 1.02
-# The activations of a layout may be overestimated by these factors, with and without a plan of its shapes.
-KNOWN, UNKNOWN = 1.05, 2.0
+# Assumed upper bound of estimated divided by planned activations once a layout of the same shapes is planned. Before: DOUBT.
+KNOWN = 1.05
 # Free memory to spare: 3 GiB, or 5% of the memory of a small GPU.
 SPARE, SMALL_SPARE = 3 * GIB, 0.05
 
@@ -183,10 +183,10 @@ class Corrections:
         """Return a lower bound of the layout's memory in bytes: its state, plus a lower bound of its activations.
 
         The corrected estimate of the activations may be too high. It is divided by KNOWN if a layout of the same shapes
-        has been planned, otherwise by UNKNOWN.
+        has been planned, otherwise by DOUBT.
         """
         is_known = layout.signature in self._seconds or layout.shapes in self._seconds
-        doubt = KNOWN if is_known else UNKNOWN
+        doubt = KNOWN if is_known else DOUBT
         return layout.state + layout.activations * self._factor(self._bytes, layout) / doubt
 
     @staticmethod

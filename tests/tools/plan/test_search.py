@@ -15,9 +15,8 @@ from forge.run.launch import main
 from forge.tools.plan import command
 from forge.tools.plan.hardware import Hardware, find_hardware
 from forge.tools.plan.layers import kinds_of_layers, plan_stages, traced_layers
-from forge.tools.plan.layouts import MODES, Model, layouts, least_state
+from forge.tools.plan.layouts import DOUBT, MODES, Model, layouts, least_state
 from forge.tools.plan.search import (
-    UNKNOWN,
     Corrections,
     _first,
     _in_order,
@@ -171,17 +170,26 @@ def test_every_layout_is_valid_and_can_hold_its_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "world", "model"),
+    ("parallel", "world", "model", "compute"),
     [
-        pytest.param("", 2, "", marks=SLOW),
-        pytest.param("tp = 2\ndata_parallel = 'zero1'", 4, "", marks=SLOW),
-        pytest.param("data_parallel = 'zero2'", 2, "", marks=SLOW),
-        pytest.param("pp = 2", 4, "", marks=SLOW),
-        pytest.param("ep = 2\ndp_replicate = 2", 4, EXPERTS, marks=SLOW),
+        pytest.param("", 2, "", "float32", marks=SLOW),
+        pytest.param("tp = 2\ndata_parallel = 'zero1'", 4, "", "float32", marks=SLOW),
+        pytest.param("data_parallel = 'zero2'", 2, "", "float32", marks=SLOW),
+        # Masters beside parameters in bfloat16.
+        pytest.param("data_parallel = 'ddp'", 2, "", "bfloat16", marks=SLOW),
+        pytest.param("data_parallel = 'zero1'", 2, "", "bfloat16", marks=SLOW),
+        pytest.param(
+            "ep = 2\ndata_parallel = 'zero2'\nbucket_size = 1000", 4, EXPERTS, "bfloat16", marks=SLOW
+        ),
+        pytest.param("pp = 2", 4, "", "float32", marks=SLOW),
+        pytest.param("ep = 2\ndp_replicate = 2", 4, EXPERTS, "float32", marks=SLOW),
     ],
 )
-def test_least_state_is_a_lower_bound_of_the_plan(parallel: str, world: int, model: str) -> None:
-    text = plan_text(parallel, model=model)
+def test_least_state_is_a_lower_bound_of_the_plan(
+    parallel: str, world: int, model: str, compute: str
+) -> None:
+    text = plan_text(parallel, model=model).replace('compute = "float32"', f'compute = "{compute}"')
+    assert f'compute = "{compute}"' in text
     config = parse_toml_text(text.replace("n_kv_heads = 2\n", "") if model else text)
     degrees = check_world(config, world)
     # The pipeline rank with the highest peak.
@@ -197,7 +205,7 @@ def test_estimates_of_unplanned_layouts_are_corrected_by_plans() -> None:
     none = Corrections([])
     assert none.seconds(first) == first.seconds
     assert none.bytes(second) == second.state + second.activations
-    assert none.least_bytes(second) == second.state + second.activations / UNKNOWN
+    assert none.least_bytes(second) == second.state + second.activations / DOUBT
     assert kinds_of_layers(first.config) == [0] * 4
 
 
