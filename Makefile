@@ -46,11 +46,12 @@ RECIPE := --optimizer.name=muon --optimizer.lr=2e-2 --optimizer.weight_decay=0 \
     --train.steps=480 --train.global_batch_size=8 --train.micro_batch_size=1
 
 # The CUDA build of PyTorch, 5.5 GB, in an environment of its own, and the simulated GPU for it.
+# Compile in the rank itself: a pool of compilers would import PyTorch anew in each of four ranks.
 SIMGPU := .simgpu
 DEVICE := $(CURDIR)/$(SIMGPU)/device
 SIMULATED = $(SIMGPU)/bin/python -m tests.simulated_gpu.device.build $(DEVICE) && \
     LD_PRELOAD=$(DEVICE)/libsimgpu.so LD_LIBRARY_PATH=$(DEVICE) TRITON_LIBCUDA_PATH=$(DEVICE) SIMGPU_DEVICES=4 \
-    PYTORCH_ALLOC_CONF=backend:native UPDATE=$(UPDATE) $(SIMGPU)/bin/python -m pytest
+    PYTORCH_ALLOC_CONF=backend:native TORCHINDUCTOR_COMPILE_THREADS=1 UPDATE=$(UPDATE) $(SIMGPU)/bin/python -m pytest
 
 # torchtitan and its dependencies, among them older ones than forge's (docs/guides/corpus.md).
 PEERS := .peers
