@@ -209,6 +209,26 @@ def test_estimates_of_unplanned_layouts_are_corrected_by_plans() -> None:
     assert kinds_of_layers(first.config) == [0] * 4
 
 
+def test_a_plan_with_a_pipeline_corrects_other_pipelines_first() -> None:
+    def planned(layout: Any, factor: float) -> Any:
+        """Return a plan that takes `factor` times the estimated seconds and activations."""
+        speed = SimpleNamespace(step_s=factor * layout.seconds)
+        worst = SimpleNamespace(state={"parameters": layout.state})
+        needed = layout.state + factor * layout.activations
+        return layout, SimpleNamespace(speed=speed, needed=needed, plan=SimpleNamespace(worst=worst))
+
+    left = [one for one in layouts(parse_toml_text(plan_text()), 4, BARE) if one.mode == "none"]
+    kinds = [[one for one in left if (one.degrees.pp > 1) is piped] for piped in (False, True)]
+    factors = (1.5, 3.0)
+    corrected = Corrections([planned(kind[0], factor) for kind, factor in zip(kinds, factors, strict=True)])
+    for kind, factor in zip(kinds, factors, strict=True):
+        others = [one for one in kind if one.sizes != kind[0].sizes]
+        assert others
+        for one in others:
+            assert corrected.seconds(one) == pytest.approx(factor * one.seconds)
+            assert corrected.bytes(one) == pytest.approx(one.state + factor * one.activations)
+
+
 @SLOW
 @pytest.mark.processes
 def test_each_layout_matches_a_plan_with_its_overrides(tmp_path, capsys, monkeypatch) -> None:
