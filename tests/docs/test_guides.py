@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import pytest
 
 from forge.config import check_world, load_config
 from forge.observe.hardware import GIB
+from forge.parallel.build import build_meta_model
 from forge.tools.plan.hardware import find_hardware
 from forge.tools.plan.plan import make_plan
 from forge.tools.plan.show import as_json
 from tests.support.pages import REPOSITORY
 
-GUIDES = [REPOSITORY / "docs" / "guides" / name for name in ("one-node.md", "cluster.md")]
-ONE_NODE, CLUSTER = (path.read_text("utf-8") for path in GUIDES)
+GUIDES = [REPOSITORY / "docs" / "guides" / name for name in ("one-node.md", "cluster.md", "fineweb.md")]
+ONE_NODE, CLUSTER, FINEWEB = (path.read_text("utf-8") for path in GUIDES)
 guides = pytest.mark.parametrize("page", GUIDES, ids=lambda path: path.name)
 
 
@@ -70,6 +72,25 @@ def test_figures_of_one_node_are_planned() -> None:
     larger = plan("1b", 8, "--train.micro_batch_size=8")
     rate = larger["time"]["tokens_per_second"]
     assert_quoted(ONE_NODE, f"{needed(larger):.1f} GiB and {rate:,.0f} tokens/s (")
+
+
+@pytest.mark.slow
+def test_figures_of_fineweb_are_those_of_its_command() -> None:
+    command = re.search(r"(?s)torchrun .* train\.py --config (.*?)```", FINEWEB)
+    assert command is not None
+    name, *options = shlex.split(command[1].replace("\\\n", " "))
+    found = plan(name, 8, *options)
+    model = build_meta_model(load_config(["--config", name, *options]))
+    time, steps = found["time"], 5000
+    minutes = [steps * time[key] / 60 for key in ("step_s", "step_s_low", "step_s_high")]
+    assert_quoted(
+        FINEWEB,
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f} million |",
+        f"{steps:,} steps of {found['tokens_per_step']:,} tokens: {steps * found['tokens_per_step'] / 1e9:.1f} billion",
+        f"| {step_of(found)} |",
+        "| {:.0f} minutes ({:.0f} to {:.0f}) |".format(*minutes),
+        f"| {needed(found):.1f} of 79.1 GiB |",
+    )
 
 
 @pytest.mark.slow
