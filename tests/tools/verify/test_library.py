@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.experimental._attention import _ContextParallel
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
 from forge.tools.verify.library import LibraryRequest, Parallelized, verify_library
@@ -132,6 +135,73 @@ def pipelined(model):
     return Parallelized([model], forward_backward=forward_backward, clip=clip)
 
 
+class Scores(nn.Module):
+    """Causal attention. start: position of the first query."""
+
+    start = 0
+
+    def forward(self, q, k, v):
+        queries = self.start + torch.arange(q.shape[2])
+        seen = queries[:, None] >= torch.arange(k.shape[2])
+        return (q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.scores = nn.Linear(12, 36), Scores()
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (3, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        return self.scores(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Attending(nn.Module):
+    """A model whose tokens see each other, and know their positions."""
+
+    vocab_size, seq_len = 16, 8
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(16, 12), nn.Embedding(8, 12)
+        self.attention, self.head = Attention(), nn.Linear(12, 16)
+
+    def forward(self, x):
+        start = self.attention.scores.start
+        x = self.embedding(x) + self.places(start + torch.arange(x.shape[1]))
+        return self.head(x + self.attention(x))
+
+
+def make_attending():
+    return Attending()
+
+
+def with_pytorchs_context_parallelism(model, gathers=True):
+    """Each rank has half of every sequence. PyTorch gathers keys and values for FlexAttention."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    size = model.seq_len // ranks
+    own = slice(rank * size, (rank + 1) * size)
+    model.attention.scores.start = own.start
+    if gathers:
+        style = _ContextParallel(seq_dim=2, attention_type=_ContextParallel.AttentionType.FLEX)
+        parallelize_module(model.attention.scores, init_device_mesh("cpu", (ranks,)), style)
+
+    def forward_backward(tokens, labels):
+        logits = model(tokens[:, own])
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, own].flatten()) / ranks
+        loss.backward()
+        for value in (loss.detach(), *(p.grad for p in model.parameters())):
+            dist.all_reduce(value)
+        return loss.detach()
+
+    positions = range(own.start, own.stop)
+    return Parallelized(model, positions=positions, forward_backward=forward_backward)
+
+
+def forgets_other_ranks_keys(model):
+    return with_pytorchs_context_parallelism(model, gathers=False)
+
+
 def renames(model):
     model.third = model.first
     del model.first
@@ -169,6 +239,18 @@ def test_correct_parallelism_is_equal_with_any_optimizer(parallelize) -> None:
         f"{HERE}:make_small", f"{HERE}:{parallelize.__name__}", make_optimizer=f"{HERE}:make_sgd"
     )
     assert found.status == "equal", (found.finding, found.error)
+
+
+def test_pytorchs_context_parallelism_is_equal_and_without_its_gather_different() -> None:
+    make, right, wrong = (
+        f"{HERE}:{function.__name__}"
+        for function in (make_attending, with_pytorchs_context_parallelism, forgets_other_ranks_keys)
+    )
+    found = verified(make, right)
+    assert found.status == "equal", (found.finding, found.error)
+    found = verified(make, wrong)
+    assert found.status == "different" and found.finding is not None, found.error
+    assert found.finding.culprit == "attention", found.finding
 
 
 @pytest.mark.parametrize(
