@@ -24,7 +24,7 @@ class TextSamples(Hook):
     without such a token, a warning at the start replaces the samples.
 
     An error on all ranks gives a warning, and the run continues. If only some ranks fail, they wait for the others, and the
-    watchdog ends all ranks. Continuing alone would pair the collectives of failed ranks with other collectives.
+    watchdog ends all ranks. If failed ranks continued, their next collectives would be matched with the wrong collectives.
     """
 
     def __init__(self, trainer: Trainer):

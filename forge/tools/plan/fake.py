@@ -129,9 +129,9 @@ class FakeRank:
         return sum(len(buffer.buckets) for buffer in buffers)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Return two sizes in bytes: host memory of this rank's asynchronous save, and its tensors in a checkpoint.
+        """Return the bytes of host memory for this rank's asynchronous save, and the checkpoint bytes of its tensors.
 
-        The second number is the whole size of every tensor of which this rank has a shard, other ranks' shards included.
+        The second number counts each tensor whole, including the shards of other ranks.
         """
         host = whole = 0
         for name, (shard, values) in all_tensors(self.model, self.optimizer).items():

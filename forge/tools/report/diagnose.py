@@ -87,7 +87,10 @@ def _end(run: RunRecord) -> Incident | None:
 
 
 def _was_killed(run: RunRecord, events: list[dict[str, Any]]) -> bool:
-    """Return whether the start with the events `events` was killed: it reported no end, and no process is running it."""
+    """Return whether one start of the run was killed: it reported no end, and none of its processes is running.
+
+    events: the events of this start.
+    """
     latest = events[-1:] == run.events[-1:]
     return not any(event["event"] in ENDS for event in events) and not (
         latest and silent_end(run) != "killed"

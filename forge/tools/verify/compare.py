@@ -60,8 +60,8 @@ class Comparison:
 
     differences: one per tensor above the tolerance. largest: kind -> largest difference. compared: number of tensors.
     counted: (step, tensor) -> number of its elements on the ranks, without copies.
-    index_sums: (step, tensor) -> sum of the flat indices of these elements. It reveals a missing element if a duplicate
-    of another element makes the count right.
+    index_sums: (step, tensor) -> sum of the flat indices of these elements. The sum reveals a missing element if a
+    duplicate of another element makes the count right.
     unplaced: names of tensors excluded from the comparison: activations whose place in the global tensor is unknown, and
     hooks' curves that differ between runs.
     """
