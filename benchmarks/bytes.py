@@ -116,7 +116,7 @@ class Traffic(TorchDispatchMode):
         return result
 
     def count_as(self, part: str, of: Any, method: str) -> None:
-        """Replace `of.method` by a wrapper: operators from its call on count as `part`."""
+        """Wrap `of.method`: after each of its calls begins, operators count as `part` of the step."""
         call = getattr(of, method)
 
         def counted(*args: Any, **kwargs: Any) -> Any:

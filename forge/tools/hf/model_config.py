@@ -155,9 +155,8 @@ def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
     """Return a text for each key of `model` changed by a round trip through `architecture`: key, value, changed value."""
     try:
         back = ModelConfig.model_validate(read_model(write_model(model, architecture, 1), architecture))
-    except (
-        UserError
-    ):  # `read_model` refuses a written config only for normalised expert weights with top_k = 1
+    except UserError:
+        # `read_model` refuses a written config only for normalised expert weights with top_k = 1.
         return ["model.moe.top_k = 1 (it would make every weight 1)"]
     there, here = _effective(back), _effective(model)
     if architecture.router_bias is not None:

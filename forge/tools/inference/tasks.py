@@ -152,7 +152,7 @@ class Scorer(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return, for each continuation, its log-probability after its context and whether greedy decoding generates it.
+        """Return the log-probability of each continuation, and whether greedy decoding would generate the continuation.
 
         Raises UserError if a continuation is longer than the model's context.
         """

@@ -27,7 +27,7 @@ class Remedy:
 
 
 def remedy_for(made: Plan) -> Remedy | None:
-    """Add overrides to the plan `made`, one after another, until it fits. Return at most MOST of them.
+    """Add overrides to the plan `made`, one after another, until the plan fits. Return at most MOST overrides.
 
     Each override frees memory in addition to the earlier ones. All together may not suffice: compare `Remedy.needed`
     with the GPU's memory. None if no override frees memory.

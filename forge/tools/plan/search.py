@@ -76,7 +76,7 @@ def search(
 ) -> list[Found]:
     """Plan up to `tries` layouts on `world` ranks. Return the layouts fitting with room to spare, the fastest first.
 
-    If none has room to spare, return the layouts that fit. If none fits, return the one with the least memory.
+    If none has room to spare, return the layouts that fit. If none fits, return the layout with the least memory.
     processes: by default one per core, eight at most. Raises UserError if no layout is valid or can be planned.
     """
     left = layouts(config, world, hardware)

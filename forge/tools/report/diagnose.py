@@ -81,7 +81,7 @@ def named_first(run: RunRecord) -> Cause | None:
 
 
 def _end(run: RunRecord) -> Incident | None:
-    """Return the incident that ended the latest start of the run; None if it finished well or is still running."""
+    """Return the incident that ended the latest start of the run; None if this start finished well or is running."""
     events = (_starts_of(run) or [[]])[-1]
     return next((one for one in _of_start(events, _was_killed(run, events)) if one.ends), None)
 

@@ -312,7 +312,7 @@ class _ModuleRun:
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Yield (name, parameter, parameter) for all trained parameters: the argument `tensors` of `_pieces`."""
+        """Yield (name, parameter, parameter) for all trained parameters, as the argument `tensors` of `_pieces`."""
         for part in self.done.parts:
             for name, parameter in part.named_parameters():
                 if parameter.requires_grad:

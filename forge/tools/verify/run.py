@@ -126,8 +126,8 @@ class Verifier:
     def check(self, case: Case) -> Outcome:
         """Return the result of the legal layout `case`. Repeated calls return the first result.
 
-        The layout also loads the checkpoint of another layout: the latest one on several processes whose result was equal.
-        Before there is one, it loads the reference's checkpoint.
+        The layout also loads another layout's checkpoint: that of the latest multi-process layout with an equal result.
+        Until such a layout exists, the reference's checkpoint is loaded.
         """
         if case not in self._known:
             self._known[case] = self._run(case, self.other, keep=True)
