@@ -92,7 +92,7 @@ class JobHistory:
 class RequeueLimits:
     """Limits for one job.
 
-    restarts: number within a job run. failed_turns: number of consecutive job runs with a failure.
+    restarts: number of restarts within a job run. failed_turns: number of consecutive job runs with a failure.
     turns_without_progress: number of consecutive job runs without a new checkpoint.
     """
 

@@ -27,8 +27,8 @@ LINGER_S = 15.0
 class Meeting:
     """The rendezvous store of one run, served at `host`:`port`. Port 0: any free port.
 
-    Call `serve`, which returns when the run is over. The constructor raises UserError if the address is not of this machine,
-    the port is taken, or there is no secret.
+    Call `serve`, which returns when the run is over. The constructor raises UserError if `host` is not an address of this
+    machine, the port is taken, or there is no secret.
     """
 
     def __init__(self, port: int, host: str = "localhost"):

@@ -129,7 +129,7 @@ class FakeRank:
         return sum(len(buffer.buckets) for buffer in buffers)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Return the bytes of host memory for this rank's asynchronous save, and the checkpoint bytes of its tensors.
+        """Return the bytes of host memory for an asynchronous save, and the bytes of this rank's tensors in a checkpoint.
 
         The second number counts each tensor whole, including the shards of other ranks.
         """
@@ -221,7 +221,8 @@ def _leave(*_: Any) -> None:
 def _loads(rows: int, load: float, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
     """Return rows sent to each rank and rows received from each rank, for equally used experts.
 
-    load: factor of the received rows. leaving: rows per expert, `[ranks, local experts]`; only its first size is read.
+    rows: total rows that this rank sends. load: received rows relative to an equal load. leaving: rows per expert,
+    `[ranks, local experts]`; only the number of ranks is read.
     """
     ranks = leaving.shape[0]
     sends = _divided(rows, ranks)
@@ -233,7 +234,8 @@ def _node_loads(
 ) -> tuple[list[int], list[int], list[int], list[int]]:
     """Return four lists: rows sent to and received from each node, rows sent to and received from each rank of a node.
 
-    share: from `FakeRank._share_of_nodes`. load: factor of the rows received from ranks.
+    rows: total rows that this rank sends to experts. share: from `FakeRank._share_of_nodes`. load: rows received from ranks,
+    relative to an equal load.
     """
     nodes, ranks = to_nodes.shape[0], leaving.shape[0]
     sends, here = _divided(round(share * rows), nodes), _divided(rows, ranks)

@@ -98,9 +98,9 @@ def read_part(part: TextPart, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _find_cut(content: BinaryIO, place: int, size: int, tokenizer: Tokenizer) -> int:
-    """Return the first byte, from `place` on, at which a cut leaves the text's ids unchanged. 0 and `size` always do.
+    """Return the first position, from byte `place` on, at which a cut leaves the text's ids unchanged.
 
-    size: bytes of the whole text.
+    The positions 0 and `size`, the ends of the text, always qualify.
     """
     while 0 < place < size:
         begin = max(0, place - 8)  # begin early enough for a whole character before `place`

@@ -170,7 +170,7 @@ class Verifier:
     def reduce(self, worst: Outcome, time_left: Callable[[], float]) -> Outcome:
         """Remove options and degrees from the layout of `worst` one by one, as long as the status stays the same.
 
-        Return the result of the smallest layout found, or of the best so far when `time_left()` is not positive.
+        Return the result of the smallest layout found. Stop early when `time_left()` is not positive.
         """
         smallest, other, again = worst, worst.other, True
         loads = worst.finding is not None and worst.finding.difference.kind in ("loaded", "continued")
