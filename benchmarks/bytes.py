@@ -77,9 +77,11 @@ ACCUMULATION = ("first microbatch", "each other")
 class Traffic(TorchDispatchMode):
     """Dispatch mode; counts bytes by `part` of the step and by operator, without collectives.
 
-    gradients: storages of the gradients during forward and backward, else None. While it is set, only two kinds of
-    operators count: writes to these storages, each together with the cast that made the written values, and copies of
-    `masters`. masters: storages of the parameters gathered by fsdp2.
+    masters: storages of the float32 parameters that fsdp2 gathers.
+
+    gradients: storages of the gradients during forward and backward; otherwise None. While `gradients` is set, the mode
+    counts only two kinds of operators: copies of `masters`, and writes to the gradients. A write includes the cast that
+    made the written values.
     """
 
     def __init__(self, masters: set[int]) -> None:
@@ -114,7 +116,7 @@ class Traffic(TorchDispatchMode):
         return result
 
     def count_as(self, part: str, of: Any, method: str) -> None:
-        """Replace `of.method` by a wrapper: operators from its call on count as `part`."""
+        """Wrap `of.method`: after each of its calls begins, operators count as `part` of the step."""
         call = getattr(of, method)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -186,7 +188,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
 
 def _rows(device: torch.device, given: argparse.Namespace, overrides: list[str]) -> list[Row]:
     world, rows = dist.get_world_size(), []
-    # In one process all engines hold the same memory; fsdp2 sometimes holds less.
+    # In one process zero1, zero2 and ddp hold the same memory, so only fsdp2 and zero1 are measured.
     for engine in ENGINES if world > 1 else ENGINES[:2]:
         for precision, options in PRECISIONS.items():
             for compiled in (False, True):

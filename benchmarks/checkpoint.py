@@ -4,8 +4,8 @@
     python benchmarks/checkpoint.py --config 160m.toml --folder /mnt/disk
 
 Two measurements alternate: plain steps, and a save followed by steps until the checkpoint is on disk. `beyond the wait`
-is the time by which the steps during a save are slower than the plain steps before and after. It is the cost of
-background writing, without the call of save(). The cost is small if training leaves a core free, as on a GPU host; to
+is the cost of background writing: the extra time of the steps during a save, compared with the plain steps before and
+after. It does not include the call of save(). This cost is small if training leaves a core free, as on a GPU host; to
 see this on two cores, set OMP_NUM_THREADS=1. A resume verifies every checksum and loads the checkpoint. The table
 compares the time of a resume with the time of a bare read of the same files.
 """

@@ -351,8 +351,8 @@ def _measure(name: str, config: Config, given: argparse.Namespace, device: torch
         row,
         allocated_gib=torch.cuda.max_memory_allocated(device) / GIB,
         reserved_gib=torch.cuda.max_memory_reserved(device) / GIB,
-        # The step time is unprofiled: profiling lengthens steps but not kernels. Overlapping kernels count twice, so the
-        # difference may be negative.
+        # The step time is unprofiled: profiling lengthens steps but not kernels. Overlapping kernels count twice, so kernel
+        # time may exceed the step time.
         idle=max(0.0, 1 - busy_s / Spread.of(seconds[name]).median),
     )
 

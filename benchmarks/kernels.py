@@ -40,7 +40,7 @@ def shares(times: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def largest_other(times: Iterable[tuple[str, float]], count: int = 8) -> list[tuple[str, float]]:
-    """Return the `count` slowest kernels outside products and attention as (name, share of all time): what to speed up."""
+    """Return (name, share of all time) for the `count` slowest kernels outside products and attention."""
     times = list(times)
     whole = sum(seconds for _, seconds in times) or 1.0
     others = [(name[:120], seconds / whole) for name, seconds in times if kind_of(name) == "other"]

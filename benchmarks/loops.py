@@ -52,9 +52,9 @@ LEARNABLE = (
     "--evaluate.sample_interval=0",
     "--checkpoint.interval=0",
     "--metrics.tensorboard=false",
-    # The last losses in the table then belong to the same step.
+    # With a log line per step, the last losses in the table belong to the same step.
     "--metrics.log_interval=1",
-    # The contenders share one interpreter: none may change its garbage collector.
+    # The contenders share one interpreter, so none may change the garbage collector.
     "--train.gc_interval=0",
 )
 # A toy model; its loss falls within four steps.

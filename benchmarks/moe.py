@@ -54,7 +54,7 @@ SIZE = ("--train.micro_batch_size=8",)
 def padded(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
     """Do `Experts.forward` with batched matrix products, every expert's rows padded to the largest number of rows.
 
-    Waits for the device: the host reads this number.
+    Synchronises with the device, because the host reads the largest number.
     """
     longest = int(counts.max())
     first = counts.cumsum(0) - counts

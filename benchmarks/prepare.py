@@ -155,7 +155,7 @@ def measure(given: argparse.Namespace) -> None:
 
 
 def run(prepare: Prepare, text: Path, tokenizer: Path, output: Path, processes: int) -> tuple[float, float]:
-    """Run a contender in a new process. Return wall seconds, and processor seconds with those of child processes."""
+    """Run a contender in a new process. Return its wall seconds and processor seconds, child processes included."""
     shutil.rmtree(output, ignore_errors=True)
     before, began = _children(), time.perf_counter()
     process = multiprocessing.get_context("spawn").Process(

@@ -24,7 +24,7 @@ from forge.tools.plan.plan import Plan, make_plan
 from scripts.options import exit_code_of
 
 FILE = Path(__file__).with_name("published.toml")
-# Largest relative distance between the planned and the published figure of a row counted as within.
+# A row counts as within BAR if its planned figure differs from the published figure by at most this fraction.
 BAR = 0.15
 
 
@@ -77,7 +77,7 @@ def line(number: int, row: Row, planned: float) -> str:
 
 
 def compare(only: str) -> int:
-    """Print the table and the number of rows within BAR. Return the exit code: 1 if no name contains `only`."""
+    """Print the table, and the number of rows within BAR. Return the exit code: 1 if no row's name contains `only`."""
     rows, hardware = read()
     print("| run | published | planned | error | half |\n|---|---|---|---|---|")
     within: dict[bool, list[bool]] = {True: [], False: []}

@@ -82,7 +82,7 @@ def _draw(results: dict[str, dict[str, list[Run]]], stem: Path) -> None:
 
 
 def settings_of_runs(given: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """Return the settings common to all runs. Raises UserError for a wrong config or one without held-out data."""
+    """Return the settings common to all runs. Raises UserError for an invalid config or a config without held-out data."""
     config = load_config(["--config", given.config, *overrides])
     if not config.data.validation:
         raise UserError("data.validation is empty, but held-out loss decides; name held-out data")

@@ -78,7 +78,7 @@ def _case(folder: Path, fault: str, options: list[str]) -> dict[str, Any]:
         nodes.wait_for_step(lost["step"] + 1)
         until_there = time.monotonic() - began
         [recovered] = nodes.run.events("recovered")[:1]
-        # Kind -> seconds of the start before the fault, from the goodput events of that start.
+        # Kind of work -> seconds, from the last goodput event with steps: that of the launch before the fault.
         seconds = next(
             event for event in reversed(nodes.run.events("goodput")) if event["seconds"].get("steps")
         )["seconds"]

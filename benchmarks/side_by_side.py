@@ -213,7 +213,7 @@ def _run(name: str, world: int, *command: str | Path, cwd: Path | None = None) -
 
 
 def table(curves: dict[str, Curves]) -> str:
-    """Return the table of differences: between packages on equally many processes; between one and two processes of each."""
+    """Return a table of differences between packages on as many processes, and between one and two processes of a package."""
     rows = []
     for model, found in curves.items():
         for one, other in combinations(found, 2):

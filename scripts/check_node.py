@@ -4,7 +4,7 @@
 torchrun --nproc-per-node 8 scripts/check_node.py
 srun --nodes=64 --ntasks-per-node=8 --gpus-per-node=8 python scripts/check_node.py
 
-Checks name, memory and uncorrected ECC errors of each GPU; a matrix product, causal attention and a copy in memory; and
+Checks each GPU: name, memory, uncorrected ECC errors, a matrix product, causal attention and a copy in memory. Checks
 all-reduce, all-gather, reduce-scatter and all-to-all in each node and over all nodes. Every result is checked for
 correctness, and every rate is compared with the planned rate. Rates of collectives are bus bandwidths, as in nccl-tests.
 

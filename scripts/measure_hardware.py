@@ -246,7 +246,7 @@ def _link(card: bool, size: int) -> dict[str, float]:
         port = free.getsockname()[1]
     context = processes.get_context("spawn")
     answer = context.SimpleQueue()
-    # On a CPU, use two sizes of the order of a step's. For these, threads wake late; for a few bytes they do not.
+    # On a CPU, use two sizes like those in a step: for such sizes threads wake late, but for a few bytes they do not.
     sizes = (32 if card else size // 16, size)
     processes.spawn(_rank, (port, card, sizes, answer), nprocs=2)
     few, many = answer.get()

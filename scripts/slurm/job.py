@@ -1,6 +1,7 @@
 """Make one job run for train.sbatch: check the configuration, start the workers, and requeue the job if useful.
 
-elastic.sbatch calls this program after a stop, for the decision to requeue.
+A job run is one execution of a Slurm job. A requeue begins the next job run. elastic.sbatch calls this program after a
+stop, to decide about a requeue.
 
 On a login node, this command only checks a configuration for 64 processes:
 
@@ -29,7 +30,7 @@ from forge.config import Config, check_world, load_config  # noqa: E402
 from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED, NO_CHECKPOINT, STOPPED, UserError  # noqa: E402
 
 JobAction = Literal["end", "restart", "requeue"]
-# Warn about a job run with less time: it needs time for a start-up and for Slurm's notice of 300 s.
+# Warn about a job run with fewer seconds: it needs time for a start-up and for Slurm's notice of 300 s.
 SHORT_S = 600
 # Seconds between the end of the srun step and the end of the job.
 MARGIN_S = 30
@@ -67,7 +68,7 @@ class RunSnapshot:
 
 @dataclass
 class JobHistory:
-    """Counts of the latest consecutive job runs of a job.
+    """Counts over the consecutive job runs of a job, up to the latest.
 
     failed: job runs with a failure. without_progress: job runs stopped or killed without a new checkpoint. newest: for an
     elastic job, the newest checkpoint at the end of the previous job run.
@@ -91,7 +92,7 @@ class JobHistory:
 class RequeueLimits:
     """Limits for one job.
 
-    restarts: number within a job run. failed_turns: number of consecutive job runs with a failure.
+    restarts: number of restarts within a job run. failed_turns: number of consecutive job runs with a failure.
     turns_without_progress: number of consecutive job runs without a new checkpoint.
     """
 

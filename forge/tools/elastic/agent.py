@@ -49,9 +49,10 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 class Node:
     """Settings of an agent.
 
-    least, most: smallest and largest number of nodes. processes: ranks on this node. meeting: "HOST:PORT". restarts: limit of
-    restarts after failed ranks. lost_after_s: seconds without a heartbeat after which a node counts as lost. gather_s:
-    seconds to wait for further nodes once `least` nodes have arrived. patience_s: seconds to wait for `least` nodes.
+    least, most: smallest and largest number of nodes. processes: ranks on this node. meeting: "HOST:PORT" of the rendezvous
+    server. restarts: limit of restarts after failed ranks. lost_after_s: a node without a heartbeat for this many seconds
+    counts as lost. gather_s: seconds to wait for further nodes once `least` nodes have arrived. patience_s: seconds to wait
+    for `least` nodes.
     """
 
     least: int
@@ -93,7 +94,7 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
     os.environ.pop(VARIABLE, None)  # do not hand the secret to the ranks
     _share_clock(clock_offset(store))
     os.environ |= {
-        # Without this, agents keep the address of the first round's store, even after its node is lost.
+        # Without this, agents keep the address of the first round's store, even after the store's node is lost.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": SIGNALS,
         "FORGE_NODES": f"{node.least}:{node.most}",

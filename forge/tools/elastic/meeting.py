@@ -25,10 +25,10 @@ LINGER_S = 15.0
 
 
 class Meeting:
-    """The store of one run, served at the address of `host` and at `port` (0: any free port).
+    """The rendezvous store of one run, served at `host`:`port`. Port 0: any free port.
 
-    Call `serve`, which returns when the run is over. The constructor raises UserError if the address is not of this machine,
-    the port is taken, or there is no secret.
+    Call `serve`, which returns when the run is over. The constructor raises UserError if `host` is not an address of this
+    machine, the port is taken, or there is no secret.
     """
 
     def __init__(self, port: int, host: str = "localhost"):
@@ -58,9 +58,9 @@ class Meeting:
         return self._store.get(key)
 
     def serve(self, closed: threading.Event, linger_s: float = LINGER_S) -> None:
-        """Publish the clock every TICK_S seconds. Return `linger_s` seconds after the end of the run.
+        """Publish the clock every TICK_S seconds until an agent reports the end of the run, then wait `linger_s` seconds.
 
-        An agent reports this end. Setting `closed` ends the service at once.
+        Return at once when `closed` is set.
         """
         while not is_over(self._store):
             self._store.set(CLOCK, repr(time.time()))

@@ -21,8 +21,8 @@ from forge.runtime.errors import UserError
 
 RUN_ID = "forge"
 HEARTBEAT_S = 1
-# PyTorch reads the state at most once a second, so an agent sees a heartbeat up to SLACK_S late. A member leaving by itself
-# has sent a heartbeat shortly before.
+# PyTorch reads the state at most once a second, so an agent sees a heartbeat up to SLACK_S late. A member that leaves by
+# itself has sent a heartbeat shortly before it leaves, unlike a lost member.
 SLACK_S = 1.0
 POLL_S, PATIENT_S = 0.5, 10.0
 
@@ -92,7 +92,8 @@ class Rendezvous(DynamicRendezvousHandler):
     def has_lost_member(self) -> bool:
         """Return whether the rendezvous has removed a silent member of this round, possibly this node.
 
-        A member that left by itself does not count. Its ranks have ended, so this node's ranks fail and report the reason.
+        A member that left by itself does not count as lost: its ranks have ended, so the ranks of this node fail by
+        themselves and report the reason.
         """
         state, now = self._state_holder.state, time.monotonic()
         for node in state.participants:

@@ -81,12 +81,13 @@ def _read_private(path: Path) -> bytes:
 
 
 class SignedStore(dist.Store):
-    """A view of `store` with signed values: HMAC-SHA256 of key and value under `secret`. Reading an unsigned value raises.
+    """A view of `store` with signed values: HMAC-SHA256 of key and value under `secret`.
 
-    Counters (`add`) have no signature, because the server computes them; they are read as integers. A replayed older value
-    of a key is accepted. A stranger with write access to the store can thus stop a run, but cannot choose a value.
+    Reading a value without a valid signature raises UserError. Counters (`add`) have no signature, because the server
+    computes them; they are read as integers. A replayed older value of a key is accepted. A stranger with write access to
+    the store can thus stop a run, but cannot choose a value.
 
-    Keep a reference to this object: a `dist.PrefixStore` of it does not keep its Python part alive.
+    Keep a reference to this object. A `dist.PrefixStore` around a SignedStore does not keep the Python object alive.
     """
 
     def __init__(self, store: dist.Store, secret: bytes):

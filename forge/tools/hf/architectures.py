@@ -123,9 +123,9 @@ class Architecture:
     router_bias_is_2d: bool = False
     """The router bias has shape `[1, n_experts]`."""
     output_bias: bool = False
-    """attention_bias includes a bias of the output projection. Exported as zeros if forge's model has no such bias."""
+    """attention_bias also gives the output projection a bias, exported as zeros if forge's model has none."""
     must_be: Mapping[str, Any] = field(default_factory=dict)
-    """Their key -> only supported value, in addition to MUST_BE. Exports leave out false values, transformers' defaults."""
+    """Their key -> only supported value, in addition to MUST_BE. Exports omit false values, the defaults of transformers."""
     default_scaling: Mapping[str, Any] | None = None
     """rope_scaling if config.json has none."""
     rope_by_kind: bool = False
@@ -143,7 +143,7 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     """Prefixes of tensor names ignored by an import, as by transformers."""
     numbered_layers: bool = False
-    """config.json lists the numbers of linear-attention layers and of the others, which have no positions (kimi.py)."""
+    """config.json lists the numbers of linear-attention layers and of full-attention layers, which have no RoPE (kimi.py)."""
     prefix: str = ""
     """Prefix of all tensor names. A class with a prefix has a nested config.json (forge/tools/hf/kimi.py)."""
     interleaved_rope: bool = False

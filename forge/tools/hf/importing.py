@@ -64,7 +64,7 @@ def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_
         raise UserError(
             f"{described}: asks for {model['n_layers']} layers, but the folder has only {len(stored)} tensors"
         )
-    # Count the modules by their tensors: transformers may write their number into config.json without saving the tensors.
+    # Count the MTP modules by their tensors: config.json may state a number of modules whose tensors were not saved.
     if architecture.predicts_ahead and (depth := modules_ahead(stored, model["n_layers"])):
         model["mtp"] = {"depth": depth}
     embedding = stored.get(f"{architecture.prefix}{ENDS['embedding']}.weight")

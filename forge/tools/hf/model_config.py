@@ -155,7 +155,8 @@ def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
     """Return a text for each key of `model` changed by a round trip through `architecture`: key, value, changed value."""
     try:
         back = ModelConfig.model_validate(read_model(write_model(model, architecture, 1), architecture))
-    except UserError:  # the only refusal of a written config: normalised expert weights with top_k = 1
+    except UserError:
+        # `read_model` refuses a written config only for normalised expert weights with top_k = 1.
         return ["model.moe.top_k = 1 (it would make every weight 1)"]
     there, here = _effective(back), _effective(model)
     if architecture.router_bias is not None:
@@ -249,8 +250,8 @@ def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
         read["moe.n_shared_experts"] = model["moe.n_shared_experts"] or 0
     if config.architecture.router_bias is not None:
         return read | {"moe.balance": "bias"}
-    # In transformers, the balancing loss sums the shares over the top_k choices. In forge it is their mean, which is 1 for an
-    # even load.
+    # For the balancing loss, transformers sums the experts' shares over the top_k choices. forge takes the mean, so an even
+    # load gives 1.
     coefficient = (model["moe.aux_loss_coef"] or 0.0) * top_k
     return read | {"moe.balance": "aux_loss" if coefficient else "none", "moe.aux_loss_coef": coefficient}
 

@@ -103,8 +103,8 @@ def write_tensors(
 ) -> Iterator[int]:
     """Write the tensors to files in `folder`, with an index if there are several files.
 
-    Yield the size of each written tensor in bytes. tensors: yields the values of `planned`, in order. Each is requested
-    after the previous one is written. limit: size limit of a file in bytes; a larger tensor gets a file of its own.
+    Yield the size of each written tensor in bytes. tensors: yields the values of `planned`, in order. A tensor is requested
+    after the previous tensor is written. limit: size limit of a file in bytes; a larger tensor gets a file of its own.
     """
     parts: list[list[Planned]] = [[]]
     room = limit

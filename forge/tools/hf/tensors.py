@@ -203,9 +203,10 @@ def _parameter(
 
 
 def _mix(name: str, dim: int) -> list[Weight]:
-    """Return the two Weights for `name`: the query, `[dim]`, by which attention residuals weight earlier outputs.
+    """Return two Weights for the tensor `name`, the query `[dim]` with which attention residuals weight earlier outputs.
 
-    In folders of Kimi K3, the query is the product of two tensors: a projection to one number, and the gain of a norm.
+    In folders of Kimi K3, this query is the product of two tensors: a projection to one number, and the gain of a norm.
+    The first Weight covers the gain, the second Weight the projection and the product.
     """
     *layer, module, _ = name.split(".")
     theirs = f"model.layers.{layer[1]}.{LAYER_MIXES[module]}" if layer else f"model.{LAST_MIX}"

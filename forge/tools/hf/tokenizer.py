@@ -41,7 +41,7 @@ def export_files(folder: Path) -> dict[str, bytes]:
 
     Encoding differs in one case: AutoTokenizer encodes the spelling of a special token in a text as this token. If forge's
     documents begin with a special token, AutoTokenizer begins each text with this token. An existing tokenizer.json is
-    changed only if it would begin texts differently.
+    changed only if it would begin texts with another token, or with none.
 
     Raises UserError for a SentencePiece model that tokenizer.json cannot express. Return an empty dict for a folder without
     a tokenizer.
@@ -61,7 +61,7 @@ def import_files(folder: Path) -> dict[str, bytes]:
     """Return name -> content of the tokenizer files in a Hugging Face folder, for `load_tokenizer`.
 
     A tokenizer.json and a SentencePiece model with equal numbers of tokens count as one tokenizer in two formats. The
-    SentencePiece model is then preferred: it is the original and needs no extra package. Return an empty dict if the folder
+    SentencePiece model then takes precedence, because reading it needs no extra package. Return an empty dict if the folder
     has neither. Raises UserError for a file whose content does not match its name.
     """
     if (folder / BYTES_FILE).is_file():

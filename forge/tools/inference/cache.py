@@ -30,7 +30,7 @@ _GROWTH = 128
 
 
 class CachedScores:
-    """`NextScores` of `model`, an unsharded Transformer in this process.
+    """Next-token logits (`NextScores`) of `model`, an unsharded Transformer in this process.
 
     A call computes only the last token of each text if all texts are as in the previous call, or one token longer.
     Otherwise the call rebuilds the cache. The model sees the last `model.seq_len` tokens of a text, at positions 0, 1, ...,
@@ -89,8 +89,8 @@ class CachedScores:
 class _LayerCache:
     """The attention function of one layer. Stores keys and values, `[texts, kv_heads, places, head_dim]` each.
 
-    places: None: the next call has whole texts. Otherwise the next call has one token per text, at these positions, which
-    attends to the stored keys.
+    places: positions of the next call's tokens, one token per text. The tokens attend to the stored keys. None: the next
+    call has whole texts.
     """
 
     def __init__(self, inner: AttentionFunction):

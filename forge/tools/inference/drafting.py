@@ -24,7 +24,7 @@ from forge.tools.inference.states import TextStates
 
 
 class DraftedScores:
-    """`NextScores` for one text of `model`, an unsharded Transformer in this process with [model.mtp].
+    """Next-token logits (`NextScores`) for one text. model: an unsharded Transformer in this process, with [model.mtp].
 
     forwards: number of the model's forwards so far; with accepted drafts, smaller than the number of generated tokens. The
     model sees the last `model.seq_len` tokens of the text, as without drafts. A longer text is read again for every further
@@ -120,7 +120,7 @@ class _TextCache:
         self._keys = self._values = torch.empty(0)
 
     def back_to(self, place: int) -> int:
-        """Return `place`: reading can continue at any position."""
+        """Return `place`, because a KV cache can continue at any position."""
         return place
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:

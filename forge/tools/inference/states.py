@@ -21,11 +21,11 @@ class Places(NamedTuple):
 
 
 class StateCache:
-    """The `Recurrence` of one layer, with a cached state for each text of a batch. The caller sets `places` and `last`.
+    """The `Recurrence` of one linear-attention layer, with a cached state per text. The caller sets `places` and `last`.
 
-    places: None: forward reads whole texts, padded at the end, and caches the state after the last token of each text.
-    Otherwise forward reads one token per text, at these positions, and advances the cached states. A text without a new
-    token keeps its state.
+    places: positions of one new token per text; forward reads these tokens and advances the cached states. A text without
+    a new token keeps its state. None: forward reads whole texts, padded at the end, and caches the state after the last
+    token of each text.
 
     last: position of the last token of each text, int64 `[texts]`; used for whole texts.
     """
@@ -76,9 +76,10 @@ class StateCache:
 
 
 class TextStates:
-    """The `Recurrence` of one layer for tokens `begin` to `end` - 1 of a text, starting from the cached state at `begin`.
+    """The `Recurrence` of one linear-attention layer, for one text. Reads tokens `begin` to `end` - 1.
 
-    kept: number of most recent tokens whose states are cached. Up to this many tokens can be taken back.
+    Reading starts from the cached state at `begin`. kept: number of most recent tokens whose states are cached. Up to this
+    many tokens can be taken back.
     """
 
     def __init__(self, inner: Recurrence, kept: int):

@@ -20,8 +20,8 @@ class TaskScores(Hook):
     """Score the model on `evaluate.tasks` every `evaluate.tasks_interval` steps, if the data has a tokenizer.
 
     All ranks process the same questions, so any layout works; data-parallel ranks repeat the work. An error on all ranks
-    gives a warning, and the run continues. If only some ranks fail, they wait for the others, and the watchdog ends all
-    ranks. The constructor raises UserError for an unknown task, or if lm-eval is not installed.
+    gives a warning, and the run continues. After an error on some ranks only, these ranks wait for the other ranks until
+    the watchdog ends all ranks. The constructor raises UserError for an unknown task, or if lm-eval is not installed.
     """
 
     def __init__(self, trainer: Trainer):

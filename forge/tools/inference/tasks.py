@@ -24,7 +24,7 @@ from forge.tools.inference import CachedScores, Sampling, TextStream, generate, 
 from forge.tools.inference.open import TrainedModel
 from forge.tools.inference.sampling import NextScores, padded, recomputed
 
-# Task options for the limit of an answer, in tokens. The first option set counts; without any, the limit is _LENGTH.
+# Options of a task for the maximum answer length in tokens. The first option set by the task counts. Default: _LENGTH.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _LENGTH = 256
 
@@ -134,7 +134,7 @@ class Scorer(TemplateLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each text, in nats.
 
-        A text is cut into disjoint windows. The context of a window is the last token before it.
+        A text is cut into disjoint windows. The first token of a window is predicted only from the token before it.
         """
         windows: list[tuple[Any, list[int], list[int]]] = []
         owners: list[int] = []
@@ -152,7 +152,7 @@ class Scorer(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return, for each continuation, its log-probability after its context and whether greedy decoding generates it.
+        """Return the log-probability of each continuation, and whether greedy decoding would generate the continuation.
 
         Raises UserError if a continuation is longer than the model's context.
         """
@@ -212,7 +212,7 @@ class Scorer(TemplateLM):
         return texts
 
     def _scores(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the results of `token_scores` for tokens and labels on the CPU."""
+        """Move `tokens` and `labels` to the model's device, and return their `token_scores`."""
         device = self._opened.device
         return token_scores(self._model, tokens.to(device), labels.to(device))
 

@@ -23,8 +23,8 @@ class TextSamples(Hook):
     Nothing is sampled if the data has no tokenizer. An empty prompt needs a token at the beginning or end of documents;
     without such a token, a warning at the start replaces the samples.
 
-    An error on all ranks gives a warning, and the run continues. If only some ranks fail, they wait for the others, and the
-    watchdog ends all ranks. Continuing alone would pair the collectives of failed ranks with other collectives.
+    An error on all ranks gives a warning, and the run continues. After an error on some ranks only, these ranks wait for
+    the other ranks until the watchdog ends all ranks. Otherwise their next collectives would meet the wrong collectives.
     """
 
     def __init__(self, trainer: Trainer):

@@ -1,6 +1,6 @@
 """Find overrides that make a plan fit. Candidates come from `usable_changes`, like those of an out-of-memory message.
 
-A new plan with each candidate measures its effect.
+The effect of a candidate is measured by a new plan.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from forge.config.keys import to_literal
 from forge.run.out_of_memory import usable_changes
 from forge.tools.plan.plan import Plan, make_plan
 
-# Keys excluded from a remedy: a change trains on other samples, or needs another number of processes.
+# Keys excluded from a remedy, because they change the training samples or the number of processes.
 NOT_THE_SAME_RUN = ("train.seq_len", "parallel.dp_shard")
 # Largest number of overrides in a remedy.
 MOST = 5
@@ -27,7 +27,7 @@ class Remedy:
 
 
 def remedy_for(made: Plan) -> Remedy | None:
-    """Add overrides to the plan `made`, one after another, until it fits. Return at most MOST of them.
+    """Add overrides to the plan `made`, one after another, until the plan fits. Return at most MOST overrides.
 
     Each override frees memory in addition to the earlier ones. All together may not suffice: compare `Remedy.needed`
     with the GPU's memory. None if no override frees memory.

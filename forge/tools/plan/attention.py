@@ -36,7 +36,7 @@ def on_gpu(attend: Any) -> Any:
 
 
 class PlannedAttention(SdpaAttention):
-    """Attention for plans. As the mask's table, `prepare` stores the number of visible scores per head; None: causal."""
+    """Attention for plans. The mask's table is the number of visible scores per head; None: causal over the sequence."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         seq = x.shape[1]
@@ -80,7 +80,7 @@ def visible_scores(window: int, _documents: Any, queries: Tensor, keys: Tensor) 
 
 
 class PlannedKernel(FlexKernel):
-    """The kernel of one step of ring attention, for plans. A block's table is the number of its visible scores."""
+    """The kernel of one step of ring attention, for plans. The table of a block is its number of visible scores."""
 
     make_table = staticmethod(visible_scores)
 

@@ -129,9 +129,9 @@ class FakeRank:
         return sum(len(buffer.buckets) for buffer in buffers)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Return two sizes in bytes: host memory of this rank's asynchronous save, and its tensors in a checkpoint.
+        """Return the bytes of host memory for an asynchronous save, and the bytes of this rank's tensors in a checkpoint.
 
-        The second number is the whole size of every tensor of which this rank has a shard, other ranks' shards included.
+        The second number counts each tensor whole, including the shards of other ranks.
         """
         host = whole = 0
         for name, (shard, values) in all_tensors(self.model, self.optimizer).items():
@@ -221,7 +221,8 @@ def _leave(*_: Any) -> None:
 def _loads(rows: int, load: float, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
     """Return rows sent to each rank and rows received from each rank, for equally used experts.
 
-    load: factor of the received rows. leaving: rows per expert, `[ranks, local experts]`; only its first size is read.
+    rows: total rows that this rank sends. load: received rows relative to an equal load. leaving: rows per expert,
+    `[ranks, local experts]`; only the number of ranks is read.
     """
     ranks = leaving.shape[0]
     sends = _divided(rows, ranks)
@@ -233,7 +234,8 @@ def _node_loads(
 ) -> tuple[list[int], list[int], list[int], list[int]]:
     """Return four lists: rows sent to and received from each node, rows sent to and received from each rank of a node.
 
-    share: from `FakeRank._share_of_nodes`. load: factor of the rows received from ranks.
+    rows: total rows that this rank sends to experts. share: from `FakeRank._share_of_nodes`. load: rows received from ranks,
+    relative to an equal load.
     """
     nodes, ranks = to_nodes.shape[0], leaving.shape[0]
     sends, here = _divided(round(share * rows), nodes), _divided(rows, ranks)

@@ -308,7 +308,7 @@ def _growths_by_streams(
 ) -> list[Growth]:
     """Return the growth per residual block and the growth per residual stream read by a mix.
 
-    Add both to `_growth`, the growth per layer of models with one residual block.
+    The caller adds both to the growth per layer (`_growth`), traced with one residual block.
 
     more, less: plans of the two models of `two_blocks`. The mixes of `more` read more streams, because its second block
     is longer.

@@ -33,7 +33,7 @@ MODES = ("none", "selective", "full")
 MOST, PLAIN = 400, 3
 # Assumed upper bound of estimated divided by planned activations.
 DOUBT = 2.0
-# Fewest tokens of a sequence on a context-parallel rank, as long as data parallelism could use the ranks instead.
+# Fewest tokens of a sequence on a context-parallel rank, unless the batch has too few sequences for data parallelism.
 SHORTEST = 8192
 # Pipeline stages may have unequal numbers of layers only if each has at least this many layers.
 UNEVEN = 3
@@ -52,8 +52,8 @@ EXPERT_CALLS = {"none": 4, "selective": 4, "full": 6}
 class CandidateLayout:
     """A layout with rough estimates. seconds: of a step. activations: bytes. state: bytes, a lower bound.
 
-    Keys of the corrections, from general to specific: sizes: degrees and micro batch size. shapes: sizes, recomputation
-    mode and engine. signature: shapes and pipeline schedule.
+    Layouts with equal keys share corrections of their estimates. The keys are, from general to specific: `sizes`, the
+    degrees and the micro batch size; `shapes`, with the recomputation mode and engine; `signature`, with the schedule.
     """
 
     changes: Changes
@@ -285,8 +285,8 @@ def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
 def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
     """Return the bytes of gathered parameters and unreduced gradients held by FSDP2 at once; 0 for other engines.
 
-    By default FSDP2 holds those of two layers. It holds the parameters of all layers if it keeps parameters after forward,
-    and the gradients of all layers if it reduces gradients only after the last microbatch.
+    By default FSDP2 holds the parameters and gradients of two layers. It holds the parameters of all layers if it keeps
+    parameters after forward. It holds the gradients of all layers if it reduces them only after the last microbatch.
     """
     parallel, pipelined = config.parallel, degrees.pp > 1
     if parallel.data_parallel != "fsdp2":

@@ -1,7 +1,7 @@
 """`cost_of`: the seconds of a collective, from its bytes over the slowest link.
 
 Ranks of one node send over NVLink (`Hardware.node`). Bytes to other nodes pass the sender's NIC (`Hardware.cluster`). In
-a ring, all bytes pass every node, spread over the NICs of the group's ranks on this node. In an all-to-all, each rank
+a ring, every node sends all bytes, spread over the NICs of the group's ranks on that node. In an all-to-all, each rank
 sends only its own bytes, over its own NIC. All groups of an axis run at the same time, so ranks sharing a NIC divide its
 bandwidth.
 """
@@ -107,8 +107,8 @@ def message_seconds(size: int, apart: int, hardware: Hardware) -> float:
 def visited_nodes(moe: MoEConfig, nodes: int) -> float:
     """Return the expected number of distinct nodes holding the experts of one token, for uniformly random routing.
 
-    nodes: number of nodes that share the experts of a layer. With group-limited routing, a token is assumed to have an
-    expert in each group that it chooses, because it chooses groups by their best experts.
+    nodes: number of nodes that share the experts of a layer. With group-limited routing, a token is assumed to use an
+    expert of every chosen group, because groups are chosen by their best experts.
     """
     groups, limited = moe.n_expert_groups, moe.n_limited_groups or moe.n_expert_groups
     of_node = groups // nodes  # groups on a node

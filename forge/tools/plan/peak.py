@@ -12,7 +12,7 @@ from forge.tools.plan.command import largest
 from forge.tools.plan.hardware import Hardware, Link
 from forge.tools.plan.plan import make_plan
 
-# Of the hardware, the peak depends only on the kind: GPU or CPU. The other values are placeholders.
+# The peak depends only on the kind of hardware: GPU or CPU. The values here are placeholders.
 _LINK = Link(gb_per_s=1, latency_us=0)
 
 

@@ -40,7 +40,7 @@ MARGIN = 1.2
 ROUND = 8
 # Layouts within this factor of the fastest count as equally fast, because the range of a plan is far wider.
 EQUAL = 1.02
-# Assumed upper bound of estimated divided by planned activations once a layout of the same shapes is planned. Before: DOUBT.
+# Assumed upper bound of estimated divided by planned activations, for layouts whose shapes have been planned. Else: DOUBT.
 KNOWN = 1.05
 # Free memory to spare: 3 GiB, or 5% of the memory of a small GPU.
 SPARE, SMALL_SPARE = 3 * GIB, 0.05
@@ -76,7 +76,7 @@ def search(
 ) -> list[Found]:
     """Plan up to `tries` layouts on `world` ranks. Return the layouts fitting with room to spare, the fastest first.
 
-    If none has room to spare, return the layouts that fit. If none fits, return the one with the least memory.
+    If none has room to spare, return the layouts that fit. If none fits, return the layout with the least memory.
     processes: by default one per core, eight at most. Raises UserError if no layout is valid or can be planned.
     """
     left = layouts(config, world, hardware)
@@ -125,7 +125,7 @@ def search(
 
 
 def _in_order(found: list[Found]) -> list[Found]:
-    """Sort layouts by step time. Among those within a factor EQUAL of the fastest, fewer axes of parallelism come first."""
+    """Sort layouts by step time. Among layouts within a factor EQUAL of the fastest, put fewer axes first."""
     limit = EQUAL * min((one.speed.step_s for one in found), default=0.0)
 
     def key(one: Found) -> tuple[bool, int, float]:
@@ -158,10 +158,11 @@ def _progress(asked: int, tries: int, fitting: list[Found]) -> str:
 
 
 class Corrections:
-    """Estimates multiplied by the median ratio of plan to estimate, from the most similar layouts planned so far.
+    """Corrected estimates: multiplied by the median ratio of plan to estimate over the most similar planned layouts.
 
-    The most similar layouts have an equal signature. If none is planned yet, layouts with equal shapes count, then with
-    equal sizes, then pipelines (or layouts without one) of an equal recomputation mode, then the mode alone, then all.
+    The most similar layouts are those with an equal signature. If no such layout is planned yet, the next criterion
+    applies: equal shapes; equal sizes; equal recomputation mode, and both or neither pipelined; equal recomputation mode;
+    any layout.
     """
 
     def __init__(self, tried: list[tuple[CandidateLayout, Found]]):
@@ -198,7 +199,7 @@ class Corrections:
 
 
 def _keys(layout: CandidateLayout) -> tuple[Any, ...]:
-    # Pipelines have errors of their own: bubbles, unequal stages, gradients that wait.
+    # Estimates of pipelines have further errors: bubbles, unequal stages, unreduced gradients.
     kind = layout.degrees.pp > 1, layout.mode
     return layout.signature, layout.shapes, layout.sizes, kind, layout.mode, None
 
@@ -221,10 +222,10 @@ def _promising(
 
 
 def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
-    """Return the layouts of the first round: the config's own, and for each recomputation mode two of plain FSDP.
+    """Return the layouts of the first round: the config's own, and two plain FSDP layouts per recomputation mode.
 
-    The two are the estimates of the least memory and of the least time. If `left` has none of these, return up to ROUND
-    layouts of different sizes (`_next`).
+    The two layouts have the least estimated memory and the least estimated time. If `left` has none of these layouts,
+    return up to ROUND layouts of different sizes (`_next`).
     """
     chosen = [layout for layout in left if not layout.changes]
     for mode in MODES:

@@ -48,7 +48,7 @@ class StagePlan:
     times: one per element of PACES; None without hardware.
     collectives: (axis, kind, bytes of a call, whether computation can hide the call) -> calls per optimizer step.
     reserved: bytes of the CUDA context, NCCL and fragmentation. host: bytes of host memory of an asynchronous save.
-    checkpoint: bytes in a checkpoint, over all shards, of the tensors of this pp rank.
+    checkpoint: bytes of this pp rank's tensors in a checkpoint, all shards included.
     buckets: number of buckets of contiguous buffers; 0 for other engines.
     spans: axis -> spread of its process group over nodes, for groups within one stage.
     """
@@ -194,8 +194,8 @@ def all_calls(
 ) -> Iterator[tuple[Moment, Collective]]:
     """Yield (moment, collective) for every collective of a whole step, from a trace with fewer microbatches.
 
-    Untraced microbatches count like the middle microbatch of the trace. Messages between stages belong to no single
-    microbatch of the trace. Every microbatch has equally many, so their number is scaled by the number of microbatches.
+    Untraced microbatches count like the middle microbatch of the trace. The trace does not assign messages between stages
+    to microbatches. Every microbatch has equally many messages, so their number is scaled.
     """
     left_out, middle = degrees.accumulation - traced.accumulation, traced.accumulation // 2
     for moment, call in calls:

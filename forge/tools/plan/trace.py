@@ -76,7 +76,7 @@ class Trace(TorchDispatchMode):
         self.work: Counter[tuple[Moment, Work]] = Counter()
         """(moment, work) -> number of such operators, without views and allocations."""
         self.kept = 0
-        """Bytes kept for backward by one microbatch's forward through the first stage; the largest of the microbatches."""
+        """Bytes kept for backward by a microbatch's forward through the first stage. Maximum over microbatches."""
         self._forwards: Counter[Transformer] = Counter()
         self.before = 0
         """Live bytes at the start of the step."""
@@ -231,8 +231,8 @@ class Trace(TorchDispatchMode):
 def _grouped_product(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Compute the grouped product of fake tensors of any dtype, cast to bfloat16 and back.
 
-    In PyTorch 2.13 the operator accepts only bfloat16 fake tensors, although its kernels accept float32. It also refuses
-    the tensors without memory of `PlainProducts`; these are copied first. The trace sees neither casts nor copies.
+    In PyTorch 2.13 the operator accepts only bfloat16 fake tensors, although its kernels accept float32. The operator also
+    refuses the stride-0 tensors of `PlainProducts`, so these are copied first. The trace sees neither casts nor copies.
     """
     b = b.contiguous() if 0 in b.stride() else b
     return GROUPED_PRODUCT(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs).to(a.dtype)

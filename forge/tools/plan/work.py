@@ -41,7 +41,7 @@ UNFUSED = (
     ),
     *("gather", "scatter", "scatter_", "scatter_add", "sort", "topk", "cumsum", "bincount", "histc"),
 )
-# Operators that read or write only part of a large tensor: for each tensor, as many elements as the smallest tensor has.
+# Operators that touch only part of a large tensor. In each tensor, they touch as many elements as the smallest tensor has.
 SPARSE = ("gather", "scatter_", "all_gather_copy_in")
 
 

@@ -77,8 +77,8 @@ def find_corpus(
     """Find all files below `inputs`, drop copies, and sample `max_bytes` of their text (`sample`; None: all).
 
     In a directory, files with one of the `extensions` count, compressed (.gz, .zst) or not. A .json file counts only if it
-    holds JSON lines. Skipped are hidden directories, __pycache__, links to directories, and links to files outside of the
-    directory. A file named as an input counts whatever its extension. If text files have equal content, or several paths
+    holds JSON lines. The search skips hidden directories, __pycache__, links to directories, and links to files outside of
+    the directory. A file named as an input counts whatever its extension. If text files have equal content, or several paths
     lead to one file, only the first is kept. option: command-line option named in messages.
 
     Raises UserError if an input is missing or unreadable, if no file is found, or if a package for reading a file is missing.

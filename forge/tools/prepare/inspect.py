@@ -28,8 +28,8 @@ class Sample:
     """One sequence of a step.
 
     sample: global number of the sample. rank: the data rank reading the sequence. source, epoch, window: the sequence is
-    window `window` of `source`, in the source's epoch `epoch` (from 0). part: in a phase with shorter sequences, the part
-    of the window, from 0; otherwise None. first_token: index of the sequence's first token in the source.
+    window `window` of `source`, in the source's epoch `epoch` (from 0). part: in a phase with shorter sequences, the index
+    of the sequence in its window; otherwise None. first_token: index of the sequence's first token in the source.
     tokens: the first ids of the sequence. text: their text; None without a tokenizer. documents: positions in the sequence
     at which documents begin. masked: number of labels ignored at document starts, under `data.document_mask`.
     """
@@ -123,7 +123,7 @@ def samples_of_step(
 
     rank: only the sequences of this data rank; None: of all `ranks`. head, excerpt: number of first ids shown as numbers, and
     as text. phases: sizes of all steps; None: every step has `global_batch_size` sequences. Earlier steps are assumed to
-    have had these sizes. Raises UserError if the order has a source missing in the dataset.
+    have had these sizes. Raises UserError if the sample order has a source that the dataset lacks.
     """
     tokens_before, first_sample = _begin(dataset, step, global_batch_size, phases)
     sizes = next(

@@ -25,7 +25,7 @@ _BLOCK = 1 << 20
 class TextPart(NamedTuple):
     """Bytes `begin` to `end` - 1 of a text file. The whole file is one document of the split `split`.
 
-    Reading moves both ends forward to the next allowed cut.
+    A reader moves both ends forward to the next position where a cut leaves the token ids unchanged.
     """
 
     file: File
@@ -98,7 +98,10 @@ def read_part(part: TextPart, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _find_cut(content: BinaryIO, place: int, size: int, tokenizer: Tokenizer) -> int:
-    """Return the first allowed cut at or after byte `place` of a text of `size` bytes. 0 and `size` are always allowed."""
+    """Return the first position, from byte `place` on, at which a cut leaves the text's ids unchanged.
+
+    The positions 0 and `size`, the ends of the text, always qualify.
+    """
     while 0 < place < size:
         begin = max(0, place - 8)  # begin early enough for a whole character before `place`
         content.seek(begin)

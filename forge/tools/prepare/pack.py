@@ -88,7 +88,10 @@ def describe_plan(index: PlanIndex, documents: int) -> str:
 
 
 def cut(starts: np.ndarray, lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Cut documents into PIECES of at most `capacity` tokens, in order. starts, lengths: int64 `[documents]`."""
+    """Cut documents into pieces of at most `capacity` tokens, and return the pieces in order, an array of dtype PIECES.
+
+    starts, lengths: of the documents in tokens, int64 `[documents]`.
+    """
     parts = -(-lengths // capacity)
     which = np.repeat(np.arange(len(lengths)), parts)
     place = (np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)) * capacity

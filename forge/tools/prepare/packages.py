@@ -177,7 +177,7 @@ def fetch(packages: list[Package], cache: Path) -> dict[Package, Path]:
 
     Raises UserError if a downloaded file has another SHA-256 or, after all other downloads, if registries lack packages.
     """
-    cache = cache.absolute()  # the clients run in folders of their own
+    cache = cache.absolute()  # pip and apt-get run in other folders
     cache.mkdir(parents=True, exist_ok=True)
     found, missing = {}, []
     for package in packages:

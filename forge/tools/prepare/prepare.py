@@ -270,7 +270,7 @@ def _find_chunks(request: Request, tokenizer: Tokenizer) -> tuple[list[Chunk], C
 
 
 def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) -> tuple[list[Chunk], Corpus]:
-    """Cut the corpus into chunks of about 1/256 of its size, at least 1 MiB (for the fixed cost of a chunk), at most 128 MiB.
+    """Cut the corpus into chunks of about 1/256 of its size, at least 1 MiB and at most 128 MiB.
 
     A text file is one document; a cut inside it leaves its tokens unchanged. cut_texts: False: cut no text file. A
     compressed file is not cut, because it can be read only from its start. Return the chunks, and the corpus with

@@ -39,9 +39,9 @@ class FilterFailed(Exception):
 class Quality:
     """Rules for leaving out documents, and the metadata to keep.
 
-    filter: import path of a function of (text, metadata). It returns None to keep a document, or a short reason to leave
-    it out. decontaminate: files; a document sharing `ngram` consecutive words with one of them is left out. duplicates:
-    leave out exact or near copies of earlier documents. metadata: keys of a record, kept in metadata.jsonl.
+    filter: import path of a function of (text, metadata). The function returns None to keep a document, or a short reason
+    to leave it out. decontaminate: files; a document sharing `ngram` consecutive words with one of them is left out.
+    duplicates: leave out exact or near copies of earlier documents. metadata: keys of a record, kept in metadata.jsonl.
     """
 
     filter: str = ""
@@ -177,7 +177,7 @@ def first_of_equal(digests: np.ndarray) -> np.ndarray:
 def first_of_similar(signatures: np.ndarray, candidates: np.ndarray) -> np.ndarray:
     """Group similar documents. Return, for each document, the index of the first member of its group, int64 `[n]`.
 
-    signatures: uint32 `[n, PERMUTATIONS]`. candidates: indices of documents to group; every other document is alone.
+    signatures: uint32 `[n, PERMUTATIONS]`. candidates: indices of documents to group; any other document is its own group.
 
     A band is one of BANDS equal parts of a signature. Two documents are similar if they agree in all numbers of a band and
     in at least the share SIMILAR of all numbers. Groups are the connected components of similar documents. Bands are

@@ -70,9 +70,9 @@ def sample(files: Sequence[File], max_bytes: int, text_key: str) -> tuple[list[P
     Return the pieces in the order of `files`, the size of the pieces, and the size of all files. Sizes are estimated bytes
     of text.
 
-    Files no larger than one range are taken whole, in the order of a hash of their keys, if they still fit their share of
-    the budget. Larger files share the rest of the budget in proportion to their sizes, as
-    ranges at equal distances. The sample depends only on keys, sizes and content.
+    Small files, no larger than one range, have a share of the budget in proportion to their total size. They are taken
+    whole, in the order of a hash of their keys, while they fit this share. Larger files divide the rest of the budget in
+    proportion to their sizes, as evenly spaced ranges. The sample depends only on keys, sizes and content.
     """
     sizes = [text_bytes(file, text_key) for file in files]
     found = sum(sizes)

@@ -21,7 +21,7 @@ DOCUMENTS = np.dtype([("digest", "<u8"), ("bytes", "<u8")])
 
 
 class Traits:
-    """The traits of the documents in one chunk and split. Without a quality rule, collect and write nothing."""
+    """Digest, text size, signature and metadata of each document in one chunk and split. Empty without a quality rule."""
 
     def __init__(self, quality: Quality):
         self._quality, self._found = quality, array("Q")

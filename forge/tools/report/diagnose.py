@@ -81,13 +81,16 @@ def named_first(run: RunRecord) -> Cause | None:
 
 
 def _end(run: RunRecord) -> Incident | None:
-    """Return the incident that ended the latest start of the run; None if it finished well or is still running."""
+    """Return the incident that ended the latest start of the run; None if this start finished well or is running."""
     events = (_starts_of(run) or [[]])[-1]
     return next((one for one in _of_start(events, _was_killed(run, events)) if one.ends), None)
 
 
 def _was_killed(run: RunRecord, events: list[dict[str, Any]]) -> bool:
-    """Return whether the start with the events `events` was killed: it reported no end, and no process is running it."""
+    """Return whether one start of the run was killed: it reported no end, and none of its processes is running.
+
+    events: the events of this start.
+    """
     latest = events[-1:] == run.events[-1:]
     return not any(event["event"] in ENDS for event in events) and not (
         latest and silent_end(run) != "killed"

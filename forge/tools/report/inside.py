@@ -131,8 +131,8 @@ def expert_pictures(
     """Return pictures of a run's expert loads; none if the metrics have no routers.
 
     The first picture shows one curve per layer: the load of its fullest expert. The second shows one map per layer: the
-    loads of all its experts. It is left out if the metrics have no counts. levels: (name, value) of dashed lines in the
-    first picture.
+    loads of all its experts. Without counts in the metrics, there is no second picture. levels: (name, value) of dashed
+    lines in the first picture.
     """
     layers = sorted(run.names("routers"), key=int)
     if not layers:

@@ -29,7 +29,7 @@ def setting_sections(runs: Sequence[RunRecord]) -> list[PageSection]:
 
 
 def _columns(caption: str, of_runs: dict[str, dict[str, Any]]) -> list[Part]:
-    """Return a table with one column per run and one row per key; no table without keys. of_runs: run -> key -> value."""
+    """Return a table with one column per run and one row per key; [] without keys. of_runs: run -> key -> value."""
     keys = list(dict.fromkeys(key for values in of_runs.values() for key in values))
     rows = [[key, *(values.get(key) for values in of_runs.values())] for key in keys]
     return [Table(caption, ["", *of_runs], rows)] if rows else []
@@ -64,7 +64,7 @@ def _memory(runs: Sequence[RunRecord]) -> list[Part]:
     return _columns("What rank 0 holds, in GiB", found)
 
 
-# Kinds of memory, with the names of both a plan and the event `memory`.
+# Kinds of memory, named as in a plan. The event `memory` adds the suffix "_bytes".
 KINDS = ("parameters", "masters", "gradients", "optimizer", "buckets", "activations")
 
 

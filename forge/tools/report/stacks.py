@@ -68,7 +68,7 @@ def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
 
 
 def read_collectives(logs: Path) -> dict[int, str]:
-    """Return rank -> description of the last collective in its flight record: name, number in its group and state."""
+    """Return rank -> last collective in the rank's flight record, as text: its name, number in its group, and state."""
     found = {}
     for path in logs.glob("collectives-rank-*"):
         with suppress(OSError, pickle.UnpicklingError, EOFError, ValueError, AttributeError, IndexError):

@@ -60,7 +60,7 @@ def _make(
     train: Sequence[str],
     began: float,
 ) -> None:
-    """Make the unfinished runs of one rung, `workers` at a time. before: results of earlier rungs.
+    """Train the unfinished runs of one rung, `workers` at a time. before: results of earlier rungs.
 
     After an exception, e.g. Ctrl-C, stop all running processes and wait for them.
     """

@@ -95,7 +95,7 @@ def metric_of(lines: Sequence[dict[str, Any]], metric: str) -> float | None:
 def rows(results: Iterable[SweepResult], keys: Sequence[str]) -> list[dict[str, Any]]:
     """Return one row per trial and rung, the last rung first. keys: the swept keys.
 
-    In a rung, finished trials come first, from the best to the worst, then the others by number.
+    In a rung, finished trials come first, from best to worst, then unfinished trials by number.
     """
     ranked = sorted(
         results, key=lambda r: (-r.trial.rung, not r.done, r.mean if r.done else 0.0, r.trial.number)

@@ -37,7 +37,7 @@ def require_checkout(checkout: Path) -> None:
 def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) -> list[RankRecord]:
     """Run the configuration `text` on `world` ranks with the forge of `checkout`; return one recording per rank.
 
-    Raises UserError if the run fails or hangs. All its processes are killed at the end.
+    Raises UserError if the run fails or hangs. At the end all processes of the run are killed.
     """
     with tempfile.TemporaryDirectory(prefix="forge-against-") as name:
         folder = Path(name)
@@ -80,7 +80,7 @@ def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) 
 def record_to(request: str, answer: str) -> None:
     """Run the pickled request in file `request` and write the recordings to file `answer`.
 
-    The second process calls this function with the other checkout's forge. It exits with 1 if a rank fails.
+    The second process calls this function with the other checkout's forge. The process exits with 1 if a rank fails.
     """
     text, world, settings, limit = pickle.loads(Path(request).read_bytes())
     try:

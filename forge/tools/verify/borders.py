@@ -176,12 +176,15 @@ class _Microbatch:
 
 
 def call_of(name: str) -> str:
-    """Return the name of the input border for the output border `name`. All outputs of a call share one input."""
+    """Return the name of the recorded input that belongs to the recorded output `name`: `name` without output index.
+
+    All outputs of a call share one input.
+    """
     return re.sub(r"\[\d+\]", "", name)
 
 
 def parent_of(name: str) -> str:
-    """Return the name of the enclosing module's input, for the same call as border `name`; "" for a top-level module."""
+    """Return the enclosing module's name, with the call number of the border name `name`; "" for a top-level module."""
     module, call, number = name.partition(" (call ")
     parent = module.rpartition(".")[0]
     return parent + call + number if parent else ""

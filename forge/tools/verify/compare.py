@@ -60,8 +60,8 @@ class Comparison:
 
     differences: one per tensor above the tolerance. largest: kind -> largest difference. compared: number of tensors.
     counted: (step, tensor) -> number of its elements on the ranks, without copies.
-    index_sums: (step, tensor) -> sum of the flat indices of these elements. It reveals a missing element if a duplicate
-    of another element makes the count right.
+    index_sums: (step, tensor) -> sum of the flat indices of these elements. The sum reveals a missing element if a
+    duplicate of another element makes the count right.
     unplaced: names of tensors excluded from the comparison: activations whose place in the global tensor is unknown, and
     hooks' curves that differ between runs.
     """
@@ -115,8 +115,8 @@ def compare_rank(
 def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, TensorKey], int]) -> Comparison:
     """Merge the comparisons of all ranks. For each tensor, keep the rank with the largest difference.
 
-    expected: the result of `elements`. A tensor with an element on no rank counts as different. This check leaves out kinds
-    outside of COMPLETE, because some layouts lack some borders, and kinds that no rank has recorded.
+    expected: the result of `elements`. A tensor with an element on no rank counts as different. This check
+    covers only kinds in COMPLETE that some rank has recorded: layouts may lack inputs and outputs of modules.
     """
     result = Comparison()
     worst: dict[tuple[int, str, str], Difference] = {}
@@ -160,7 +160,10 @@ def elements(reference: WholeRecord) -> dict[tuple[int, TensorKey], int]:
 def _held(
     whole: dict[TensorKey, Tensor], step: RankStep, result: Comparison
 ) -> dict[TensorKey, list[TensorPiece]]:
-    """Return all pieces of a step on one rank, including borders. Add borders of undetermined place to `result.unplaced`."""
+    """Return all pieces of a step on one rank, including module inputs and outputs.
+
+    Add the names of inputs and outputs whose place in the global tensor is unknown to `result.unplaced`.
+    """
     held: dict[TensorKey, list[TensorPiece]] = defaultdict(list, step.pieces)
     for one in step.seen:
         key = ("output" if one.output else "input", one.name)

@@ -106,9 +106,9 @@ def _curve(found: list[Difference]) -> Finding:
 
 
 def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Finding:
-    """Return the first differing border in computation order.
+    """Find the first differing module input or output in computation order, and return its module as the origin.
 
-    If the input of its module differs, too, search the enclosing modules, from the inside out, for the origin.
+    If the input of this module differs, search the enclosing modules, from the inside out, for the origin.
     """
     places = {name: number for number, name in enumerate(order)}
     outputs = {one.name: one for one in by_kind.get("output", ())}

@@ -23,7 +23,7 @@ from forge.tools.verify.record import Settings, record_on_rank
 from forge.tools.verify.run import Outcome, drop_unsteady, outcome_of
 from forge.tools.verify.shrink import for_layout, shrink
 
-# Sections of the configuration without influence on the result of a step. Digests may be from other values.
+# Sections of the configuration without influence on the result of a step. They may differ from those of the digests.
 _HOW = ("parallel", "pipeline", "activation_checkpoint")
 
 

@@ -312,7 +312,7 @@ class _ModuleRun:
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Yield (name, parameter, parameter) for all trained parameters: the argument `tensors` of `_pieces`."""
+        """Yield (name, parameter, parameter) for all trained parameters, as the argument `tensors` of `_pieces`."""
         for part in self.done.parts:
             for name, parameter in part.named_parameters():
                 if parameter.requires_grad:
@@ -366,8 +366,8 @@ class _ModuleRun:
 def _of_batch(seen: Sequence[Seen], rows: int) -> list[Seen]:
     """Return `seen` without warm-up calls, without wrappers in the names, and with `Seen.row` filled in.
 
-    rows: number of this rank's sequences. Before the first step, PyTorch's pipelines infer shapes with an extra forward. If a
-    border has more than `rows` sequences, its first ones belong to such warm-up calls.
+    rows: number of this rank's sequences. Before the first step, PyTorch's pipelines infer shapes with an extra forward. If
+    more than `rows` sequences are recorded for a module, the first sequences belong to such warm-up calls.
     """
     found: list[Seen] = []
     extra = Counter({key: -rows for key in ((one.name, one.output) for one in seen)})

@@ -22,7 +22,7 @@ TensorKey: TypeAlias = tuple[str, str]
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The local `values` at `place` of a global tensor. counted: True on exactly one of the ranks holding a copy."""
+    """The local `values` at `place` of a global tensor. counted: True on exactly one rank among those holding a copy."""
 
     values: Tensor
     place: TensorPlace

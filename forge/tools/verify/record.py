@@ -67,7 +67,7 @@ def own_optimizer(shards: list[Shard], config: Config, group: Any) -> Optimizer:
 
 @dataclass(frozen=True)
 class Settings:
-    """How to make the steps, on every layout and in the reference. Picklable.
+    """Options of the recorded steps, for every layout and for the reference. Picklable.
 
     borders: record module inputs and outputs. uneven: exclude different numbers of tokens of each sequence from the loss, so
     that valid tokens differ between ranks. held_out: evaluate and generate after the first step.

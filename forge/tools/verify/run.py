@@ -126,8 +126,8 @@ class Verifier:
     def check(self, case: Case) -> Outcome:
         """Return the result of the legal layout `case`. Repeated calls return the first result.
 
-        The layout also loads the checkpoint of another layout: the latest one on several processes whose result was equal.
-        Before there is one, it loads the reference's checkpoint.
+        The layout also loads another layout's checkpoint: that of the latest multi-process layout with an equal result.
+        Until such a layout exists, the reference's checkpoint is loaded.
         """
         if case not in self._known:
             self._known[case] = self._run(case, self.other, keep=True)
@@ -170,7 +170,7 @@ class Verifier:
     def reduce(self, worst: Outcome, time_left: Callable[[], float]) -> Outcome:
         """Remove options and degrees from the layout of `worst` one by one, as long as the status stays the same.
 
-        Return the result of the smallest layout found, or of the best so far when `time_left()` is not positive.
+        Return the result of the smallest layout found. Stop early when `time_left()` is not positive.
         """
         smallest, other, again = worst, worst.other, True
         loads = worst.finding is not None and worst.finding.difference.kind in ("loaded", "continued")

@@ -301,7 +301,8 @@ def _training(config: Config) -> dict[str, Any]:
 def _phases(config: Config, seq_len: int) -> list[dict[str, Any]]:
     """Return the phases with batch sizes and lengths scaled to the small configuration.
 
-    A value below, equal to or above the configuration's own becomes half, equal to or twice the small value.
+    A phase's value that equals the configuration's value becomes the small value. A lower value becomes half the small
+    value. A higher value becomes twice the small value, except for lengths.
     """
     found = []
     for phase in config.phase:
