@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._inductor import config as inductor
 from torch.utils._pytree import tree_leaves
 
 from forge.hook import Hook
@@ -55,6 +56,11 @@ def install_fla() -> None:
     """Let the run import flash-linear-attention, which `make simgpu` installs apart: other runs use forge's own products."""
     sys.path.insert(0, str(Path(sys.prefix) / "fla"))
     fused_delta_rule.INSTALLED = True
+
+
+def use_cuda_graphs() -> None:
+    """Let Inductor capture each compiled function as a CUDA graph (docs/internals/notes/cuda-graphs.md)."""
+    inductor.triton.cudagraphs = True
 
 
 def log_order_of_even_experts() -> None:

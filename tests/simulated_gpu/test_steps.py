@@ -19,10 +19,12 @@ pytestmark = simulated_gpu
 GOLDEN = Path(__file__).with_name("golden.json")
 
 
-def counted(folder: Path, options: list[str], world: int) -> dict[str, Any]:
+def counted(
+    folder: Path, options: list[str], world: int, patch: str = "log_order_of_even_experts"
+) -> dict[str, Any]:
     """Train the variant's model for four steps on `world` simulated GPUs; return rank 0's counts."""
     run = Run(folder, *options, base=variants.BASE)
-    codes = run.start(world=world, patch="tests.simulated_gpu.patches:log_order_of_even_experts").join()
+    codes = run.start(world=world, patch=f"tests.simulated_gpu.patches:{patch}").join()
     assert codes == [0] * world, run.output()[-4000:]
     return counting.read(run.path)
 
@@ -51,6 +53,12 @@ def test_a_step_on_one_gpu(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", variants.COMPILED)
 def test_a_compiled_step_on_one_gpu(name: str, tmp_path: Path) -> None:
     check(name, counted(tmp_path, variants.COMPILED[name], 1))
+
+
+@pytest.mark.slow
+def test_a_compiled_step_in_cuda_graphs(tmp_path: Path) -> None:
+    options = variants.COMPILED["compiled"]
+    check("compiled, in CUDA graphs", counted(tmp_path, options, 1, patch="use_cuda_graphs"))
 
 
 @pytest.mark.parametrize("name", variants.FOUR)

@@ -8,6 +8,7 @@
 #include <dlfcn.h>
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -137,11 +138,32 @@ cudaError_t make(Handle* handle) {
   return cudaSuccess;
 }
 
+// A CUDA graph: only the number of its launches. The thread that captures a graph captures on all of its streams.
+struct Graph {
+  size_t launches = 0;
+  unsigned long long id = 0;
+};
+thread_local Graph* captured = nullptr;
+
+// A launch during a capture belongs to the graph, whose own launch is counted later.
+void count_kernel(const char* name) {
+  if (captured) {
+    captured->launches++;
+    return;
+  }
+  Lock lock(state().mutex);
+  state().kernels[name]++;
+}
+
 cudaError_t launched(const void* function) {
   Lock lock(state().mutex);
   auto name = state().kernel_names.find(function);
-  state().kernels[name == state().kernel_names.end() ? "unnamed" : name->second]++;
+  count_kernel(name == state().kernel_names.end() ? "unnamed" : name->second.c_str());
   return cudaSuccess;
+}
+
+cudaStreamCaptureStatus capture_status() {
+  return captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
 }
 
 int attribute(int which) {
@@ -184,10 +206,7 @@ CUresult primary_context(CUdevice, unsigned* flags, int* active) {
 
 }  // namespace
 
-SIMGPU_EXPORT void simgpu_count_kernel(const char* name) {
-  Lock lock(state().mutex);
-  state().kernels[name]++;
-}
+SIMGPU_EXPORT void simgpu_count_kernel(const char* name) { count_kernel(name); }
 
 SIMGPU_EXPORT void simgpu_count_call(const char* name) {
   Lock lock(state().mutex);
@@ -332,15 +351,6 @@ API cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   return logged("wait", event, stream);
 }
 API cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return cudaSuccess; }
-API cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) { *status = cudaStreamCaptureStatusNone; return cudaSuccess; }
-API cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*,
-                             const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t* count) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
-  if (count) *count = 0;
-  return cudaSuccess;
-}
-API cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 API cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call, void* data, unsigned) {
   call(stream, cudaSuccess, data);
   return cudaSuccess;
@@ -357,6 +367,41 @@ API cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
 API cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
 API cudaEventSynchronize(cudaEvent_t event) { return synchronized("event", event); }
 API cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) { *milliseconds = 1; return cudaSuccess; }
+
+// Graphs
+API cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) { *status = capture_status(); return cudaSuccess; }
+API cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t* graph,
+                             const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t* count) {
+  *status = capture_status();
+  if (id) *id = captured ? captured->id : 0;
+  if (graph) *graph = reinterpret_cast<cudaGraph_t>(captured);
+  if (count) *count = 0;
+  return cudaSuccess;
+}
+API cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+API cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+  static std::atomic<unsigned long long> last{0};
+  captured = new Graph{0, ++last};
+  return cudaSuccess;
+}
+API cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
+  simgpu_count_call("capture");
+  *graph = reinterpret_cast<cudaGraph_t>(captured);
+  captured = nullptr;
+  return cudaSuccess;
+}
+API cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
+  *count = reinterpret_cast<Graph*>(graph)->launches;
+  return cudaSuccess;
+}
+API cudaGraphInstantiateWithFlags(cudaGraphExec_t* ready, cudaGraph_t graph, unsigned long long) {
+  *ready = reinterpret_cast<cudaGraphExec_t>(new Graph(*reinterpret_cast<Graph*>(graph)));
+  return cudaSuccess;
+}
+API cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { count_kernel("CUDA graph"); return cudaSuccess; }
+API cudaGraphDestroy(cudaGraph_t graph) { delete reinterpret_cast<Graph*>(graph); return cudaSuccess; }
+API cudaGraphExecDestroy(cudaGraphExec_t ready) { delete reinterpret_cast<Graph*>(ready); return cudaSuccess; }
+API cudaGraphRetainUserObject(cudaGraph_t, cudaUserObject_t, unsigned, unsigned) { return cudaSuccess; }
 
 // Errors: there are none.
 API cudaGetLastError() { return cudaSuccess; }
