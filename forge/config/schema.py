@@ -189,11 +189,11 @@ class Checkpoint(Section):
     """Folder on each node for local states; the last two are kept. The folder is private to the user (mode 0700) and
     must be new, empty, or made by forge. Empty: /dev/shm/forge-UID, in memory."""
     peers: Annotated[Count, LOCAL] = 1
-    """Number of other nodes with a copy of a node's part of a local state."""
+    """Number of other nodes that store a copy of each node's files of a local state."""
     resume: Text = "auto"
-    """`auto`: resume from the newest valid checkpoint of this run, if any. `none`: start a new history. Any other
-    value: the checkpoint to resume from. `none` and a checkpoint apply once: when the command is repeated, the run
-    continues the history begun by them."""
+    """`auto`: resume from the newest valid checkpoint of this run, if any. `none`: start a new history at step 0. Any
+    other value: the checkpoint to resume from. `none` and a checkpoint apply only to the first start: if the command is
+    repeated, the run resumes from its own newest checkpoint."""
     init: str = ""
     """Checkpoint or imported folder with the initial weights for a new training history. Empty: random weights."""
     init_changes: Annotated[ListOf[Text], unused_if("checkpoint.init", "")] = ()
@@ -312,7 +312,8 @@ class Resilience(Section):
     spike_threshold: PositiveNumber = 10.0
     """Distance above the median, in standard deviations (robustly estimated from the window), that counts as a spike."""
     spike_window: Positive = 128
-    """Number of previous steps for the median loss and gradient norm. No spike is reported before half of these steps."""
+    """Number of previous steps for the medians of loss and gradient norm. No spike is reported before half of these
+    steps."""
     check_replicas: bool = True
     """Before each save, compare digests of replicated tensors between ranks. If digests differ, nothing is saved and
     the run rolls back, without skipping data."""

@@ -89,7 +89,8 @@ class _Redacting(logging.Formatter):
 class _Dated(_Redacting):
     """A formatter with the local time and its offset from UTC, so logs of different nodes can be compared.
 
-    `mark` is the record's cause, for programs: `[killed]`, or `[killed:2,3]` with ranks; empty without a cause.
+    For programs, the field `mark` holds the record's cause: `[killed]`, or `[killed:2,3]` with ranks; empty without a
+    cause.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:

@@ -1,4 +1,5 @@
-"""Monitors: statistics of a step inside the model: a few numbers per layer and per matrix, equal in all layouts.
+"""Monitors: statistics inside the model during a step. They are a few numbers per layer and matrix, equal in all
+layouts.
 
 Every number is a sum, a count or a maximum over this rank's data, so the ranks' numbers combine to those of one
 process. A mean is a sum divided by a count, both summed over ranks, so duplicated work cancels out. All numbers are in
@@ -127,7 +128,7 @@ class Monitors:
             )
 
     def before_update(self, shards: Sequence[Shard]) -> None:
-        """Copy the parameters before the update. The step's activations are already freed."""
+        """Copy the parameters before the update. The copies fit, because the step's activations are already freed."""
         if "updates" in self._chosen:
             self._before = [(shard, shard.data.clone()) for shard in _counted(shards)]
 

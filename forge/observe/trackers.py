@@ -202,7 +202,8 @@ class Tracker:
             self._open, record = False, None
         if record is None:
             last = -1
-        # Recorded steps are not sent again, since equal steps have equal numbers. Points unsent at a kill are sent now.
+        # Recorded steps are not sent again, because a repeated step gives the same numbers. Points not sent before a
+        # kill are sent now.
         self._record, self._last, self._known = record, last, last
         for at, values in self._history():
             if at <= step:
