@@ -36,10 +36,10 @@ class Box:
 class Rates:
     """Factors for one parameter.
 
-    lr: factor of the learning rate for elementwise updates. orthogonal: the same for orthogonalised updates. Weight
-    decay is divided by the factor in use. eps: factor of the optimizer's epsilon. forge/parallel/parametrization.py
-    sets lr, orthogonal and eps. scale: factor of the learning rate for both update and weight decay, from
-    optimizer.groups.
+    lr: factor of the learning rate for elementwise updates. orthogonal: factor of the learning rate for orthogonalised
+    updates. Weight decay is divided by whichever of these two factors applies. eps: factor of the optimizer's epsilon.
+    forge/parallel/parametrization.py sets lr, orthogonal and eps. scale: factor of the learning rate for both update
+    and weight decay, from optimizer.groups.
     """
 
     lr: float = 1.0

@@ -72,9 +72,9 @@ class Parallel(Section):
     ep: Annotated[Positive, NO_EXPERTS] = 1
     """Expert parallelism: number of ranks splitting the experts of a layer. Must divide dp_shard * cp * tp."""
     ep_node_size: Annotated[Literal["auto"] | Positive, unused_if("parallel.ep", 1)] = "auto"
-    """With ep: number of ep ranks on one node; must divide ep. If ep is larger, a token is sent to each node at most
-    once, even if several of the token's experts are on this node. auto: the number of processes per node, if it divides
-    ep."""
+    """With ep: number of ep ranks on one node; must divide ep. If ep is larger than this number, a token is sent to
+    each node at most once, even if several of the token's experts are on the node. auto: the number of processes per
+    node, if it divides ep."""
     sequence_parallel: Annotated[bool, WITH_TP] = True
     """With tp: shard the norms' inputs and the residual stream along the sequence."""
     loss_parallel: Annotated[bool, WITH_TP] = True

@@ -1,5 +1,4 @@
-"""Monitors: statistics inside the model during a step. They are a few numbers per layer and matrix, equal in all
-layouts.
+"""Monitors: a few statistics of a step for each layer and matrix, equal in all layouts.
 
 Every number is a sum, a count or a maximum over this rank's data, so the ranks' numbers combine to those of one
 process. A mean is a sum divided by a count, both summed over ranks, so duplicated work cancels out. All numbers are in
@@ -51,10 +50,10 @@ def is_monitored(config: Metrics, step: int) -> bool:
 class Monitors:
     """The monitors `chosen` of a model. Each monitored step starts with `begin`.
 
-    parts, shards: the pipeline stages and shards of this rank. names: the parameters of the whole model. n_layers:
-    number of layers of the whole model. units: the largest number of units of a feed-forward. world: (this rank, number
-    of ranks). tp: (rank, number of ranks) within tensor parallelism. compiled: blocks are compiled; attention and
-    feed-forward units are inside the graphs and are not measured.
+    parts: this rank's pipeline stages. names: the parameters of the whole model. n_layers: number of layers of the
+    whole model. units: the largest number of units of a feed-forward. world: (this rank, number of ranks). tp: (rank,
+    number of ranks) within tensor parallelism. compiled: blocks are compiled; attention and feed-forward units are
+    inside the graphs and are not measured.
     """
 
     def __init__(
