@@ -75,8 +75,8 @@ class Data(Section):
     validation: Annotated[ListOf[ValidationConfig], unused_if("evaluate.interval", 0)] = ()
     """Held-out data, evaluated every evaluate.interval steps. []: no evaluation."""
     mixture_block: Annotated[int, Ge(1), Le(1_000_000), MIXTURE] = 1024
-    """Number of samples per mixture block. Within each block, the number of samples from each source matches its
-    weight, up to rounding. One block is held in memory."""
+    """Number of samples per mixture block. Within each block, the number of samples from each source matches the
+    source's weight, up to rounding. One block is held in memory."""
     prefetch: Positive = 2
     """Number of batches to read ahead of training."""
     temperature: Annotated[NonNegativeNumber, MIXTURE] = 0.0

@@ -74,7 +74,7 @@ class Parallel(Section):
     ep_node_size: Annotated[Literal["auto"] | Positive, unused_if("parallel.ep", 1)] = "auto"
     """With ep: number of ep ranks on one node; must divide ep. If ep is larger than this number, a token is sent to
     each node at most once, even if several of the token's experts are on the node. auto: the number of processes per
-    node, if it divides ep."""
+    node, if that number divides ep."""
     sequence_parallel: Annotated[bool, WITH_TP] = True
     """With tp: shard the norms' inputs and the residual stream along the sequence."""
     loss_parallel: Annotated[bool, WITH_TP] = True

@@ -123,7 +123,7 @@ class ScheduleConfig(Section):
     warmup_steps: Count | None = Field(
         default=None, json_schema_extra={"default": "1% of train.steps, at most 2000"}
     )
-    """Steps of linear warmup to the peak. A run shorter than the warmup ends during it."""
+    """Steps of linear warmup to the peak. A run shorter than the warmup ends during the warmup."""
     decay_fraction: Annotated[Share, WSD] = 0.2
     """wsd: length of the final decay as a fraction of train.steps."""
     decay_shape: Annotated[Literal["linear", "cosine", "sqrt"], WSD] = "linear"
@@ -134,8 +134,8 @@ class ScheduleConfig(Section):
     """Unit of warmup, plateau and decay, if phases change the step size. tokens: warmup_steps counts steps of the size
     in [train]."""
     lr_rule: Annotated[Literal["none", "sqrt", "linear"], PHASES] = "none"
-    """How the learning rate follows batch sizes changed by phases: multiply it by (batch size /
-    train.global_batch_size) to the power of 0 (none), 1/2 (sqrt) or 1 (linear)."""
+    """Factor on the learning rate if phases change the batch size, with r = batch size / train.global_batch_size. none:
+    1. sqrt: the square root of r. linear: r."""
 
 
 class Train(Section):
@@ -322,8 +322,8 @@ class Resilience(Section):
     straggler_factor: Annotated[float, Gt(1), STRAGGLERS] = 1.3
     """Report a rank that lengthens steps by this factor and by at least 10 ms."""
     drain_stragglers: Annotated[Count, STRAGGLERS] = 0
-    """Elastic runs: after this number of consecutive straggler reports for a rank, its node leaves the run, if enough
-    nodes remain. 0: never."""
+    """Elastic runs: after this number of consecutive straggler reports for a rank, the rank's node leaves the run, if
+    enough nodes remain. 0: never."""
 
 
 class Config(Section):

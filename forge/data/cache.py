@@ -54,8 +54,8 @@ def default_folder() -> Path:
 class BlockCache:
     """A cache of blocks in `folder`, of at most `gib` GiB, plus one block for each fetching thread.
 
-    Safe for threads and processes. Raises UserError if the folder cannot be used, or if another process uses it with
-    another limit.
+    Safe for threads and processes. Raises UserError if the folder cannot be used, or if another process uses the folder
+    with another limit.
     """
 
     def __init__(self, folder: Path | None = None, gib: float = 16.0):

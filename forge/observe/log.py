@@ -26,8 +26,8 @@ def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
     """Send log messages to stderr and to `folder`/rank-R.log. A repeated call replaces the earlier set-up.
 
     forge's own messages are logged from INFO up, other packages' messages and Python's warnings from WARNING up. Rank 0
-    prints all of them to stderr; other ranks print only errors, with their rank. A slow reader of stderr does not delay
-    messages. One warning is logged if the folder is not writable.
+    prints all of them to stderr; other ranks print only errors, with their rank. A stuck reader of stderr does not
+    block this process. One warning is logged if the folder is not writable.
 
     live: on a terminal, rank 0 keeps a live view below its messages.
     """

@@ -156,8 +156,8 @@ class Tracker:
     def discard_after(self, step: int, history_ends: bool) -> None:
         """Continue the record after `step`, because the run restarts there.
 
-        history_ends: steps after `step` may now differ from the recorded ones. If the record already has such steps, it
-        is marked as superseded, and a new record begins.
+        history_ends: the repeated steps may differ from the recorded steps. If the record already has steps after
+        `step`, the record is marked as superseded, and a new record begins.
         """
         self._do(lambda: self._restart(step, history_ends))
 

@@ -84,7 +84,7 @@ class CrashReporter:
         self._reporter.ended("failed", *found)
 
     def once(self, work: Callable[[], None], patience_s: float) -> None:
-        """Call `work` on the first rank to call `once`. The others wait for its end, at most `patience_s` seconds."""
+        """Call `work` on the first rank to call `once`. Other ranks wait for its end, at most `patience_s` seconds."""
         self._roll_call.once(work, patience_s)
 
     def _find_first(self, own: Alarm, quiet_s: float) -> Alarm:

@@ -76,7 +76,7 @@ def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
 
 
 def origin_of(config: Config) -> Origin:
-    """Return the origin of a new history with `config`. Its `step` is 0 until the checkpoint has been read."""
+    """Return the origin of a new history with `config`. The origin's `step` is 0 until the checkpoint has been read."""
     resume, init = config.checkpoint.resume, config.checkpoint.init
     if resume in ("auto", "none"):
         return Origin(resume, init)

@@ -85,9 +85,9 @@ def choose_gloo_interface(
 ) -> None:
     """Set GLOO_SOCKET_IFNAME if Gloo would publish an address unreachable from other nodes.
 
-    Call on every rank. Gloo listens on the address of the node's own name, and Debian's /etc/hosts maps this name to
-    127.0.1.1. In such a case, use the interface with the route to `meeting_host` or, on `meeting_host` itself, to the
-    last rank's node.
+    Call on every rank. Gloo listens on the address of the node's own name, and e.g. Debian's /etc/hosts maps this name
+    to 127.0.1.1. The chosen interface has the route to `meeting_host`; on `meeting_host` itself, the route to the last
+    rank's node.
     """
     if rank == size - 1:
         store.set("address-of-the-last-rank", _own_address(meeting_host))
