@@ -31,8 +31,8 @@ Ranges = tuple[tuple[int, int], ...]
 class Segment:
     """A mixture of sources: `weights` apply from global sample `start` on, in shuffled blocks of `block` samples.
 
-    drawn: number of samples of each source before `start`. weights and drawn have one entry for each source of the
-    history so far, in the order of first use.
+    drawn: index of each source's next sample at `start`, in the source's own order. weights and drawn have one entry
+    for each source of the history so far, in the order of first use.
     """
 
     start: int

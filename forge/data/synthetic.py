@@ -20,9 +20,9 @@ class SyntheticSource:
         uniform  ln(vocab_size)      loss of an untrained model
         unigram  H(J) + 2 ln 2 = 2.7 loss after some steps
         rate     ln 2 + H(J)/2 = 1.4 the lowest possible loss
-    They are a little lower for small vocabularies. Every block of 1024 tokens starts with a jump and depends only on
-    (seed, block), so any part of the stream is computed without the parts before it. One jump in 64 begins a document,
-    and documents have 128 tokens on average.
+    The last two are a little lower for small vocabularies. Every block of 1024 tokens starts with a jump and depends
+    only on (seed, block), so any part of the stream is computed without the parts before it. One jump in 64 begins a
+    document, and documents have 128 tokens on average.
     """
 
     name = "synthetic"
