@@ -26,7 +26,7 @@ def load_fields(
     - expert_dropped: fraction of choices dropped.
 
     Fields for each layer, in `routers`: load_max, load_min, bias_min, bias_max, and load_entropy (1: even, 0: one expert
-    gets all tokens). With `counts`, also the number of tokens of each expert.
+    gets all tokens). With `counts`, also `counts`: the number of tokens of each expert.
     """
     rows = np.asarray(values).reshape(len(layers), -1)
     n_experts = moe.n_experts
