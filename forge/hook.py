@@ -16,7 +16,7 @@ A hook may:
 - Use collectives, on all ranks in the same order. So decide by values equal on all ranks: the step, the config, a
   `StepResult`.
 - Write files, on the first rank only (`trainer.reporter.world.rank == 0`). `trainer.metrics.scalars` checks the rank
-itself.
+  itself.
 - Request the end of the run, on any rank: `trainer.request_stop(reason)`. All ranks make one more step, save, and stop.
 - Raise an exception: the run fails, and the message names the hook.
 

@@ -34,12 +34,12 @@ class Box:
 
 @dataclass(frozen=True)
 class Rates:
-    """Factors for one parameter.
+    """Factors for the updates of one parameter.
 
-    lr: factor of the learning rate for elementwise updates. orthogonal: the same for orthogonalised updates. Weight
-    decay is divided by the factor in use. eps: factor of the optimizer's epsilon. forge/parallel/parametrization.py
-    sets lr, orthogonal and eps. scale: factor of the learning rate for both update and weight decay, from
-    optimizer.groups.
+    lr, orthogonal: factor on the learning rate of elementwise and of orthogonalised updates. Weight decay is divided by
+    the same factor.
+    eps: factor on the optimizer's epsilon. forge/parallel/parametrization.py sets lr, orthogonal and eps.
+    scale: factor on the learning rate of both update and weight decay, from optimizer.groups.
     """
 
     lr: float = 1.0

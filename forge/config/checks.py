@@ -1,7 +1,7 @@
 """Invalid combinations of keys.
 
-Each check yields problems: `model.n_kv_heads = 3: must divide model.n_heads = 8; use one of 1, 2, 4, 8`. A key unused
-by the chosen options may have any valid value, so a check first tests whether its keys are used.
+Each check yields `Problem`s, e.g. `model.n_kv_heads = 3: must divide model.n_heads = 8; use one of 1, 2, 4, 8`. Checks
+ignore keys without effect under the chosen options: these may have any valid value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check(config: Config) -> list[Problem]:
 
 
 def _each_phase(config: Config) -> Iterator[Problem]:
-    """Check the rules on step sizes with the sizes of each phase; yield the violations."""
+    """Yield the rules violated by the batch size or sequence length of each phase."""
     for number, variant in variants(config):
         yield from with_values(
             (*_tensor(variant), *check_float8(variant), *_others(variant)), variant, number

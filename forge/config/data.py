@@ -75,10 +75,10 @@ class Data(Section):
     validation: Annotated[ListOf[ValidationConfig], unused_if("evaluate.interval", 0)] = ()
     """Held-out data, evaluated every evaluate.interval steps. []: no evaluation."""
     mixture_block: Annotated[int, Ge(1), Le(1_000_000), MIXTURE] = 1024
-    """Number of samples in a block of the mixture. Each block has exactly the proportions of the sources, rounded to
-    samples. One block is held in memory."""
+    """Number of samples per mixture block. Within each block, the number of samples from each source matches the
+    source's weight, up to rounding. One block is held in memory."""
     prefetch: Positive = 2
-    """Number of steps to read batches ahead of training."""
+    """Number of batches to read ahead of training."""
     temperature: Annotated[NonNegativeNumber, MIXTURE] = 0.0
     """Multiply each source's weight by (number of its samples)^(1 / temperature). 1: shares proportional to size; above
     1: closer to equal shares. 0: use the weights alone."""

@@ -26,7 +26,11 @@ from forge.runtime.errors import nearest
 
 @dataclass
 class Values:
-    """Values as read, before validation, with their origin: the file `source`, or an override."""
+    """Unvalidated values and their origins.
+
+    tree: nested tables. source: name of the file that was read. overridden: paths set on the command line. schema: the
+    schema for validation.
+    """
 
     tree: dict[str, Any]
     source: str = ""
@@ -81,9 +85,10 @@ def explain(error: ValidationError, values: Values) -> dict[KeyPath, Problem | N
 
 
 def _locate(location: KeyPath, table: type[Section]) -> tuple[KeyPath, type[Section], FieldInfo | None]:
-    """Return the path of the key at fault, its section class, and its field (None for an unknown key).
+    """Return (path of the invalid key, its section class, its field). The field of an unknown key is None.
 
-    For an error inside a value, e.g. in an item of a list, the path is that of the whole value.
+    location: pydantic's path of the error. It may lead into a value, e.g. to an item of a list. The returned path ends
+    at the key.
     """
     for depth, part in enumerate(location, start=1):
         if isinstance(part, int):

@@ -48,7 +48,7 @@ class _Unchecked(Section):
 
 
 def schema_for(tree: dict[str, Any], import_classes: bool) -> tuple[type[Config], str | None]:
-    """Return the schema of the configuration `tree`, and the error in its optimizer class, if any.
+    """Return the schema of the configuration `tree`, and the error in the optimizer class, if any.
 
     An optimizer named by import path adds its table of keys to [optimizer]. If the optimizer's class is invalid, or
     `import_classes` is false, the table is accepted unchecked.

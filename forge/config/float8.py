@@ -43,7 +43,8 @@ def check_float8(config: Config) -> Iterator[Problem]:
 def _blocks_of_tokens(config: Config, block: int) -> Iterator[Problem]:
     """Yield a problem unless each rank has whole blocks of tokens. A block shared by two ranks would have two scales."""
     parallel, seq_len = config.parallel, config.train.seq_len
-    # Context parallelism distributes 2 * cp chunks. Latent attention computes products on pieces of the sequence.
+    # Context parallelism distributes 2 * cp chunks of a sequence. With sequence parallelism, latent attention computes
+    # on the sequence shards of the tp ranks.
     chunks = 2 * parallel.cp if parallel.cp > 1 else 1
     pieces = parallel.tp if config.model.latent is not None and parallel.sequence_parallel else 1
     parts = lcm(chunks, parallel.cp * pieces)
@@ -57,8 +58,9 @@ def _blocks_of_tokens(config: Config, block: int) -> Iterator[Problem]:
 def _partial_gradients(config: Config) -> Iterator[Problem]:
     """Yield a problem for context parallelism with latent attention in float8, unless "*.wkv_b" is excluded.
 
-    Every cp rank expands all gathered latents with wkv_b. In backward, each rank has only a partial sum of the gradient of
-    these keys and values. Quantising partial sums differs from quantising their total, so numbers would depend on cp.
+    Every cp rank expands all gathered latents to keys and values with wkv_b. In backward, each rank has only a partial
+    sum of the gradient of these keys and values. Quantising partial sums differs from quantising their total, so
+    results would depend on cp.
     """
     excluded = any(fnmatchcase("layers.0.attention.wkv_b", p) for p in config.precision.float8_exclude)
     if config.parallel.cp > 1 and config.model.latent is not None and not excluded:

@@ -19,7 +19,7 @@ from forge.config.section import Phrase, Section
 from forge.runtime.errors import redact, redact_all
 
 BOUNDS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
-# `to_toml` splits a longer list into one item per line.
+# In characters. `to_toml` writes a longer list with one item per line.
 LINE_WIDTH = 100
 
 
@@ -61,7 +61,7 @@ def describe(name: str, field: FieldInfo) -> Key:
 
 @cache
 def sections(schema: type[Config] = Config) -> dict[str, type[Section]]:
-    """Return dotted section name -> section class: parents before children, in schema order, then `lists`."""
+    """Return dotted section name -> section class, in schema order, parents before children, followed by `lists`."""
     found: dict[str, type[Section]] = {}
 
     def walk(parent: type[Section], prefix: str) -> None:
@@ -108,7 +108,7 @@ def value_at(tree: Any, path: Iterable[Any]) -> Any:
 
 
 def tables(config: Config) -> dict[str, dict[str, Any]]:
-    """Return dotted section name -> {key: TOML value}, in schema order, without absent sections."""
+    """Return dotted section name -> {key: TOML value}, in schema order, without absent sections and without `lists`."""
     tree, found = config.model_dump(mode="json"), dict(sections(type(config)))
     for name in lists(type(config)):
         del found[name]
@@ -234,7 +234,7 @@ def _is_section(part: Any) -> bool:
 try:
     from tomli import loads
 except ModuleNotFoundError:
-    from tomllib import loads  # the same code, in Python since 3.11
+    from tomllib import loads  # the same parser, part of Python since 3.11
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -268,8 +268,8 @@ def to_literal(value: Any) -> str:
 def from_literal(text: str, is_text: bool) -> Any:
     """Return the value of the TOML literal `text`, or `text` itself if it is not a literal.
 
-    is_text: the result must be a string. Raises ValueError if `text` is not valid Unicode. Without `is_text`, it also
-    raises ValueError if `text` begins like a quoted string, list or table but cannot be parsed.
+    is_text: return `text` itself unless it is a string literal. Raises ValueError if `text` is not valid Unicode or,
+    without `is_text`, if `text` begins like a quoted string, list or table but cannot be parsed.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError("not UTF-8 text")

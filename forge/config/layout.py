@@ -26,7 +26,7 @@ from forge.config.section import (
 
 TensorStyle = Literal["colwise", "rowwise", "colwise_rep", "rowwise_rep", "sequence_parallel"]
 TENSOR_STYLES: tuple[str, ...] = get_args(TensorStyle)
-# Only keys without influence on the training results.
+# Fallbacks may set only these keys, because they do not change the training results.
 Override = Annotated[
     str,
     StringConstraints(
@@ -53,8 +53,8 @@ class Parallel(Section):
     """Degrees of parallelism. The world size is pp * dp_replicate * dp_shard * cp * tp."""
 
     data_parallel: Literal["fsdp2", "zero2", "zero1", "ddp"] = "fsdp2"
-    """Data-parallel engine, by the sharded state. fsdp2: parameters, gradients and optimizer state; zero2: gradients
-    and optimizer state; zero1: optimizer state; ddp: nothing."""
+    """Data-parallel engine. fsdp2 shards parameters, gradients and optimizer state. zero2 shards gradients and
+    optimizer state. zero1 shards optimizer state. ddp shards nothing."""
     dp_replicate: Positive = 1
     """Number of replicas of the sharded model. Above 1 with fsdp2: HSDP."""
     dp_shard: Literal[-1] | Positive = -1
@@ -72,9 +72,9 @@ class Parallel(Section):
     ep: Annotated[Positive, NO_EXPERTS] = 1
     """Expert parallelism: number of ranks splitting the experts of a layer. Must divide dp_shard * cp * tp."""
     ep_node_size: Annotated[Literal["auto"] | Positive, unused_if("parallel.ep", 1)] = "auto"
-    """With ep: number of ep ranks on one node; must divide ep. If ep is larger, a token is sent to each node at most
-    once, even if several of the token's experts are on this node. auto: the number of processes per node, if it divides
-    ep."""
+    """With ep: number of ep ranks on one node; must divide ep. If ep is larger than this number, a token is sent to
+    each node at most once, even if several of the token's experts are on the node. auto: the number of processes per
+    node, if that number divides ep."""
     sequence_parallel: Annotated[bool, WITH_TP] = True
     """With tp: shard the norms' inputs and the residual stream along the sequence."""
     loss_parallel: Annotated[bool, WITH_TP] = True
@@ -94,14 +94,14 @@ class Parallel(Section):
     reshard_after_forward: Annotated[
         Literal["auto", "always", "never"] | Positive, used_if("parallel.data_parallel", "fsdp2")
     ] = "auto"
-    """fsdp2: free gathered parameters after forward. auto: yes, except in a pipeline. never: keep parameters gathered
-    until the end of the step. A number: after forward, keep parameters sharded over this number of ranks; experts are
-    freed."""
+    """fsdp2: whether to free gathered parameters after forward. always: yes. auto: yes, except in a pipeline. never:
+    keep them until the end of the step. A number: keep parameters sharded over this number of ranks, but free those of
+    experts."""
     shard_optimizer_over: Literal["dp_shard", "dp"] = "dp_shard"
     """zero1, zero2: shard the optimizer state over the ranks of one replica (dp_shard) or of all replicas (dp)."""
     prefetch: Count = 1
     """fsdp2: number of units whose parameters are gathered ahead of the computing unit. 0: PyTorch's default. The other
-    engines ignore this key: they hold full parameters anyway and gather all of them ahead."""
+    engines hold full parameters and ignore this key."""
     defer_gradient_reduction: bool = False
     """fsdp2: reduce gradients once per step instead of once per microbatch. Less communication, but each rank holds
     full gradients."""

@@ -32,7 +32,7 @@ from forge.runtime.errors import UserError, nearest
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 CommandAction = Literal["run", "help", "print_config", "plan"]
-# If several are given, the first in this order is used.
+# If the command line has several of these flags, the first in this order applies.
 ACTIONS: dict[str, CommandAction] = {"--help": "help", "--plan": "plan", "--print-config": "print_config"}
 SWITCHES = (*ACTIONS, "--json", "--search")
 FLAGS = (*SWITCHES, "--config", "--world-size", "--hardware")
@@ -180,7 +180,7 @@ def _validated(values: Values, problems: list[Problem], import_classes: bool = T
 
 
 def examine(values: Values, import_classes: bool = True) -> tuple[Config | None, list[Problem]]:
-    """Return the config, or None if the schema refuses it, and every problem found by the schema and by `check`."""
+    """Return (config, problems found by the schema and by `check`). The config is None if the schema refuses it."""
     config, name = None, ("optimizer", "name")
     refused: dict[KeyPath, Problem | None] = {}
     values.schema, wrong_class = schema_for(values.tree, import_classes)

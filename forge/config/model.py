@@ -42,8 +42,8 @@ class RopeScalingConfig(Section):
     """RoPE scaling for contexts longer than the original training context. Absent: plain RoPE."""
 
     kind: Literal["linear", "llama3", "yarn"]
-    """`linear` divides all frequencies by the factor. `llama3` scales low frequencies. `yarn` interpolates by the
-    number of rotations, and also scales attention."""
+    """`linear` divides all frequencies by the factor. `llama3` scales low frequencies. `yarn` scales each frequency by
+    its number of rotations over the original context, and also scales attention scores."""
     factor: PositiveNumber
     """Length of the new context divided by the original training context."""
     original_max_position: Annotated[Count, unused_if("model.rope_scaling.kind", "linear")] = 0
@@ -101,25 +101,25 @@ class MoEConfig(Section):
     expert_dim: Count = 0
     """Hidden size of an expert. 0: model.ffn_dim."""
     latent_dim: Count = 0
-    """Width of the inputs and outputs of routed experts, and of the rows sent by dispatch. A projection and a norm map
-    each token to this width; another projection maps it back. 0: model.dim, without projections."""
+    """Width of the inputs and outputs of routed experts, also when sent between ranks. A projection and a norm map each
+    token to this width, and another projection maps it back. 0: model.dim, without projections."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     """Function from router logits to scores."""
     normalize_top_k: bool = True
     """Normalize the scores of a token's chosen experts to a sum of 1. No effect with top_k = 1."""
     route_scale: PositiveNumber = 1.0
-    """Factor of the weights of routed experts, applied after normalization."""
+    """Factor on the routing weights of a token's experts, applied after normalization."""
     router_noise: NonNegativeNumber = 0.0
     """Standard deviation of the noise added to router logits in training. With noise, results depend on the layout. 0:
     no noise."""
     capacity_factor: NonNegativeNumber = 0.0
     """Limit on the tokens per expert in training, as a multiple of an expert's equal share of the tokens in a process's
-    microbatch. Tokens with the smallest weights are dropped, so results depend on micro_batch_size, tp and cp.
+    microbatch. Tokens with the smallest routing weights are dropped, so results depend on micro_batch_size, tp and cp.
     Evaluation drops no tokens. 0: no limit."""
     balance: Literal["bias", "quantile", "aux_loss", "sequence_aux_loss", "none"] = "bias"
-    """How expert load is balanced. bias: a bias on expert selection moves by a fixed amount in each step. quantile
-    (Kimi K3): the bias is solved once per step for an even load. aux_loss: a loss over the global batch.
-    sequence_aux_loss: a loss over each sequence. none: no balancing."""
+    """How expert load is balanced. bias: each expert's selection bias changes by a fixed amount in each step. quantile
+    (Kimi K3): each step computes the selection biases that would have given an even load. aux_loss: a loss over the
+    global batch. sequence_aux_loss: a loss over each sequence. none: no balancing."""
     aux_loss_coef: Annotated[NonNegativeNumber, BALANCING_LOSS] = 0.01
     """aux_loss, sequence_aux_loss: weight of the balancing loss."""
     z_loss_coef: NonNegativeNumber = 0.0
@@ -169,8 +169,8 @@ class LinearAttentionConfig(Section):
     """kimi_delta: compute output gates by one full-rank projection (Kimi K3), not by a low-rank pair through
     value_head_dim features."""
     decay_bound: Annotated[NonNegativeNumber, KIMI_DELTA] = 0.0
-    """kimi_delta: compute the decay factor of a token by a sigmoid, with the lower bound exp(-decay_bound); 5 in Kimi
-    K3. 0: by a softplus, without a bound."""
+    """kimi_delta: with a value above 0, compute a token's decay factor by a sigmoid, with the lower bound
+    exp(-decay_bound). Kimi K3 uses 5. 0: compute it by a softplus, without a bound."""
     conv_size: Positive = 4
     """Width in tokens of the convolution of queries, keys and values, including the token itself."""
     chunk_size: Positive = 64
@@ -201,10 +201,10 @@ class ModelConfig(Section):
     these are added to the residual stream. sandwich (Gemma 2): on both."""
     residual: Literal["add", "attention"] = "add"
     """Input of attention and feed-forward. add: the residual stream. attention (attention residuals, Kimi K3): a
-    softmax-weighted mix over depth of the stream and its values at the beginning of each residual block, by a learned
-    query. Both add their output to the stream."""
+    softmax-weighted mean of the embeddings, the final streams of earlier residual blocks and the current stream, with
+    scores from a learned query."""
     residual_block_size: Annotated[Positive, used_if("model.residual", "attention")] = 12
-    """attention: number of layers in a residual block. Within a block, layers add to the stream."""
+    """attention: number of layers in a residual block. Each block begins a new residual stream."""
     norm_eps: PositiveNumber = 1e-5
     """Epsilon of RMSNorm, added to the mean square."""
     zero_centered_norms: bool = False
@@ -260,8 +260,8 @@ class ModelConfig(Section):
     logit_soft_cap: NonNegativeNumber = 0.0
     """Output logits become cap * tanh(logits / cap). 0: off."""
     attention_scale_dim: NonNegativeNumber = 0.0
-    """Attention scores are divided by the square root of this number. 0: the size of a head. (Gemma's 27B models use
-    other numbers.)"""
+    """Attention scores are divided by the square root of this number. 0: the size of a head. Gemma's 27B models use
+    another number."""
     attention_soft_cap: NonNegativeNumber = 0.0
     """Attention scores become cap * tanh(scores / cap). 0: off."""
     init_std: PositiveNumber = 0.02

@@ -29,8 +29,8 @@ class MuonConfig(Section):
     """Polynomials of the orthogonalization. newton_schulz: the same polynomial in each iteration. polar_express: the
     optimal polynomial for each iteration."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Factor of the learning rate by the shape of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), for updates
-    of the size of AdamW's, so AdamW's learning rate can be used. original: sqrt(max(1, rows / columns))."""
+    """Factor on the learning rate of a matrix, by its shape. match_rms_adamw: 0.2 sqrt(max(rows, columns)). Updates are
+    then as large as AdamW's, so AdamW's learning rate can be used. original: sqrt(max(1, rows / columns))."""
     second_moment: Literal["none", "neuron"] = "none"
     """neuron (NorMuon): divide each row of an update by the square root of the row's second moment, an exponential mean
     with decay rate betas[1]."""

@@ -16,8 +16,8 @@ from forge.config.phase import Phase
 from forge.config.problem import Problem
 from forge.config.schema import Config, OptimizerConfig
 
-# Number of stages in a ramp of source weights or of the window. More stages would cost more: each stage of weights is a
-# segment of the sample order, and each stage of the window compiles the blocks again.
+# Number of stages in a ramp of source weights or of the window. More stages cost more: each stage of weights adds a
+# segment to the sample order, and each stage of the window recompiles the blocks.
 STAGES = 16
 STEPWISE = ("micro_batch_size", "seq_len", "document_mask")
 RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
@@ -65,7 +65,7 @@ class _Span:
     def share(self, tokens: int, stages: int = 0) -> float:
         """Return the completed fraction of the span after `tokens`, 0 to 1.
 
-        stages: round down to this number of stages; 0: do not round.
+        stages: round down to a multiple of 1 / stages; 0: do not round.
         """
         assert self.end is not None
         done, length = tokens - self.start, self.end - self.start
@@ -234,10 +234,10 @@ def with_steps(config: Config) -> Config:
 
 
 def variants(config: Config) -> Iterator[tuple[int, Config]]:
-    """Yield a config without phases for each phase that changes a step size.
+    """Yield (phase number, counted from 1; config without phases) for each new step size.
 
-    Yields (number of the phase, counted from 1; config with the phase's batch sizes and sequence length). Sizes equal
-    to those of [train] or of an earlier phase are skipped.
+    The config's [train] has the phase's batch size, microbatch size and sequence length. Sizes equal to those of
+    [train] or of an earlier phase are skipped.
     """
     train = config.train
     seen = {(train.global_batch_size, train.micro_batch_size, train.seq_len)}

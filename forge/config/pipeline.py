@@ -21,7 +21,7 @@ IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 
 
 def number_of_stages(config: Config) -> int:
-    """Return the number of stages of the whole pipeline; 0 if it is known only from the schedule's CSV file."""
+    """Return the number of stages of the whole pipeline; 0 if only the schedule's CSV file determines the number."""
     chosen = config.pipeline.layers_per_stage
     if isinstance(chosen, tuple):
         return len(chosen)

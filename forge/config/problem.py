@@ -76,6 +76,6 @@ def show(path: Sequence[Any]) -> str:
 
 
 def multiples(number: int, unit: int) -> str:
-    """Return, as text, the nearest multiples of `unit` below `number` (if positive) and above it."""
+    """Return, as text, the multiples of `unit` nearest to `number`, below (or equal) and above; 0 is left out."""
     lower = number // unit * unit
     return " or ".join(str(n) for n in (lower, lower + unit) if n)

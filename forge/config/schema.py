@@ -123,7 +123,7 @@ class ScheduleConfig(Section):
     warmup_steps: Count | None = Field(
         default=None, json_schema_extra={"default": "1% of train.steps, at most 2000"}
     )
-    """Steps of linear warmup to the peak. A run shorter than the warmup ends during it."""
+    """Steps of linear warmup to the peak. A run shorter than the warmup ends during the warmup."""
     decay_fraction: Annotated[Share, WSD] = 0.2
     """wsd: length of the final decay as a fraction of train.steps."""
     decay_shape: Annotated[Literal["linear", "cosine", "sqrt"], WSD] = "linear"
@@ -134,8 +134,8 @@ class ScheduleConfig(Section):
     """Unit of warmup, plateau and decay, if phases change the step size. tokens: warmup_steps counts steps of the size
     in [train]."""
     lr_rule: Annotated[Literal["none", "sqrt", "linear"], PHASES] = "none"
-    """How the learning rate follows batch sizes changed by phases: multiply it by (batch size /
-    train.global_batch_size) to the power of 0 (none), 1/2 (sqrt) or 1 (linear)."""
+    """Factor on the learning rate if phases change the batch size, with r = batch size / train.global_batch_size. none:
+    1. sqrt: the square root of r. linear: r."""
 
 
 class Train(Section):
@@ -189,11 +189,11 @@ class Checkpoint(Section):
     """Folder on each node for local states; the last two are kept. The folder is private to the user (mode 0700) and
     must be new, empty, or made by forge. Empty: /dev/shm/forge-UID, in memory."""
     peers: Annotated[Count, LOCAL] = 1
-    """Number of other nodes with a copy of a node's part of a local state."""
+    """Number of other nodes that store a copy of each node's files of a local state."""
     resume: Text = "auto"
-    """`auto`: resume from the newest valid checkpoint of this run, if any. `none`: start a new history. Any other
-    value: the checkpoint to resume from. `none` and a checkpoint apply once: when the command is repeated, the run
-    continues the history begun by them."""
+    """`auto`: resume from the newest valid checkpoint of this run, if any. `none`: start a new history at step 0. Any
+    other value: the checkpoint to resume from. `none` and a checkpoint apply only to the first start: if the command is
+    repeated, the run resumes from its own newest checkpoint."""
     init: str = ""
     """Checkpoint or imported folder with the initial weights for a new training history. Empty: random weights."""
     init_changes: Annotated[ListOf[Text], unused_if("checkpoint.init", "")] = ()
@@ -312,7 +312,8 @@ class Resilience(Section):
     spike_threshold: PositiveNumber = 10.0
     """Distance above the median, in standard deviations (robustly estimated from the window), that counts as a spike."""
     spike_window: Positive = 128
-    """Number of previous steps for the median loss and gradient norm. No spike is reported before half of these steps."""
+    """Number of previous steps for the medians of loss and gradient norm. No spike is reported before half of these
+    steps."""
     check_replicas: bool = True
     """Before each save, compare digests of replicated tensors between ranks. If digests differ, nothing is saved and
     the run rolls back, without skipping data."""
@@ -321,8 +322,8 @@ class Resilience(Section):
     straggler_factor: Annotated[float, Gt(1), STRAGGLERS] = 1.3
     """Report a rank that lengthens steps by this factor and by at least 10 ms."""
     drain_stragglers: Annotated[Count, STRAGGLERS] = 0
-    """Elastic runs: after this number of consecutive straggler reports for a rank, its node leaves the run, if enough
-    nodes remain. 0: never."""
+    """Elastic runs: after this number of consecutive straggler reports for a rank, the rank's node leaves the run, if
+    enough nodes remain. 0: never."""
 
 
 class Config(Section):

@@ -35,18 +35,18 @@ class Unused:
 
 
 def unused(reason: str) -> Unused:
-    """Mark a key without any effect."""
+    """Mark a key that never has an effect."""
     return Unused(reason, lambda config: True)
 
 
 def used_if(key: str, *values: str) -> Unused:
-    """Mark a key with an effect only if another key, `key`, has one of `values`."""
+    """Mark a key that has an effect only if the key named `key` has one of `values`."""
     value_in = attrgetter(key)
     return Unused(f"{key} is not {' or '.join(values)}", lambda config: value_in(config) not in values)
 
 
 def unused_if(key: str, value: object) -> Unused:
-    """Mark a key without effect if another key, `key`, has `value`."""
+    """Mark a key that has no effect if the key named `key` has `value`."""
     value_in, shown = attrgetter(key), "empty" if value in ("", ()) else str(value).lower()
     return Unused(f"{key} is {shown}", lambda config: value_in(config) == value)
 

@@ -1,4 +1,4 @@
-"""Arrays in files: local files are memory-mapped, remote files fetched by blocks. Verified if there are checksums."""
+"""Arrays in files. Local files are memory-mapped, remote files fetched in blocks. Recorded checksums are verified."""
 
 from __future__ import annotations
 

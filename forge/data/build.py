@@ -107,7 +107,7 @@ def build_validation(config: Config) -> dict[str, Source]:
 def build_tokenizer(config: Config) -> Tokenizer | None:
     """Load the tokenizer of the data, for checkpoints and text samples.
 
-    Returns None if all data is synthetic or `data.tokenizer` is "none". Raises UserError if its ids exceed
+    Returns None if all data is synthetic or `data.tokenizer` is "none". Raises UserError if the tokenizer's ids exceed
     model.vocab_size.
     """
     paths = [config.data.sources[number].path for number in used_sources(config)]
@@ -148,7 +148,7 @@ def open_cache(config: Config) -> BlockCache:
 
 
 def _open(config: Config, streams: Sequence[Stream], purpose: str) -> list[Source]:
-    """Open the sources of `streams`. All synthetic sources share one Markov chain; each is a different sample of it."""
+    """Open the sources of `streams`. Synthetic sources are different samples of one Markov chain."""
     vocab_size = config.model.vocab_size
     sources = []
     cache = open_cache(config) if any(is_url(stream.path) for stream in streams) else None

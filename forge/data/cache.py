@@ -54,8 +54,8 @@ def default_folder() -> Path:
 class BlockCache:
     """A cache of blocks in `folder`, of at most `gib` GiB, plus one block for each fetching thread.
 
-    Safe for threads and processes. Raises UserError if the folder cannot be used, or if another process uses it with
-    another limit.
+    Safe for threads and processes. Raises UserError if the folder cannot be used, or if another process uses the folder
+    with another limit.
     """
 
     def __init__(self, folder: Path | None = None, gib: float = 16.0):
@@ -79,9 +79,9 @@ class BlockCache:
             ) from None
 
     def _take(self, layout: bytes, gib: float) -> None:
-        """Lock the folder and record `layout` in it.
+        """Lock the folder and write `layout` to its layout.json.
 
-        If the folder has another layout, empty it if no other process uses the folder; otherwise raise UserError.
+        A folder with another layout is emptied first. If another process uses that folder, raise UserError instead.
         """
         path = self.folder / "layout.json"
         with suppress(BlockingIOError):
@@ -170,7 +170,7 @@ class BlockCache:
     def _make_room(self, folder: Path, more: int) -> None:
         """Evict blocks of a set until it has room for one more block. `in_order_of_need` chooses the blocks.
 
-        more: smallest number of blocks to evict. A set of fewer blocks is emptied.
+        more: minimum number of blocks to evict; a set with fewer blocks is emptied.
         """
         names = [name for name in os.listdir(folder) if not name.startswith(".")]
         surplus = len(names) - self._set_blocks + 1
@@ -183,7 +183,10 @@ class BlockCache:
                 os.unlink(folder / name)
 
     def in_order_of_need(self, folder: Path, names: list[str]) -> list[str]:
-        """Return the blocks of a set in the order of their next use: the block to evict first is last."""
+        """Return `names`, the blocks of set `folder`, sorted by next use, soonest first.
+
+        Blocks without a known next use follow, newest first. Blocks are evicted from the end.
+        """
         need = np.full(len(names), np.inf)
         of_file: dict[str, list[int]] = {}
         for place, name in enumerate(names):

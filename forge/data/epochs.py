@@ -17,8 +17,8 @@ from forge.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# Up to this number of epochs, repeated text is nearly as useful as new text; soon after, it is of little use (arXiv
-# 2305.16264).
+# Up to this number of epochs, repeated text is nearly as useful as new text. With more epochs, repeated text is soon of
+# little use (arXiv 2305.16264).
 MANY = 4.0
 
 

@@ -27,7 +27,7 @@ VERSION = 1
 START_DTYPE = np.dtype("<u8")
 DIGEST_BYTES = 8
 TokenUses = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Function of token ranges (starts, ends), int64 `[n]` each -> distance of each range to its next use, float64 `[n]`."""
+"""Function of token ranges (starts, ends), int64 `[n]` each -> samples until each range is next read, float64 `[n]`."""
 
 
 class Record(BaseModel):
@@ -185,7 +185,7 @@ class TokenDataset:
         return RemoteArray(file, self._cache, dtype)
 
     def _open(self, number: int, record: FileRecord, dtype: np.dtype) -> Array:
-        """Return the content of a file of shard `number`. Blocks are verified when read."""
+        """Return the content of a file of shard `number`. Blocks with checksums are verified when read."""
         if record.name not in self._arrays:
             self._arrays[record.name] = self._open_checked(number, record, dtype)
         return self._arrays[record.name]
@@ -223,7 +223,7 @@ class TokenDataset:
     def _open_block_file(self, path: str, record: FileRecord, dtype: np.dtype) -> Array:
         """Return the block checksums of a shard, from the file `path`.
 
-        A local file, and a remote file of one block, are verified by the file's own checksum.
+        A local file, or a remote file of at most one block, is verified by its SHA-256.
         """
         if self._cache is None:
             sums = map_array(path, dtype)

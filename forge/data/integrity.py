@@ -21,7 +21,7 @@ from forge.runtime.remote import BLOCK_BYTES
 
 @dataclass(frozen=True)
 class FileCheck:
-    """The check of a dataset's file: the number of bytes read, and the problem (None: undamaged)."""
+    """The result of checking one file: the number of bytes read, and the problem (None: undamaged)."""
 
     path: Path
     bytes: int
@@ -29,7 +29,7 @@ class FileCheck:
 
 
 def check_files(dataset: str | Path) -> Iterator[FileCheck]:
-    """Yield the check of each file of the dataset: shards, block checksums, packing plans.
+    """Check each file of the dataset (shards, block checksums, packing plans) and yield the results.
 
     Threads read the files. Raises UserError with exit 2 if `dataset` is not a forge dataset with checksums, and with
     exit 1 if `dataset.json` is damaged.

@@ -1,13 +1,13 @@
 """The source of global sample i: a pure function of (weights, seed, block, i).
 
-A turn of a source is one global sample taken from the source. Samples come in blocks of B. C_0 = 0, ..., C_S = 1 are the
-cumulative normalised weights. When block b starts, the number of turns of source s has been
+Each global sample is a turn of one source. Samples come in blocks of B. C_0 = 0, ..., C_S = 1 are the cumulative
+normalised weights. Before block b, the number of turns of source s is
 
     turns_s(b) = floor(b B C_{s+1}) - floor(b B C_s)
 
 This number differs from the source's exact share by less than one, and the numbers of all sources add up to b B. Within
-a block, turns are shuffled by key. forge/data/order.py selects the source's sample for each turn. Weights are exact
-fractions and samples are exact integers, so there is no drift even at 10^13 samples.
+a block, a keyed hash shuffles the turns. forge/data/order.py selects the source's sample for each turn. Weights are
+exact fractions and sample numbers exact integers, so there is no drift even at 10^13 samples.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import numpy as np
 from forge.data.permutation import hash_positions, key_of
 from forge.runtime.errors import UserError
 
-# This limits a block, held in memory, to 10^6 samples. The limit of data.mixture_block is the same.
+# Limits blocks to 10^6 samples, like data.mixture_block, because a block is held in memory.
 _SMALLEST_SHARE = Fraction(1, 10**6)
 
 
 class Mixture:
-    """The order of the sources' samples, in proportion to `weights`. A sample of a source is also called its turn.
+    """The source of each global sample, in proportion to `weights`.
 
-    weights: may have any sum; 0: the source is never read. block: number of samples per shuffled block. The number is
-    raised to at least 1 / (smallest positive share): with smaller blocks, rounding could make a source's number of turns
-    fall from one block to the next. Raises UserError for a share below 1e-6.
+    weights: may have any sum; 0: the source is never read. block: number of samples per shuffled block, raised to at
+    least 1 / (smallest positive share). With smaller blocks, rounding could make a source's number of turns fall from
+    one block to the next. Raises UserError for a share below 1e-6.
     """
 
     def __init__(self, weights: Sequence[float], seed: int, block: int = 1024):
@@ -59,7 +59,7 @@ class Mixture:
         )  # the loader reads within a block or at the boundary of two
 
     def turn(self, sample: int) -> tuple[int, int]:
-        """Return (source of global sample `sample`, number of earlier samples of this source). Samples count from 0."""
+        """Return (source of global sample `sample`, number of earlier global samples from this source)."""
         block, position = divmod(sample, self.block)
         sources, ranks = self._order(block)
         source = int(sources[position])

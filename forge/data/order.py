@@ -7,8 +7,8 @@ the next epoch begins. An exhausted source, or a source smaller than a batch, co
 A history is a list of segments, each with a mixture (forge/data/mixture.py). Under a new mixture each source continues
 at its own position, even if it was left out in between. Sources are identified by their content.
 
-A roll-back skips a range of global samples. The roll-back also skips, under any later mixture, the corresponding range
-of m of each source.
+A roll-back skips a range of global samples. Each source's samples in this range are also skipped under any later
+mixture.
 
 For a given seed, segments and ranges, everything is a pure function of i, with O(sources x changes) state.
 """
@@ -31,8 +31,8 @@ Ranges = tuple[tuple[int, int], ...]
 class Segment:
     """A mixture of sources: `weights` apply from global sample `start` on, in shuffled blocks of `block` samples.
 
-    drawn: number of samples of each source before `start`. weights and drawn have one entry for each source of the
-    history so far, in the order of first use.
+    drawn: index of each source's next sample at `start`, in the source's own order. weights and drawn have one entry
+    for each source of the history so far, in the order of first use.
     """
 
     start: int
@@ -55,11 +55,11 @@ class SkippedRange:
 
 
 class Stretch(NamedTuple):
-    """A range of global samples, beginning with `start`, without a gap or a change of the mixture."""
+    """A range of global samples, beginning with `start`, without a skipped range or a change of the mixture."""
 
     start: int
     mixture: Mixture
-    drawn: list[int]  # of each source before `start`
+    drawn: list[int]  # index of each source's next sample at `start`, in its own order
     turns: list[int]  # number of turns of each source before `start` under `mixture` alone
 
 
@@ -118,7 +118,7 @@ class Order:
         Indices count the source's samples in its own order, from 0.
         """
         stretch = stretch or self._stretches[bisect_right(self._starts, sample) - 1]
-        # No source has turns in the gap after a stretch.
+        # The skipped range after a stretch has no sample of any source.
         sample = min([sample, *(first for first, _ in self.gaps if first >= stretch.start)])
         taken = zip(self._padded(stretch.mixture.turns(sample)), stretch.turns, strict=True)
         return [
@@ -136,7 +136,8 @@ class Order:
 
     def key(self, source: int, epoch: int) -> int:
         """Return the key of a source's permutation in an epoch."""
-        # Sources added later enter the key by name, because a run restarted from before may add them in another order.
+        # Sources added later enter the key by name, because a run resumed from an earlier checkpoint may add them in
+        # another order.
         name = source if source < len(self.segments[0].weights) else self.sources[source]
         return key_of(self.seed, "epoch", name, epoch)
 
@@ -249,7 +250,7 @@ def _uncapped(
 
 
 def numbered(names: Iterable[str]) -> list[str]:
-    """Return `names` with a number added to each repeated name."""
+    """Return `names` with the repetitions of a name changed to name#2, name#3, ..."""
     counts: Counter[str] = Counter()
     found = []
     for name in names:

@@ -132,9 +132,9 @@ class Stall:
 
 
 def wait_for(batches: queue.Queue[Result]) -> tuple[Result, Stall | None]:
-    """Return the next item of `batches`, and the stall if there was one, else None.
+    """Return (next item of `batches`, stall). The stall is None unless a store kept this call waiting for STALL_S.
 
-    Log a long wait every STALL_S seconds.
+    During a stall, log the wait every STALL_S seconds.
     """
     began, cause = time.monotonic(), ""
     while True:

@@ -52,9 +52,9 @@ def open_source(
     """Open the stream at `path` and check it against the model's `vocab_size`. Raises UserError.
 
     path: "synthetic": the generated stream of `seed`. A folder: a forge dataset. `NAME.idx`, or `NAME` next to a
-    `NAME.idx`: a Megatron dataset; a remote one must be named by its `.idx`. `NAME.bin`: bare ids of type `dtype`, with
-    documents ending in `eos_id`. Other kinds record their dtype and documents, and ignore `dtype` and `eos_id`. URLs
-    are read through `cache` (None: the default cache).
+    `NAME.idx`: a Megatron dataset; a remote Megatron dataset must be named by its `.idx`. `NAME.bin`: bare ids of type
+    `dtype`, with documents ending in `eos_id`. Other kinds record their dtype and documents, and ignore `dtype` and
+    `eos_id`. URLs are read through `cache` (None: the default cache).
     """
     # A URL may carry a signature after its path.
     file = Path(path.partition("?")[0] if is_url(path) else path)

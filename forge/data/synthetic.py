@@ -14,16 +14,15 @@ _TOKENS = 1 << 60
 class SyntheticSource:
     """A first-order Markov chain over `vocab_size` ids. seed: selects the sampled stream.
 
-    The next token is, with probability 1/2 each, the successor (id + 1 mod vocab_size) or a jump. A jump goes
-    to one of K = min(8, vocab_size // 8) (at least 1) evenly spaced ids. The k-th has a probability proportional to 2^-k:
-    J is this distribution and H(J) its entropy. For vocabularies of 128 or more, where a jump is rarely also a successor,
-    entropies in nats are about
+    The next token is, with probability 1/2 each, the successor (id + 1 mod vocab_size) or a jump. A jump goes to one of
+    K = max(1, min(8, vocab_size // 8)) evenly spaced ids. The k-th id has a probability proportional to 2^-k. J is this
+    distribution and H(J) its entropy. For vocabularies of 128 or more, entropies in nats are about
         uniform  ln(vocab_size)      loss of an untrained model
         unigram  H(J) + 2 ln 2 = 2.7 loss after some steps
         rate     ln 2 + H(J)/2 = 1.4 the lowest possible loss
-    (a little less for small vocabularies). Every block of 1024 tokens starts with a jump and depends only on (seed,
-    block), so any part of the stream is computed without the parts before it. One jump in 64 begins a document;
-    documents have 128 tokens on average.
+    The last two are a little lower for small vocabularies. Every block of 1024 tokens starts with a jump and depends
+    only on (seed, block), so any part of the stream is computed without the parts before it. One jump in 64 begins a
+    document, and documents have 128 tokens on average.
     """
 
     name = "synthetic"

@@ -192,10 +192,10 @@ class SentencePieceTokenizer:
 
     @cached_property
     def _joined(self) -> set[str] | None:
-        """Return all pairs of adjacent characters within pieces; None if the model does more than merge pieces.
+        """Return all pairs of adjacent characters in the vocabulary; None if the model does more than merge characters.
 
-        Two characters not adjacent in any piece are never merged. So a text can be cut between them: merges on one side
-        of the cut do not affect the other side.
+        Two characters not adjacent in any vocabulary entry are never merged. So a text can be cut between them: merges
+        on one side of the cut do not affect the other side.
         """
         from sentencepiece import sentencepiece_model_pb2 as protocol
 
@@ -225,10 +225,10 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, files: dict[str, bytes], name: str):
-        # forge encodes one text at a time, in several processes.
+        # Threads would not help: forge encodes one text at a time, in several processes.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
-            import tokenizers  # only on use: optional
+            import tokenizers  # only on use: an optional dependency
         except ImportError:
             raise UserError(
                 f"tokenizer {name}: needs the package tokenizers: pip install 'forge[tokenizers]'; a SentencePiece model "
@@ -261,8 +261,7 @@ class HuggingFaceTokenizer:
     def cut(self, text: str, start: int) -> int:
         if self.can_cut:
             for found in _BEFORE_SPACE.finditer(text, max(start - 1, 0)):
-                # Use Unicode 3.2's categories, because the Unicode tables of two libraries differ only in later
-                # additions.
+                # Unicode 3.2's categories are the same in Python and in the tokenizer; newer versions may differ.
                 if unicodedata.ucd_3_2_0.category(found[0])[0] in "LN":
                     return found.end()
         return len(text)
@@ -327,9 +326,8 @@ class HuggingFaceTokenizer:
 def _splits_at_spaces(described: dict[str, Any]) -> bool:
     """Return whether a tokenizer.json always splits a text between a letter or digit and a following space or line end.
 
-    If so, the tokenizer encodes the two sides independently. The function knows some pre-tokenizer steps, and returns
-    False if there is any other. No known pattern looks back or matches both characters, and none that ends in a letter
-    or digit looks ahead.
+    If so, the tokenizer encodes the two sides independently. A file with an unknown pre-tokenizer step gives False. No
+    known split pattern looks back or matches both characters, and none looks ahead after a letter or digit.
     """
     normalizer = described.get("normalizer") or {
         "type": "NFC"

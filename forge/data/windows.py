@@ -29,14 +29,14 @@ class Windows(Protocol):
         """
 
     def over(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the windows overlapping each range of tokens first ... end - 1, as arrays (first, end); None: unknown."""
+        """Return window ranges (first, end) overlapping the token ranges [first, end): arrays `[n]`; None: unknown."""
 
 
 class StreamWindows:
     """Window k of a source is tokens k S ... k S + S inclusive: S inputs and, shifted by one, S labels.
 
-    T tokens give (T - 1) // S windows. Every token after the first is a label exactly once, but fewer than S tokens at the
-    end are in no window.
+    T tokens give (T - 1) // S windows. Up to S - 1 tokens at the end are in no window. Every other token after the
+    first is a label exactly once.
     """
 
     def __init__(self, source: Source, seq_len: int):

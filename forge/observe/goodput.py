@@ -61,7 +61,7 @@ def read_past(events: Path, status: Path) -> Past:
 
 
 class Ledger:
-    """Counts this process's time by kind, as a listener to phases, and adds it to `past`.
+    """A listener to phases that adds this process's time, by kind, to the totals `past`.
 
     began: start of the process on the monotonic clock. `report_event("goodput", ...)` is called after the first step
     and after each save, so a killed process loses little.
@@ -77,7 +77,7 @@ class Ledger:
             self._seconds["down"] += max(0.0, start - past.until.timestamp())
 
     def enter(self, phase: str, step: int) -> None:
-        """Call when `phase` (of `step`) begins and the previous phase has ended."""
+        """Count the time of the ended phase, and begin `phase` of step `step`."""
         ended = self._phase
         self.seconds()  # adds the time of the ended phase
         in_step = phase in ("data", "step", "first step")

@@ -163,7 +163,8 @@ class JsonLines:
 def warn_of_gap(path: Path, step: int, interval: int) -> None:
     """Warn that training lines are missing if the file's last line is more than `interval` steps before `step`.
 
-    interval: the usual distance of two lines in steps. A larger distance among the last ten lines takes its place.
+    interval: the configured number of steps between lines. If two of the last ten lines are further apart, their
+    distance is used instead.
     """
     steps = [0, *(line["step"] for line in read_lines(path, "loss"))]
     usual = max(interval, *map(operator.sub, steps[-10:], [0, *steps][-11:-1]))

@@ -131,7 +131,7 @@ def draw_curve(values: Sequence[float], rows: int, columns: int, blocks: str) ->
         means.append(sum(part) / len(part))
     low, high = min(means), max(means)
     steps = rows * (len(blocks) - 1)
-    # At least one step, so the smallest value is visible.
+    # The smallest height is 1, so the smallest value is visible.
     heights = [1 + round((mean - low) / (high - low or 1.0) * (steps - 1)) for mean in means]
     lines = []
     for row in reversed(range(rows)):

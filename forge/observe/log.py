@@ -26,8 +26,8 @@ def setup_logging(rank: int, folder: Path, live: bool = False) -> None:
     """Send log messages to stderr and to `folder`/rank-R.log. A repeated call replaces the earlier set-up.
 
     forge's own messages are logged from INFO up, other packages' messages and Python's warnings from WARNING up. Rank 0
-    prints all of them to stderr; other ranks print only errors, with their rank. A slow reader of stderr does not delay
-    messages. One warning is logged if the folder is not writable.
+    prints all of them to stderr; other ranks print only errors, with their rank. A stuck reader of stderr does not
+    block this process. One warning is logged if the folder is not writable.
 
     live: on a terminal, rank 0 keeps a live view below its messages.
     """
@@ -89,7 +89,8 @@ class _Redacting(logging.Formatter):
 class _Dated(_Redacting):
     """A formatter with the local time and its offset from UTC, so logs of different nodes can be compared.
 
-    `mark` is the record's cause, for programs: `[killed]`, or `[killed:2,3]` with ranks; empty without a cause.
+    For programs, the field `mark` holds the record's cause: `[killed]`, or `[killed:2,3]` with ranks; empty without a
+    cause.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:

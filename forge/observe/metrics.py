@@ -209,7 +209,7 @@ class MetricsWriter(Hook):
             tracker.scalars(step, values)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a training line is written for `step`, whatever its result."""
+        """Return whether a training line is due at `step`, regardless of the step's result."""
         return self._is_multiple(step, self._config.metrics.log_interval) or self._map_is_due(step)
 
     def _map_is_due(self, step: int) -> bool:

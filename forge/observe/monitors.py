@@ -1,4 +1,4 @@
-"""Monitors: statistics of a step inside the model: a few numbers per layer and per matrix, equal in all layouts.
+"""Monitors: a few statistics of a step for each layer and matrix, equal in all layouts.
 
 Every number is a sum, a count or a maximum over this rank's data, so the ranks' numbers combine to those of one
 process. A mean is a sum divided by a count, both summed over ranks, so duplicated work cancels out. All numbers are in
@@ -50,10 +50,10 @@ def is_monitored(config: Metrics, step: int) -> bool:
 class Monitors:
     """The monitors `chosen` of a model. Each monitored step starts with `begin`.
 
-    parts, shards: the pipeline stages and shards of this rank. names: the parameters of the whole model. n_layers:
-    number of layers of the whole model. units: the largest number of units of a feed-forward. world: (this rank, number
-    of ranks). tp: (rank, number of ranks) within tensor parallelism. compiled: blocks are compiled; attention and
-    feed-forward units are inside the graphs and are not measured.
+    parts: this rank's pipeline stages. names: the parameters of the whole model. n_layers: number of layers of the
+    whole model. units: the largest number of units of a feed-forward. world: (this rank, number of ranks). tp: (rank,
+    number of ranks) within tensor parallelism. compiled: blocks are compiled; attention and feed-forward units are
+    inside the graphs and are not measured.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Monitors:
             )
 
     def before_update(self, shards: Sequence[Shard]) -> None:
-        """Copy the parameters before the update. The step's activations are already freed."""
+        """Copy the parameters before the update. The copies fit, because the step's activations are already freed."""
         if "updates" in self._chosen:
             self._before = [(shard, shard.data.clone()) for shard in _counted(shards)]
 

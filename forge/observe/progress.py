@@ -78,7 +78,8 @@ class StepTimes:
 
     The estimate uses the mean of the last `window` steps, so slow steps at the start are forgotten. The first step
     compiles and warms up, so it counts only until there is a second step. Pauses are evaluations, samples and saves, at
-    regular intervals. The mean pause per step is updated only after a long pause; between two long pauses it would fall.
+    regular intervals. The mean pause per step is updated only after a long pause, because it would fall between two
+    long pauses.
     """
 
     def __init__(self, window: int = 50):

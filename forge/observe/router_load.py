@@ -19,11 +19,14 @@ def load_fields(
 ) -> dict[str, Any]:
     """Return the fields of one step from the rows of a RouterReport (forge/parallel/step/routers.py).
 
-    For all layers together: expert_load_max and expert_load_min, the load of the most and least used expert of any
-    layer, relative to an even share; aux_loss and router_z_loss, if on, as sums over layers without coefficients;
-    expert_dropped, the fraction of choices dropped. `routers` has for each layer: load_max, load_min, load_entropy (1:
-    even, 0: one expert gets all tokens), bias_min and bias_max; with `counts` also counts, the number of tokens of each
-    expert.
+    Fields for all layers together:
+
+    - expert_load_max, expert_load_min: load of the most and least used expert of any layer, relative to an even share.
+    - aux_loss, router_z_loss, if on: sums over layers, without coefficients.
+    - expert_dropped: fraction of choices dropped.
+
+    Fields for each layer, in `routers`: load_max, load_min, bias_min, bias_max, and load_entropy (1: even, 0: one expert
+    gets all tokens). With `counts`, also `counts`: the number of tokens of each expert.
     """
     rows = np.asarray(values).reshape(len(layers), -1)
     n_experts = moe.n_experts

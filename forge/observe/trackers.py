@@ -156,8 +156,8 @@ class Tracker:
     def discard_after(self, step: int, history_ends: bool) -> None:
         """Continue the record after `step`, because the run restarts there.
 
-        history_ends: steps after `step` may now differ from the recorded ones. If the record already has such steps, it
-        is marked as superseded, and a new record begins.
+        history_ends: the repeated steps may differ from the recorded steps. If the record already has steps after
+        `step`, the record is marked as superseded, and a new record begins.
         """
         self._do(lambda: self._restart(step, history_ends))
 
@@ -202,7 +202,8 @@ class Tracker:
             self._open, record = False, None
         if record is None:
             last = -1
-        # Recorded steps are not sent again, since equal steps have equal numbers. Points unsent at a kill are sent now.
+        # Recorded steps are not sent again, because a repeated step gives the same numbers. Points not sent before a
+        # kill are sent now.
         self._record, self._last, self._known = record, last, last
         for at, values in self._history():
             if at <= step:

@@ -1,4 +1,4 @@
-"""AdamW over shards, in one fused kernel per group, with the skip of a step decided on the device.
+"""AdamW over shards, with one fused kernel per group of shards. A flag on the device can skip a step.
 
 Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. The arithmetic is PyTorch's own
 (torch.optim.adamw.adamw with fused=True). The arithmetic runs on local shards instead of DTensors, so one code path

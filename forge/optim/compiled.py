@@ -24,10 +24,10 @@ from forge.optim.optimizer import gradient, weight_decay, wide_dtype
 from forge.optim.rounding import noise_bits
 from forge.shard import Shard
 
-# The limit of graphs for the kernel. Graphs differ by dtypes, by the presence of copies and noise, and by one or
-# several rows.
+# Maximum number of graphs of the kernel. Graphs differ in dtypes, in the presence of copies and noise, and in having
+# one or several rows.
 GRAPHS = 32
-# The bit of the skip flag in the noise of a row, above the 16 bits of noise.
+# Position of the skip flag in a row's noise factor, above its 16 bits of noise.
 SKIP_BIT = 16
 
 

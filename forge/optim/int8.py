@@ -84,7 +84,7 @@ class Region:
         else:
             below = (relative.sqrt().sqrt() * 255 - 128).floor_().clamp_(-128, 126)
         low, high = _decode(below, self.signed), _decode(below + 1, self.signed)
-        # The 0.5 keeps values that differ from a code only by rounding at this code.
+        # With the 0.5, a value that differs from a code only by rounding error keeps this code.
         up = (relative - low) / (high - low) > (noise.to(values.dtype) + 0.5) / (1 << 16)
         codes = below + up
         self.codes.copy_(codes if self.signed else codes.clamp_min_(-127).where(relative > 0, -128.0))

@@ -1,6 +1,6 @@
 """Whole matrices for optimizers such as Muon, from shards of any engine and layout.
 
-Owners: the holders of a matrix are the ranks with parts of it. One holder is the owner (forge/optim/owners.py).
+Owners: the ranks with parts of a matrix are its holders. One holder is its owner (forge/optim/owners.py).
 
 Transfers: one all-to-all sends the parts to the owners. Each owner computes on its whole matrices, all matrices of one
 shape together. A second all-to-all returns the results to all holders. Parts held by the owner itself are only copied.

@@ -134,7 +134,7 @@ class Muon:
         return result if self._rows is None else self._rows.normalize(result, batch, skip)
 
     def _factor(self, shard: Shard, heads: int) -> float:
-        """Return the factor of the learning rate by the matrix's shape (`adjust_lr`)."""
+        """Return the factor on the learning rate for the shape of the shard's matrices (`adjust_lr`)."""
         rows, columns = shard.global_shape[-2] // heads, shard.global_shape[-1]
         if self._keys.adjust_lr == "original":
             return sqrt(max(1, rows / columns))
@@ -194,7 +194,7 @@ class _RowMoments:
         }
 
     def normalize(self, matrices: Tensor, batch: MatrixBatch, skip: Tensor) -> Tensor:
-        """Divide each row of `[n, rows, columns]` by the square root of its moment; keep the norm of each matrix.
+        """Divide each row of `[n, rows, columns]` by the square root of its moment, then restore each matrix's norm.
 
         The paper instead scales to norm 0.2 sqrt(rows * columns); for an orthogonal matrix under match_rms_adamw, the
         two scales are equal.
@@ -218,7 +218,7 @@ def _is_muons(shard: Shard) -> bool:
     vector, a matrix nor a stack of expert matrices.
     """
     dims = len(shard.global_shape)
-    vectors = shard.name.endswith("bias")  # of experts, one for each
+    vectors = shard.name.endswith("bias")  # a 2-D bias is one vector per expert
     if not shard.name.startswith("layers.") or shard.kind in ("router", "convolution") or dims < 2 or vectors:
         return False
     if dims == 2 or (dims == 3 and shard.kind == "expert"):
@@ -233,8 +233,8 @@ def _is_muons(shard: Shard) -> bool:
 def _least_update(shard: Shard, dtype: torch.dtype) -> float:
     """Return the size below which an element of an orthogonal update may be rounding noise.
 
-    Ignore the sign of smaller elements, because the sign of rounding noise depends on the layout. Typical elements of
-    an orthogonal matrix are of size 1 / sqrt(longer side).
+    Cautious weight decay ignores the sign of smaller elements, because the sign of rounding noise depends on the
+    layout. Typical elements of an orthogonal matrix are of size 1 / sqrt(longer side).
     """
     return sqrt(torch.finfo(dtype).eps / max(shard.global_shape[-2:]))
 

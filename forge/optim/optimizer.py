@@ -42,7 +42,7 @@ class Optimizer(Protocol):
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """Yield (slot, shard, values) for all tensors.
 
-        shard: the parameter's shard, or a separate one for state of another shape. Checkpoints save each tensor as
+        shard: the parameter's shard, or a separate shard for state of another shape. Checkpoints save each tensor as
         `optimizer.<parameter>.<slot>` and load into `values` in place. So all tensors must exist from the start, laid
         out like `shard.data`.
         """

@@ -120,7 +120,7 @@ def parts_of(
         height = shape[0] // heads
         (begin, column), (size, columns) = box.offsets, box.sizes
         end = begin + size
-        # Part of a head, whole heads, part of a head.
+        # A box may begin and end within a head, with whole heads in between.
         inside = {-(-begin // height) * height, end // height * height}
         edges = sorted({begin, end, *(edge for edge in inside if begin < edge < end)})
         for start, stop in itertools.pairwise(edges):

@@ -25,7 +25,7 @@ from forge.runtime.errors import FAILED, WATCHDOG, UserError
 
 log = logging.getLogger(__name__)
 
-# All ranks hang or fail within about one step. torchrun kills them 30 s later.
+# Time for the other ranks to answer: they hang or fail within about one step, and torchrun kills them 30 s later.
 PATIENCE_S = 8.0
 
 
@@ -69,7 +69,7 @@ class CrashReporter:
         """Report that `error` ends the run on this rank, and raise an alarm that ends the ranks waiting for this rank.
 
         A UserError raises an alarm too. Most UserErrors occur on all ranks, but after an error on only one rank, e.g.
-        exhausted memory, the others would wait.
+        exhausted memory, the other ranks would wait.
         """
         rank, cause = self._world.rank, cause_of(error)
         own = Alarm(self._describe(error), FAILED, cause, () if cause is Cause.CONNECTION_LOST else (rank,))
@@ -84,7 +84,7 @@ class CrashReporter:
         self._reporter.ended("failed", *found)
 
     def once(self, work: Callable[[], None], patience_s: float) -> None:
-        """Call `work` on the first rank to call `once`. The others wait for its end, at most `patience_s` seconds."""
+        """Call `work` on the first rank to call `once`. Other ranks wait for its end, at most `patience_s` seconds."""
         self._roll_call.once(work, patience_s)
 
     def _find_first(self, own: Alarm, quiet_s: float) -> Alarm:

@@ -76,7 +76,7 @@ def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
 
 
 def origin_of(config: Config) -> Origin:
-    """Return the origin of a new history with `config`. Its `step` is 0 until the checkpoint has been read."""
+    """Return the origin of a new history with `config`. The origin's `step` is 0 until the checkpoint has been read."""
     resume, init = config.checkpoint.resume, config.checkpoint.init
     if resume in ("auto", "none"):
         return Origin(resume, init)
@@ -109,8 +109,8 @@ def write_origin(directory: RunDirectory, origin: Origin | None) -> None:
 def new_history_because(config: Config, directory: RunDirectory, finished: bool) -> str | None:
     """Return the reason why `config` begins a new history in `directory`; None if it continues the current history.
 
-    A run continues a history without checkpoints by starting again from its origin. finished: the last start completed
-    all steps.
+    A history without checkpoints is continued by starting again from the history's origin. finished: the last start
+    completed all steps.
     """
     asked = origin_of(config)
     if asked.resume == "auto":

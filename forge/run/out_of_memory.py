@@ -36,8 +36,8 @@ PLANNING_S = 60.0
 Change: TypeAlias = tuple[str, Any, str]
 """(key, value, effect). A doubled parallel.dp_shard needs twice as many processes."""
 Once: TypeAlias = Callable[[Callable[[], None], float], None]
-"""`once(work, patience_s)` calls `work` on the first rank to call it; other ranks wait for its end, at most
-`patience_s` s."""
+"""`once(work, patience_s)` calls `work` on the first rank that calls `once`. Other ranks wait for its end, at most
+`patience_s` seconds."""
 _SAME_CURVE = "; the curve stays the same"
 
 

@@ -53,8 +53,8 @@ def find_rollback_point(
             FAILED,
             required.cause,
         )
-    # A fault right after the target of an earlier roll-back may come from that checkpoint. Try an older one first, if
-    # any.
+    # A fault right after the target of an earlier roll-back may come from that checkpoint. Try an older checkpoint
+    # first, if any.
     suspects = [one.to_step for one in failed_rollbacks if one.to_step == required.first_bad - 1]
     for bound in (min([required.first_bad, *suspects]), required.first_bad):
         step = checkpoints.latest(verify, at_most=bound - 1)

@@ -220,7 +220,7 @@ def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirecto
         url = mirror_url(config)
         filesystem_of(url)  # report an invalid URL now, not at the first save
         new_because = new_history_because(config, directory, earlier.finished)
-        # A damaged checkpoint means that the folder is not lost; `find_start` then decides.
+        # A folder with a damaged checkpoint is not lost; `find_start` handles it.
         if new_because is None and folders.is_empty(folder):
             restore(url, folder)
         elif new_because is not None and (copies := copied_steps(url)):

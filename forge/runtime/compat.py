@@ -19,7 +19,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.fsdp import FSDPModule
 
 # PyTorch 2.13 renamed these two functions; 2.11 has only the old names. Called as (x, axis, group) and (x, "sum", axis,
-# group). Neither waits.
+# group). Neither function waits for the result.
 all_gather_single: Callable[..., Tensor] = (
     getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 )
@@ -202,7 +202,7 @@ def weigh_meshes_as_nothing() -> bool:
     """Make the compiler's memory budget count tensor parallelism's device meshes as zero bytes.
 
     Since PyTorch 2.12, meshes are among the values saved for backward. PyTorch 2.13 has a setting for the size of
-    meshes. Return False under 2.12, which has no such setting.
+    meshes. Return False under 2.12, without this setting; otherwise True.
     """
     key = "unsafe_treat_script_objects_as_zero_size"
     if hasattr(torch._functorch.config, key):

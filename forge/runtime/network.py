@@ -18,7 +18,8 @@ from forge.runtime.errors import FAILED, UserError
 
 # Below Linux's range for outgoing connections (32768 to 60999).
 FIRST_PORT, END_OF_PORTS = 20000, 32768
-# Consecutive steps and jobs get different ports. Coprime to the number of ports, so nearby jobs do not share a port.
+# Distance in ports between consecutive jobs; the steps of a job use the ports in between. The distance is coprime to
+# the number of ports, so nearby jobs do not share a port.
 PORTS_PER_JOB = 17
 POLL_S = 0.05
 _SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
@@ -56,8 +57,8 @@ def name_start(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     Collective, over the store. The name is a nonce of rank 0. A store that outlives a start may still hold nonces of
     earlier ranks, so rank 0 must know that all ranks of this start have its nonce. Each rank writes a nonce of its own,
     and rank 0 repeatedly publishes a list of all nonces in the store. A rank that finds its own nonce in the list takes
-    rank 0's nonce from it, and increments a counter named after this nonce. When all other ranks have done so, rank 0
-    returns too. Raises UserError (exit 1) after `timeout`.
+    rank 0's nonce from the list, and increments a counter named after rank 0's nonce. When all other ranks have done
+    so, rank 0 returns too. Raises UserError (exit 1) after `timeout`.
     """
     own, end = uuid4().hex, time.monotonic() + timeout.total_seconds()
     keys = [f"nonce-of-rank-{one}" for one in range(size)]
@@ -84,8 +85,8 @@ def choose_gloo_interface(
 ) -> None:
     """Set GLOO_SOCKET_IFNAME if Gloo would publish an address unreachable from other nodes.
 
-    Call on every rank. Gloo listens on the address of the node's own name, and Debian's /etc/hosts maps this name to
-    127.0.1.1. In that case, use the interface with the route to `meeting_host` or, on that host itself, to the last
+    Call on every rank. Gloo listens on the address of the node's own name, and e.g. Debian's /etc/hosts maps this name
+    to 127.0.1.1. The chosen interface has the route to `meeting_host`; on `meeting_host` itself, the route to the last
     rank's node.
     """
     if rank == size - 1:

@@ -89,7 +89,7 @@ stderr = PatientStream(2)
 def patient(stream: TextIO | None) -> TextIO | PatientStream:
     """Return a stream that writes to `stream` without waiting for its reader.
 
-    A stream without a file descriptor is returned unchanged. None: stderr.
+    stream None: stderr. A stream without a file descriptor is returned unchanged.
     """
     if stream is None:
         return stderr

@@ -193,7 +193,7 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
 def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
     """Wait on rank 0 until all processes have connected.
 
-    Other ranks return at once. Rank 0 reports the number of connected processes if it waits long. Raises UserError
+    Other ranks return at once. During a long wait, rank 0 reports the number of connected processes. Raises UserError
     after `timeout`.
     """
     arrived = store.add("arrived", 1)

@@ -80,8 +80,8 @@ class AnomalyPolicy:
     def process_result(self, result: StepResult) -> bool:
         """Act on the result of the last examined step. Collective if the step was skipped.
 
-        The gradients of the following step are computed by now. Return True if the step was skipped and its diagnosis
-        discarded those gradients: compute them again. Raises RollbackRequired if a roll-back is needed.
+        The gradients of the next step are already computed. Return True if a diagnosis discarded them, so the caller
+        must compute them again. Raises RollbackRequired if a roll-back is needed.
         """
         progress, skipped = self._progress, result.skipped
         diagnose = skipped and self._config.rerun_skipped_steps

@@ -71,7 +71,8 @@ class StepMonitors(Hook):
 
     def after_result(self, result: StepResult) -> None:
         if result.skipped:
-            # A diagnosis may recompute the monitored step during the current step, which must not be monitored.
+            # A diagnosis may recompute the skipped step and then the current step. Stop monitoring the current step,
+            # because its numbers would include both.
             self._monitors.remove()
             self._active = False
         ready = self._delayed.pop(flush=True) if self._is_due(result.step) else None

@@ -25,10 +25,9 @@ class StepResults:
 
     def __init__(self, device: torch.device, with_routers: Callable[[int], bool]):
         self.stop_requested = False
-        """True once any rank has requested the end of the run, in a step whose result is known."""
+        """True once a popped result contains any rank's request to end the run."""
         self.save_requested = False
-        """True if any rank has requested a checkpoint since the last `clear_save_request`, in a step whose result is
-        known."""
+        """True if a result popped since the last `clear_save_request` contains any rank's request for a checkpoint."""
         self._device, self._with_routers = device, with_routers
         self._delayed = DelayedRead(device)
 

@@ -38,10 +38,10 @@ class LossCounter:
         self._inputs, self._done = inputs, 0
 
     def count(self, losses: Tensor) -> None:
-        """Add the losses of the forward's next tokens, `[n]`, in the order of `[batch, seq]`.
+        """Add the losses `[n]` of the forward's next n tokens, in row-major order of `[batch, seq]`.
 
-        After all tokens of the forward, the next losses are those of the multi-token prediction modules: each module
-        calls the loss again for all tokens.
+        The losses of the main prediction come first. Each multi-token prediction module then passes its losses of all
+        tokens.
         """
         inputs, first = self._inputs, self._done
         assert inputs is not None and inputs.sources is not None
@@ -91,7 +91,8 @@ class SourceLosses(Hook):
 
     def after_result(self, result: StepResult) -> None:
         if result.skipped:
-            # A diagnosis may recompute the counted step during the current step, whose losses must not be counted.
+            # A diagnosis may recompute the skipped step and then the current step. Stop counting the current step,
+            # because its sums would include both.
             self._unwatch()
         ready = self._delayed.pop(flush=True) if self._trainer.metrics.is_due(result.step) else None
         if ready is not None:
@@ -118,7 +119,7 @@ class SourceLosses(Hook):
             "positions": [loss / tokens if tokens else None for loss, tokens in pairs[number:]],
         }
         if depth := self._trainer.config.model.mtp_depth:
-            # Divided by the model's own token count, like mtp_loss.
+            # Like mtp_loss, divided by the number of valid tokens of the main prediction.
             found["mtp_sources"] = {
                 name: of / tokens / depth for name, (_, tokens), of in of_sources if tokens
             }

@@ -106,7 +106,7 @@ class Trainer:
     def step(self) -> None:
         """Make one optimizer step.
 
-        Collective. The host waits for the end of the previous step on the device, not of this one.
+        Collective. The host waits until the device has finished the previous step, not this step.
         """
         config, step, plan = self.config, self.progress.step + 1, self.plan
         lr = planned_rate(config, self.phases, step, self.progress.tokens)
