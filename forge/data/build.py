@@ -63,8 +63,10 @@ def build_dataset(config: Config) -> PackedDataset:
         config.data.packing,
         [source.max_epochs if leaves_out else 0.0 for source in used],
     )
-    names = zip(dataset.labels, used, strict=True)
-    dataset.labels.update({name: source.name for name, source in names if source.name})
+    named = dict(zip(dataset.labels, used, strict=True))
+    dataset.labels.update({name: source.name for name, source in named.items() if source.name})
+    if not leaves_out:
+        dataset.most_epochs = {name: one.max_epochs for name, one in named.items() if one.max_epochs}
     return dataset
 
 

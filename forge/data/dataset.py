@@ -49,6 +49,8 @@ class PackedDataset:
             if most
         }
         """Number of samples after which a source is left out, for sources with max_epochs."""
+        self.most_epochs: dict[str, float] = {}
+        """Number of epochs that a run must not exceed, under data.on_max_epochs = "refuse"."""
         self._block = block
         self.block = Mixture(weights, seed, block).block
         beginning = Order.beginning(seed, list(self.sources), weights, self.block)

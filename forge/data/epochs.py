@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forge.config.data import Data
 from forge.data.dataset import PackedDataset
 from forge.data.order import numbered
 from forge.data.synthetic import SyntheticSource
@@ -28,25 +27,28 @@ def epochs(dataset: PackedDataset, sample: int) -> dict[str, float]:
     If several sources have the same name, the later ones are called name#2, name#3, ... Synthetic sources have no epochs
     and are left out.
     """
+    read = _epochs_by_source(dataset, sample)
+    names = numbered(dataset.labels[source] for source in read)
+    return dict(zip(names, read.values(), strict=True))
+
+
+def _epochs_by_source(dataset: PackedDataset, sample: int) -> dict[str, float]:
     drawn = dict(zip(dataset.order.sources, dataset.order.drawn(sample), strict=True))
-    files = {
-        name: source for name, source in dataset.sources.items() if not isinstance(source, SyntheticSource)
+    return {
+        name: drawn[name] / dataset.windows[name]
+        for name, source in dataset.sources.items()
+        if not isinstance(source, SyntheticSource)
     }
-    paths = numbered(dataset.labels[name] for name in files)
-    return {path: drawn[name] / dataset.windows[name] for path, name in zip(paths, files, strict=True)}
 
 
-def check_caps(after: dict[str, float], config: Data) -> None:
-    """Raise UserError if the run would read a source more often than its max_epochs.
-
-    after: `epochs` at the end of the run.
-    """
-    for source in config.sources:
-        total = after.get(source.name or source.path, 0.0)
-        if config.on_max_epochs == "refuse" and source.max_epochs and total > source.max_epochs:
+def check_caps(dataset: PackedDataset, last: int) -> None:
+    """Raise UserError if a source in `dataset.most_epochs` is read too often before global sample `last`."""
+    for name, total in _epochs_by_source(dataset, last).items():
+        most = dataset.most_epochs.get(name, total)
+        if total > most:
             raise UserError(
-                f"data.sources: {source.name or source.path} would be read {total:.3g} times by the end of the run, and its "
-                f"max_epochs is {source.max_epochs:g}; lower its weight or train.steps, raise max_epochs, or set "
+                f"data.sources: {dataset.labels[name]} would be read {total:.3g} times by the end of the run, and its "
+                f"max_epochs is {most:g}; lower its weight or train.steps, raise max_epochs, or set "
                 'data.on_max_epochs = "leave_out"'
             )
 

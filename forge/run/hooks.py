@@ -121,10 +121,9 @@ class Epochs(Hook):
         dataset = self._trainer.data.dataset.following(order)
         tokens = phases.tokens_after(train.steps - step, progress.tokens) - progress.tokens
         last = order.nth(progress.next_sample, tokens // train.seq_len)
-        after = epochs(dataset, last)
-        check_caps(after, self._trainer.config.data)
+        check_caps(dataset, last)
         log_left_out(dataset, progress.next_sample, last)
-        log_epochs(epochs(dataset, progress.next_sample), after)
+        log_epochs(epochs(dataset, progress.next_sample), epochs(dataset, last))
 
     def after_result(self, result: StepResult) -> None:
         metrics, dataset = self._trainer.metrics, self._trainer.data.dataset

@@ -1,9 +1,11 @@
 import logging
 from collections import Counter
 
+import numpy as np
 import pytest
 
-from forge.config.data import Data
+from forge.config import load_config
+from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
 from forge.data.epochs import check_caps, log_left_out
 from forge.data.order import Order
@@ -70,13 +72,23 @@ def test_the_start_reports_when_sources_end_and_refuses_a_run_without_any(caplog
         log_left_out(capped, 0, 141)
 
 
-def test_a_run_beyond_the_cap_may_be_refused_instead() -> None:
-    config = Data(sources=({"path": "x", "name": "web", "max_epochs": 4.0},), on_max_epochs="refuse")
-    check_caps({"web": 4.0}, config)
-    with pytest.raises(
-        UserError, match=r"web would be read 4.1 times by the end of the run, and its max_epochs is 4"
-    ):
-        check_caps({"web": 4.1}, config)
+def test_a_run_beyond_the_cap_may_be_refused_instead(tmp_path) -> None:
+    """Each of two sources of one name has its own limit."""
+    for name, tokens in (("large", 4001), ("small", 401)):
+        np.arange(tokens, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    sources = ",".join(
+        f'{{path="{tmp_path / name}.bin",dtype="uint16",name="web",max_epochs=4.0}}'
+        for name in ("large", "small")
+    )
+    given = [f"--data.sources=[{sources}]", "--train.seq_len=40", "--model.vocab_size=4096"]
+    config = load_config(
+        ["--config", "debug.toml", *given, "--data.on_max_epochs=refuse", "--data.validation=[]"]
+    )
+    dataset = build_dataset(config)
+    # The small source has 10 samples and half of the weight.
+    check_caps(dataset, 60)
+    with pytest.raises(UserError, match="web would be read .* times by .*, and its max_epochs is 4;"):
+        check_caps(dataset, 120)
 
 
 def test_the_mixture_of_a_range_of_steps_is_counted_without_reading() -> None:
