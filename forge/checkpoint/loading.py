@@ -1,8 +1,8 @@
 """Load a checkpoint: its tensors into shards of any layout, and its JSON. Loading never runs code from the checkpoint.
 
-Every rank reads DCP's index and the saved pieces overlapping its own boxes, from the files of all saving ranks. Ranks
-communicate only twice: at the start they agree that the checkpoint fits the model, and at the end that every rank could
-read its pieces.
+A box is a rectangular slice of a global tensor. Every rank reads DCP's index. Then the rank reads the saved chunks that
+overlap its own boxes, from the files of all saving ranks. Ranks communicate only twice: at the start they agree that
+the checkpoint fits the model, and at the end that every rank could read its chunks.
 """
 
 from __future__ import annotations
@@ -250,7 +250,10 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class IndexComparison:
-    """The result of comparing one rank's requested tensors with the index. Small, because it is sent to every rank."""
+    """The result of comparing one rank's requested tensors with the index. Small, because it is sent to every rank.
+
+    missing: tensors not in the index. shapes: a sentence for each differing shape. Both lists are cut.
+    """
 
     missing: list[str]
     shapes: list[str]
@@ -270,7 +273,7 @@ def compare(index: Metadata, wanted: NamedTensors) -> IndexComparison:
                 f"{name} is {_shape(has.size)} in the checkpoint and {_shape(shard.global_shape)} in the model"
             )
     asked = sum((name in wanted) << i for i, name in enumerate(saved))
-    # One more than is shown, so the message can say that there are more.
+    # Keep one entry more than the message shows, so the message can say that there are more.
     return IndexComparison(missing[: _SHOWN + 1], shapes[: _SHOWN + 1], asked)
 
 

@@ -28,8 +28,9 @@ from forge.runtime import compat
 
 
 class AllToAllDispatcher:
-    """A Dispatcher (forge/model/dispatch.py) for experts distributed over `group`: in order, equally many on each rank.
+    """A Dispatcher (forge/model/dispatch.py) for experts distributed over `group`.
 
+    Each rank has the same number of consecutive experts.
     Calls are collective over `group`, in forward and in backward.
     """
 
@@ -160,9 +161,9 @@ def _counts(experts: Tensor, n_experts: int) -> Tensor:
 
 
 def first_visits(nodes: Tensor, n_nodes: int) -> Tensor:
-    """Keep the first of each token's choices of a node, and replace the other choices of that node by `n_nodes`.
+    """Return `nodes` with every repetition within a row replaced by `n_nodes`, so a token visits a node once.
 
-    nodes: node of each choice, int64 `[tokens, top_k]`.
+    nodes: for each token, the nodes of its chosen experts, int64 `[tokens, top_k]`.
     """
     columns = nodes.unbind(1)
     kept = [columns[0]]

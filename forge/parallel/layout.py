@@ -23,9 +23,9 @@ from forge.shard import Box
 class Layout:
     """The distribution of one model over ranks. Every `apply_*` takes a model and a Layout.
 
-    tensor_plan: returns the tensor-parallel plan of a model by calling the function `parallel.tp_plan`; may import the
-    user's code. check_replicas: compare replicas between ranks during the run. observe_logits: record the largest
-    attention logits for the optimizer.
+    tensor_plan: maps a model to its tensor-parallel plan, by importing and calling the function `parallel.tp_plan`.
+    check_replicas: compare replicas between ranks during the run. observe_logits: record the largest attention logits
+    for the optimizer.
     """
 
     model: ModelConfig

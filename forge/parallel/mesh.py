@@ -32,7 +32,7 @@ class Meshes:
 
     fsdp: the mesh for fully_shard, (dp_shard x cp), preceded by dp_replicate if dp_replicate > 1. fsdp_experts: the
     mesh for experts, (ep_shard) or (dp_replicate, ep_shard). tp, ep: the 1-D meshes of tensor and expert parallelism.
-    ep_local: the ranks of ep on this rank's node. ep_node: the ranks of ep at this rank's position in each node.
+    ep_local: the ranks of ep on this rank's node. ep_node: one rank of ep per node, with this rank's index in ep_local.
     cp: ranks sharing a sequence. sequence: cp and tp ranks, i.e. all ranks sharing a sequence under sequence
     parallelism. loss: ranks whose losses and token counts add up to the global batch (dp x cp). stage: all ranks with
     parts of the same layers (dp x cp x tp). pp: the ranks of one pipeline. pipeline: the pp and loss ranks (pp x dp x
@@ -147,7 +147,10 @@ class _Groups:
         self._made: dict[tuple[bool, str], dist.ProcessGroup] = {}
 
     def one_of(self, sets: list[list[int]], in_layers: bool, on_cpu: bool) -> dist.ProcessGroup:
-        """Return the group of this rank's set, made at its first request. Collective. sets: a partition of all ranks."""
+        """Return the group of the ranks in this rank's set. sets: a partition of all ranks.
+
+        Collective. The first call for a partition makes the groups.
+        """
         world, size = dist.group.WORLD, len(sets[0])
         assert world is not None
         in_layers = in_layers and size > 1

@@ -100,7 +100,7 @@ def parametrize(
 
 
 def factors(shard: Shard, config: Config) -> tuple[float, Rates]:
-    """Return a parameter's factor of the initial values, and its `Rates`."""
+    """Return the factor for the parameter's initial values, and the parameter's `Rates`."""
     name, optimizer, model = shard.name, config.optimizer, config.model
     base, deep = optimizer.mup, optimizer.parametrization == "completep"
     width = model.dim / base.base_dim

@@ -315,7 +315,7 @@ def replicated_parameters(
 
 
 def units_without(units: Sequence[Unit], parameters: set[nn.Parameter]) -> list[Unit]:
-    """Return `units` without `parameters`. Drop modules without other parameters, and units without modules."""
+    """Return `units` without the modules that have only `parameters`. Units left without modules are dropped."""
     kept = []
     for unit in units:
         modules = tuple(

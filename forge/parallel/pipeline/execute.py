@@ -70,7 +70,7 @@ class PipelinedModel(ParallelModel):
             first = _tied_shard([part for part in parts if part.stage.embed])
             last = _tied_shard([part for part in parts if part.stage.head])
             self._tied = Tied(first, last, plan.ends, pp, watched=layout.check_replicas)
-            # The gradient norm, the optimizer and checkpoints see only the first stage's copy.
+            # The gradient norm, the optimizer and checkpoints see only the first stage's copy of the tied weight.
             self.shards = [shard for shard in self.shards if shard is not last]
 
     def finalize_gradients(self) -> None:
@@ -241,7 +241,8 @@ class _ProgramRun:
 
         stage_backward_weight(part.model.parameters(), self._weight_graphs.pop((stage, microbatch)))
         if last:
-            # Not earlier, because FSDP would treat the gradients of the first weights as the end of a backward.
+            # `last` must not be set before W, because FSDP would take the first weight's gradient for the end of a
+            # backward.
             part.engine.begin_microbatch(last=True)
         part.engine.take_weight_gradients(last=last)
 

@@ -91,8 +91,8 @@ class Gathering:
     def _restart(self) -> None:
         """Copy the masters into this rank's part of each bucket, and mark all buckets to be gathered again.
 
-        No copy is needed if the master is a view of the part, or if the optimizer has written both. The first call is
-        collective: it broadcasts the masters, so replicas begin equal.
+        A bucket is not copied if its master is a view of the part, or if the optimizer has already written the part.
+        The first call is collective: it broadcasts the masters, so replicas begin equal.
         """
         if not self._begun:
             # Replicas of a part begin with the values of the group's first rank.
