@@ -126,7 +126,7 @@ class TensorReader(dcp.FileSystemReader):
         }
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor `name` in its saved dtype. In memory at once: the tensor and at most one saved piece."""
+        """Return the tensor `name` in its saved dtype. Needs memory for the tensor and one saved chunk."""
         shape, dtype = self.tensors()[name]
         values = torch.empty(shape, dtype=dtype)
         _read(self, {name: (Shard.whole(name, values), values)})
@@ -154,7 +154,7 @@ class TensorReader(dcp.FileSystemReader):
         return reader
 
     def files_of(self, wanted: NamedTensors) -> set[str]:
-        """Return the names of the files with pieces of the `wanted` shards."""
+        """Return the names of the files that contain elements of the `wanted` shards."""
         targets = {
             name: ShardTensor(shard, local(values).detach().contiguous())
             for name, (shard, values) in wanted.items()
@@ -317,10 +317,10 @@ def _some(items: list[str], separator: str = ", ") -> str:
 
 
 def require_tiled(plan: LoadPlan, targets: dict[str, ShardTensor]) -> None:
-    """Raise ValueError unless the pieces to read cover each element of the targets exactly once.
+    """Raise ValueError unless the chunks to read cover each element of the targets exactly once.
 
-    DCP skips uncovered elements, which would keep their old values. The check counts the corners of pieces, with
-    alternating signs: pieces tile a box exactly if their signed corners add up to the signed corners of the box.
+    DCP skips uncovered elements, so they would keep their old values. The check counts the corners of chunks, with
+    alternating signs. The chunks tile a box exactly if their signed corners add up to the signed corners of the box.
     """
     corners: dict[tuple[str, tuple[int, ...]], Counter[tuple[int, ...]]] = defaultdict(Counter)
 

@@ -106,8 +106,8 @@ class Router(nn.Module):
         weights, sums = self._balance(weights, logits, scores, chosen, valid)
         if config.balance == "quantile":
             sums["required"] = count_required(scores.detach(), chosen, self.bias, valid)
-        # Evaluation has returned above and drops nothing, because drops depend on the other rows of the microbatch,
-        # padding included.
+        # Evaluation has returned above without dropping choices, because drops depend on the other rows of the
+        # microbatch, padding included.
         if config.capacity_factor:
             experts, sums["dropped"] = self._drop(experts, weights.detach(), valid)
         return experts, weights, sums

@@ -135,7 +135,7 @@ class BlockPolicy:
         self._compiler = compiler_for(layout.compile) if layout.compile.enabled else None
 
     def wrap(self, block: Any, layer: int) -> None:
-        """Replace forwards of `block`, the model's block number `layer`, by compiled and checkpointed ones.
+        """Wrap forwards of `block`, number `layer` of the model, for compilation and recomputation.
 
         The module docstring gives the order, from the inside out.
         """

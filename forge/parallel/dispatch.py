@@ -85,8 +85,8 @@ def through_experts(
 def exchange(numbers: Tensor, group: dist.ProcessGroup, *sizes: list[int]) -> Tensor:
     """Return the all-to-all of `numbers` over `group`, without autograd.
 
-    Collective. sizes: two lists, the number of rows to receive from each rank and to send to each rank; omitted: equal
-    parts.
+    Collective. sizes: two lists, the number of rows to receive from each rank and to send to each rank. Without
+    `sizes`, every rank exchanges equal parts.
     """
     receives, sends = sizes or (None, None)
     return functional.wait_tensor(functional.all_to_all_single(numbers.contiguous(), receives, sends, group))

@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 
 
 class RingAttention:
-    """Attention of this rank's queries to the keys and values of every rank in turn, beginning with its own.
+    """Attention of this rank's queries to the keys and values of all ranks, one rank at a time, this rank first.
 
     kernel: computes attention of one chunk to another. None: flex_attention if it has kernels for the device, else
     `PlainKernel`.

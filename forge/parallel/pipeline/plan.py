@@ -156,7 +156,7 @@ def make_stages(config: Config, stages: int = 0) -> list[Stage]:
 
 
 def split_evenly(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of each stage. Numbers differ by at most one, the larger ones first."""
+    """Return the number of layers of each stage. The numbers differ by at most 1, larger numbers first."""
     return [layers // stages + (index < layers % stages) for index in range(stages)]
 
 

@@ -99,7 +99,7 @@ def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
     for name, parameter in reversed(list(model.named_parameters())):
         expert = kinds.get(parameter) == "expert"
         key = _formats_of(parameter, dtypes[parameter], layout), expert
-        # Both ends of a pipeline may hold the embedding. In a bucket of its own, it is cut the same way on both.
+        # The first and the last stage may both hold the embedding. A separate bucket is cut equally on both stages.
         alone = model.config.embedding_at_both_ends and name == "embedding.weight"
         members.setdefault(key, []).append(BufferItem(name, _slot_numel(parameter), alone))
     plans = []

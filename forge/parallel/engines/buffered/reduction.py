@@ -104,7 +104,7 @@ class BucketGradients:
     def arrive(self, placed: PlacedParameter) -> None:
         """Record the arrival of the parameter's gradient.
 
-        Copy the gradient to its slot if the temporary bucket is already allocated.
+        Under zero2, copy the gradient to its slot if the temporary bucket is already allocated.
         """
         self.arrived.add(placed.name)
         if self.collected and self.temporary is not None:
@@ -123,7 +123,7 @@ class BucketGradients:
                     self.sent(placed).zero_()
 
     def sent(self, placed: PlacedParameter) -> Tensor:
-        """Return the parameter's slot in the bucket that the collectives reduce: `[numel]`."""
+        """Return the parameter's slot in the temporary bucket (zero2) or in the gradient buffer: `[numel]`."""
         bucket = self.temporary if self.collected else self.memory.gradient
         assert bucket is not None
         return bucket[placed.slot.start - self.memory.bucket.start :][: placed.numel]
