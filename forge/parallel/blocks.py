@@ -352,7 +352,10 @@ def _to(value: Any, dtype: torch.dtype) -> Any:
 
 
 def check_modules(model: Transformer, chosen: ActivationCheckpoint) -> None:
-    """Raise UserError if a name in `chosen.modules` is not a child of any block. Only for modes that read the key."""
+    """Raise UserError if a name in `chosen.modules` is not a child of any block.
+
+    Modes other than full and selective ignore the names.
+    """
     if chosen.mode not in ("full", "selective"):
         return
     known = sorted({name for block in model.layers.values() for name, _ in block.named_children()})

@@ -162,7 +162,7 @@ def check_groups(model: Transformer, config: Config) -> None:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Return patterns to suggest for `names`: for layers.0.attention.wq layers.*.attention.wq, ... and *.wq."""
+    """Return patterns to suggest in place of `names`, e.g. layers.*.attention.wq, *.attention.wq and *.wq."""
     general = sorted(for_all_layers(names))
     ends = {
         f"*.{'.'.join(parts[at:])}"

@@ -103,10 +103,10 @@ def sizes_from_counts(leaving: Tensor, arriving: Tensor) -> tuple[list[int], lis
 
 
 class NodeDispatcher:
-    """A Dispatcher for experts distributed over nodes: at most one copy of a token crosses to each node.
+    """A Dispatcher for experts distributed over nodes. It sends a token to each node at most once.
 
-    across: one rank of each node, with this rank's local rank. within: the ranks of this node. Experts are ordered by
-    node, then by rank, the same number on each rank.
+    across: the ranks with this rank's local rank, one per node. within: the ranks of this node. Each rank has the same
+    number of consecutive experts, in the order of nodes and of ranks within a node.
     """
 
     def __init__(self, across: dist.ProcessGroup, within: dist.ProcessGroup, n_experts: int):

@@ -163,7 +163,7 @@ class ObservedLatents(ObservedAttention):
     def attend_latent(
         self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
     ) -> Tensor:
-        """See `LatentAttention`."""
+        """Record the largest logits, then call the attention function's `attend_latent`."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 k, _ = layer.expand(latent, key)

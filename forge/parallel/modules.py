@@ -45,7 +45,7 @@ def matches_any_depth(pattern: str, name: str) -> bool:
 
 
 def has_all_names(model: nn.Module) -> bool:
-    """Return whether `model` is a whole model, not a pipeline stage. In a stage, a name without a module is no mistake."""
+    """Return whether `model` is a whole model, not a pipeline stage. A stage lacks some names."""
     return getattr(model, "is_whole", True)
 
 

@@ -143,7 +143,7 @@ def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -
 
 
 def _slot_numel(parameter: nn.Parameter) -> int:
-    """Return the parameter's largest number of elements on any rank.
+    """Return the largest number of elements of the parameter that a tensor-parallel rank holds.
 
     Slots of this size give all ranks the same layout. With different layouts, tensor-parallel ranks would keep
     different elements of a replicated parameter.
