@@ -33,7 +33,7 @@ from forge.runtime.fault import fault_point
 from forge.runtime.files import replace_atomically, sync_folder
 
 logger = logging.getLogger(__name__)
-# An upper bound of each rank's entries in the manifest.
+# An upper bound of the bytes of each rank's entries in the manifest.
 RANK_BYTES = 1024
 
 
@@ -180,7 +180,8 @@ class _Writer(dcp.FileSystemWriter):
         try:
             written = super().write_data(plan, planner)
         except RuntimeError as error:
-            # PyTorch's archive writer raises an error about its own position. The system's error is only its context.
+            # PyTorch's archive writer raises a RuntimeError about its file position. The OSError with the cause is
+            # only the context of this error.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise

@@ -1,8 +1,8 @@
 """Load a checkpoint: its tensors into shards of any layout, and its JSON. Loading never runs code from the checkpoint.
 
-Every rank reads DCP's index and the saved pieces overlapping its own boxes, from the files of all saving ranks. Ranks
-communicate only twice: at the start they agree that the checkpoint fits the model, and at the end that every rank could
-read its pieces.
+A box is a rectangular slice of a global tensor. Every rank reads DCP's index. Then the rank reads the saved chunks that
+overlap its own boxes, from the files of all saving ranks. Ranks communicate only twice: at the start they agree that
+the checkpoint fits the model, and at the end that every rank could read its chunks.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class TensorReader(dcp.FileSystemReader):
         }
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor `name` in its saved dtype. In memory at once: the tensor and at most one saved piece."""
+        """Return the tensor `name` in its saved dtype. Needs memory for the tensor and one saved chunk."""
         shape, dtype = self.tensors()[name]
         values = torch.empty(shape, dtype=dtype)
         _read(self, {name: (Shard.whole(name, values), values)})
@@ -154,7 +154,7 @@ class TensorReader(dcp.FileSystemReader):
         return reader
 
     def files_of(self, wanted: NamedTensors) -> set[str]:
-        """Return the names of the files with pieces of the `wanted` shards."""
+        """Return the names of the files that contain elements of the `wanted` shards."""
         targets = {
             name: ShardTensor(shard, local(values).detach().contiguous())
             for name, (shard, values) in wanted.items()
@@ -250,7 +250,10 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class IndexComparison:
-    """The result of comparing one rank's requested tensors with the index. Small, because it is sent to every rank."""
+    """The result of comparing one rank's requested tensors with the index. Small, because it is sent to every rank.
+
+    missing: tensors not in the index. shapes: a sentence for each differing shape. Both lists are cut.
+    """
 
     missing: list[str]
     shapes: list[str]
@@ -270,7 +273,7 @@ def compare(index: Metadata, wanted: NamedTensors) -> IndexComparison:
                 f"{name} is {_shape(has.size)} in the checkpoint and {_shape(shard.global_shape)} in the model"
             )
     asked = sum((name in wanted) << i for i, name in enumerate(saved))
-    # One more than is shown, so the message can say that there are more.
+    # Keep one entry more than the message shows, so the message can say that there are more.
     return IndexComparison(missing[: _SHOWN + 1], shapes[: _SHOWN + 1], asked)
 
 
@@ -314,10 +317,10 @@ def _some(items: list[str], separator: str = ", ") -> str:
 
 
 def require_tiled(plan: LoadPlan, targets: dict[str, ShardTensor]) -> None:
-    """Raise ValueError unless the pieces to read cover each element of the targets exactly once.
+    """Raise ValueError unless the chunks to read cover each element of the targets exactly once.
 
-    DCP skips uncovered elements, which would keep their old values. The check counts the corners of pieces, with
-    alternating signs: pieces tile a box exactly if their signed corners add up to the signed corners of the box.
+    DCP skips uncovered elements, so they would keep their old values. The check counts the corners of chunks, with
+    alternating signs. The chunks tile a box exactly if their signed corners add up to the signed corners of the box.
     """
     corners: dict[tuple[str, tuple[int, ...]], Counter[tuple[int, ...]]] = defaultdict(Counter)
 

@@ -259,7 +259,7 @@ def write_parts(
         return sum(tensor.written_bytes for tensor in contents.tensors.values())
 
     def copies() -> list[Transfer]:
-        """Return all transfers between ranks: each file goes from its owner to one rank on each peer node."""
+        """Return all transfers between ranks: each file goes from the rank that wrote it to one rank on each peer node."""
         found = []
         for node, ranks in enumerate(nodes.ranks):
             for peer in nodes.peers(node, peers):

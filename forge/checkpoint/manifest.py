@@ -26,7 +26,7 @@ from forge.runtime.files import read_json
 MANIFEST = "manifest.json"
 FORMAT = 1
 _BLOCK, _READ_AHEAD = 1 << 20, 1 << 25
-# Errors that prove a missing or broken file. All others come from the file system or from permissions.
+# Errors that prove a missing or broken file. Other errors come from the file system or from permissions.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}
 
 

@@ -94,7 +94,7 @@ class Mirror:
         self._work.put(lambda: self._forget_after(step))
 
     def close(self, wait: bool) -> None:
-        """End the thread; with `wait`, first finish all requested work."""
+        """End the thread. With `wait`, finish all requested copies first and wait for them."""
         if not wait:
             self._given_up.set()
             self._newest = -1

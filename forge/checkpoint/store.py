@@ -99,8 +99,8 @@ class Checkpoints:
         complete checkpoint.
 
         Return the outcome of every save that ended since the last call of `save`, `poll` or `wait`. A failure known to
-        all ranks is an outcome. Any other failure, e.g. a lost rank, is raised by this method and by all methods
-        waiting for the save.
+        all ranks is returned as an outcome. Any other failure, e.g. a lost rank, is raised by this method and by all
+        methods that wait for the save.
         """
         began = time.monotonic()
         self._join()

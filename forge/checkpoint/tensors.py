@@ -54,7 +54,7 @@ class ShardTensor(torch.Tensor):
 
     @property
     def written_bytes(self) -> int:
-        """Return an upper bound of the size of this rank's pieces in DCP's files, in bytes."""
+        """Return an upper bound of the number of bytes that DCP writes for this rank's boxes."""
         return sum(piece.numel() * piece.element_size() + PIECE_BYTES for piece in self._pieces.values())
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:

@@ -73,7 +73,7 @@ class AttentionFunction(Protocol):
 
 
 class Attention(nn.Module):
-    """The base class of every kind of attention: window, rotation, and the modules between the heads and the stream.
+    """The base class of every kind of attention: its attention function, output projection, gate and sinks.
 
     rotation: index of RoPE's tables; None: no RoPE. qk_dim: size of a query head; every attention function divides
     scores by sqrt(qk_dim). factor: multiplies the queries, for models that divide scores by another number.

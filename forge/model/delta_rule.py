@@ -1,4 +1,4 @@
-"""The gated delta rule: every token decays, corrects and reads a state matrix; token by token, or in chunks.
+"""The gated delta rule: each token decays, corrects and reads a state matrix. Computed by token or by chunk.
 
 Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464:
 

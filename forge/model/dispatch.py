@@ -47,10 +47,11 @@ class LocalDispatcher:
 
 
 class DispatchPlan(NamedTuple):
-    """The stable order of choices by expert. Choice j of token t has number t * top_k + j.
+    """The order of rows sorted by expert. There is one row per choice; choice j of token t has number t * top_k + j.
 
-    order: the choice of each row, int64 `[tokens * top_k]`. places: the row of each choice, int64 `[tokens, top_k]`.
-    counts: the number of rows of each expert, int64 `[n_experts]`. Choices without an expert come last.
+    order: the number of each row's choice, int64 `[tokens * top_k]`. places: the row of each choice, int64 `[tokens,
+    top_k]`. counts: the number of rows of each expert, int64 `[n_experts]`. The sort is stable. Choices without an
+    expert come last.
     """
 
     order: Tensor

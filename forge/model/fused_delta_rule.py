@@ -110,7 +110,7 @@ def _autograd() -> Iterator[None]:
 
 
 def kernel_for(log_decay: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the kernel for decays per channel or per head; it takes the operator's arguments."""
+    """Return fla's function for decays per channel or per head, called with (q, k, v, log_decay, beta, state)."""
     # Imported at the first use, because fla imports Triton, which takes seconds.
     if log_decay.shape[-1] > 1:
         from fla.ops.kda import chunk_kda as chunked

@@ -35,7 +35,7 @@ from forge.model.norm import RMSNorm, promoted
 
 # `AttentionMask.window` of linear-attention layers. Layers with the same window share a mask.
 LINEAR = -1
-# Added to the squared length of queries and keys before they are divided by it.
+# Added to the squared length of queries and keys when they are divided by their length.
 NORM_EPS = 1e-6
 
 

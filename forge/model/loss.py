@@ -188,7 +188,7 @@ def chunk_loss(
     grad = exps.mul_((largest - lse).exp() * (1.0 + 2.0 * z_loss_coef * lse))
     one = 1.0 if here is None else here.to(grad.dtype)
     if torch.compiler.is_compiling():
-        # A compiler fuses this form into one pass; before and after scatter_ it would write and read the probabilities.
+        # A compiler fuses this form into one pass over the probabilities. With scatter_, it would need several passes.
         grad = grad - one * (torch.arange(grad.shape[-1], device=grad.device) == column)
     else:
         grad.scatter_(-1, column, grad.gather(-1, column) - one)

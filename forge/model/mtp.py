@@ -1,4 +1,4 @@
-"""Multi-token prediction (DeepSeek-V3, 2412.19437, 2.2): blocks that predict tokens further ahead, one after the other.
+"""Multi-token prediction (DeepSeek-V3, 2412.19437, 2.2): a chain of blocks, each predicting one token further ahead.
 
 At token i, module k = 1, 2, ... takes the hidden state of module k - 1 (for k = 1, the model's hidden state after its
 final norm) and the embedding of token i + k. The module predicts token i + k + 1 with the model's own head:

@@ -106,8 +106,8 @@ class Router(nn.Module):
         weights, sums = self._balance(weights, logits, scores, chosen, valid)
         if config.balance == "quantile":
             sums["required"] = count_required(scores.detach(), chosen, self.bias, valid)
-        # Evaluation has returned above and drops nothing, because drops depend on the other rows of the microbatch,
-        # padding included.
+        # Evaluation has returned above without dropping choices, because drops depend on the other rows of the
+        # microbatch, padding included.
         if config.capacity_factor:
             experts, sums["dropped"] = self._drop(experts, weights.detach(), valid)
         return experts, weights, sums
@@ -168,8 +168,8 @@ class Router(nn.Module):
         """Return `experts` with n_experts for each choice beyond capacity, and the number of dropped choices.
 
         experts and weights `[tokens, top_k]`. Choices with the largest weights are kept. The capacity of an expert is
-        capacity_factor times an even share of this forward's choices, rounded up. Only choices of valid tokens are
-        counted.
+        capacity_factor times an even share of this forward's choices, rounded up. The number excludes choices of
+        tokens that are not `valid`.
         """
         n_experts, flat = self.config.n_experts, experts.flatten()
         capacity = -int(-self.config.capacity_factor * flat.numel() // n_experts)

@@ -43,7 +43,7 @@ class SdpaAttention:
                     q, k, v, score_mod=capped(mask.soft_cap), block_mask=mask.table, enable_gqa=True
                 )
             out, lse = flex_with_lse(q, k, v, mask.table, mask.soft_cap)
-            # A key with score `sink` and a zero value leaves this fraction of the weights to the other keys.
+            # The sink acts as a key with a zero value. The sigmoid is the total softmax weight of all other keys.
             return out * torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).unsqueeze(-1).to(out.dtype)
         if mask.soft_cap or sinks is not None:
             assert mask.table is not None

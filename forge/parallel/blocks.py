@@ -1,4 +1,4 @@
-"""How blocks run: recomputed in backward, compiled, and in which dtype. Nothing else replaces the forward of a module.
+"""Wrap the forwards of blocks, for recomputation in backward, compilation and casts. No other file wraps forwards.
 
 Only forwards are replaced, never modules, so parameters keep their names. FSDP's hooks on a block, and tensor
 parallelism's hooks on a child, run outside the new forward: recomputation gathers no parameters again, and the compiled
@@ -135,7 +135,7 @@ class BlockPolicy:
         self._compiler = compiler_for(layout.compile) if layout.compile.enabled else None
 
     def wrap(self, block: Any, layer: int) -> None:
-        """Replace forwards of `block`, the model's block number `layer`, by compiled and checkpointed ones.
+        """Wrap forwards of `block`, number `layer` of the model, for compilation and recomputation.
 
         The module docstring gives the order, from the inside out.
         """
@@ -206,7 +206,7 @@ class BlockPolicy:
 
 
 class Recomputed:
-    """`forward` under an activation checkpoint: backward runs it again. selective: keep expensive results."""
+    """`forward` under activation checkpointing: backward runs `forward` again. selective: keep expensive results."""
 
     def __init__(self, forward: Callable[..., Any], *, selective: bool):
         functools.update_wrapper(self, forward)
@@ -305,7 +305,7 @@ def hiding_gradients(module: nn.Module, forward: Callable[..., Any]) -> Callable
 
 
 def waiting(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` wrapped to wait for its first argument.
+    """Return `forward`, wrapped to wait for its first argument if the argument is still being communicated.
 
     Under a user's tensor-parallel plan the embedding may return an AsyncCollectiveTensor, the result of a running
     collective. Compiled code treats it as a plain tensor and fails in backward.
@@ -352,7 +352,10 @@ def _to(value: Any, dtype: torch.dtype) -> Any:
 
 
 def check_modules(model: Transformer, chosen: ActivationCheckpoint) -> None:
-    """Raise UserError if the mode uses `chosen.modules` and a name in it is not a child of any block of `model`."""
+    """Raise UserError if a name in `chosen.modules` is not a child of any block.
+
+    Modes other than full and selective ignore the names.
+    """
     if chosen.mode not in ("full", "selective"):
         return
     known = sorted({name for block in model.layers.values() for name, _ in block.named_children()})

@@ -50,7 +50,7 @@ APPLY: dict[str, Callable[[Transformer, Layout], Any]] = {
     "data": apply_data_parallel,
 }
 STEPS = (*APPLY, "allocate", "initialise")
-# Steps that a layout may do without.
+# For each optional step: whether a layout needs it.
 NEEDED: dict[str, Callable[[Layout], bool]] = {
     "context": lambda layout: layout.meshes.cp.size() > 1,
     "tensor": lambda layout: layout.meshes.tp.size() > 1,
@@ -162,7 +162,7 @@ def check_groups(model: Transformer, config: Config) -> None:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Return patterns to suggest: `names` with numbers replaced by `*`, and `*.` with each suffix of such a name."""
+    """Return patterns to suggest in place of `names`, e.g. layers.*.attention.wq, *.attention.wq and *.wq."""
     general = sorted(for_all_layers(names))
     ends = {
         f"*.{'.'.join(parts[at:])}"

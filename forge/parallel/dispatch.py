@@ -28,8 +28,9 @@ from forge.runtime import compat
 
 
 class AllToAllDispatcher:
-    """A Dispatcher (forge/model/dispatch.py) for experts distributed over `group`: in order, equally many on each rank.
+    """A Dispatcher (forge/model/dispatch.py) for experts distributed over `group`.
 
+    Each rank has the same number of consecutive experts.
     Calls are collective over `group`, in forward and in backward.
     """
 
@@ -84,8 +85,8 @@ def through_experts(
 def exchange(numbers: Tensor, group: dist.ProcessGroup, *sizes: list[int]) -> Tensor:
     """Return the all-to-all of `numbers` over `group`, without autograd.
 
-    Collective. sizes: two lists, the number of rows to receive from each rank and to send to each rank; omitted: equal
-    parts.
+    Collective. sizes: two lists, the number of rows to receive from each rank and to send to each rank. Without
+    `sizes`, every rank exchanges equal parts.
     """
     receives, sends = sizes or (None, None)
     return functional.wait_tensor(functional.all_to_all_single(numbers.contiguous(), receives, sends, group))
@@ -102,10 +103,10 @@ def sizes_from_counts(leaving: Tensor, arriving: Tensor) -> tuple[list[int], lis
 
 
 class NodeDispatcher:
-    """A Dispatcher for experts distributed over nodes: at most one copy of a token crosses to each node.
+    """A Dispatcher for experts distributed over nodes. It sends a token to each node at most once.
 
-    across: one rank of each node, with this rank's local rank. within: the ranks of this node. Experts are ordered by
-    node, then by rank, the same number on each rank.
+    across: the ranks with this rank's local rank, one per node. within: the ranks of this node. Each rank has the same
+    number of consecutive experts, in the order of nodes and of ranks within a node.
     """
 
     def __init__(self, across: dist.ProcessGroup, within: dist.ProcessGroup, n_experts: int):
@@ -160,9 +161,9 @@ def _counts(experts: Tensor, n_experts: int) -> Tensor:
 
 
 def first_visits(nodes: Tensor, n_nodes: int) -> Tensor:
-    """Keep the first of each token's choices of a node, and replace the other choices of that node by `n_nodes`.
+    """Return `nodes` with every repetition within a row replaced by `n_nodes`, so a token visits a node once.
 
-    nodes: node of each choice, int64 `[tokens, top_k]`.
+    nodes: for each token, the nodes of its chosen experts, int64 `[tokens, top_k]`.
     """
     columns = nodes.unbind(1)
     kept = [columns[0]]

@@ -2,7 +2,7 @@
 
 Every element of a parameter is a pure function of (seed, parameter name, global index). Random values are generated in
 float32, in blocks of 2^16 consecutive elements of the flattened global tensor. Each block has its own generator, keyed
-by (seed, name, block number). A rank generates only the blocks intersecting its boxes. For each type of device, the
+by (seed, name, block number). A rank generates only the blocks that overlap its shards. For each type of device, the
 same seed gives the same bits on any number of ranks.
 """
 

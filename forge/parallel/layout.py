@@ -23,9 +23,9 @@ from forge.shard import Box
 class Layout:
     """The distribution of one model over ranks. Every `apply_*` takes a model and a Layout.
 
-    tensor_plan: returns the tensor-parallel plan of a model by calling the function `parallel.tp_plan`; may import the
-    user's code. check_replicas: compare replicas between ranks during the run. observe_logits: record the largest
-    attention logits for the optimizer.
+    tensor_plan: maps a model to its tensor-parallel plan, by importing and calling the function `parallel.tp_plan`.
+    check_replicas: compare replicas between ranks during the run. observe_logits: record the largest attention logits
+    for the optimizer.
     """
 
     model: ModelConfig
@@ -93,7 +93,7 @@ def make_layout(config: Config, meshes: Meshes) -> Layout:
 
 
 def own_box(parameter: DTensor, at: Mapping[str, int] | None = None) -> Box:
-    """Return the box of the global tensor held by this rank.
+    """Return the box (rectangular slice) of the global tensor that this rank holds.
 
     at: mesh axis -> position, for the box of another rank. Each mesh axis in turn divides the box like torch.chunk, the
     last axis first. The order matters if FSDP2 and tensor parallelism split the same dimension (`_StridedShard`): FSDP2
@@ -120,7 +120,7 @@ def own_box(parameter: DTensor, at: Mapping[str, int] | None = None) -> Box:
 
 
 def local_box(parameter: nn.Parameter, at: Mapping[str, int] | None = None) -> Box:
-    """Return the box of `parameter` held by this rank: a part under tensor or expert parallelism, else the whole.
+    """Return this rank's box of `parameter`: a slice under tensor or expert parallelism, else the whole parameter.
 
     at: as for `own_box`.
     """

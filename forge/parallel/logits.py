@@ -39,7 +39,7 @@ ROWS = 256
 
 
 class LargestLogits:
-    """The largest logits of the layers of `parts`. Raises UserError for an unknown kind of attention.
+    """The largest logits of the layers in `parts`, this rank's stages. Raises UserError for unknown attention modules.
 
     by_parameter: name of a query or key projection -> (logits, powers). logits: the largest logit of each head, float64
     `[heads]`, in the order of the parameter's rows; equal on all ranks after `complete`. powers: float64 `[rows of a
@@ -163,7 +163,7 @@ class ObservedLatents(ObservedAttention):
     def attend_latent(
         self, layer: LatentAttention, q: Tensor, latent: Tensor, key: Tensor, mask: AttentionMask
     ) -> Tensor:
-        """See `LatentAttention`."""
+        """Record the largest logits, then call the attention function's `attend_latent`."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 k, _ = layer.expand(latent, key)

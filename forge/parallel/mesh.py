@@ -30,15 +30,19 @@ _IN_LAYERS = frozenset(("tp", "ep", "ep_node", "ep_local", "cp"))
 class Meshes:
     """Meshes and groups of this rank.
 
-    fsdp: the mesh for fully_shard, (dp_shard x cp), preceded by dp_replicate if dp_replicate > 1. fsdp_experts: the
-    mesh for experts, (ep_shard) or (dp_replicate, ep_shard). tp, ep: the 1-D meshes of tensor and expert parallelism.
-    ep_local: the ranks of ep on this rank's node. ep_node: the ranks of ep at this rank's position in each node.
-    cp: ranks sharing a sequence. sequence: cp and tp ranks, i.e. all ranks sharing a sequence under sequence
-    parallelism. loss: ranks whose losses and token counts add up to the global batch (dp x cp). stage: all ranks with
-    parts of the same layers (dp x cp x tp). pp: the ranks of one pipeline. pipeline: the pp and loss ranks (pp x dp x
-    cp).
-    copies: the mesh axes over which a parameter is replicated -> the group of ranks with the same elements.
-    data_rank: index of this rank's part of the global batch, 0 ... data_ranks - 1.
+    fsdp          mesh for fully_shard: (dp_shard x cp), preceded by dp_replicate if dp_replicate > 1
+    fsdp_experts  mesh for experts: (ep_shard) or (dp_replicate, ep_shard)
+    tp, ep        1-D meshes of tensor and expert parallelism
+    ep_local      ranks of ep on this rank's node
+    ep_node       ranks of ep with this rank's index in ep_local, one per node
+    cp            ranks sharing a sequence
+    sequence      cp and tp ranks: all ranks sharing a sequence under sequence parallelism
+    loss          ranks whose losses and token counts add up to the global batch (dp x cp)
+    stage         all ranks with parts of the same layers (dp x cp x tp)
+    pp            ranks of one pipeline
+    pipeline      pp and loss ranks (pp x dp x cp)
+    copies        mesh axes over which a parameter is replicated -> group of ranks with the same elements
+    data_rank     index of this rank's part of the global batch, 0 ... data_ranks - 1
     """
 
     degrees: Degrees
@@ -147,7 +151,10 @@ class _Groups:
         self._made: dict[tuple[bool, str], dist.ProcessGroup] = {}
 
     def one_of(self, sets: list[list[int]], in_layers: bool, on_cpu: bool) -> dist.ProcessGroup:
-        """Return the group of this rank's set, made at its first request. Collective. sets: a partition of all ranks."""
+        """Return the group of the ranks in this rank's set. sets: a partition of all ranks.
+
+        Collective. The first call for a partition makes the groups.
+        """
         world, size = dist.group.WORLD, len(sets[0])
         assert world is not None
         in_layers = in_layers and size > 1

@@ -18,9 +18,10 @@ HOOKS = (
 
 
 def matches_exact_depth(pattern: str, name: str) -> bool:
-    """Return whether `pattern` matches `name` component by component: `layers.*.wq` is not `layers.0.attention.wq`.
+    """Return whether `pattern` matches `name`, with `*` matching one component only.
 
-    Used for tensor-parallel plans: a pattern matching other modules by accident would split them.
+    E.g. `layers.*.wq` does not match `layers.0.attention.wq`. For tensor-parallel plans, where an accidental match
+    would split a module.
     """
     patterns, names = pattern.split("."), name.split(".")
     return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))
@@ -44,7 +45,7 @@ def matches_any_depth(pattern: str, name: str) -> bool:
 
 
 def has_all_names(model: nn.Module) -> bool:
-    """Return whether `model` is a whole model, not a pipeline stage. In a stage, a name without a module is no mistake."""
+    """Return whether `model` is a whole model, not a pipeline stage. A stage lacks some names."""
     return getattr(model, "is_whole", True)
 
 

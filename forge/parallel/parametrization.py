@@ -66,7 +66,7 @@ def describe(
 ) -> tuple[dict[str, float | Normal | Uniform], list[Shard]]:
     """Return the initial values of `model` by parameter name, and `shards` with kind, heads and rates set.
 
-    Every shard passed to an optimizer needs this, because optimizers depend on kind, heads and rates.
+    Optimizers need these three fields in every shard.
     """
     known: Any = model
     kinds, heads = parameter_kinds(model), known.heads() if hasattr(model, "heads") else {}
@@ -100,7 +100,7 @@ def parametrize(
 
 
 def factors(shard: Shard, config: Config) -> tuple[float, Rates]:
-    """Return a parameter's factor of the initial values, and its `Rates`."""
+    """Return the factor for the parameter's initial values, and the parameter's `Rates`."""
     name, optimizer, model = shard.name, config.optimizer, config.model
     base, deep = optimizer.mup, optimizer.parametrization == "completep"
     width = model.dim / base.base_dim

@@ -2,10 +2,10 @@
 
 Results depend only on the dtypes, not on the units. The policy is the dtype precision.compute. A maximal subtree of
 modules with another compute dtype casts its inputs to this dtype and its outputs back to the policy
-(forge/parallel/blocks.py). So a float32 module leaves the residual stream in bfloat16. FSDP's units follow the
-same subtrees. In a part of the model, e.g. the embedding or a block, they depend on the number of compute dtypes:
+(forge/parallel/blocks.py). So a float32 module leaves the residual stream in bfloat16. FSDP's units follow the same
+subtrees. The units of a block, of the embedding, or of the norm with the head depend on its number of compute dtypes:
 
-    one dtype      the part is one unit
+    one dtype      all modules form one unit
     several        the modules in the dtype with the most elements form one unit; each maximal subtree in another dtype
                    is a unit of its own
 
@@ -89,9 +89,9 @@ def plan_units(
 ) -> tuple[list[list[Unit]], dict[nn.Parameter, torch.dtype]]:
     """Return the units of `model` in the order of forward, and the compute dtype of every parameter.
 
-    Each separately gathered part of the model has one group of units; the root's group is last. A group has several
-    units if compute dtypes differ, or for routed experts; an inner unit comes before its outer unit. Raises UserError
-    if precision.fp32_modules is invalid for the model.
+    The embedding, each block, and the norm with the head have one group of units each; the root's group is last. A
+    group has several units if its compute dtypes differ or if it has routed experts. A unit comes before the unit that
+    encloses it. Raises UserError if precision.fp32_modules is invalid for the model.
     """
     pinned, policy = pinned_parameters(model, precision.fp32_modules), DTYPES[precision.compute]
     groups: list[list[Unit]] = []

@@ -1,4 +1,4 @@
-"""Find a straggler, i.e. a rank that slows the others down, and its slow phase.
+"""Find stragglers, i.e. ranks that slow the other ranks down, and the slow phase of each straggler.
 
 Ranks wait for each other in every step, so the step time is equal on all ranks. Only the time of a rank's own work
 differs: waiting for its data, the forward of one block (after its parameters are gathered), and the optimizer. The

@@ -29,7 +29,7 @@ FUNCTIONS: dict[str, Callable[[SequenceSplit], AttentionFunction]] = {
 
 
 def apply_context(model: Transformer, layout: Layout) -> None:
-    """Replace each layer's attention function by one that attends over the whole sequence, across the cp ranks.
+    """Replace each layer's attention function by a function that attends to the tokens of all cp ranks.
 
     Raises UserError for ring attention in compiled blocks on CUDA, and for an attention module without `attend`.
     """

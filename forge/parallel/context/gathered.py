@@ -54,9 +54,9 @@ class AllGatherAttention:
         return self._attend(q, k, v, mask, layer.sink_logits())
 
     def _whole(self, *parts: Tensor) -> list[Tensor]:
-        """All-gather several `[..., seq / cp, width]` over the cp ranks in one collective.
+        """All-gather `parts`, each `[..., seq / cp, width]`, over the cp ranks in one collective.
 
-        Return each as `[..., seq, width]`.
+        Return a list with each tensor `[..., seq, width]`.
         """
         gathered = compat.all_gather(torch.cat(parts, dim=-1).unsqueeze(0), self.split.group)
         return list(self.split.in_order(gathered).split([part.shape[-1] for part in parts], dim=-1))

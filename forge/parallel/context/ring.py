@@ -24,7 +24,7 @@ from forge.runtime import compat
 
 
 class Pair(NamedTuple):
-    """A chunk of this rank's queries and a chunk of the currently held keys, at least partly visible to the queries.
+    """A chunk of this rank's queries, and a chunk of the keys now on this rank. The queries may see some of the keys.
 
     queries, keys: 0 for the early chunk, 1 for the late chunk. table: mask of the keys visible to each query; None:
     all.
@@ -36,9 +36,10 @@ class Pair(NamedTuple):
 
 
 class RingAttention:
-    """Attention of this rank's queries to the keys and values of every rank in turn, beginning with its own.
+    """Attention of this rank's queries to the keys and values of all ranks, one rank at a time, this rank first.
 
-    kernel: computes each block; None: flex_attention where it has kernels for the device, otherwise `PlainKernel`.
+    kernel: computes attention of one chunk to another. None: flex_attention if it has kernels for the device, else
+    `PlainKernel`.
     """
 
     def __init__(self, split: SequenceSplit, kernel: PlainKernel | FlexKernel | None = None):
@@ -229,7 +230,7 @@ class PlainKernel:
         if slope is not None:
             grad_scores = grad_scores * slope
         grad_q = (grad_scores @ k).view(q.shape)
-        # The products sum over the query heads of a key/value head, because those are rows of one matrix.
+        # The query heads of a key/value head are rows of one matrix, so the products sum over these heads.
         return grad_q, grad_scores.mT @ rows, weights.mT @ grad_rows
 
 

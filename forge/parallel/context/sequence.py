@@ -27,8 +27,9 @@ from forge.runtime import compat
 class SequenceSplit:
     """The split of each sequence over the context-parallel ranks of `group`.
 
-    With one rank the part is the whole sequence, and nothing is sent. pieces: number of equal pieces into which
-    sequence parallelism (tp) divides each part. depth: number of multi-token prediction modules.
+    A rank's part is its two chunks. With one rank the part is the whole sequence, and nothing is sent. pieces: number
+    of equal pieces into which sequence parallelism (tp) divides each part. depth: number of multi-token prediction
+    modules.
     """
 
     def __init__(self, group: dist.ProcessGroup, pieces: int = 1, depth: int = 0):

@@ -25,7 +25,7 @@ from forge.runtime import compat
 
 
 class PassedStates:
-    """A `Recurrence` on this rank's part of the sequence, starting from the state after the preceding tokens.
+    """A `Recurrence` on this rank's two chunks. Each chunk starts from the state after all earlier tokens.
 
     Calls are collective over the cp ranks.
     """

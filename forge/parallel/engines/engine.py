@@ -26,7 +26,7 @@ class DataParallel(Protocol):
     """An engine on one model, or on one stage of a model. Every method is collective unless its docstring says otherwise."""
 
     name: str
-    """The engine as the log names it."""
+    """The engine's name in the log."""
     shards: list[Shard]
     """This rank's shards of the parameters, for the optimizer, in the order of `named_parameters`; available after
     `allocate`.
@@ -54,7 +54,7 @@ class DataParallel(Protocol):
         """
 
     def start_gradient_sync(self) -> None:
-        """Launch all reductions over data ranks not launched yet. Call after the last backward."""
+        """Launch the remaining reductions over data ranks. Call after the last backward."""
 
     def finish_gradient_sync(self) -> None:
         """Complete the reductions. Afterwards the gradients of `shards` are sums over data ranks."""

@@ -60,7 +60,7 @@ class FullySharded:
     copies: dict[Tensor, Tensor]
 
     def __init__(self, model: Transformer, layout: Layout):
-        # This rank's part of the model once all units are gathered.
+        # Number of elements on this rank while all units are gathered.
         self._unsharded_numel = sum(local(parameter).numel() for parameter in model.parameters())
         groups, dtypes = plan_units(model, layout.precision)
         whole = replicated_parameters(model, dtypes, layout)
@@ -96,7 +96,7 @@ class FullySharded:
         for module in self._model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-        self.copies = {}  # FSDP2 casts in its gather
+        self.copies = {}  # none, because FSDP2 casts parameters while it gathers them
         self.shards = [
             _shard_of(name, parameter, self._layout, name in self._whole)
             for name, parameter in self._model.named_parameters()
@@ -200,10 +200,9 @@ def _degree(mesh: DeviceMesh) -> int:
 
 
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
-    """Return the dimension along which an expert parameter is sharded.
+    """Return how FSDP2 shards an expert parameter: along dimension 0, the experts, or along dimension 1.
 
-    Normally the dimension is 0, the experts. With fewer experts than ranks, the dimension is 1, if `ranks` divides the
-    size of dimension 1.
+    Dimension 1 is used if there are fewer experts than ranks and `ranks` divides the size of dimension 1.
     """
     n_experts = local(parameter).shape[0]
     return Split(1 if n_experts < ranks and parameter.shape[1] % ranks == 0 else 0)
@@ -239,7 +238,7 @@ def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: in
     if number == 0:
         return
     ends: list[object] = [model.embedding, *model.layers.values(), model.norm, model.head]
-    # Each group in the order of use in forward: the last unit encloses the others.
+    # Reverse each group into the order of forward, because a group's last unit encloses its other units.
     ordered = [group[::-1] for group in groups[:-1]]
     # Multi-token prediction calls the embedding again after the last block. The second call must not gather the first
     # block: the block would stay gathered until backward, and mxfp8 weights would hold the codes for forward. So the
@@ -315,7 +314,7 @@ def replicated_parameters(
 
 
 def units_without(units: Sequence[Unit], parameters: set[nn.Parameter]) -> list[Unit]:
-    """Return `units` without `parameters`. Drop modules without other parameters, and units without modules."""
+    """Return `units` without the modules that have only `parameters`. Units left without modules are dropped."""
     kept = []
     for unit in units:
         modules = tuple(

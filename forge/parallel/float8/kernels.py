@@ -60,13 +60,13 @@ class BlockwiseKernels(Emulated):
     def _multiply(self, a: Tensor, of_b: Quantised, *, square: bool) -> Tensor:
         """Return a @ b.mT, bfloat16 `[m, n]`.
 
-        a `[m, k]`; b `[n, k]` in whole blocks. square: b has 128 x 128 blocks (a weight).
+        a `[m, k]`. of_b: codes and scales of b `[n, k]`, in whole blocks. square: b is a weight, with 128 x 128 blocks.
         """
         rows = a.shape[0]
         codes, scales = _quantised(a, self.form)
         if not self.native:
             kernel = self._with_square if square else self._with_rows
-            # Scales of square blocks `[k / 128, n / 128]` by columns; of rows `[k / 128, n]` by rows.
+            # The kernels take square scales `[k / 128, n / 128]` column-major and row scales `[k / 128, n]` row-major.
             theirs = of_b.scales.contiguous().mT if square else of_b.scales.mT.contiguous()
             y = kernel(codes, of_b.codes.mT, _by_columns(scales), theirs, out_dtype=torch.bfloat16)
             return y[:rows]
@@ -118,7 +118,7 @@ class MXKernels:
         return y[:, : weight.shape[-1]]
 
     def _multiply(self, a: Tensor, of_b: Quantised) -> Tensor:
-        """Return a @ b.mT, bfloat16 `[m, n]`. a `[m, k]`; b `[n, k]` in whole blocks."""
+        """Return a @ b.mT, bfloat16 `[m, n]`. a `[m, k]`. of_b: codes and scales of b `[n, k]`, in whole blocks."""
         of_a = _quantised(a, self.form)
         y = torch._scaled_mm(
             of_a.codes,

@@ -70,7 +70,7 @@ class PipelinedModel(ParallelModel):
             first = _tied_shard([part for part in parts if part.stage.embed])
             last = _tied_shard([part for part in parts if part.stage.head])
             self._tied = Tied(first, last, plan.ends, pp, watched=layout.check_replicas)
-            # The gradient norm, the optimizer and checkpoints see only the first stage's copy.
+            # The gradient norm, the optimizer and checkpoints see only the first stage's copy of the tied weight.
             self.shards = [shard for shard in self.shards if shard is not last]
 
     def finalize_gradients(self) -> None:
@@ -241,7 +241,7 @@ class _ProgramRun:
 
         stage_backward_weight(part.model.parameters(), self._weight_graphs.pop((stage, microbatch)))
         if last:
-            # Not earlier, because FSDP would treat the gradients of the first weights as the end of a backward.
+            # Only after all weight gradients, because FSDP would take the first of them for the end of a backward.
             part.engine.begin_microbatch(last=True)
         part.engine.take_weight_gradients(last=last)
 
@@ -332,8 +332,8 @@ def neighbour_groups(pipeline: dist.ProcessGroup, rank_of: Sequence[int]) -> dic
         joined.append(pair)
     stride, found = world.size() // ranks, {}  # pp is the slowest axis
     for pairs in rounds:
-        # A rank without a pair makes a group of one, because a group's name counts the groups made before it and must
-        # agree between ranks.
+        # A rank without a pair makes a group of one rank. A group's name contains the number of groups made before, so
+        # every rank must make equally many groups.
         alone = [(rank,) for rank in range(ranks) if rank not in {r for pair in pairs for r in pair}]
         sets = [[stride * r + line for r in few] for few in [*pairs, *alone] for line in range(stride)]
         group = new_group(world, sets, on_cpu=False)

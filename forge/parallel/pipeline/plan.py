@@ -77,7 +77,7 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
         if whole is not None:
             return made.unsplit()
         # With multi-token prediction, the embedding's gradient has several paths through the last stage, some not
-        # through the stage's input. PyTorch's split backward would walk their common part twice.
+        # through the stage's input. PyTorch's split backward would run the part shared by these paths twice.
         return made.unsplit({len(made.rank_of) - 1}) if config.model.mtp is not None else made
 
     schedule = with_microbatches(degrees.accumulation)
@@ -156,7 +156,7 @@ def make_stages(config: Config, stages: int = 0) -> list[Stage]:
 
 
 def split_evenly(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of each stage. Numbers differ by at most one, the larger ones first."""
+    """Return the number of layers of each stage. The numbers differ by at most 1, larger numbers first."""
     return [layers // stages + (index < layers % stages) for index in range(stages)]
 
 

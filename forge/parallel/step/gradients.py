@@ -84,7 +84,7 @@ def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool, save: boo
 
 
 def clip_gradients(shards: list[Shard], norm: Tensor, max_norm: float, optimizer: object = None) -> None:
-    """Scale all gradients in place, on the device, to a global norm of at most `max_norm` (0: leave them).
+    """Scale all gradients in place, on the device, to a global norm of at most `max_norm`; 0: do not clip.
 
     An optimizer with a method `scale_by` receives the factor instead, and scales the gradients in its next step.
 

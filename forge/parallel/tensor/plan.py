@@ -322,9 +322,9 @@ def styles_of(module: nn.Module) -> dict[str | None, Apply]:
 
 
 def input_of(model: nn.Module, name: str, stream: Placement) -> Placement:
-    """Return how the input of linear layer `name` is placed: split along the sequence like `stream`, or replicated.
+    """Return the placement of the input of linear layer `name`: `stream`, or replicated.
 
-    In both cases each rank has all features of its tokens.
+    Each rank has all features of its tokens in both cases.
     """
     parent, _, leaf = name.rpartition(".")
     latent = isinstance(model.get_submodule(parent), LatentAttention) and leaf != "wo"

@@ -92,7 +92,7 @@ class TemporaryBuckets:
     """At most two temporary buckets, shared by all buckets of an engine.
 
     sizes: bytes needed by each bucket. Memory is allocated at its first use and kept until `free`. With `symmetric`
-    groups, the constructor allocates the memory in the groups' symmetric memory, and never frees this memory.
+    groups, the constructor allocates the groups' symmetric memory, and `free` has no effect.
     """
 
     def __init__(self, sizes: Collection[int], device: torch.device, symmetric: ProcessGroups = ()):
@@ -112,7 +112,7 @@ class TemporaryBuckets:
         return len(self._used) == self._limit
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised `[numel]` of `dtype`. Pass it to `release` after use."""
+        """Return an uninitialised tensor `[numel]` of `dtype`. The caller passes the tensor to `release` after use."""
         assert not self.exhausted and numel * dtype.itemsize <= self._nbytes
         if not self._free:
             self._free.append(self._allocate())

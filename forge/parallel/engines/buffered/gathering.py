@@ -42,8 +42,8 @@ class Gathering:
         # Parameters whose compute weights the optimizer has already written.
         self._copied: Collection[Tensor] = ()
         # Between steps a checkpoint may be loaded into masters. If a bucket's master is a view of `compute`, a running
-        # gather would overwrite it (gloo writes back the values it has read), so such a gather must wait for the next
-        # forward.
+        # gather would overwrite the loaded values (gloo writes back the values it has read). So such a gather must
+        # wait for the next forward.
         in_place = [bool(m.plan.groups.shard) and m.master is m.own for m in buckets]
         self._early = in_place.index(True) if True in in_place else len(buckets)
 
@@ -91,8 +91,8 @@ class Gathering:
     def _restart(self) -> None:
         """Copy the masters into this rank's part of each bucket, and mark all buckets to be gathered again.
 
-        No copy is needed if the master is a view of the part, or if the optimizer has written both. The first call is
-        collective: it broadcasts the masters, so replicas begin equal.
+        A bucket is not copied if its master is a view of the part, or if the optimizer has already written the part.
+        The first call is collective: it broadcasts the masters, so replicas begin equal.
         """
         if not self._begun:
             # Replicas of a part begin with the values of the group's first rank.

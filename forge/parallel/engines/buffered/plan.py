@@ -99,7 +99,7 @@ def plan_buffers(model: Transformer, layout: Layout) -> list[BufferPlan]:
     for name, parameter in reversed(list(model.named_parameters())):
         expert = kinds.get(parameter) == "expert"
         key = _formats_of(parameter, dtypes[parameter], layout), expert
-        # Both ends of a pipeline may hold the embedding. In a bucket of its own, it is cut the same way on both.
+        # The first and the last stage may both hold the embedding. A separate bucket is cut equally on both stages.
         alone = model.config.embedding_at_both_ends and name == "embedding.weight"
         members.setdefault(key, []).append(BufferItem(name, _slot_numel(parameter), alone))
     plans = []
@@ -143,7 +143,7 @@ def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -
 
 
 def _slot_numel(parameter: nn.Parameter) -> int:
-    """Return the parameter's largest number of elements on any rank.
+    """Return the largest number of elements of the parameter that a tensor-parallel rank holds.
 
     Slots of this size give all ranks the same layout. With different layouts, tensor-parallel ranks would keep
     different elements of a replicated parameter.

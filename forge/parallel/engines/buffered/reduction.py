@@ -9,8 +9,8 @@ Both are collected after backward, when the remaining buckets are launched.
 
 A bucket is reduced in one of two ways:
 
-    in place   (ddp, zero1)  autograd accumulates all microbatches in the buffer, which is reduced in the last backward;
-                             through a temporary bucket if precision.reduce is another dtype
+    in place   (ddp, zero1)  autograd accumulates all microbatches in the buffer. The last backward reduces the buffer
+                             or, if precision.reduce is another dtype, a copy in a temporary bucket
     collected  (zero2)       each microbatch's gradients are copied into a temporary bucket and reduced; each rank adds
                              its part of the sum to its gradient buffer
 """
@@ -104,7 +104,7 @@ class BucketGradients:
     def arrive(self, placed: PlacedParameter) -> None:
         """Record the arrival of the parameter's gradient.
 
-        Copy the gradient to its slot if the temporary bucket is already allocated.
+        Under zero2, copy the gradient to its slot if the temporary bucket is already allocated.
         """
         self.arrived.add(placed.name)
         if self.collected and self.temporary is not None:
@@ -123,7 +123,7 @@ class BucketGradients:
                     self.sent(placed).zero_()
 
     def sent(self, placed: PlacedParameter) -> Tensor:
-        """Return the parameter's slot in the gradient bucket to be reduced, 1-D."""
+        """Return the parameter's slot in the temporary bucket (zero2) or in the gradient buffer: `[numel]`."""
         bucket = self.temporary if self.collected else self.memory.gradient
         assert bucket is not None
         return bucket[placed.slot.start - self.memory.bucket.start :][: placed.numel]
@@ -262,7 +262,7 @@ class Reduction:
     def _arrive(
         self, bucket: BucketGradients, placed: PlacedParameter, moves: bool, _parameter: nn.Parameter
     ) -> None:
-        if moves:  # the gradient expected last in backward
+        if moves:  # `placed` gets its gradient last of the bucket's parameters
             bucket.move()
         if not bucket.shared:
             return
