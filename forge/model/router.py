@@ -88,11 +88,7 @@ class Router(nn.Module):
         be compiled. noise `[batch, seq, n_experts]` is added to the logits.
         """
         config = self.config
-        logits = self.logits(x)  # [batch, seq, n_experts]
-        logits = logits.to(promoted(logits.dtype))
-        if noise is not None:
-            logits = logits + noise
-        scores = logits.softmax(-1) if config.score_function == "softmax" else logits.sigmoid()
+        logits, scores = self.score(x, noise)
         experts = self.choose(scores.detach())
         weights = scores.gather(-1, experts)
         if config.normalize_top_k and config.top_k > 1:
@@ -111,6 +107,15 @@ class Router(nn.Module):
         if config.capacity_factor:
             experts, sums["dropped"] = self._drop(experts, weights.detach(), valid)
         return experts, weights, sums
+
+    def score(self, x: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x `[batch, seq, dim]` -> logits with noise, and scores, both `[batch, seq, n_experts]`."""
+        logits = self.logits(x)
+        logits = logits.to(promoted(logits.dtype))
+        if noise is not None:
+            logits = logits + noise
+        scores = logits.softmax(-1) if self.config.score_function == "softmax" else logits.sigmoid()
+        return logits, scores
 
     def logits(self, x: Tensor) -> Tensor:
         """x `[batch, seq, dim]` -> `[batch, seq, n_experts]` in the weight's dtype."""

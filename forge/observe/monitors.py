@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from forge.config.schema import Metrics
 from forge.model import Transformer
@@ -238,8 +239,8 @@ class Monitors:
                 self._handles.append(handle.remove)
         if "experts" in self._chosen and isinstance(block.feed_forward, MoE):
             router: Any = block.feed_forward.router
-            router.choose = functools.partial(_keep_scores, seen, router.choose)
-            self._handles.append(functools.partial(router.__dict__.pop, "choose", None))
+            self._handles.append(functools.partial(setattr, router, "route", router.route))
+            router.route = functools.partial(_keep_scores, seen, router, router.route)
         handle = block.register_forward_hook(functools.partial(self._measure, layer))
         self._handles.append(handle.remove)
 
@@ -341,9 +342,23 @@ def _keep_gate(
     _keep(seen, "gate", gate, units)
 
 
-def _keep_scores(seen: list[tuple[Any, ...]], choose: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
-    _keep(seen, "scores", scores)
-    return choose(scores)
+def _keep_scores(
+    seen: list[tuple[Any, ...]],
+    router: Any,
+    route: Callable[..., Any],
+    x: Tensor,
+    labels: Tensor | None,
+    noise: Tensor | None,
+) -> Any:
+    """Call `route`, and keep the router's scores.
+
+    The scores are computed again, because `route` may be compiled. Selective checkpointing must not see the computation,
+    because recomputation does not repeat it.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        with torch.no_grad(), _disable_current_modes():
+            _keep(seen, "scores", router.score(x, noise)[1])
+    return route(x, labels, noise)
 
 
 @functools.lru_cache(maxsize=8)

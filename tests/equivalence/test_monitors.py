@@ -75,7 +75,7 @@ def monitored(rank: int, world: int, text: str) -> dict[str, Any]:
 def watched_places(model: Any) -> list[Any]:
     """Return all attributes and hook lists changed by active monitors."""
     modules = [module for part in model.parts for module in part.modules()]
-    return [(len(m._forward_hooks), getattr(m, "attend", None), "choose" in m.__dict__) for m in modules]
+    return [(len(m._forward_hooks), getattr(m, "attend", None), getattr(m, "route", None)) for m in modules]
 
 
 def flat(found: Any, before: str = "") -> dict[str, float]:
@@ -164,3 +164,17 @@ def test_attention_over_parts_of_a_sequence(model: str, more: str) -> None:
 )
 def test_accumulation_and_recomputation(parallel: str, more: str, micro: int) -> None:
     assert_same(parallel + "\n" + more, DENSE, 2, micro)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_compiled_routers(mode: str) -> None:
+    """Compiled blocks have no monitors of attention and of units. The others are those of eager blocks."""
+    compiled = f'[compile]\nenabled = true\nbackend = "aot_eager"\n[activation_checkpoint]\nmode = "{mode}"\n'
+    (found,) = run_ranks(monitored, 1, tiny_config(model=MOE + compiled, micro=8))
+    values = flat(found)
+    assert any(name.startswith("/experts") for name in values)
+    wanted = {
+        name: value for name, value in alone(MOE).items() if name.split("/")[1] not in ("attention", "units")
+    }
+    assert values == pytest.approx(wanted, rel=1e-9, abs=1e-12)
