@@ -66,7 +66,7 @@ class AdamW:
             [],
             [self._step_of[shard.name] for shard in shards],
             fused=True,
-            found_inf=skip.to(params[0].device),
+            found_inf=skip,
             amsgrad=False,
             beta1=self._config.betas[0],
             beta2=self._config.betas[1],

@@ -64,7 +64,7 @@ class CompiledAdamW(AdamW):
 
     def step(self, lr: float, skip: Tensor) -> None:
         super().step(lr, skip)
-        self._steps += 1 - skip.to(self._steps.device)
+        self._steps += 1 - skip
         self._factor = None
 
     def _update(self, shards: list[Shard], lr: float, skip: Tensor) -> None:

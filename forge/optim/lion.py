@@ -35,7 +35,6 @@ class Lion:
 
     def step(self, lr: float, skip: Tensor) -> None:
         beta1, beta2 = self._config.betas
-        skip = skip.to(self._updates.device)
         self._moments.draw(self._updates)
         for shard in self._shards:
             wide = wide_dtype(shard)

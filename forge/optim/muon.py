@@ -81,7 +81,6 @@ class Muon:
         if not self._shards:
             return
         lr *= (self._keys.lr or self._config.lr) / self._config.lr
-        skip = skip.to(self._updates.device)
         updates = [self._update(shard, skip) for shard in self._shards]
         self._moments.finish()
         self._matrices.replace(updates, partial(self._orthogonal, skip=skip))

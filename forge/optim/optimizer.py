@@ -36,7 +36,7 @@ class Optimizer(Protocol):
 
         All ranks call `step` together, so an optimizer may use collectives.
 
-        If the device scalar `skip` is 1.0, leave every bit of state unchanged.
+        If `skip`, a scalar on the device of the shards, is 1.0, leave every bit of state unchanged.
         """
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:

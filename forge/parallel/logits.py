@@ -50,12 +50,16 @@ class LargestLogits:
         layers = {layer: block for part in parts for layer, block in part.layers.items()}
         heads, kv_heads = layout.model.n_heads, layout.model.n_kv_heads
         self._stage = layout.meshes.stage
-        device = shards[0].data.device
-        self._largest = torch.full((len(layers), heads), -torch.inf, dtype=torch.float64, device=device)
+        device, of_attention = shards[0].data.device, layout.meshes.tp.device_type
+        self._observed = torch.full(
+            (len(layers), heads), -torch.inf, dtype=torch.float64, device=of_attention
+        )
+        # Under parallel.cpu_offload the shards are on the CPU.
+        self._largest = self._observed if device.type == of_attention else self._observed.to(device)
         self._split = SequenceSplit(layout.meshes.cp)
         names = {shard.name for shard in shards}
         self.by_parameter: dict[str, tuple[Tensor, Tensor]] = {}
-        for (layer, block), largest in zip(layers.items(), self._largest, strict=True):
+        for number, (layer, block) in enumerate(layers.items()):
             attention: Any = getattr(block, "attention", None)
             if isinstance(attention, LinearAttention):
                 continue  # its queries and keys are normalised to length 1
@@ -68,21 +72,23 @@ class LargestLogits:
                 )
             latent = hasattr(attention.attend, "attend_latent")
             observed = ObservedLatents if latent else ObservedAttention
-            attention.attend = observed(attention.attend, largest, layout, self._split)
+            attention.attend = observed(attention.attend, self._observed[number], layout, self._split)
             for name, of_rows in powers.items():
                 rows = torch.tensor(of_rows, dtype=torch.float64, device=device)
                 for leaf in ("weight", "bias"):
                     if (parameter := f"layers.{layer}.attention.{name}.{leaf}") in names:
-                        self.by_parameter[parameter] = largest, rows
+                        self.by_parameter[parameter] = self._largest[number], rows
 
     def complete(self) -> None:
-        """All-reduce the maxima over all ranks. Collective."""
+        """All-reduce the maxima over all ranks. Collective. Synchronises with the device under parallel.cpu_offload."""
         if self._stage.size() > 1:
-            dist.all_reduce(self._largest, dist.ReduceOp.MAX, group=self._stage)
+            dist.all_reduce(self._observed, dist.ReduceOp.MAX, group=self._stage)
+        if self._largest is not self._observed:
+            self._largest.copy_(self._observed)
 
     def reset(self) -> None:
         """Reset all maxima to -inf."""
-        self._largest.fill_(-torch.inf)
+        self._observed.fill_(-torch.inf)
 
 
 def _powers(attention: Any, shared_keys: bool) -> dict[str, list[float]] | None:

@@ -50,7 +50,8 @@ def apply_gradients(
     if model.largest_logits and hasattr(optimizer, "bound_logits"):
         optimizer.bound_logits(model.largest_logits)
     with around_update or nullcontext():
-        optimizer.step(lr, report.skip)
+        # Under parallel.cpu_offload the update runs on the CPU, which waits here for the flag.
+        optimizer.step(lr, report.skip.to(model.shards[0].data.device))
     model.after_update(getattr(optimizer, "copies", ()))
     routers = model.update_router(report.skip)
     model.zero_gradients()

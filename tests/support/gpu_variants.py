@@ -212,14 +212,19 @@ FOUR: dict[str, list[str]] = {
         "--model.n_kv_heads=4",
     ],
     "offload": ["--parallel.cpu_offload=true"],
+    "offload with bounded logits": [
+        "--parallel.cpu_offload=true",
+        "--optimizer.name=muon",
+        "--optimizer.muon.qk_clip=100",
+    ],
 }
 
 # Functions of forge in which the host may wait during a step. Expert parallelism reads the row counts of each rank. Experts
 # in float32 read the row count of each expert. An offloaded state must reach the host before its update.
 SPLITS = {"model/host.py:read"}
 OFFLOAD = {
-    "optim/adamw.py:_update",
-    "optim/muon.py:step",
+    "parallel/logits.py:complete",
     "parallel/step/gradients.py:clip_gradients",
     "parallel/step/gradients.py:report_gradients",
+    "train/step.py:apply_gradients",
 }
