@@ -23,8 +23,10 @@ n_key_heads = 2
 key_head_dim = 8
 """
 ONE: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+TP: Any = SimpleNamespace(device_type="cpu")
 LAYOUT: Any = SimpleNamespace(
-    meshes=SimpleNamespace(tp=None, cp=ONE, stage=ONE), model=SimpleNamespace(n_heads=4, n_kv_heads=2)
+    meshes=SimpleNamespace(tp=TP, cp=ONE, stage=ONE),
+    model=SimpleNamespace(n_heads=4, n_kv_heads=2),
 )
 
 
