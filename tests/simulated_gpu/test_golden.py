@@ -18,7 +18,20 @@ def golden(name: str) -> dict[str, dict]:
 
 def test_counts_are_of_existing_variants() -> None:
     four = {f"four: {name}" for name in variants.FOUR}
-    assert set(golden("golden.json")) == {*variants.ONE, *variants.COMPILED, *four}
+    assert set(golden("golden.json")) == {*variants.ONE, *variants.COMPILED, variants.IN_GRAPHS, *four}
+
+
+def test_the_note_on_cuda_graphs_shows_the_counts() -> None:
+    plain, graphs = (golden("golden.json")[name] for name in ("compiled", variants.IN_GRAPHS))
+    copies = [counts["copies"]["copy device to device"] for counts in (plain, graphs)]
+    page = (ROOT / "docs" / "internals" / "notes" / "cuda-graphs.md").read_text()
+    of_graphs = graphs["kernels"]["CUDA graph"]
+    for row in (
+        f"| launches | {plain['launches']} | {graphs['launches']}, of them {of_graphs} of graphs |",
+        f"| copies within the device | {copies[0]} | {copies[1]} |",
+        f"The remaining {graphs['launches'] - of_graphs} launches",
+    ):
+        assert row in page
 
 
 def test_kernels_are_of_shipped_configs_for_both_generations() -> None:

@@ -57,8 +57,7 @@ def test_a_compiled_step_on_one_gpu(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_compiled_step_in_cuda_graphs(tmp_path: Path) -> None:
-    options = variants.COMPILED["compiled"]
-    check("compiled, in CUDA graphs", counted(tmp_path, options, 1, patch="use_cuda_graphs"))
+    check(variants.IN_GRAPHS, counted(tmp_path, variants.COMPILED["compiled"], 1, patch="use_cuda_graphs"))
 
 
 @pytest.mark.parametrize("name", variants.FOUR)

@@ -131,6 +131,8 @@ COMPILED: dict[str, list[str]] = {
         "--model.logit_soft_cap=30.0",
     ],
 }
+# The name of "compiled" with Inductor's CUDA graphs.
+IN_GRAPHS = "compiled, in CUDA graphs"
 
 # On four ranks, each with its own simulated GPU and a real ProcessGroupNCCL.
 FOUR: dict[str, list[str]] = {
