@@ -6,9 +6,9 @@ are ready. Each method below is called at one point of the run. Within a step th
 
     before_step  before_data  after_data  before_gradients  after_gradients  before_optimizer  after_optimizer  after_step
 
-The device computes step n while the host launches step n + 1. So `after_result` of step n is called after the gradients
-of step n + 1 are launched and before the update of step n + 1. If an evaluation or a save waits for the result, the
-call is earlier.
+`after_result` comes later, because the device computes step n while the host launches step n + 1. `after_result` of step n
+is called during step n + 1, between the launch of its gradients and its update. If an evaluation or a save waits for the
+result, the call is earlier.
 
 A hook may:
 

@@ -320,7 +320,7 @@ def require_tiled(plan: LoadPlan, targets: dict[str, ShardTensor]) -> None:
     """Raise ValueError unless the chunks to read cover each element of the targets exactly once.
 
     DCP skips uncovered elements, so they would keep their old values. The check counts the corners of chunks, with
-    alternating signs. The chunks tile a box exactly if their signed corners add up to the signed corners of the box.
+    alternating signs. The chunks tile a box if and only if their signed corners add up to those of the box.
     """
     corners: dict[tuple[str, tuple[int, ...]], Counter[tuple[int, ...]]] = defaultdict(Counter)
 

@@ -176,8 +176,8 @@ class Checkpoints:
         if at_most is None and (candidates or damaged):
             raise UserError(
                 f"every checkpoint in {self.folder} is damaged and was renamed .damaged-step-*: restore one, "
-                f"or start a new history under another run.name. To start it here, set checkpoint.resume = none, and "
-                f"remove origin.json if checkpoint.resume was none already",
+                f"or start a new history: under another run.name, or under this one with checkpoint.resume = none. If "
+                f"checkpoint.resume is none already, remove origin.json",
                 NO_CHECKPOINT,
             )
         return None

@@ -117,7 +117,7 @@ def open_plan(
         found = file.bytes if is_url(folder) else _size(join(folder, file.name))
         if found != size or file.bytes != size:
             raise UserError(
-                f"{join(folder, file.name)}: has {found} bytes instead of {size}; remove the plan, and {remedy}"
+                f"{join(folder, file.name)}: has {found} bytes instead of {size}; remove this packing plan, and {remedy}"
             )
     return PackingPlan(index, open_file(files[0], SEQUENCES), open_file(files[1], PIECES))
 

@@ -17,7 +17,7 @@ from forge.model.router import Router
 
 
 class Piecewise(nn.Linear):
-    """A linear layer whose weight tensor parallelism does not split.
+    """A linear layer that tensor parallelism does not split.
 
     Instead, each rank applies the whole layer to its piece of the sequence.
     """

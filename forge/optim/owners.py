@@ -1,6 +1,6 @@
 """The holders of each matrix, i.e. the ranks with its parts, and its owner, the holder that computes on it.
 
-Owners are chosen to balance the work over all ranks. Rounds bound an owner's memory.
+Owners are chosen to balance the work over all ranks. An owner computes in several rounds, to limit its memory.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class _Groups:
         self._made: dict[tuple[bool, str], dist.ProcessGroup] = {}
 
     def one_of(self, sets: list[list[int]], in_layers: bool, on_cpu: bool) -> dist.ProcessGroup:
-        """Return the group of the ranks in this rank's set. sets: a partition of all ranks.
+        """Return the process group of the set that contains this rank. sets: a partition of all ranks.
 
         Collective. The first call for a partition makes the groups.
         """

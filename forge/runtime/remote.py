@@ -1,4 +1,7 @@
-"""Read remote files by URL, through fsspec: whole or by blocks, with retries. `waiting_for` reports waits for stores."""
+"""Read remote files by URL, through fsspec: whole or by blocks, with retries.
+
+`waiting_for` returns the remote store that the process waits for.
+"""
 
 from __future__ import annotations
 

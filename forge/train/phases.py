@@ -27,9 +27,9 @@ class PhaseChanges(Hook):
         changes = any(plan.optimizer is not trainer.config.optimizer for _, plan in phases)
         if changes and not hasattr(trainer.optimizer, "follow"):
             raise UserError(
-                f'optimizer.name = "{trainer.config.optimizer.name}" has no method follow(config), which phases that change '
-                "weight_decay, betas, eps or ema call; add one (docs/internals/extending/optimizer.md), "
-                "or leave these keys out"
+                f'optimizer.name = "{trainer.config.optimizer.name}" has no method follow(config). Phases call it to change '
+                "weight_decay, betas, eps or ema: add it (docs/internals/extending/optimizer.md), "
+                "or leave these keys out of the phases"
             )
 
     _last: StepPlan | None

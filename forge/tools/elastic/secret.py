@@ -43,7 +43,7 @@ def read_secret(host: str, port: int, environment: Mapping[str, str] = os.enviro
         except OSError:
             pass
     raise UserError(
-        f"{VARIABLE} is not set; the meeting and every agent of a run need the same value, made once: {_COMMAND}"
+        f"{VARIABLE} is not set. The meeting process and all agents of a run need the same value. Make one with: {_COMMAND}"
     )
 
 

@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     stop: int
 
     def of(self, theirs: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return a copy of these rows of `theirs`, reshaped to `shape`."""
+        """Return a copy of this object's rows of transformers' tensor `theirs`, reshaped to `shape`."""
         return theirs.unflatten(0, (self.groups, -1))[:, self.start : self.stop].reshape(shape).contiguous()
 
 

@@ -224,7 +224,7 @@ def _promising(
 def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
     """Return the layouts of the first round: the config's own, and two plain FSDP layouts per recomputation mode.
 
-    The two layouts have the least estimated memory and the least estimated time. If `left` has none of these layouts,
+    Of the two, one has the least estimated memory, the other the least estimated time. If `left` has none of these layouts,
     return up to ROUND layouts of different sizes (`_next`).
     """
     chosen = [layout for layout in left if not layout.changes]

@@ -50,7 +50,7 @@ class StagePlan:
     reserved: bytes of the CUDA context, NCCL and fragmentation. host: bytes of host memory of an asynchronous save.
     checkpoint: bytes of this pp rank's tensors in a checkpoint, all shards included.
     buckets: number of buckets of contiguous buffers; 0 for other engines.
-    spans: axis -> spread of its process group over nodes, for groups within one stage.
+    spans: axis -> number of ranks and nodes of its process group. Axes over several stages are left out.
     """
 
     pp_rank: int

@@ -84,7 +84,7 @@ def check_text(file: File) -> bytes | Bad:
 def read_part(part: TextPart, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the part as texts of limited size. Their ids, in order, are the ids of the part.
 
-    Yield nothing if no cut is allowed inside the part; the text then belongs to an earlier part.
+    A part begins at its first allowed cut. A part without an allowed cut yields nothing; an earlier part yields its text.
     """
     with open_binary(part.file.path) as content:
         begin, end = (

@@ -73,7 +73,10 @@ class Expected:
 
 
 def digest(values: Tensor, place: TensorPlace) -> Digest:
-    """Return the digest of `values`, a piece at `place` of a global tensor: NUMBERS products and the sum of squares."""
+    """Return the digest of `values`, the piece of a global tensor at `place`.
+
+    A digest has NUMBERS products with fixed weights, and the sum of squares.
+    """
     values = values.double()
     found = []
     for number in range(NUMBERS):

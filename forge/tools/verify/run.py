@@ -1,4 +1,4 @@
-"""Compare layouts of a configuration with one process, within a time budget.
+"""Compare each layout of a configuration with the run of one process, within a time budget.
 
 A failed or hanging layout does not stop the others.
 """

@@ -186,8 +186,8 @@ def _forbid_moving(model: nn.Module) -> None:
 
     def move(*_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
-            "parameters are views of contiguous buffers and cannot be moved or cast: set the device before the model is "
-            "built, and precision.compute and precision.storage in the config"
+            "parameters are views of contiguous buffers and cannot be moved or cast. Choose the device before the model "
+            "is built, and dtypes by precision.compute and precision.storage"
         )
 
     def load(*_: Any) -> NoReturn:

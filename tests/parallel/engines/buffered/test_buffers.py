@@ -278,7 +278,7 @@ def _misuse(rank: int, world: int, text: str, misuse: str) -> None:
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        ("to", "cannot be moved or cast: set the device before"),
+        ("to", "cannot be moved or cast. Choose the device before"),
         ("cpu of a layer", "cannot be moved or cast"),
         ("load_state_dict", "write past the master copies"),
         ("zero_grad", r"call zero_gradients\(\) of the parallel model instead"),
