@@ -83,7 +83,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
         *([_noise_table(gradients)] if gradients else []),
         _outlier_table(noise),
     ]
-    publish("low_precision", given.output, about, results, "\n\n".join(tables))
+    publish("low_precision", given.output, about, results, "\n\n".join(tables), timed=False)
 
 
 def _trained(given: argparse.Namespace, overrides: list[str]) -> list[Run]:
