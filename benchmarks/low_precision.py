@@ -1,7 +1,7 @@
 """Effect of each float8 recipe on training, emulated: final loss, gradient noise, and a layer with an outlier channel.
 
     python benchmarks/low_precision.py                                     after `make data`; days on two CPU cores
-    python benchmarks/low_precision.py --small --steps 100 --compute float32     smaller models, an hour or more
+    python benchmarks/low_precision.py --small --compute float32            smaller models, four hours of one core
     python benchmarks/low_precision.py --only mxfp8 --models dense         a part
 
 Whole runs of train.py, one after another, seed by seed. A finished run is a line of OUTPUT/low_precision-runs.jsonl and is
