@@ -357,7 +357,7 @@ def _keep_scores(
     """
     if torch._C._current_graph_task_id() == -1:
         with torch.no_grad(), _disable_current_modes():
-            _keep(seen, "scores", router.score(x, noise)[1])
+            seen.append(("scores", router.score(x, noise)[1]))
     return route(x, labels, noise)
 
 
