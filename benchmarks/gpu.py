@@ -24,7 +24,6 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +134,8 @@ class Row:
     first_loss: float = 0.0
     last_loss: float = 0.0
     largest_outside: tuple[tuple[str, float], ...] = ()
+    planned_gib: float | None = None
+    planned_tokens_per_second: float | None = None
 
     @staticmethod
     def of(fields: dict[str, Any]) -> Row:
@@ -187,7 +188,8 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> list[Row]:
             if plan and not plan.fits:
                 rows.append(Row(name, f"skipped: {plan.show()}"))
             else:
-                rows.append(_in_a_process(name, given, overrides, left))
+                row = _in_a_process(name, given, overrides, left)
+                rows.append(row if plan is None else _beside(row, plan))
         results["rows"] = [vars(row) for row in rows]
         path = write_results("gpu", given.output, about, results, _table(rows))
         print(_table(rows[-1:]).splitlines()[-1], flush=True)
@@ -200,12 +202,16 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> list[Row]:
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """The planned memory of one row, in bytes. needed: the peak. available: the GPU's memory. kinds: the peak by kind."""
+class RowPlan:
+    """The plan of one row. needed: bytes at the peak. available: bytes of the GPU. kinds: the peak by kind.
+
+    tokens_per_second: planned speed; None for a bare loop, because plans are of forge's own step.
+    """
 
     needed: int
     available: int
     kinds: dict[str, int]
+    tokens_per_second: float | None
 
     @property
     def fits(self) -> bool:
@@ -217,23 +223,23 @@ class MemoryPlan:
         return f"{outcome}: {self.needed / GIB:.1f} of {self.available / GIB:.1f} GiB ({parts})"
 
 
-def plan_of(name: str, given: argparse.Namespace, overrides: list[str], hardware: Hardware) -> MemoryPlan:
-    """Plan the memory of a row. Rows differing only in compilation or float8 have one plan: neither changes the memory."""
-    parts = [part for part in name.split(", ") if not part.startswith(("compile", "eager", "float8", "bare"))]
-    parts += ["reshard"] if ", bare" in name else []  # a bare loop has one copy of its weights
-    config = config_of(", ".join(parts), given, overrides)
-    needed, kinds = _planned(config.model_dump_json(), hardware.model_dump_json())
-    if ", bare" in name:
+def plan_of(name: str, given: argparse.Namespace, overrides: list[str], hardware: Hardware) -> RowPlan:
+    """Plan the memory and the speed of a row."""
+    bare = ", bare" in name
+    # A bare loop has one copy of its weights.
+    config = config_of(name + ", reshard" if bare else name, given, overrides)
+    plan = make_plan(config, check_world(config, 1), hardware)
+    needed = plan.worst.needed
+    kinds = {kind: size for kind, size in plan.worst.memory.items() if kind != "peak"}
+    if bare:
         logits = config.train.micro_batch_size * config.train.seq_len * config.model.vocab_size * BARE_LOGIT
         needed, kinds = needed + logits, kinds | {"logits": logits}
-    return MemoryPlan(needed, hardware.memory_bytes, kinds)
+    speed = None if bare or plan.speed is None else plan.speed.tokens_per_second
+    return RowPlan(needed, hardware.memory_bytes, kinds, speed)
 
 
-@cache
-def _planned(config: str, hardware: str) -> tuple[int, dict[str, int]]:
-    made = Config.model_validate_json(config)
-    worst = make_plan(made, check_world(made, 1), Hardware.model_validate_json(hardware)).worst
-    return worst.needed, {kind: size for kind, size in worst.memory.items() if kind != "peak"}
+def _beside(row: Row, plan: RowPlan) -> Row:
+    return replace(row, planned_gib=plan.needed / GIB, planned_tokens_per_second=plan.tokens_per_second)
 
 
 def this_gpu() -> Hardware | None:
@@ -361,12 +367,14 @@ def _table(rows: list[Row]) -> str:
     head = [
         "model, state, variant",
         "tokens/s",
+        "planned",
         "of bare, compiled",
         "MFU",
         "GiB allocated (reserved)",
+        "planned",
         "outside products and attention",
         "attention",
-        "card idle",
+        "GPU idle",
         "first step s",
         "loss from",
         "to",
@@ -382,9 +390,11 @@ def _table(rows: list[Row]) -> str:
             [
                 row.name,
                 row.tokens_per_second.show(0),
+                "" if row.planned_tokens_per_second is None else f"{row.planned_tokens_per_second:,.0f}",
                 "" if bare is None else f"{row.tokens_per_second.median / bare.median:.2f}",
                 "peak not known" if row.mfu is None else f"{row.mfu:.3f}",
                 f"{row.allocated_gib:.1f} ({row.reserved_gib:.1f})",
+                "" if row.planned_gib is None else f"{row.planned_gib:.1f}",
                 f"{row.outside:.1%}",
                 f"{row.attention:.1%}",
                 "" if row.idle is None else f"{row.idle:.1%}",

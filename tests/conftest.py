@@ -25,6 +25,8 @@ settings.register_profile(
 settings.load_profile("forge")
 # On a busy machine, threads waiting for each other make small operations a hundred times slower. Children inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Let torch.cuda.is_available() ask NVML: PyTorch 2.11 calls it in an import, and forked ranks could not use a started CUDA.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 torch.set_num_threads(1)
 # nohup ignores SIGHUP, and the tests' runs would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -96,5 +98,7 @@ def by_itself(request: pytest.FixtureRequest) -> Iterator[None]:
     processes.started.clear()
     yield
     end_ranks()
-    if processes.started and not request.node.get_closest_marker("processes"):
+    # Triton starts a compiler in a test on a GPU.
+    may_start = any(map(request.node.get_closest_marker, ("processes", "gpu")))
+    if processes.started and not may_start:
         pytest.fail(f"starts a process: mark it with pytest.mark.processes ({processes.started})")

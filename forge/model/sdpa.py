@@ -85,7 +85,7 @@ def flex_with_lse(
     q: Tensor, k: Tensor, v: Tensor, table: BlockMask, soft_cap: float
 ) -> tuple[Tensor, Tensor]:
     """Return flex_attention's output, and the logsumexp of each row's scores, float32 `[batch, heads, seq]`."""
-    attend: Any = flex_for(q.device.type)
+    attend = flex_for(q.device.type)
     aux = AuxRequest(lse=True)
     mod = capped(soft_cap)
     out, more = attend(q, k, v, score_mod=mod, block_mask=table, enable_gqa=True, return_aux=aux)
@@ -93,10 +93,14 @@ def flex_with_lse(
 
 
 @functools.cache
-def flex_for(device_type: str) -> Callable[..., Tensor]:
+def flex_for(device_type: str) -> Callable[..., Any]:
     """Return flex_attention: compiled at first use on CUDA, eager (unfused) elsewhere."""
-    attend: Callable[..., Tensor] = flex_attention
-    return torch.compile(attend) if device_type == "cuda" else attend
+    return torch.compile(_flex) if device_type == "cuda" else _flex
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    # Below 128 queries, PyTorch's decoding kernel would be chosen, and it has no tiles that divide our blocks of 128.
+    return flex_attention(q, k, v, kernel_options={"FORCE_USE_FLEX_ATTENTION": True}, **options)
 
 
 @functools.cache

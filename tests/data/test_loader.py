@@ -184,7 +184,7 @@ def test_evaluation_masks_documents_like_training():
 @pytest.mark.gpu
 def test_on_a_gpu_batches_arrive_whole():
     expected = first_batches(20)
-    for batch, reference in zip(first_batches(20, device="cuda"), expected, strict=True):
+    for batch, reference in zip(first_batches(20, device="cuda:0"), expected, strict=True):
         assert batch.tokens.is_cuda and torch.equal(batch.tokens.cpu(), reference.tokens)
 
 

@@ -18,10 +18,12 @@ pytestmark = pytest.mark.gpu
 BASE = [*variants.BASE, "--train.hooks=[]"]
 # float8 products and torchao's kernels run only on a GPU.
 ON_BOTH = [name for name in variants.ONE if "float8" not in name]
+# Experts in float32 are multiplied one by one, so the host reads the number of rows of each.
+WITHOUT_WAITS = [name for name in variants.ONE if name != "experts in float32"]
 ON_THE_CPU = "tests.support.gpus:hide"
 
 
-@pytest.mark.parametrize("name", variants.ONE)
+@pytest.mark.parametrize("name", WITHOUT_WAITS)
 def test_no_step_waits_for_the_gpu(name: str, tmp_path: Path) -> None:
     run = Run(tmp_path, *variants.ONE[name], NO_WAITS, base=BASE)
     assert run() == 0, run.output()[-4000:]

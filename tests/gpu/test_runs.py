@@ -77,6 +77,7 @@ SAME_ON_BOTH: dict[str, tuple[str, ...]] = {
 OTHERS: dict[str, tuple[str, ...]] = {
     "documents": DOCUMENTS,
     "documents, compiled": (*DOCUMENTS, *COMPILED),
+    "short documents": (*DOCUMENTS, "--train.seq_len=64"),
     "documents, partly recomputed": (*DOCUMENTS, "--activation_checkpoint.mode=selective"),
     "window and cap": ("--model.sliding_window=100", "--model.attention_soft_cap=20.0", *COMPILED),
     "experts": EXPERTS,
@@ -179,8 +180,9 @@ def test_a_profile_holds_kernels_and_a_snapshot_of_the_memory(tmp_path: Path) ->
     assert any(event.get("cat") == "kernel" for event in events)
 
 
-def test_a_trained_model_generates_the_same_text_on_gpu_and_cpu(tmp_path: Path) -> None:
-    run = Run(tmp_path, "--precision.compute=float32", "--train.steps=8")
+@pytest.mark.parametrize("window", [0, 16])
+def test_a_trained_model_generates_the_same_text_on_gpu_and_cpu(window: int, tmp_path: Path) -> None:
+    run = Run(tmp_path, "--precision.compute=float32", "--train.steps=8", f"--model.sliding_window={window}")
     run()
     command = [sys.executable, str(ROOT / "scripts/generate.py"), "--checkpoint", str(run.path), "--json"]
     command += ["--prompt-ids", "1,2,3", "--max-tokens", "40", "--temperature", "0"]

@@ -26,6 +26,21 @@ def hide(environment: MutableMapping[str, str] = os.environ) -> None:
     environment["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def share_the_first() -> None:
+    """Let this rank of several use GPU 0, as if each rank were alone on its node.
+
+    NCCL refuses two ranks of one host on one GPU. With a host name of its own, each rank sends over sockets.
+    """
+    os.environ |= {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "NCCL_HOSTID": f"rank-{os.environ['RANK']}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
 def is_simulated() -> bool:
     return "libsimgpu.so" in os.environ.get("LD_PRELOAD", "")
 

@@ -89,7 +89,8 @@ def build(folder: Path) -> None:
             for name in DRIVER
         )
     )
-    headers = [next(SITE.rglob("cuda_runtime_api.h")).parent]
+    # Not Triton's own headers: those of Triton 3.6 are older than the runtime.
+    headers = [next((SITE / "nvidia").rglob("cuda_runtime_api.h")).parent]
     headers += [path.parent.parent for path in SITE.rglob("crt/host_defines.h")]
     compile_ = [
         "g++",
