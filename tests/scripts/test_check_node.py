@@ -103,6 +103,11 @@ def test_one_wrong_element_of_a_kernel_is_found(monkeypatch, module, function: s
     assert "wrong result" in getattr(node, check)(*arguments).problem
 
 
+def test_rounding_of_long_causal_attention_to_bfloat16_is_not_wrong() -> None:
+    sizes = replace(ON_CPU, heads=1, seq=4096, head_dim=128, least_s=0.0)
+    assert node._attention(torch.device("cpu"), torch.bfloat16, sizes).problem == ""
+
+
 def test_a_nan_result_is_wrong() -> None:
     exact = torch.ones(4)
     assert node._error(torch.tensor([1.0, float("nan"), 1.0, 1.0]), exact)
