@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-INSTALLED = find_spec("fla") is not None
+INSTALLED = (
+    spec := find_spec("fla")
+) is not None and spec.origin is not None  # a folder without code has no origin
 # exp(-50) = 2e-22. Log decays are summed over the tokens of a chunk, so a larger magnitude would cost precision.
 RESET = -50.0
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.fsdp import FSDPModule
 
+from forge.runtime.errors import UserError
+
 # PyTorch 2.13 renamed these two functions; 2.11 has only the old names. Called as (x, axis, group) and (x, "sum", axis,
 # group). Neither function waits for the result.
 all_gather_single: Callable[..., Tensor] = (
@@ -55,12 +57,17 @@ def communication_memory(
     """Allocate the CUDA tensors of the body in NCCL symmetric memory. Every rank of `groups` registers this memory.
 
     NCCL's kernels then need fewer multiprocessors. With `symmetric`, the function needs CUDA and is collective. Without
-    `symmetric`, the function does nothing.
+    `symmetric`, the function does nothing. Raises UserError if NCCL cannot allocate such memory on the GPU.
     """
     if not (symmetric and groups):
         yield
         return
     backends: list[Any] = [group._get_backend(device) for group in groups]
+    if not backends[0].supports_tensor_alloc(device):
+        raise UserError(
+            "parallel.symmetric_memory = true needs GPUs with multicast (NVLink and NVSwitch), which "
+            f"{torch.cuda.get_device_name(device)} on this machine does not have; use false"
+        )
     pool = torch.cuda.MemPool(backends[0].mem_allocator)
     _POOLS.append(pool)
     with torch.cuda.use_mem_pool(pool, device):

@@ -11,6 +11,7 @@ import pytest
 
 from forge.checkpoint.folders import step_name
 from tests.support import gpu_variants as variants
+from tests.support.gpus import ON_THE_CPU
 from tests.support.no_waits import NO_WAITS
 from tests.support.runs import Run
 
@@ -20,7 +21,6 @@ BASE = [*variants.BASE, "--train.hooks=[]"]
 ON_BOTH = [name for name in variants.ONE if "float8" not in name]
 # Experts in float32 are multiplied one by one, so the host reads the number of rows of each.
 WITHOUT_WAITS = [name for name in variants.ONE if name != "experts in float32"]
-ON_THE_CPU = "tests.support.gpus:hide"
 
 
 @pytest.mark.parametrize("name", WITHOUT_WAITS)

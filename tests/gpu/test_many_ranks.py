@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from forge.checkpoint.folders import step_name
-from tests.gpu.test_golden_variants import BASE, ON_THE_CPU
 from tests.support import gpu_variants as variants
+from tests.support.gpus import ON_ONE_GPU, ON_THE_CPU
 from tests.support.runs import Run
 
 pytestmark = pytest.mark.gpu
+BASE = [*variants.BASE, "--train.hooks=[]"]
 # Ranks of different hosts share no memory.
 ONE_HOST = {"zero1 in symmetric memory", "async tp, compiled"}
 # float8 products and torchao's kernels run only on a GPU.
 LAYOUTS = [name for name in variants.FOUR if name not in ONE_HOST and "float8" not in name]
-ON_ONE_GPU = "tests.support.gpus:share_the_first"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -56,6 +56,8 @@ def test_the_flight_recorder_has_seen_a_collective(group: dist.ProcessGroup) -> 
 def test_side_stream_collectives_read_finished_results_and_are_waited_for(
     group: dist.ProcessGroup, symmetric: bool
 ) -> None:
+    if symmetric and not group._get_backend(CUDA).supports_tensor_alloc(CUDA):  # type: ignore[attr-defined]
+        pytest.skip("this GPU has no multicast")
     stream = compat.side_stream(CUDA)
     with compat.communication_memory(CUDA, [group], symmetric=symmetric):
         whole = torch.zeros(1 << 20, device=CUDA)

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import torch
 
+ON_THE_CPU = "tests.support.gpus:hide"
+ON_ONE_GPU = "tests.support.gpus:share_the_first"
+"""Patches for `Run.start`."""
 TESTS = Path(__file__).parents[1]
 FOLDERS = (TESTS / "gpu", TESTS / "simulated_gpu")
 

@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from benchmarks.collectives import collectives_of
 from forge.parallel.engines.buffered.communication import TemporaryBuckets
 from forge.runtime import compat
+from forge.runtime.errors import UserError
 from tests.support.buffers import ENGINES, SMALL, backward, build, engine_config
 from tests.support.harness import run_ranks
 
@@ -162,3 +164,14 @@ def test_symmetric_temporary_buckets_are_allocated_once_in_shared_memory(
             buckets.release(bucket)
         buckets.free()
     assert len(addresses) == 2 and len(asked) == 2
+
+
+def test_symmetric_memory_without_multicast_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = SimpleNamespace(supports_tensor_alloc=lambda device: False)
+    group: Any = SimpleNamespace(_get_backend=lambda device: backend)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
+    with (
+        pytest.raises(UserError, match=r"needs GPUs with multicast.*NVIDIA X on this machine does not have"),
+        compat.communication_memory(torch.device("cuda", 0), [group], symmetric=True),
+    ):
+        pass
