@@ -117,7 +117,7 @@ class Parallel(Section):
     gradient is not finite. plausible: also stop if a bucket's norm is over 1000 times its largest norm so far.
     Synchronises with the device at every bucket."""
     symmetric_memory: bool = False
-    """ddp, zero1, zero2: allocate the buffers in NCCL's symmetric memory. Needs GPUs with NVSwitch. Experimental: not yet run on a GPU."""
+    """ddp, zero1, zero2: buffers in NCCL's symmetric memory, for GPUs with NVSwitch. Experimental: not yet run on a GPU."""
     cpu_offload: bool = False
     """fsdp2: keep parameters, gradients and optimizer state in host memory."""
 

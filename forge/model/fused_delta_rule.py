@@ -11,22 +11,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-INSTALLED = (
-    spec := find_spec("fla")
-) is not None and spec.origin is not None  # a folder without code has no origin
+_found = find_spec("fla")
+# A folder of that name without code has no origin.
+INSTALLED = _found is not None and _found.origin is not None
+try:
+    _triton = tuple(int(part) for part in version("triton").split(".")[:3])
+except (PackageNotFoundError, ValueError):
+    _triton = ()
+# fla's backward for decays per head, compiled by these versions of Triton (fla's issue 640).
+WRONG_ON_HOPPER = (3, 4, 0) <= _triton < (3, 7, 1)
 # exp(-50) = 2e-22. Log decays are summed over the tokens of a chunk, so a larger magnitude would cost precision.
 RESET = -50.0
 
 
-def is_for_kernels(v: Tensor) -> bool:
-    """Return whether fla's kernels can be used for values `v`: fla is installed, and `v` is bfloat16 on CUDA."""
-    return INSTALLED and v.is_cuda and v.dtype == torch.bfloat16
+def is_for_kernels(v: Tensor, log_decay: Tensor) -> bool:
+    """Return whether fla's kernels can be used: fla is installed, and the values `v` are bfloat16 on CUDA.
+
+    On a Hopper GPU, fla refuses decays per head with a Triton that compiles them wrong (WRONG_ON_HOPPER).
+    """
+    if not (INSTALLED and v.is_cuda and v.dtype == torch.bfloat16):
+        return False
+    refused = WRONG_ON_HOPPER and log_decay.shape[-1] == 1
+    return not (refused and torch.cuda.get_device_properties(v.device).major == 9)
 
 
 def fused_delta_rule(

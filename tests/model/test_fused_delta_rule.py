@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from forge.model import fused_delta_rule as module
 from forge.model import linear_attention
 from forge.model.delta_rule import recurrent_delta_rule
 from forge.model.fused_delta_rule import _gradient, _operator, fused_delta_rule, is_for_kernels
@@ -99,3 +102,14 @@ def test_documents_are_in_one_graph_with_the_operator(decays: int) -> None:
     assert len(fla.calls) == 2
     for ours, plain in zip(found, values_and_gradients(both(*arguments), arguments), strict=True):
         assert (ours - plain).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize(("decays", "major", "used"), [(1, 9, False), (4, 9, True), (1, 8, True)])
+def test_a_triton_that_fla_refuses_on_hopper_is_not_used_for_decays_per_head(
+    monkeypatch: pytest.MonkeyPatch, decays: int, major: int, used: bool
+) -> None:
+    monkeypatch.setattr(module, "INSTALLED", True)
+    monkeypatch.setattr(module, "WRONG_ON_HOPPER", True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
+    values: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    assert is_for_kernels(values, torch.zeros(1, 1, 1, decays)) == used
