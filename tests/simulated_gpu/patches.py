@@ -58,6 +58,11 @@ def install_fla() -> None:
     fused_delta_rule.INSTALLED = True
 
 
+def install_flash_attention() -> None:
+    """Let the run import from its folder: the stub of FlashAttention-3, and the hook of docs/internals/performance.md."""
+    sys.path.insert(0, str(Path(os.environ["RUN_UNDER_TEST"]).parent))
+
+
 def use_cuda_graphs() -> None:
     """Let Inductor capture each compiled function as a CUDA graph (docs/internals/notes/cuda-graphs.md)."""
     inductor.triton.cudagraphs = True
