@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.checkpoint.folders import step_name
 from tests.support import gpu_variants as variants
-from tests.support.gpus import ON_THE_CPU
 from tests.support.no_waits import NO_WAITS
 from tests.support.runs import Run
 
@@ -31,13 +29,5 @@ def test_no_step_waits_for_the_gpu(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ON_BOTH)
 def test_losses_match_a_cpu_up_to_rounding_to_bfloat16(name: str, tmp_path: Path) -> None:
-    """Both start from the weights of one CPU step, because initial values depend on the device type."""
-    start = Run(tmp_path / "start", *variants.ONE[name], base=BASE)
-    assert start.start("--train.steps=1", patch=ON_THE_CPU).join() == [0], start.output()[-4000:]
-    weights = f"--checkpoint.init={start.path / 'checkpoints' / step_name(1)}"
-    losses = []
-    for device, patch in (("cpu", ON_THE_CPU), ("cuda", "")):
-        run = Run(tmp_path / device, *variants.ONE[name], weights, base=BASE)
-        assert run.start(patch=patch).join() == [0], run.output()[-4000:]
-        losses.append(run.losses())
-    assert losses[1] == pytest.approx(losses[0], abs=0.02)
+    cpu, cuda = variants.losses_on_both(variants.ONE[name], tmp_path)
+    assert cuda == pytest.approx(cpu, abs=0.02)

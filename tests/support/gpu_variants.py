@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from forge.checkpoint.folders import step_name
 from tests.support import runs
+from tests.support.gpus import ON_THE_CPU
 
 # A model with sizes that every kernel accepts.
 BASE = [
@@ -232,3 +236,21 @@ OFFLOAD = {
     "parallel/step/gradients.py:report_gradients",
     "train/step.py:apply_gradients",
 }
+
+
+def losses_on_both(options: list[str], folder: Path, world: int = 1, on_gpu: str = "") -> list[list[float]]:
+    """Return the losses of a variant on CPUs and on GPUs. on_gpu: the patch of the ranks on GPUs.
+
+    Both start from the weights of one CPU step, because initial values depend on the device type.
+    """
+    base = [*BASE, "--train.hooks=[]"]
+
+    def losses(name: str, patch: str, *more: str) -> list[float]:
+        run = runs.Run(folder / name, *options, base=base)
+        codes = run.start(*more, world=world, patch=patch).join()
+        assert codes == [0] * world, run.output()[-4000:]
+        return run.losses()
+
+    losses("start", ON_THE_CPU, "--train.steps=1")
+    weights = f"--checkpoint.init={folder / 'start' / 'run' / 'checkpoints' / step_name(1)}"
+    return [losses("cpu", ON_THE_CPU, weights), losses("cuda", on_gpu, weights)]
