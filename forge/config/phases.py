@@ -234,10 +234,10 @@ def with_steps(config: Config) -> Config:
 
 
 def variants(config: Config) -> Iterator[tuple[int, Config]]:
-    """Yield (phase number, counted from 1; config without phases) for each new step size.
+    """Yield (number, variant) for each phase with new sizes.
 
-    The config's [train] has the phase's batch size, microbatch size and sequence length. Sizes equal to those of
-    [train] or of an earlier phase are skipped.
+    number: the phase's number, from 1. variant: `config` without phases, with the phase's batch size, microbatch size
+    and sequence length in [train]. Phases with the sizes of [train] or of an earlier phase are skipped.
     """
     train = config.train
     seen = {(train.global_batch_size, train.micro_batch_size, train.seq_len)}

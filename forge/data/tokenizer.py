@@ -326,8 +326,9 @@ class HuggingFaceTokenizer:
 def _splits_at_spaces(described: dict[str, Any]) -> bool:
     """Return whether a tokenizer.json always splits a text between a letter or digit and a following space or line end.
 
-    If so, the tokenizer encodes the two sides independently. A file with an unknown pre-tokenizer step gives False. No
-    known split pattern looks back or matches both characters, and none looks ahead after a letter or digit.
+    If so, the tokenizer encodes the two sides independently. A file with an unknown pre-tokenizer step gives False. All
+    known split patterns split there: none has a lookbehind, none has a lookahead after a letter or digit, and none
+    matches a letter or digit together with the space after it.
     """
     normalizer = described.get("normalizer") or {
         "type": "NFC"

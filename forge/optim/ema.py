@@ -51,7 +51,7 @@ class WithAverage:
         return self._inner.state() | {"averaged": int(self._updates.item())}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`. If `state` has no average, start the average from the current weights."""
+        """Restore `state`. If it has no key "averaged", start the average from the current weights."""
         self._inner.load_state({key: value for key, value in state.items() if key != "averaged"})
         self._updates.fill_(float(state.get("averaged", 0)))
         if "averaged" not in state:

@@ -48,9 +48,9 @@ class Moments:
         return self.stored[slot, shard.name].to(wide_dtype(shard))
 
     def write(self, shard: Shard, slot: str, wide: Tensor) -> None:
-        """Store `wide`, the tensor from `read`.
+        """Store `wide`, the tensor returned by `read`.
 
-        May overwrite `wide`. Without rounding `wide` is the stored tensor itself.
+        May overwrite `wide`. If moments are not rounded, `wide` is the stored tensor itself.
         """
         if self.rounding is not None:
             self.rounding.copy_(self.stored[slot, shard.name], wide, shard, slot)

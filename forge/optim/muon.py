@@ -39,8 +39,8 @@ class Muon:
 
     A matrix is a global 2-D tensor or one expert of a 3-D tensor; with `split_heads`, one head of the query, key or
     value projection. Orthogonalisation runs in float64 if storage is float64, otherwise in bfloat16 on CUDA and in
-    float32 elsewhere. Momentum is a mean of gradients, laid out like the parameter. With second_moment = "neuron" a
-    matrix's owner also holds the second moment of each row.
+    float32 elsewhere. Momentum is a mean of gradients, laid out like the parameter. One rank, the matrix's owner,
+    orthogonalises it. With second_moment = "neuron" the owner also holds the second moment of each row.
     """
 
     def __init__(

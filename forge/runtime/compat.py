@@ -195,8 +195,8 @@ def keep_buffers_of_compiled_backward() -> None:
 def share_memory(group: dist.ProcessGroup) -> None:
     """Give the ranks of `group` access to each other's symmetric memory, for asynchronous tensor parallelism.
 
-    Collective. PyTorch 2.13 and 2.14 deprecate the call, but their compilers still split products only for groups
-    registered this way.
+    Collective. PyTorch 2.13 and 2.14 deprecate this call. Yet their compilers overlap matrix products with collectives
+    only in groups registered by it.
     """
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

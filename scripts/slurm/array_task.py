@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         parser.error("the command of the run is missing")
     if "SLURM_ARRAY_JOB_ID" not in os.environ:
         parser.error(
-            "SLURM_ARRAY_JOB_ID is not set: this runs in a job array, written by scripts/sweep.py --slurm"
+            "SLURM_ARRAY_JOB_ID is not set: this script runs only in a job array, written by scripts/sweep.py --slurm"
         )
     job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     limits = RequeueLimits(

@@ -169,7 +169,7 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 
 
 def _block_of(pair: Pair, q: Tensor, kv: Tensor, soft_cap: float) -> tuple[slice, slice, AttentionBlock]:
-    """Return the slice of q's rows, the slice of kv's columns, and the AttentionBlock of `pair`.
+    """Return the slices of `pair` in the sequence dimensions of q and kv, and its AttentionBlock.
 
     q `[batch, heads, seq / cp, head_dim]`, kv `[batch, kv_heads, seq / cp, head_dim + v_dim]`.
     """

@@ -3,9 +3,9 @@
 The Transformer is the training model. During a forward, two of its extension points are replaced. Every layer's attention
 function stores keys and values. The loss returns the logits of the last token of each text.
 
-A token's place in the cache is its position in the text. Texts of different lengths therefore share a batch and the model's
-own attention mask: shorter texts are padded at the end, and later tokens overwrite the padding before any token attends to
-it.
+Shorter texts are padded at the end, so a token's place in the cache is its position in the text. Texts of different
+lengths can therefore form one batch, with the model's own attention mask. Later tokens overwrite the padding before any
+token attends to it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,10 @@ def read_stacks(logs: Path) -> dict[int, Standing]:
 
 
 def standing(text: str) -> Standing:
-    """Return the position in `text`, a rank's stack file written by the watchdog: one stack per thread, main thread last."""
+    """Return the code position of a rank's main thread.
+
+    text: the rank's stack file, written by the watchdog. It has one stack per thread, with the main thread last.
+    """
     head, *threads = re.split(r"^(?:Current thread|Thread) .*\n", text, flags=re.M)
     frames = _FRAME.findall(threads[-1]) if threads else []
     collective = next((name for file, _, name in frames if file.endswith("distributed_c10d.py")), "")

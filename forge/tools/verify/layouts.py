@@ -105,9 +105,10 @@ def why_illegal(config: Config, case: Case) -> str | None:
 
 
 def systematic(config: Config, worlds: Sequence[int]) -> Iterator[Case]:
-    """Yield one process, each axis with degree 2, each pair of axes, then each value of the first ALONE options.
+    """Yield the layouts of one process, of each axis with degree 2, and of each pair of axes with degree 2.
 
-    worlds: allowed numbers of processes; other layouts are left out. The yielded layouts may be illegal.
+    Then yield one layout for each value of each option in OPTIONS[:ALONE], except the values of `config`.
+    worlds: allowed numbers of processes; other layouts than the first are left out. The yielded layouts may be illegal.
     """
     axes = [axis for axis in AXES if axis != "ep" or config.model.moe is not None]
     yield Case()

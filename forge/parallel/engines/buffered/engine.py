@@ -192,7 +192,7 @@ def _forbid_moving(model: nn.Module) -> None:
 
     def load(*_: Any) -> NoReturn:
         raise RuntimeError(
-            "load_state_dict() would write past the master copies of the parameters: load into the shards of the "
+            "load_state_dict() would bypass the master copies of the parameters: load into the shards of the "
             "parallel model, then call its after_update()"
         )
 
