@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Fit scaling laws to finished runs: loss by parameters and tokens, best learning rate and batch by size.
 
-    python scripts/fit.py runs/ladder-sweep --metric eval.python --budget 1e18 --predict 27e6 540e6
+    python scripts/fit.py runs/ladder --metric eval.python --budget 1e18 --predict 27e6 540e6
 
 RUN is a run directory, or a folder of runs, e.g. of a sweep. If several runs have equal parameters and tokens, the law of
 the loss uses only the best of them. --output writes a page with figures (needs the extra forge[report]).

@@ -28,20 +28,23 @@ from forge.runtime.errors import nearest
 class Values:
     """Unvalidated values and their origins.
 
-    tree: nested tables. source: name of the file that was read. overridden: paths set on the command line. schema: the
-    schema for validation.
+    tree: nested tables. source: name of the file that was read. overridden: paths set on the command line. derived:
+    path -> origin of values computed from another key. schema: the schema for validation.
     """
 
     tree: dict[str, Any]
     source: str = ""
     overridden: set[KeyPath] = field(default_factory=set)
+    derived: dict[KeyPath, str] = field(default_factory=dict)
     schema: type[Config] = Config
 
     def origin(self, path: KeyPath) -> str:
-        """Return the origin of the value at `path`: "default", "command line", or a file and its section."""
+        """Return the origin of the value at `path`: "default", "command line", another key, or a file and its section."""
         value = value_at(self.tree, path)
         if value is None:
             return "default"
+        if path in self.derived:
+            return self.derived[path]
         if any(path[:length] in self.overridden for length in range(1, len(path) + 1)):
             return "command line"
         section = key_path(path if isinstance(value, dict) else path[:-1])

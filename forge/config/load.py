@@ -24,6 +24,7 @@ from forge.config.keys import (
     section_class,
     value_at,
 )
+from forge.config.ladder import apply_ladder
 from forge.config.phases import with_steps
 from forge.config.problem import KeyPath, Problem, problem, raise_all
 from forge.config.schema import Config
@@ -164,6 +165,7 @@ def parse_toml_text(text: str, source: str = "the config text", *, import_classe
 
 
 def _validated(values: Values, problems: list[Problem], import_classes: bool = True) -> Config:
+    apply_ladder(values)
     train = values.tree.get("train")
     by_tokens = isinstance(train, dict) and "tokens" in train and "steps" not in train
     if isinstance(train, dict) and by_tokens:

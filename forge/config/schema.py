@@ -326,6 +326,17 @@ class Resilience(Section):
     enough nodes remain. 0: never."""
 
 
+class Ladder(Section):
+    """The depth dial: one key for the size of a dense model and of its run. Keys that are set keep their values."""
+
+    depth: Count = 0
+    """Number of layers n. It sets model.dim = 64 n, n_layers, n_heads and n_kv_heads = n, head_dim = 64, ffn_dim = 8/3
+    dim (a multiple of 64), and train.global_batch_size = 8 n^1.5 (a power of two). On the command line, depth replaces
+    these keys of the file. 0: off."""
+    tokens_per_parameter: Annotated[PositiveNumber, unused_if("ladder.depth", 0)] = 20.0
+    """If the run's length is not set: train.tokens for each parameter, with embeddings."""
+
+
 class Config(Section):
     """The configuration of a run."""
 
@@ -346,3 +357,4 @@ class Config(Section):
     profile: Profile = Profile()
     resilience: Resilience = Resilience()
     phase: ListOf[Phase] = ()
+    ladder: Ladder = Ladder()

@@ -150,7 +150,7 @@ def test_the_walk_from_a_sweep_to_a_law_runs(clone: Path, tmp_path: Path) -> Non
     """Run the commands of docs/guides/recipes.md marked `not run`. The sweep finds the job array's finished runs."""
     (clone / "configs").unlink()
     shutil.copytree(REPOSITORY / "configs", clone / "configs")
-    sweep = clone / "configs" / "ladder" / "sweep.toml"
+    sweep = clone / "configs" / "sweeps" / "ladder.toml"
     text = sweep.read_text()
     for old, new in SMALL_SWEEP.items():
         assert text.count(old) == 1, old
@@ -276,8 +276,6 @@ def _small(words: list[str], folder: Path) -> list[str]:
     config = words[words.index("--config") + 1]
     if "train.tokens" in given:
         options.pop("train.steps")
-    elif config.startswith("ladder/"):
-        options["train.tokens"] = "0"
     if "--plan" in words:  # for the page's number of processes
         options.pop("train.global_batch_size")
     if not {"data.sources", "data.tokenizer"} & given and not _has_data(folder, config):

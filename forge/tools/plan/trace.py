@@ -228,11 +228,12 @@ class Trace(TorchDispatchMode):
             self.peaks[place] = Peak(self._total, self.moment, dict(self.live))
 
 
-def _grouped_product(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute the grouped product of fake tensors of any dtype, cast to bfloat16 and back.
+def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return the fake result of a grouped product.
 
-    In PyTorch 2.13 the operator accepts only bfloat16 fake tensors, although its kernels accept float32. The operator also
-    refuses the stride-0 tensors of `PlainProducts`, so these are copied first. The trace sees neither casts nor copies.
+    a `[n, in]`, b `[groups, in, out]` -> `[n, out]`. a `[out, n]`, b `[n, in]`, in groups -> `[groups, out, in]`.
+    PyTorch's own function for fake tensors accepts less than its kernels: only bfloat16 (PyTorch 2.13), rows of a multiple
+    of 16 bytes in bfloat16, and no stride 0, which `PlainProducts` have.
     """
-    b = b.contiguous() if 0 in b.stride() else b
-    return GROUPED_PRODUCT(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs).to(a.dtype)
+    groups = [offs.numel()] if b.ndim == 2 else []
+    return a.new_empty([*groups, a.shape[0], b.shape[-1]])
