@@ -8,6 +8,7 @@
 # make simgpu      every feature, engine and axis on a simulated GPU, under the CUDA build of PyTorch (UPDATE=1: write counts)
 # make simgpu-all  and pairs of features, and the shipped configs compiled for Hopper and Blackwell
 # make corpus SIZE=small    the pinned corpus of docs/guides/corpus.md from PyPI and Debian, compared with its hash (without SIZE: all of it)
+# make reference   train a model of 2 million parameters on the small corpus, and compare its bits per byte with the published curve
 # make side-by-side    torchtitan and transformers, in an environment of their own, train the same model as forge: the differences
 # make checks      format, lint, types
 # make docs        build the documentation site into build/docs; a broken link is an error
@@ -56,7 +57,7 @@ SIMULATED = $(SIMGPU)/bin/python -m tests.simulated_gpu.device.build $(DEVICE) &
 # torchtitan and its dependencies, among them older ones than forge's (docs/guides/corpus.md).
 PEERS := .peers
 
-.PHONY: train data test quick test-all faults chaos refactoring simgpu simgpu-all corpus side-by-side checks format docs clean
+.PHONY: train data test quick test-all faults chaos refactoring simgpu simgpu-all corpus reference side-by-side checks format docs clean
 
 train: data
 	@$(BIN)/python train.py --config debug.toml $(RECIPE)
@@ -85,6 +86,12 @@ data/python/train/dataset.json: data/tokenizer/tokenizer.model | $(READY)
 
 corpus: $(READY)
 	$(BIN)/python scripts/make_corpus.py --size $(or $(SIZE),whole) --output data/corpus-$(or $(SIZE),whole)
+
+data/corpus-small/prose/validation/dataset.json:
+	$(MAKE) corpus SIZE=small
+
+reference: data/corpus-small/prose/validation/dataset.json | $(READY)
+	$(BIN)/python benchmarks/reference.py
 
 # Where there is a GPU, the tests that need one are a process of their own: GPUs are hidden from all others.
 test: $(READY)

@@ -32,7 +32,9 @@ def test_depth_gives_sizes_and_batch() -> None:
 
 
 def test_a_key_on_the_command_line_keeps_its_value() -> None:
-    config = ladder("--ladder.depth=4", "--model.ffn_dim=96", "--train.steps=7", "--train.global_batch_size=8")
+    config = ladder(
+        "--ladder.depth=4", "--model.ffn_dim=96", "--train.steps=7", "--train.global_batch_size=8"
+    )
     assert (config.model.ffn_dim, config.train.steps, config.train.tokens) == (96, 7, 0)
     assert config.train.global_batch_size == 8 and config.model.dim == 256
     halved = ladder("--ladder.depth=4", "--ladder.tokens_per_parameter=10")
