@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,14 @@ from forge.checkpoint import folders
 from forge.checkpoint.manifest import MANIFEST, compose, entry
 from forge.checkpoint.tensors import ShardTensor
 from forge.runtime.causes import Cause
-from forge.runtime.distributed import RanksFailed, cause_of, describe, gather_from_ranks, on_first_rank
+from forge.runtime.distributed import (
+    RanksFailed,
+    cause_of,
+    describe,
+    gather_from_ranks,
+    on_every_rank,
+    on_first_rank,
+)
 from forge.runtime.fault import fault_point
 from forge.runtime.files import replace_atomically, sync_folder
 
@@ -54,6 +62,23 @@ class Contents:
     file_per_tensor: bool = False
 
 
+@dataclass(frozen=True)
+class Storage:
+    """The differences between storage shared by all ranks and the storage of each node (local.py) during a commit.
+
+    what: noun for messages. leads: this rank makes, prunes and removes the folders in `root`. claim(final): called on
+    leading ranks; make the final name free, or return False if the step has a complete checkpoint. check_room(sizes):
+    raise if there is no room; sizes: upper bound of the bytes to write by each rank. fill(partial, final): write and
+    complete the folder. check_room and fill are collective.
+    """
+
+    what: str
+    leads: bool
+    claim: Callable[[Path], bool]
+    check_room: Callable[[list[int]], object]
+    fill: Callable[[Path, Path, Contents], object]
+
+
 def write_checkpoint(
     root: Path,
     step: int,
@@ -62,52 +87,78 @@ def write_checkpoint(
     keep_every: int,
     group: dist.ProcessGroup | None = None,
 ) -> bool:
-    """Write one checkpoint.
+    """Write one checkpoint to storage shared by all ranks. Collective over `group`. Returns and raises like `commit`."""
+
+    def claim(final: Path) -> bool:
+        if (final / MANIFEST).exists():
+            return False
+        if final.exists():
+            message = "%s has no %s, so it is not a checkpoint: renaming it .damaged-%s"
+            logger.error(message, final, MANIFEST, final.name, extra=Cause.FALLBACK.mark)
+            folders.set_aside(root, step, "damaged")
+        return True
+
+    def check_room(sizes: list[int]) -> None:
+        on_first_rank("looking for room", lambda: make_room(root, sum(sizes), keep_last, keep_every), group)
+
+    def fill(partial: Path, final: Path, contents: Contents) -> None:
+        fill_folder(partial, final, contents, group)
+
+    storage = Storage("checkpoint", dist.get_rank(group) == 0, claim, check_room, fill)
+    return commit(root, step, contents, storage, keep_last, keep_every, group)
+
+
+def commit(
+    root: Path,
+    step: int,
+    contents: Contents | Exception,
+    storage: Storage,
+    keep_last: int,
+    keep_every: int,
+    group: dist.ProcessGroup | None,
+) -> bool:
+    """Write one checkpoint to `storage`, then prune old ones.
 
     Return False if the step already has a complete checkpoint, which is kept. Collective over `group`. A rank may pass
     an exception in place of `contents`. In this case, and after a failure on any rank, every rank raises RanksFailed,
     and no partial checkpoint remains on disk.
     """
     partial, final = root / f".partial-{folders.step_name(step)}", root / folders.step_name(step)
-    rank = dist.get_rank(group)
 
     def begin() -> int | None:
-        """Make the partial folder on rank 0.
+        """Make the partial folder on leading ranks.
 
         Return an upper bound of the bytes to write by this rank; None if the step already has a complete checkpoint.
         """
         if isinstance(contents, Exception):
             raise contents
-        if rank == 0:
-            if (final / MANIFEST).exists():
-                return None
+        if storage.leads:
             root.mkdir(parents=True, exist_ok=True)
+            if not storage.claim(final):
+                return None
             folders.sweep(root)
-            if final.exists():
-                message = "%s has no %s, so it is not a checkpoint: renaming it .damaged-%s"
-                logger.error(message, final, MANIFEST, final.name, extra=Cause.FALLBACK.mark)
-                folders.set_aside(root, step, "damaged")
             folders.start_partial(root, step)
         size = RANK_BYTES + sum(tensor.written_bytes for tensor in contents.tensors.values())
-        return size + sum(map(len, contents.files.values())) if rank == 0 else size
+        return size + sum(map(len, contents.files.values())) if dist.get_rank(group) == 0 else size
+
+    def remove() -> None:
+        if storage.leads:
+            shutil.rmtree(partial, ignore_errors=True)
 
     try:
-        sizes = gather_from_ranks("preparing the checkpoint", begin, group)
+        sizes = gather_from_ranks(f"preparing the {storage.what}", begin, group)
         assert isinstance(contents, Contents)
-        if sizes[0] is None:
-            if rank == 0:
-                logger.info("step %d has a complete checkpoint already: not saved again", step)
+        if None in sizes:
+            if storage.leads:
+                logger.info("step %d has a complete %s already: not saved again", step, storage.what)
             return False
-        needed = sum(size or 0 for size in sizes)
-        on_first_rank("looking for room", lambda: make_room(root, needed, keep_last, keep_every), group)
-        fill_folder(partial, final, contents, group)
+        storage.check_room([size or 0 for size in sizes])
+        storage.fill(partial, final, contents)
     except RanksFailed:
         # Collective, because no rank may continue before the partial folder is gone and its space is free again.
-        on_first_rank(
-            "removing the partial checkpoint", lambda: shutil.rmtree(partial, ignore_errors=True), group
-        )
+        on_every_rank(f"removing the partial {storage.what}", remove, group)
         raise
-    if rank == 0:
+    if storage.leads:
         try:
             folders.prune(root, keep_last, keep_every, step)
         # No exception is raised, because the checkpoint is complete and the other ranks have already continued.

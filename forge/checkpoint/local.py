@@ -8,11 +8,10 @@ of other nodes (see `Nodes.peers`). A restart needs every file on at least one s
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,15 +20,13 @@ from typing import Any
 import torch.distributed as dist
 
 from forge.checkpoint import folders
-from forge.checkpoint.commit import Contents, require_room, save_tensors
+from forge.checkpoint.commit import Contents, Storage, commit, require_room, save_tensors
 from forge.checkpoint.manifest import MANIFEST, Damaged, compose, entry, read_manifest
 from forge.checkpoint.nodes import Nodes, Transfer, exchange
 from forge.checkpoint.store import Checkpoints, SaveOutcome
-from forge.runtime.causes import Cause
-from forge.runtime.distributed import RanksFailed, describe, gather_from_ranks, on_every_rank, on_first_rank
+from forge.runtime.distributed import gather_from_ranks, on_every_rank, on_first_rank
 from forge.runtime.fault import fault_point
 
-log = logging.getLogger(__name__)
 # An older state must remain while a new one is being written.
 KEPT = 2
 _INDEX = ".metadata"
@@ -237,92 +234,71 @@ def write_parts(
     step: int,
     contents: Contents | Exception,
     keep_last: int,
-    _keep_every: int,
+    keep_every: int,
     group: dist.ProcessGroup,
-) -> None:
-    """Write each node's part of one local state, with the protocol of commit.py.
+) -> bool:
+    """Write each node's part of one local state. Collective over `group`. Returns and raises like `commit`."""
 
-    Collective over `group`. After a failure on any rank, every rank raises RanksFailed, and no part remains.
-    """
-    part, final = root / f".partial-{folders.step_name(step)}", root / folders.step_name(step)
-    own = nodes.own
+    def claim(final: Path) -> bool:
+        # Left by an earlier start. The state was incomplete, otherwise the run would have resumed from it.
+        shutil.rmtree(final, ignore_errors=True)
+        return True
 
-    def begin() -> int:
-        if isinstance(contents, Exception):
-            raise contents
-        if nodes.leads:
-            root.mkdir(parents=True, exist_ok=True)
-            folders.sweep(root)
-            # Left by an earlier start. The state was incomplete, otherwise the run would have resumed from it.
-            shutil.rmtree(final, ignore_errors=True)
-            folders.start_partial(root, step)
-        return sum(tensor.written_bytes for tensor in contents.tensors.values())
-
-    def copies() -> list[Transfer]:
-        """Return all transfers between ranks: each file goes from the rank that wrote it to one rank on each peer node."""
-        found = []
-        for node, ranks in enumerate(nodes.ranks):
-            for peer in nodes.peers(node, peers):
-                to = nodes.ranks[peer]
-                for place, rank in enumerate(ranks):
-                    for name, file in parts[rank].items():
-                        found.append(Transfer(name, file["size"], rank, to[place % len(to)]))
-        return found
-
-    def copy() -> None:
-        exchange(part, copies(), nodes.rank, group)
-        fault_point("local.before_manifest", step)
-
-    def complete(index: bytes, manifest: bytes) -> None:
-        if not nodes.leads:
-            return
-        assert isinstance(contents, Contents)
-        for name, content in {_INDEX: index, **of_first, MANIFEST: manifest}.items():
-            (part / name).parent.mkdir(parents=True, exist_ok=True)
-            (part / name).write_bytes(content)
-        part.rename(final)
-
-    try:
-        sizes = gather_from_ranks("preparing a local state", begin, group)
-        assert isinstance(contents, Contents)
-        keeps = [own, *(node for node in range(len(nodes.ranks)) if own in nodes.peers(node, peers))]
-        needed = sum(sizes[rank] for node in keeps for rank in nodes.ranks[node])
+    def check_room(sizes: list[int]) -> None:
+        stored = [
+            nodes.own,
+            *(node for node in range(len(nodes.ranks)) if nodes.own in nodes.peers(node, peers)),
+        ]
+        needed = sum(sizes[rank] for node in stored for rank in nodes.ranks[node])
         on_every_rank("looking for room", lambda: require_room(root, needed) if nodes.leads else None, group)
+
+    def fill(part: Path, final: Path, contents: Contents) -> None:
         save_tensors(part, contents, group)
         parts = gather_from_ranks(
             "reading back what was written", lambda: _own_files(part, nodes.rank), group
         )
+
+        def copy() -> None:
+            exchange(part, _copies(nodes, peers, parts), nodes.rank, group)
+            fault_point("local.before_manifest", step)
+
         on_every_rank("copying to peers", copy, group)
-        index, of_first, manifest = on_first_rank(
-            "listing files", lambda: _listing(part, contents, parts), group
-        )
-        on_every_rank("completing a local state", lambda: complete(index, manifest), group)
-    except RanksFailed:
-        remove: Callable[[], None] = partial(shutil.rmtree, part, ignore_errors=True)
-        on_every_rank("removing a partial state", lambda: remove() if nodes.leads else None, group)
-        raise
-    if nodes.leads:
-        try:
-            folders.prune(root, keep_last, 0, step)
-        except (
-            Exception
-        ) as error:  # not raised, because the state is complete and the other ranks have continued
-            message = "could not remove old states in %s: %s"
-            log.error(message, root, describe(error), extra=Cause.NOT_REMOVED.mark)
+        small = on_first_rank("listing files", lambda: _small_files(part, contents, parts), group)
+        on_every_rank("completing the local state", lambda: complete(part, final, small), group)
+
+    def complete(part: Path, final: Path, small: dict[str, bytes]) -> None:
+        if nodes.leads:
+            for name, content in small.items():
+                (part / name).parent.mkdir(parents=True, exist_ok=True)
+                (part / name).write_bytes(content)
+            part.rename(final)
+
+    storage = Storage("local state", nodes.leads, claim, check_room, fill)
+    return commit(root, step, contents, storage, keep_last, keep_every, group)
+
+
+def _copies(nodes: Nodes, peers: int, parts: list[dict[str, dict[str, Any]]]) -> list[Transfer]:
+    """Return all transfers between ranks: each file goes from the rank that wrote it to one rank on each peer node."""
+    found = []
+    for node, ranks in enumerate(nodes.ranks):
+        for peer in nodes.peers(node, peers):
+            to = nodes.ranks[peer]
+            for place, rank in enumerate(ranks):
+                for name, file in parts[rank].items():
+                    found.append(Transfer(name, file["size"], rank, to[place % len(to)]))
+    return found
 
 
 def _own_files(part: Path, rank: int) -> dict[str, dict[str, Any]]:
     return {path.name: entry(path) for path in part.glob(f"__{rank}_*.distcp")}
 
 
-def _listing(
-    part: Path, contents: Contents, parts: list[dict[str, dict[str, Any]]]
-) -> tuple[bytes, dict[str, bytes], bytes]:
-    """Return DCP's index, the small files and the manifest, for all nodes. Call on the first rank."""
-    index = (part / _INDEX).read_bytes()
+def _small_files(part: Path, contents: Contents, parts: list[dict[str, dict[str, Any]]]) -> dict[str, bytes]:
+    """Return name -> content of DCP's index, the small files and, last, the manifest. Call on the first rank."""
+    small = {_INDEX: (part / _INDEX).read_bytes(), **contents.files}
     files = {name: file for of_rank in parts for name, file in of_rank.items()}
-    files |= {name: _entry(content) for name, content in {_INDEX: index, **contents.files}.items()}
-    return index, contents.files, compose(contents.step, len(parts), contents.layout, files).encode()
+    files |= {name: _entry(content) for name, content in small.items()}
+    return small | {MANIFEST: compose(contents.step, len(parts), contents.layout, files).encode()}
 
 
 def _entry(content: bytes) -> dict[str, Any]:
