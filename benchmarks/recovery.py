@@ -13,11 +13,16 @@ with date, versions and settings, to benchmarks/results/.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +31,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 import torch
 
 from benchmarks.measure import environment, markdown, parser, publish
+from forge.runtime.errors import FAILED, UserError
+from forge.tools.elastic.meeting import Meeting
 from scripts.options import exit_code_of
-from tests.support.elastic import LOST_AFTER_S, elastic
-from tests.support.runs import wait_for
 
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "elastic.py"
 INTERVAL, LOCAL_INTERVAL = 60, 3
+LOST_AFTER_S, TIMEOUT_S = 8, 240
+AGENT = (
+    "--nodes=1:2",
+    "--processes=1",
+    f"--lost-after={LOST_AFTER_S}",
+    "--gather=3",
+    f"--patience={TIMEOUT_S}",
+)
 # Steps long enough not to vanish beside the start of processes.
-MODEL = ("--model.dim=128", "--model.ffn_dim=384", "--model.n_layers=4", "--train.seq_len=64")
+RUN = (
+    *("--config=debug.toml", "--run.name=run", f"--train.steps={3 * INTERVAL}"),
+    *(
+        "--model.dim=128",
+        "--model.ffn_dim=384",
+        "--model.n_layers=4",
+        "--model.n_heads=4",
+        "--model.n_kv_heads=2",
+    ),
+    *("--model.vocab_size=64", '--data.sources=[{path="synthetic",weight=1.0}]', "--data.validation=[]"),
+    *("--train.seq_len=64", "--train.global_batch_size=24", "--train.micro_batch_size=2"),
+    *("--schedule.name=constant", "--schedule.warmup_steps=0", f"--checkpoint.interval={INTERVAL}"),
+    *("--evaluate.interval=0", "--evaluate.sample_interval=0"),
+    *("--metrics.log_interval=1", "--metrics.tensorboard=false"),
+)
 # The first save fails, as without shared storage.
 NO_SAVE = {"FORGE_FAULT": f"save.between_shards:{INTERVAL}:*:raise"}
 FAULTS = {"rank": {}, "node": {}, "storage, then a rank": NO_SAVE, "storage, then a node": NO_SAVE}
@@ -64,24 +92,21 @@ def measure(given: argparse.Namespace) -> None:
 
 
 def _case(folder: Path, fault: str, options: list[str]) -> dict[str, Any]:
-    memory = f"--checkpoint.local_dir={folder}/NODE"
-    steps = [f"--checkpoint.interval={INTERVAL}", f"--train.steps={3 * INTERVAL}", memory]
-    with elastic(folder, "1:2", 1, *MODEL, *steps, *options) as nodes:
-        nodes.start("a", "b", **FAULTS[fault])
-        nodes.wait_for_step(INTERVAL + INTERVAL // 2)
+    run = folder / "run"
+    with _two_nodes(folder, options, FAULTS[fault]) as agents:
+        _wait_for(lambda: _last_step(run) >= INTERVAL + INTERVAL // 2)
         if fault.endswith("rank"):
-            os.kill(nodes.run.status()["pid"], signal.SIGKILL)
+            os.kill(json.loads((run / "status.json").read_text())["pid"], signal.SIGKILL)
         else:
-            nodes.kill("a")
-        began, lost = time.monotonic(), nodes.run.metrics(times=True)[-1]
-        wait_for(lambda: nodes.run.events("recovered"), 240)
-        nodes.wait_for_step(lost["step"] + 1)
+            agents[0].kill()
+        began, lost = time.monotonic(), _lines(run / "metrics.jsonl")[-1]
+        _wait_for(lambda: _events(run, "recovered"))
+        _wait_for(lambda: _last_step(run) > lost["step"])
         until_there = time.monotonic() - began
-        [recovered] = nodes.run.events("recovered")[:1]
+        recovered = _events(run, "recovered")[0]
         # Kind of work -> seconds, from the last goodput event with steps: that of the launch before the fault.
-        seconds = next(
-            event for event in reversed(nodes.run.events("goodput")) if event["seconds"].get("steps")
-        )["seconds"]
+        of_launches = [event["seconds"] for event in _events(run, "goodput")]
+        seconds = [one for one in of_launches if one.get("steps")][-1]
         share = seconds.get("save", 0.0) / (seconds["steps"] + seconds.get("save", 0.0))
         return {
             "seconds": recovered["seconds"],
@@ -90,6 +115,75 @@ def _case(folder: Path, fault: str, options: list[str]) -> dict[str, Any]:
             "step, s": lost["step_time_s"],
             "part of saves": share,
         }
+
+
+@contextmanager
+def _two_nodes(
+    folder: Path, options: list[str], variables: dict[str, str]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start a meeting and two agents of one run in `folder`; end them after the body. variables: of the environment."""
+    meeting, closed = Meeting(0), threading.Event()
+    serving = threading.Thread(target=meeting.serve, args=(closed, 1.0), daemon=True)
+    serving.start()
+    settings = [
+        *AGENT,
+        f"--meeting=localhost:{meeting.port}",
+        "--",
+        *RUN,
+        f"--run.output_dir={folder}",
+        *options,
+    ]
+    agents = []
+    for name in ("a", "b"):
+        with open(folder / f"agent-{name}.txt", "wb") as terminal:
+            command = [
+                sys.executable,
+                str(SCRIPT),
+                "agent",
+                *settings,
+                f"--checkpoint.local_dir={folder / name}",
+            ]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+            agents.append(
+                subprocess.Popen(
+                    command, cwd=folder, env=environment, stdout=terminal, stderr=subprocess.STDOUT
+                )
+            )
+    try:
+        yield agents
+    except UserError as error:
+        texts = [(folder / f"agent-{name}.txt").read_text()[-2000:] for name in ("a", "b")]
+        raise UserError("\n".join([str(error), *texts]), FAILED) from None
+    finally:
+        for agent in agents:
+            agent.kill()
+        for agent in agents:
+            agent.wait()
+        closed.set()
+        serving.join()
+
+
+def _wait_for(condition: Callable[[], object]) -> None:
+    """Return once `condition` holds. Raises UserError after TIMEOUT_S seconds."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise UserError(f"the run made no progress within {TIMEOUT_S} s", FAILED)
+        time.sleep(0.02)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a JSON-lines file; none if the file is missing."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _events(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in _lines(run / "events.jsonl") if event["event"] == kind]
+
+
+def _last_step(run: Path) -> int:
+    return max((line["step"] for line in _lines(run / "metrics.jsonl")), default=0)
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
