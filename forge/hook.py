@@ -12,7 +12,7 @@ result, the call is earlier.
 
 A hook may:
 
-- Read everything in the trainer. Changes (of gradients, parameters) are the hook's own responsibility.
+- Read everything in the trainer. A hook that changes gradients or parameters is responsible for the effect.
 - Use collectives, on all ranks in the same order. So decide by values equal on all ranks: the step, the config, a
   `StepResult`.
 - Write files, on the first rank only (`trainer.reporter.world.rank == 0`). `trainer.metrics.scalars` checks the rank
