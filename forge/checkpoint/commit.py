@@ -197,7 +197,7 @@ def make_room(root: Path, needed: int, keep_last: int, keep_every: int) -> None:
     except OSError:
         if keep_last == 0 or len(folders.steps(root)) < 2:
             raise
-        message = "too little room in %s for the next checkpoint: removing old ones before it"
+        message = "too little room in %s for the next checkpoint: removing old ones first"
         logger.warning(message, root, extra=Cause.DISK_FULL.mark)
         folders.prune(root, max(keep_last - 1, 1), keep_every)
         require_room(root, needed)
@@ -218,7 +218,7 @@ def require_room(root: Path, needed: int) -> None:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer, with a fault-injection point, and without the absolute path in the checkpoint."""
+    """DCP's writer, with a fault-injection point. Does not store the folder's absolute path in the checkpoint."""
 
     def __init__(self, folder: Path, step: int, file_per_tensor: bool):
         # With a copy-ahead other than 0, DCP opens CUDA streams in this thread, although all tensors are on the CPU.
@@ -231,8 +231,8 @@ class _Writer(dcp.FileSystemWriter):
         try:
             written = super().write_data(plan, planner)
         except RuntimeError as error:
-            # PyTorch's archive writer raises a RuntimeError about its file position. The OSError with the cause is
-            # only the context of this error.
+            # After a failed write, PyTorch's archive writer raises a RuntimeError about its file position. The OSError
+            # with the cause is only the context of this error.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
