@@ -198,7 +198,7 @@ class Hooks:
             )
 
     def _with_state(self) -> Iterator[tuple[str, Hook]]:
-        """Yield (name, hook) for each hook from the config with state.
+        """Yield (name, hook) for each hook of `train.hooks` that has state.
 
         The name is the import path; a second hook of the same path is `PATH (2)`.
         """

@@ -105,7 +105,7 @@ def spread_rows(x: Tensor, experts: Tensor, n_experts: int) -> tuple[Tensor, Dis
 
 
 def group_by_expert(arriving: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Reorder `total` rows from (rank, expert) order to expert order.
+    """Plan the reordering of `total` rows from (rank, expert) order to expert order.
 
     arriving int64 `[ranks, local experts]`: number of rows from each rank for each expert.
 
