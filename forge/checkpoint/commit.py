@@ -66,10 +66,11 @@ class Contents:
 class Storage:
     """The differences between storage shared by all ranks and the storage of each node (local.py) during a commit.
 
-    what: noun for messages. leads: this rank makes, prunes and removes the folders in `root`. claim(final): called on
-    leading ranks; make the final name free, or return False if the step has a complete checkpoint. check_room(sizes):
-    raise if there is no room; sizes: upper bound of the bytes to write by each rank. fill(partial, final): write and
-    complete the folder. check_room and fill are collective.
+    what: noun for messages. leads: this rank makes, prunes and removes the folders in `root` (a leading rank).
+
+    claim(final): frees the final name; returns False if the step has a complete checkpoint. Called on leading ranks.
+    check_room(sizes): raises if there is no room. sizes: for each rank, an upper bound of the bytes to write. Collective.
+    fill(partial, final, contents): writes the folder `partial` and renames it to `final`. Collective.
     """
 
     what: str
