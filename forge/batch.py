@@ -20,7 +20,7 @@ class Batch:
     context-parallel rank keeps the documents of the whole sequence.
     sources: int64 `[batch]`, the source of each row, or None.
     ahead: int64 `[batch, seq, depth, 2]`, later tokens and labels for multi-token prediction, or None.
-    first_sample: global number of row 0.
+    first_sample: number of row 0 in the global sample order.
     """
 
     tokens: Tensor

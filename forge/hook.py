@@ -12,7 +12,7 @@ result, the call is earlier.
 
 A hook may:
 
-- Read everything in the trainer. Changes (of gradients, parameters) are the hook's own responsibility.
+- Read everything in the trainer. A hook that changes gradients or parameters is responsible for the effect.
 - Use collectives, on all ranks in the same order. So decide by values equal on all ranks: the step, the config, a
   `StepResult`.
 - Write files, on the first rank only (`trainer.reporter.world.rank == 0`). `trainer.metrics.scalars` checks the rank
@@ -198,7 +198,7 @@ class Hooks:
             )
 
     def _with_state(self) -> Iterator[tuple[str, Hook]]:
-        """Yield (name, hook) for each hook from the config with state.
+        """Yield (name, hook) for each hook of `train.hooks` that has state.
 
         The name is the import path; a second hook of the same path is `PATH (2)`.
         """

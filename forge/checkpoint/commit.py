@@ -66,10 +66,11 @@ class Contents:
 class Storage:
     """The differences between storage shared by all ranks and the storage of each node (local.py) during a commit.
 
-    what: noun for messages. leads: this rank makes, prunes and removes the folders in `root`. claim(final): called on
-    leading ranks; make the final name free, or return False if the step has a complete checkpoint. check_room(sizes):
-    raise if there is no room; sizes: upper bound of the bytes to write by each rank. fill(partial, final): write and
-    complete the folder. check_room and fill are collective.
+    what: noun for messages. leads: this rank makes, prunes and removes the folders in `root` (a leading rank).
+
+    claim(final): frees the final name; returns False if the step has a complete checkpoint. Called on leading ranks.
+    check_room(sizes): raises if there is no room. sizes: for each rank, an upper bound of the bytes to write. Collective.
+    fill(partial, final, contents): writes the folder `partial` and renames it to `final`. Collective.
     """
 
     what: str
@@ -197,7 +198,7 @@ def make_room(root: Path, needed: int, keep_last: int, keep_every: int) -> None:
     except OSError:
         if keep_last == 0 or len(folders.steps(root)) < 2:
             raise
-        message = "too little room in %s for the next checkpoint: removing old ones before it"
+        message = "too little room in %s for the next checkpoint: removing old ones first"
         logger.warning(message, root, extra=Cause.DISK_FULL.mark)
         folders.prune(root, max(keep_last - 1, 1), keep_every)
         require_room(root, needed)
@@ -218,7 +219,7 @@ def require_room(root: Path, needed: int) -> None:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer, with a fault-injection point, and without the absolute path in the checkpoint."""
+    """DCP's writer, with a fault-injection point. Does not store the folder's absolute path in the checkpoint."""
 
     def __init__(self, folder: Path, step: int, file_per_tensor: bool):
         # With a copy-ahead other than 0, DCP opens CUDA streams in this thread, although all tensors are on the CPU.
@@ -231,8 +232,8 @@ class _Writer(dcp.FileSystemWriter):
         try:
             written = super().write_data(plan, planner)
         except RuntimeError as error:
-            # PyTorch's archive writer raises a RuntimeError about its file position. The OSError with the cause is
-            # only the context of this error.
+            # After a failed write, PyTorch's archive writer raises a RuntimeError about its file position. The OSError
+            # with the cause is only the context of this error.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise

@@ -252,7 +252,7 @@ _SHOWN = 5
 class IndexComparison:
     """The result of comparing one rank's requested tensors with the index. Small, because it is sent to every rank.
 
-    missing: tensors not in the index. shapes: a sentence for each differing shape. Both lists are cut.
+    missing: tensors not in the index. shapes: a sentence for each differing shape. Both lists are truncated.
     """
 
     missing: list[str]

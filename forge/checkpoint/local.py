@@ -68,7 +68,9 @@ class LocalTier:
         for step in sorted({step for of_rank in held for step in of_rank}, reverse=True):
             digests = {rank: of_rank[step] for rank, of_rank in enumerate(held) if step in of_rank}
             if len(set(digests.values())) > 1:
-                self.problems.append(f"local states of step {step} are not of one save")
+                self.problems.append(
+                    f"the local states of step {step} on different nodes are from different saves"
+                )
             elif self._is_whole(step, digests.keys()):
                 return step
         return None
@@ -81,9 +83,8 @@ class LocalTier:
         nodes, folder = self.nodes, self.path(step)
         lacking = {name for name in names if nodes.own not in self._holders[name]}
         wanted = gather_from_ranks("asking for files", lambda: sorted(lacking), self._group)
-        of_nodes: dict[
-            tuple[str, int], int
-        ] = {}  # (file, node) -> first rank of the node that needs the file
+        # (file, node) -> the node's first rank that needs the file.
+        of_nodes: dict[tuple[str, int], int] = {}
         for rank, of_rank in enumerate(wanted):
             for name in of_rank:
                 of_nodes.setdefault((name, nodes.node_of(rank)), rank)
@@ -126,7 +127,10 @@ class LocalTier:
         return outcomes
 
     def _held(self, after: int) -> dict[int, str]:
-        """Return step -> manifest's digest for this node's states after `after`; empty except on the node's first rank."""
+        """Return step -> manifest's digest for this node's states after `after`; empty except on the node's first rank.
+
+        Removes damaged manifests.
+        """
         found = {}
         for step in folders.steps(self.folder) if self.nodes.leads else ():
             if step > after:
@@ -240,7 +244,7 @@ def write_parts(
     """Write each node's part of one local state. Collective over `group`. Returns and raises like `commit`."""
 
     def claim(final: Path) -> bool:
-        # Left by an earlier start. The state was incomplete, otherwise the run would have resumed from it.
+        # A state left by an earlier start. It was incomplete, otherwise the run would have resumed from it.
         shutil.rmtree(final, ignore_errors=True)
         return True
 

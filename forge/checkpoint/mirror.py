@@ -89,7 +89,7 @@ class Mirror:
         self._work.put(work)
 
     def forget_after(self, step: int) -> None:
-        """Remove copies after `step` from the index, because the history continues without them."""
+        """Remove copies after `step` from the index, and their manifests, because the history continues without them."""
         self._newest = min(self._newest, step)
         self._work.put(lambda: self._forget_after(step))
 

@@ -88,7 +88,7 @@ def exchange(folder: Path, transfers: Sequence[Transfer], rank: int, group: dist
         if not sends:
             received.append(one.name)
         content = _map(folder / one.name, one.size, writes=not sends)
-        mapped.append(content)  # until the work is done
+        mapped.append(content)  # keep the memory alive until the transfer is complete
         for chunk in content.split(_CHUNK):
             if sends:
                 works.append(dist.isend(chunk, one.target, group=group, tag=number))

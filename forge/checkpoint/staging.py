@@ -75,7 +75,7 @@ def blocks_for(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
         )
         if block is None:
             block = len(blocks)
-            # No larger than the remaining tensors together, so the last blocks are nearly full too.
+            # A block is no larger than the remaining tensors together, so the last blocks are nearly full too.
             most = min(BLOCK, 1 << max(left, 1).bit_length() - 1)
             blocks.append(max(most, 1 << max(size - 1, 0).bit_length()))
             used.append(0)

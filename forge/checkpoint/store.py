@@ -175,8 +175,8 @@ class Checkpoints:
             raise UserError(f"no checkpoint in {self.folder} can be used: {error}", NO_CHECKPOINT) from error
         if at_most is None and (candidates or damaged):
             raise UserError(
-                f"every checkpoint in {self.folder} is damaged and was renamed .damaged-step-*: restore one, "
-                f"or start a new history: under another run.name, or under this one with checkpoint.resume = none. If "
+                f"every checkpoint in {self.folder} is damaged and was renamed .damaged-step-*. Restore one, or start a "
+                f"new history under another run.name or, under this name, with checkpoint.resume = none. If "
                 f"checkpoint.resume is none already, remove origin.json",
                 NO_CHECKPOINT,
             )

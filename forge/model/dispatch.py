@@ -105,7 +105,7 @@ def spread_rows(x: Tensor, experts: Tensor, n_experts: int) -> tuple[Tensor, Dis
 
 
 def group_by_expert(arriving: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Reorder `total` rows from (rank, expert) order to expert order.
+    """Plan the reordering of `total` rows from (rank, expert) order to expert order.
 
     arriving int64 `[ranks, local experts]`: number of rows from each rank for each expert.
 
@@ -170,7 +170,8 @@ def weigh_backward(
     grad = grad.to(promoted(rows.dtype))
     missing = rows.shape[0] < places.numel()
     if missing or torch.compiler.is_compiling():
-        # Row by row, in one pass over the rows. Eager code makes temporaries `[n, dim]` in the promoted dtype.
+        # A compiler fuses this form into one pass over the rows. In eager code its temporaries `[n, dim]` have the
+        # promoted dtype.
         order = order[: rows.shape[0]]
         of_rows = grad.index_select(0, order // places.shape[1])
         own = weights.flatten().index_select(0, order).unsqueeze(-1)

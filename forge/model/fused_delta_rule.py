@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 _found = find_spec("fla")
-# A folder of that name without code has no origin.
+# A folder named fla without an __init__.py is found too, but has no origin.
 INSTALLED = _found is not None and _found.origin is not None
 try:
     _triton = tuple(int(part) for part in version("triton").split(".")[:3])
 except (PackageNotFoundError, ValueError):
     _triton = ()
-# fla's backward for decays per head, compiled by these versions of Triton (fla's issue 640).
+# These versions of Triton compile fla's backward for decays per head incorrectly on Hopper (fla's issue 640).
 WRONG_ON_HOPPER = (3, 4, 0) <= _triton < (3, 7, 1)
 # exp(-50) = 2e-22. Log decays are summed over the tokens of a chunk, so a larger magnitude would cost precision.
 RESET = -50.0
@@ -34,7 +34,7 @@ RESET = -50.0
 def is_for_kernels(v: Tensor, log_decay: Tensor) -> bool:
     """Return whether fla's kernels can be used: fla is installed, and the values `v` are bfloat16 on CUDA.
 
-    On a Hopper GPU, fla refuses decays per head with a Triton that compiles them wrong (WRONG_ON_HOPPER).
+    On a Hopper GPU, fla refuses decays per head if Triton compiles their backward incorrectly (WRONG_ON_HOPPER).
     """
     if not (INSTALLED and v.is_cuda and v.dtype == torch.bfloat16):
         return False

@@ -58,7 +58,7 @@ class Recurrence(Protocol):
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
     ) -> Tensor:
-        """Run the recurrence over the tokens. Return the vector read from the head's state by each token.
+        """Run the recurrence over the tokens. Return, for each token and head, the vector read from the head's state.
 
         q, k `[batch, seq, heads, key_dim]`, v `[..., value_dim]`, beta `[batch, seq, heads]`, log_decay `[..., 1 or
         key_dim]`.
@@ -130,7 +130,7 @@ class LinearAttention(nn.Module):
 
 
 def _projection(dim: int, features: int, rank: int) -> tuple[nn.Module, nn.Linear]:
-    """Return the halves of a low-rank projection through `rank` features; rank 0: an identity and a full projection."""
+    """Return both halves of a low-rank projection through `rank` features; rank 0: an identity and a full projection."""
     if rank:
         return Narrow(dim, rank, bias=False), Up(rank, features, bias=False)
     return nn.Identity(), nn.Linear(dim, features, bias=False)
@@ -227,7 +227,7 @@ local_recurrence = LocalRecurrence()
 
 
 def ages(documents: Tensor) -> Tensor:
-    """Return the number of earlier tokens in each token's document: int64 `[batch, seq]`.
+    """Return, for each token, the number of earlier tokens in its document: int64 `[batch, seq]`.
 
     documents: int `[batch, seq]`; a document ends where the number changes.
     """

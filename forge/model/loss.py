@@ -104,10 +104,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 torch.mm(grad, weight, out=grad_hidden[rows])
                 grad_hidden[rows].masked_fill_(~valid, 0.0)
             if grad is not None and grad_weight is not None:
-                # Rows of x at ignored positions are 0.
+                # Ignored positions contribute 0, because their rows of x are 0.
                 if exact == grad.dtype:
                     grad_weight.addmm_(grad.T, x)
-                elif grad.is_cuda:  # only CUDA accumulates products of a narrower dtype
+                elif grad.is_cuda:  # only CUDA multiplies bfloat16 matrices with a float32 result
                     torch.addmm(grad_weight, grad.T, x, out_dtype=exact, out=grad_weight)
                 else:
                     grad_weight += grad.T @ x
@@ -175,8 +175,8 @@ def chunk_loss(
     if here is not None:
         target_logit = target_logit.masked_fill(~here, 0.0)
     largest = logits.amax(-1, keepdim=True)
-    # In place, because another tensor of this size costs as much as a pass over it. Only a soft cap needs the logits
-    # again.
+    # In place, because allocating another tensor of this size costs as much as a pass over it. Only the soft cap's
+    # derivative needs the logits again.
     exps = (logits - largest if soft_cap else logits.sub_(largest)).exp_()
     lse, target_logit = vocabulary.combine(largest + exps.sum(-1, keepdim=True).log(), target_logit)
     cross_entropy = (lse - target_logit).masked_fill(~valid, 0.0)

@@ -43,5 +43,5 @@ def mix(key: Tensor) -> Tensor:
 
 
 def _shifted(key: Tensor, bits: int) -> Tensor:
-    """Shift to the right logically, because PyTorch's own shift is arithmetic."""
+    """Shift `key` right and fill with zeros, because PyTorch's own shift repeats the sign bit."""
     return (key >> bits) & ((1 << (64 - bits)) - 1)

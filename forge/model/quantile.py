@@ -1,4 +1,4 @@
-"""Quantile balancing (Kimi Team 2026, arXiv:2607.24653, 2.3.3 and appendix D): solve the biases of experts once per step.
+"""Quantile balancing (Kimi Team 2026, arXiv:2607.24653, 2.3.3 and appendix D): solve for the experts' biases once per step.
 
 A token's cutoff is its (k+1)-th highest biased score, the best score not chosen. The required bias of an expert for
 this token is cutoff - score. This bias puts the expert exactly at the cutoff. If an expert's bias is the k / n quantile

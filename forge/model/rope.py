@@ -48,7 +48,7 @@ def rope_frequencies(dim: int, theta: float, scaling: RopeScalingConfig | None) 
 
 
 def attention_factor(scaling: RopeScalingConfig | None) -> float:
-    """Return YaRN's factor on queries and keys: 0.1 ln(factor) + 1 as in the paper, unless set; 1 without YaRN."""
+    """Return YaRN's factor on queries and keys: `attention_factor` if set, else 0.1 ln(factor) + 1; 1 without YaRN."""
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor is not None:

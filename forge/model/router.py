@@ -149,7 +149,8 @@ class Router(nn.Module):
         valid bool `[batch, seq]`.
         """
         config = self.config
-        # Counts per row only if the loss needs them. int32, because compiled kernels have no atomic additions of int64.
+        # Count each sequence separately only if the loss needs this. In int32, because compiled kernels have no atomic
+        # additions of int64.
         rows = experts.shape[0] if config.balance == "sequence_aux_loss" else 1
         chosen = valid.unsqueeze(-1).expand_as(experts).reshape(rows, -1).int()
         counts = chosen.new_zeros(rows, config.n_experts)

@@ -16,10 +16,10 @@ from forge.model.norm import promoted
 
 
 class SdpaAttention:
-    """PyTorch's kernels: causal SDPA for a plain causal mask, else flex_attention or SDPA with a dense table.
+    """Attention by PyTorch's kernels: causal SDPA for a plain causal mask, else flex_attention on CUDA.
 
-    flex_attention is used on CUDA, except for float64, which it does not support. Otherwise SDPA with a dense table is
-    used.
+    On a CPU, and for float64, which flex_attention does not support, SDPA takes a dense table. SDPA has no soft cap and
+    no sinks, so these are computed in plain operations instead.
     """
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
@@ -99,7 +99,7 @@ def flex_for(device_type: str) -> Callable[..., Any]:
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    # Below 128 queries, PyTorch's decoding kernel would be chosen, and it has no tiles that divide our blocks of 128.
+    # Below 128 queries, PyTorch would choose its decoding kernel, whose tiles do not divide our blocks of 128.
     return flex_attention(q, k, v, kernel_options={"FORCE_USE_FLEX_ATTENTION": True}, **options)
 
 

@@ -19,7 +19,8 @@ from forge.optim.moments import make_moments
 from forge.optim.optimizer import gradient, register, update_groups, weight_decay, wide_dtype
 from forge.shard import Shard
 
-# Parameters in a narrow dtype are updated through float32 copies, this many elements at a time to bound memory.
+# Parameters in a narrow dtype are updated through float32 copies. To bound memory, about this many elements are copied
+# at a time.
 WIDENED_ELEMENTS = 1 << 26
 
 

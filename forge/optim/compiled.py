@@ -1,7 +1,7 @@
 """AdamW's update as one compiled kernel per box of a shard.
 
-The kernel reads every input once and writes every output once. A parameter with a float32 master, a float32 gradient
-and bfloat16 moments takes 20 bytes of traffic, and 2 more if the kernel also writes bfloat16 compute weights. The
+The kernel reads every input once and writes every output once. With a float32 master, a float32 gradient and bfloat16
+moments, an element takes 20 bytes of memory traffic, and 2 more if the kernel also writes bfloat16 compute weights. The
 kernel also multiplies gradients by the clip coefficient. Separate operators take several times as long, because each
 reads and writes whole tensors.
 

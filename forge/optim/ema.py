@@ -51,7 +51,10 @@ class WithAverage:
         return self._inner.state() | {"averaged": int(self._updates.item())}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore `state`. If it has no key "averaged", start the average from the current weights."""
+        """Restore `state`, returned by the method of the same name.
+
+        If the key "averaged" is missing, start the average from the current weights.
+        """
         self._inner.load_state({key: value for key, value in state.items() if key != "averaged"})
         self._updates.fill_(float(state.get("averaged", 0)))
         if "averaged" not in state:

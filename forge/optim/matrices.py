@@ -32,7 +32,7 @@ from forge.optim.owners import (
 )
 from forge.shard import Box, Shard
 
-# On a CPU larger rounds are not faster, and malloc would return their memory to the system each time.
+# On a CPU, larger rounds are not faster, and malloc would return their memory to the system after each round.
 ROUND_NUMEL = {"cuda": 1 << 24, "cpu": 1 << 19}
 
 
@@ -170,8 +170,8 @@ class _Round:
             matrices = slice(start, start + part.count)
             return _PartLocation(index, matrices, slice(row, row + rows), slice(column, column + columns))
 
-        # Among thousands of ranks, each takes part in few transfers. But all must know whether the round has a
-        # collective.
+        # Among thousands of ranks, each takes part in few transfers. But every rank must know whether the round has an
+        # all-to-all.
         mine = [run for run in runs if me in run.holders.numels]
         to_owners = (transfer for run in mine for transfer in run.to_owner())
         to_holders = (transfer for run in mine for transfer in run.to_holders())
@@ -183,7 +183,7 @@ class _Round:
     def gather(self, held: list[Tensor], empty: Tensor) -> tuple[list[Tensor], Callable[[], None]]:
         """Start the transfer to the owners.
 
-        Return (whole matrices, one tensor per batch; function that completes the transfer). Collective.
+        Return the whole matrices, one tensor per batch, and a function that completes the transfer. Collective.
         """
         whole = [empty.new_empty(batch.count, *batch.shape) for batch in self.batches]
         return whole, self._to_owners.start(held, whole, empty)
@@ -199,9 +199,9 @@ class _Round:
 class _Exchange:
     """An all-to-all that moves parts of matrices between ranks.
 
-    transfers: this rank's transfers, and possibly others, in the same order on all ranks. source, target: map a part to
-    its location in the tensors to read from, and in the tensors to write to. travels: some rank sends to another rank;
-    equal on all ranks.
+    transfers: this rank's transfers, and possibly others, in the same order on all ranks. source: maps a part to its
+    location in the tensors to read from. target: maps a part to its location in the tensors to write to. travels: at
+    least one rank sends to another rank; equal on all ranks.
     """
 
     def __init__(
@@ -247,9 +247,8 @@ class _Exchange:
             incoming, outgoing, self._numels_by, self._numels_to, group=self._group, async_op=True
         )
 
-        def finish(
-            _outgoing: Tensor = outgoing,
-        ) -> None:  # the default argument keeps the buffer alive until it is sent
+        # The default argument keeps the send buffer alive until the all-to-all is complete.
+        def finish(_outgoing: Tensor = outgoing) -> None:
             work.wait()
             if self._receives:
                 received = [place.of(targets) for place in self._receives]

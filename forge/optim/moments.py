@@ -138,7 +138,7 @@ class Int8Moments(Moments):
             return
         self.maxima.zero_()
         for region, scales in known:
-            # Each block occurs once in a region, so indexing is exact. index_reduce_ has no deterministic CUDA kernel.
+            # A block occurs once in a region, so no index repeats. index_reduce_ has no deterministic CUDA kernel.
             larger = torch.maximum(self.maxima[region.agreed], scales.to(self.maxima.dtype))
             self.maxima[region.agreed] = larger
         if self._group is not None:

@@ -51,7 +51,7 @@ class Optimizer(Protocol):
         """Return the state that is not in `tensors`: JSON, equal on all ranks. May synchronise with the device."""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`. Ignore unknown keys, e.g. of a weight average no longer kept."""
+        """Restore `state`, returned by the method of the same name. Ignore unknown keys, e.g. of a former weight average."""
 
 
 OptimizerClass: TypeAlias = Callable[[list[Shard], OptimizerConfig, ProcessGroup | None], Optimizer]

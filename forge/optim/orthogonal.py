@@ -35,8 +35,8 @@ LEAST_NORM = 1e-7
 
 def orthogonalize_(matrices: Tensor, steps: int, method: Method = "newton_schulz") -> Tensor:
     """Orthogonalise matrices `[n, rows, columns]` in place, in their dtype, and return them. A zero matrix stays zero."""
-    # A GPU computes all matrices in one batched product. A CPU computes them one after another anyway. One by one,
-    # temporaries stay in the cache, and a plain product is faster than a batch of one.
+    # A GPU computes all matrices in one batched product. A CPU computes the matrices of a batch one after another anyway.
+    # In a loop over matrices, temporaries stay in the cache, and a plain product is faster than a batch of one.
     for some in [matrices] if matrices.is_cuda else matrices.unbind():
         _iterate_(some, _coefficients(steps, method), ROOM if method == "polar_express" else 1.0)
     return matrices

@@ -107,7 +107,7 @@ class MatrixRun:
 def parts_of(
     boxes: Sequence[Box], shape: torch.Size, number: int, heads: int
 ) -> Iterator[tuple[MatrixPart, tuple[int, slice]]]:
-    """Yield (part, (index of the part's box, the part's slice of the box)) for all parts of matrices in `boxes`.
+    """Yield (part, (index of its box, slice of the box's first dimension)) for all parts of matrices in `boxes`.
 
     number: index of the shard. shape: the shard's global shape. heads: number of matrices into which the rows of a 2-D
     shard are divided.

@@ -3,8 +3,9 @@
 bfloat16 has 8 significant bits. With beta2 = 0.999 a moving average changes by less than half of its last bit per step,
 so rounding to nearest would never change it. With stochastic rounding, a value between two neighbouring
 bfloat16 numbers is rounded up with a probability proportional to its distance from the lower number. So the expectation
-is exact (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015). The error's standard deviation is about
-6 % of a slow average, for any beta, because the average forgets errors as fast as it moves.
+is exact (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015). The standard deviation of the error is
+about 6 % of the value of a slow average, for any beta: a slower average makes smaller errors, and forgets them more
+slowly.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Builder:
     def apply_all(self) -> DataParallel:
         """Apply all steps in APPLY and return the data-parallel engine.
 
-        Collective. The model is then this rank's part, still without memory.
+        Collective. Afterwards the model is this rank's part, still on the meta device.
         """
         results = [self.apply(step) for step in APPLY]
         return results[-1]

@@ -36,7 +36,7 @@ class AllToAllDispatcher:
 
     def __init__(self, group: dist.ProcessGroup, n_experts: int):
         self.group, self.n_experts = group, n_experts
-        # An attribute, so the planner can replace it: without data there are no counts.
+        # An extension point: the planner has no data and therefore no counts, so it replaces this function.
         self.sizes = sizes_from_counts
         self.kernels = EAGER
 
@@ -49,7 +49,7 @@ class AllToAllDispatcher:
         """
         # Rows are sorted by expert and therefore by rank. The device sorts while the host waits for the counts.
         rows, plan = spread(x, experts, self.n_experts, self.kernels)
-        # leaving: rows for each expert of each rank. arriving: rows from each rank for each expert of this rank.
+        # Numbers of rows. leaving: to each expert of each rank. arriving: from each rank to each expert of this rank.
         leaving = plan.counts.view(self.group.size(), -1)  # [ranks, experts of each]
         arriving = exchange(leaving, self.group)
         sends, receives = self.sizes(leaving, arriving)
@@ -128,7 +128,7 @@ class NodeDispatcher:
         wanted = _counts(experts, nodes * self.experts_of_node).view(nodes, -1)
         leaving = torch.cat([visits.counts.unsqueeze(1), wanted], 1)  # [nodes, 1 + experts of a node]
         arriving = exchange(leaving, self.across)
-        # Choices to forward to, and to receive from, the ranks of this node.
+        # Numbers of choices to send to each rank of this node, and to receive from each rank.
         leaving_here = arriving[:, 1:].sum(0).view(self.within.size(), -1)  # [ranks, experts of each]
         arriving_here = exchange(leaving_here, self.within)
         to_nodes, from_nodes, to_ranks, from_ranks = self.sizes(

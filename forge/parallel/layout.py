@@ -93,7 +93,7 @@ def make_layout(config: Config, meshes: Meshes) -> Layout:
 
 
 def own_box(parameter: DTensor, at: Mapping[str, int] | None = None) -> Box:
-    """Return the box (rectangular slice) of the global tensor that this rank holds.
+    """Return this rank's box (rectangular slice) of the global tensor.
 
     at: mesh axis -> position, for the box of another rank. Each mesh axis in turn divides the box like torch.chunk, the
     last axis first. The order matters if FSDP2 and tensor parallelism split the same dimension (`_StridedShard`): FSDP2
@@ -111,9 +111,8 @@ def own_box(parameter: DTensor, at: Mapping[str, int] | None = None) -> Box:
         start = min(piece * place, sizes[dim])
         offsets[dim] += start
         sizes[dim] = min(piece, sizes[dim] - start)
-    if (
-        at is None
-    ):  # only for this rank: `to_local` is slow, and the planner asks for the boxes of thousands of ranks
+    # Check only this rank's box: `to_local` is slow, and the planner asks for the boxes of thousands of ranks.
+    if at is None:
         local = parameter.to_local()
         assert tuple(sizes) == tuple(local.shape) or not local.numel()
     return Box(tuple(offsets), tuple(sizes))

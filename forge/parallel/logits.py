@@ -62,7 +62,7 @@ class LargestLogits:
         for number, (layer, block) in enumerate(layers.items()):
             attention: Any = getattr(block, "attention", None)
             if isinstance(attention, LinearAttention):
-                continue  # its queries and keys are normalised to length 1
+                continue  # linear attention normalises queries and keys to length 1
             powers = _powers(attention, kv_heads < heads)
             if powers is None:
                 kind = type(attention).__name__
@@ -154,7 +154,7 @@ class ObservedAttention:
         grouped = q.unflatten(1, (k.shape[1], -1))  # [batch, kv_heads, group, queries, head_dim]
         for start in range(0, queries, ROWS):
             rows = slice(start, start + ROWS)
-            # Without context parallelism these queries see no later keys.
+            # Without context parallelism, no query of this slice sees a key after the slice.
             seen = slice(None) if self._split.ranks > 1 else slice(min(start + ROWS, queries))
             logits = grouped[:, :, :, rows] @ k[:, :, None, seen].mT
             table = dense_part(mask.window, mask.documents, positions[rows], keys[seen])

@@ -118,7 +118,8 @@ def factors(shard: Shard, config: Config) -> tuple[float, Rates]:
     if optimizer.muon.adjust_lr == "match_rms_adamw":
         orthogonal /= sqrt(width)  # match_rms_adamw's factor grows with the square root of the larger side
     if optimizer.muon.split_heads and shard.heads > 1:
-        orthogonal *= sqrt(_head_growth(config) / width)  # rows and columns of a head
+        # The rows of a head grow by _head_growth, its columns by width.
+        orthogonal *= sqrt(_head_growth(config) / width)
     return start, Rates(multiplier / width, orthogonal, eps)
 
 

@@ -60,7 +60,7 @@ class SpikeWindow:
         return list(self.entries)
 
     def load(self, state: Iterable[tuple[int, float, float]]) -> None:
-        """Load the result of `state`, possibly from a window of another size."""
+        """Restore `state`, returned by the method of the same name, possibly from a window of another size."""
         self.entries = [(int(step), float(loss), float(norm)) for step, loss, norm in state][-self.size - 1 :]
 
 

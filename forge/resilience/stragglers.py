@@ -49,7 +49,7 @@ class Stragglers(Hook):
         self._interval, self._factor = config.straggler_interval, config.straggler_factor
         self._report_event = report_event
         self._on_cuda = device.type == "cuda"
-        # Phase -> (begin, end) on the clock, for each step.
+        # Phase -> (begin, end) of the phase in each step, as returned by `_now`.
         self._spans: dict[str, list[tuple[Any, Any]]] = {"forward": [], "optimizer": []}
         self._data_s: list[float] = []
         self._step_s: list[float] = []
@@ -164,10 +164,11 @@ class Stragglers(Hook):
 def slow_ranks(table: Sequence[Sequence[float]], factor: float) -> list[tuple[int, str, float, float]]:
     """Return (rank, phase, the rank's seconds, the median rank's seconds) for each straggler.
 
-    A straggler's delay, compared with the median rank, makes the step more than `factor` times as long. table: for each
-    rank, the seconds of data, forward, optimizer and whole step. The forward of one block represents all computation: if
-    the rank loses a fraction of this forward, it is assumed to lose the same fraction of the step. A forward of 0 means
-    that the rank has timed no forward.
+    A straggler's delay, compared with the median rank, makes the step more than `factor` times as long and is longer
+    than LEAST_S. table: for each rank, the seconds of data, forward, optimizer and whole step.
+
+    The forward of one block represents all computation: if the rank loses a fraction of this forward, it is assumed to
+    lose the same fraction of the step. A forward of 0 means that the rank has timed no forward.
     """
     step_s = median_low([row[len(PHASES)] for row in table])
     least = max((1 - 1 / factor) * step_s, LEAST_S)

@@ -28,8 +28,8 @@ from forge.runtime.errors import FAILED, WATCHDOG
 
 log = logging.getLogger(__name__)
 
-# If the interpreter lock is never released, the watchdog's thread cannot run. C code then writes the stacks this number
-# of seconds later.
+# If the interpreter lock is never released, the watchdog's thread cannot run. C code then writes the stacks and ends the
+# process, this number of seconds after the time limit.
 NET_S = 30.0
 # A step may take TIMES_MEDIAN times the median of the last STEPS steps, and at least LEAST_S seconds, because a
 # compiler may be running.
@@ -143,7 +143,7 @@ class Watchdog:
     def wait_for_end(self) -> None:
         """Block forever if the watchdog is ending the process.
 
-        Otherwise an error caused by a peer's end could end the process first.
+        Otherwise the process could end before its stacks are written, e.g. by an error that a peer's end has caused.
         """
         while self.expired:
             time.sleep(1)
@@ -223,7 +223,7 @@ class Watchdog:
     def _write_report(self, alarm: Alarm, step: int) -> None:
         reason = alarm.reason
         try:
-            message = "%s; this process ends. Stacks of every rank that waited: %s"
+            message = "%s; this process ends. Stacks of all waiting ranks: %s"
             log.error(message, reason, self._folder, extra=alarm.cause.of(*alarm.ranks))
             with open(self._folder / f"stacks-rank-{self._rank}.txt", "w") as file:
                 print(f"rank {self._rank}: {reason}\n", file=file, flush=True)

@@ -118,7 +118,7 @@ class AnomalyPolicy:
                 first_bad=step,
                 last_step=step,
                 pass_over=False,
-                remedy="take the machines of these ranks out of use; their memory or their arithmetic is at fault",
+                remedy="take the nodes of these ranks out of use; their memory or arithmetic is faulty",
             )
 
     def _require_rollback(self, result: StepResult, spike: bool) -> None:

@@ -119,7 +119,7 @@ class SourceLosses(Hook):
             "positions": [loss / tokens if tokens else None for loss, tokens in pairs[number:]],
         }
         if depth := self._trainer.config.model.mtp_depth:
-            # Like mtp_loss, divided by the number of valid tokens of the main prediction.
+            # As for mtp_loss, the divisor is the number of valid tokens of the main prediction, times the number of modules.
             found["mtp_sources"] = {
                 name: of / tokens / depth for name, (_, tokens), of in of_sources if tokens
             }

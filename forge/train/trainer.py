@@ -121,7 +121,7 @@ class Trainer:
         report = self.anomalies.examine(step, batch, sums, report)
         update, max_norm = self.hooks.around("optimizer", step), config.train.grad_clip_norm
         routers = apply_gradients(self.model, self.optimizer, report, lr, max_norm, update)
-        # A request made after the gradient report is sent with the next report.
+        # A request made after this step's gradient report remains, for the next report.
         self._wants_save = self._wants_save and not self._reported_save
         self.progress.advance(plan)
         self.results.push(

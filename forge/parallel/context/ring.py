@@ -60,7 +60,7 @@ class RingAttention:
         pairs = []
         for i, q_chunk in enumerate(self.split.chunks(self.split.rank)):
             for j, k_chunk in enumerate(keys):
-                # The smallest and the largest distance from a query back to a key, documents aside.
+                # The smallest and the largest distance from a query back to a key, ignoring documents.
                 near, far = (q_chunk - k_chunk) * size - size + 1, (q_chunk - k_chunk) * size + size - 1
                 if far < 0 or (mask.window and near >= mask.window):
                     continue  # every key lies in the future or before the window
@@ -109,8 +109,8 @@ class _Ring(torch.autograd.Function):
             lse.copy_(sinks[:, None])
         kv = torch.cat([k, v], dim=-1)
         for step, pairs in enumerate(steps):
-            # Start the next exchange before the computation, so they overlap, and wait before its block is used: a
-            # compiled kernel does not accept the result of a running collective.
+            # Start the next exchange before the computation, so both overlap. Wait before using the received keys and
+            # values, because a compiled kernel does not accept the result of a running collective.
             arriving = compat.pass_on(kv, split.group) if step < len(steps) - 1 else kv
             for pair in pairs:
                 rows, columns, block = _block_of(pair, q, kv, soft_cap)

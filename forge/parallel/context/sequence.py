@@ -44,7 +44,7 @@ class SequenceSplit:
     def part(self, whole: Tensor, dim: int = -1) -> Tensor:
         """Return this rank's two chunks of `whole`, concatenated.
 
-        `dim`: the sequence dimension, a multiple of 2 * cp long.
+        dim: the sequence dimension; its size must be a multiple of 2 * cp.
         """
         if self.ranks == 1:
             return whole

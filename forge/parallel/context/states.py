@@ -5,9 +5,9 @@ two chunks by applying the recurrence to an identity and to an empty state. One 
 chunks to every rank. Composing the maps of earlier chunks gives each chunk's initial state. The convolution needs the
 last few tokens before each chunk; a second, small all-gather sends them.
 
-fla's kernels compute the last state from a given initial state. So the kernels run twice: once to get the maps, and
-once to get the outputs from the initial states. fla's own context parallelism cannot be used, because it needs
-consecutive tokens on each rank.
+The kernels of flash-linear-attention (fla) compute the last state from a given initial state. So they run twice: once
+to get the maps, and once to get the outputs from the initial states. fla's own context parallelism cannot be used,
+because it needs consecutive tokens on each rank.
 """
 
 from __future__ import annotations

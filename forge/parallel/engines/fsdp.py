@@ -68,7 +68,7 @@ class FullySharded:
         self._whole = {name for name, parameter in model.named_parameters() if parameter in whole}
         if layout.compile.enabled:
             _refuse_units_in_blocks(model, groups)
-        # Backward starts with the last block and the group after it, so these are not resharded after forward.
+        # Backward begins with the group after the last block and with the last block, so both stay gathered after forward.
         ends = len(groups) - (3 if model.norm is not None else 2)
         sharded = [
             [_shard_unit(unit, layout, whole, last=number >= ends) for unit in group]

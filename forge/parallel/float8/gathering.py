@@ -97,7 +97,7 @@ class ShardedWeight(torch.Tensor):
 
 
 class GatheredWeight(torch.Tensor):
-    """A whole weight as codes and scales, for products summing over `summed`.
+    """A whole weight as codes and scales, for products summing over dimension `summed`, -1 or -2.
 
     Shape and dtype are those of the dequantised weight.
     """

@@ -76,7 +76,7 @@ class BlockwiseKernels(Emulated):
             of_b.codes.mT,
             scale_a=_by_columns(scales),
             scale_recipe_a=of_rows,
-            # cuBLASLt reads square scales along k, in columns of a multiple of 4.
+            # cuBLASLt needs square scales contiguous along k, padded to a multiple of 4.
             scale_b=_in_fours(of_b.scales).mT if square else _by_columns(of_b.scales),
             scale_recipe_b=of_squares if square else of_rows,
             output_dtype=torch.bfloat16,

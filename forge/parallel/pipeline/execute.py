@@ -86,8 +86,8 @@ class PipelinedModel(ParallelModel):
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
         yield from super().replicated_tensors()
         if self._tied is not None:
-            # Yield the number of changes, not the copy, because the next update overwrites a change. All other ranks
-            # yield 0.
+            # Yield the number of unexpected changes, not the copy itself, because the next update overwrites a change.
+            # All other ranks yield 0.
             yield f"weights.{NAME} of the last stage", self._tied.take_changes(), self.pp
 
     def accumulation_memory_summary(self) -> str:
@@ -162,7 +162,8 @@ class _ProgramRun:
         self.losses = torch.zeros(3, dtype=torch.float64, device=divisor.device)
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self._inputs: dict[tuple[int, int], Tensor] = {}
-        # State left by each I for its W: PyTorch's graph between the weights and the path of the input's gradient.
+        # PyTorch's state from each I for the W of the same microbatch: the part of the autograd graph between the
+        # weights and the path of the input's gradient.
         self._weight_graphs: dict[tuple[int, int], list[dict[str, Any]]] = {}
 
     def do(self, action: Action) -> None:
@@ -241,7 +242,8 @@ class _ProgramRun:
 
         stage_backward_weight(part.model.parameters(), self._weight_graphs.pop((stage, microbatch)))
         if last:
-            # Only after all weight gradients, because FSDP would take the first of them for the end of a backward.
+            # Announce the last backward only now: earlier, FSDP would take the first weight gradient for the end of a
+            # backward.
             part.engine.begin_microbatch(last=True)
         part.engine.take_weight_gradients(last=last)
 
@@ -261,11 +263,11 @@ class Messages:
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
     def put(self, user: Action, tensor: Tensor) -> None:
-        """Keep `tensor` for the action `user`, until `take` or `send`."""
+        """Keep `tensor` until `take` or `send`. user: the action that needs the tensor."""
         self._here[user] = compat.arrived(tensor)
 
     def take(self, user: Action) -> Tensor:
-        """Return the tensor put or received for the action `user`, and forget it."""
+        """Return the tensor put or received for `user`, and forget it. Waits for a tensor still being received."""
         if user in self._here:
             return self._here.pop(user)
         work, tensor = self._receiving.pop(user)
@@ -273,7 +275,7 @@ class Messages:
         return tensor
 
     def send(self, user: Action) -> None:
-        """Start sending the tensor kept by `put` for `user` to the rank of user.stage."""
+        """Start sending the tensor kept by `put` for `user`, to the rank of `user.stage`."""
         tensor = self._here.pop(user).contiguous()
         work = self._isend(tensor, **self._with(user.stage, "group_dst"))
         assert work is not None
@@ -283,7 +285,7 @@ class Messages:
             self._sending.popleft()
 
     def receive(self, user: Action, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Start receiving the tensor needed by action `user`.
+        """Start receiving the tensor needed by the action `user`.
 
         For F, the tensor is the activation from the previous stage; for B, the gradient from the next stage.
         """

@@ -192,7 +192,7 @@ def split_by_cost(costs: Costs, stages: int) -> list[int]:
                 end: total_of(price(cost_of(index, begin, end)), rest(index + 1, end)[0])
                 for end in range(n_layers - (stages - index - 1), begin, -1)
             }
-            # Among equal totals, min takes the first, with more layers in this stage.
+            # Ends are in descending order, so among equal totals min returns the split with more layers in this stage.
             end = min(totals, key=totals.__getitem__)
             return totals[end], [end, *rest(index + 1, end)[1]]
 

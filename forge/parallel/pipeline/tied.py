@@ -87,7 +87,7 @@ class Tied:
     def _move(
         self, source: Tensor | None, target: Tensor | None, *, sender: int, receiver: int
     ) -> Tensor | None:
-        """Send `source`, which only rank `sender` has, to rank `receiver`, and return it there.
+        """Send `source` from rank `sender`, the only rank with it, to rank `receiver`; return the tensor on `receiver`.
 
         target: a tensor like `source` on the receiving rank, None on others. If sender and receiver are one rank,
         nothing is sent. Ranks with neither tensor return None.

@@ -1,9 +1,7 @@
 """The balancing state of all routers.
 
-Each rank counts its own tokens, and all ranks update the state from the same sums.
-
-The state does not depend on the engine: it is in buffers, whole on every rank, and every rank updates it from the same
-integers.
+Each rank counts its own tokens, and every rank updates the state from the same sums of integers. The state is in module
+buffers, whole on every rank. So it does not depend on the data-parallel engine.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class Buffer:
         parameter = nn.Parameter(_like(original, data), requires_grad=original.requires_grad)
         if self.sharded_gradients:
             return parameter, slot, None
-        parameter.grad_dtype = None  # any: autograd adds bfloat16 to float32 in one pass
+        parameter.grad_dtype = None  # allow any: autograd adds bfloat16 to float32 in one pass
         return parameter, slot, _like(original, self.gradients[slot.start :][: prod(shape)].view(shape))
 
     def shards(self, meshes: Meshes) -> list[Shard]:
@@ -157,7 +157,7 @@ class Buffer:
                 # smaller.
                 start, stop = min(start, placed.numel), min(stop, placed.numel)
                 leaf = memory.master[at:][: stop - start].detach()
-                leaf.grad_dtype = None  # any
+                leaf.grad_dtype = None  # allow any dtype
                 leaf.grad = gradients[at:][: stop - start]
                 if memory.master is not memory.own:
                     self.copies[leaf] = memory.own[at:][: stop - start]

@@ -54,8 +54,9 @@ class Buffered:
 
         # Views of buffers replace the parameters on the meta device.
         originals = dict(model.named_parameters())
-        # zero2 sums each microbatch's gradients over the ranks of one copy. Unshared parameters (all, or only the
-        # experts) have no such group. Their gradients stay whole, as in zero1, and need no temporary copy.
+        # zero2 sums each microbatch's gradients over the ranks of one copy of the model. Parameters that no other rank
+        # shares (all, or only the experts) have no such group. Their gradients stay whole, as in zero1, and need no
+        # temporary copy.
         first = 1 if parallel.data_parallel == "zero2" else 0
         self.buffers = [
             Buffer(
@@ -101,7 +102,7 @@ class Buffered:
         self._fingerprints = Fingerprints(self.buffers)
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Raise RuntimeError if gradients of an earlier step have not been zeroed."""
+        """Prepare for a backward. Raises RuntimeError if gradients of an earlier step have not been zeroed."""
         self._reduction.begin(last=last)
 
     def take_weight_gradients(self, *, last: bool) -> None:
@@ -155,7 +156,9 @@ class Buffered:
     def accumulation_memory_summary(self) -> str:
         whole = sum(buffer.gradients.nbytes for buffer in self.buffers if not buffer.sharded_gradients)
         if not any(buffer.sharded_gradients for buffer in self.buffers):
-            return f"gradients are reduced once per step: every rank holds {whole / 2**20:.1f} MiB of them"
+            return (
+                f"gradients are reduced once per step: every rank holds {whole / 2**20:.1f} MiB of gradients"
+            )
         but = f", but for {whole / 2**20:.1f} MiB of parameters that no other rank shares" if whole else ""
         return f"each microbatch's gradient is reduced at once and held sharded{but}"
 

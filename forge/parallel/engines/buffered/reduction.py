@@ -59,7 +59,7 @@ class BucketGradients:
                 placed.parameter.grad = None
 
     def move(self) -> None:
-        """Copy the gradients of the step's first backward from autograd's tensors to the buffer.
+        """Under ddp and zero1, copy the gradients of the step's first backward from autograd's tensors to the buffer.
 
         Autograd adds the gradients of later backwards in place.
         """
@@ -81,7 +81,7 @@ class BucketGradients:
     def place_all(self) -> None:
         """Move all gradients of the step's first backward into the buffer, with zeros for missing gradients.
 
-        Has no effect in later backwards of the step.
+        Has no effect in later backwards of the step, and none under zero2.
         """
         if self.collected or not self._empty:
             return
@@ -111,7 +111,7 @@ class BucketGradients:
             self._collect(placed)
 
     def collect_rest(self) -> None:
-        """Collect all remaining gradients: those not yet copied, and those that no hook reports.
+        """Under zero2, copy all remaining gradients to the temporary bucket, including those that no hook reports.
 
         A missing gradient counts as zeros. Call before the launch.
         """
@@ -202,8 +202,8 @@ class Reduction:
         self._last = self._complete = self._begun = False
         for bucket in self.buckets:
             trained = [placed for placed in bucket.memory.parameters if placed.parameter.requires_grad]
-            # Unshared gradients are not needed before the end of backward. But they are copied to the buffer when the
-            # bucket is complete, so each is in memory twice only while backward works on the bucket.
+            # An unshared bucket (no other rank has its parameters) needs no reduction. Its gradients are copied to the
+            # buffer once the last of them exists, so they are in memory twice only while backward works on the bucket.
             for placed in trained if bucket.shared else trained[-1:]:
                 hook = functools.partial(self._arrive, bucket, placed, placed is trained[-1])
                 placed.parameter.register_post_accumulate_grad_hook(hook)
@@ -262,7 +262,7 @@ class Reduction:
     def _arrive(
         self, bucket: BucketGradients, placed: PlacedParameter, moves: bool, _parameter: nn.Parameter
     ) -> None:
-        if moves:  # `placed` gets its gradient last of the bucket's parameters
+        if moves:  # backward computes the gradient of `placed` last in the bucket
             bucket.move()
         if not bucket.shared:
             return
@@ -326,7 +326,7 @@ class GradientCheck:
         self._largest: dict[str, float] = {}
 
     def __call__(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
-        """gradients: (parameter name, gradient) pairs of one bucket."""
+        """Check one bucket. gradients: (parameter name, gradient) pairs."""
         norms = torch.stack(torch._foreach_norm([gradient for _, gradient in gradients])).tolist()
         for (name, _), norm in zip(gradients, norms, strict=True):
             if not isfinite(norm):
@@ -335,7 +335,7 @@ class GradientCheck:
         largest = self._largest.get(first, 0.0)
         if self._level == "plausible" and largest and norm > self.IMPLAUSIBLE * largest:
             worst = max(zip(norms, gradients, strict=True), key=lambda pair: pair[0])[1][0]
-            what = f"is implausible: its bucket's norm is {norm:.3g}, and was {largest:.3g} at most before"
+            what = f"is implausible: its bucket's norm is {norm:.3g}, the largest so far {largest:.3g}"
             raise self._error(worst, what)
         self._largest[first] = max(norm, largest)
 
