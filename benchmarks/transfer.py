@@ -1,12 +1,13 @@
-"""Best learning rates of narrow and wide models, under each parametrization.
+"""Best learning rates of narrow, wide and deep models, under each parametrization.
 
     python benchmarks/transfer.py                          after `make data`; 40 minutes on two CPU cores
-    python benchmarks/transfer.py --parametrizations mup --widths 64 128 --steps 50
+    python benchmarks/transfer.py --parametrizations completep --widths 64 256 --depths 4 16 --optimizer.name=muon
 
-Whole runs of train.py, one after another: the config's model at each width, with each learning rate. The first width is
-the base width of the parametrization. Prints the held-out losses and, for each width, the grid distance between its best
-learning rate and that of the first width. Writes everything, with date, versions and settings, to benchmarks/results/.
-Other --section.key=value options override the config.
+Whole runs of train.py, one after another, with each learning rate: the config's model at each width with the first depth,
+and at each depth with the first width. The first width and depth are the base sizes of the parametrization. Prints the
+held-out losses and, for each size, the grid distance between its best learning rate and that of the first size. Writes
+everything, with date, versions and settings, to benchmarks/results/. Other --section.key=value options override the
+config.
 """
 
 from __future__ import annotations
@@ -40,33 +41,34 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     """Train at all widths and rates; print and write the table."""
     about = environment(torch.device("cpu"))
     about["settings"] = settings_of_runs(given, overrides) | {"overrides": overrides}
-    rows = [row for name in given.parametrizations for row in _widths(name, given, overrides)]
+    rows = [row for name in given.parametrizations for row in _sizes(name, given, overrides)]
     publish("transfer", given.output, about, {"rows": rows}, _table(rows, given.rates))
 
 
-def _widths(name: str, given: argparse.Namespace, overrides: list[str]) -> list[Row]:
+def _sizes(name: str, given: argparse.Namespace, overrides: list[str]) -> list[Row]:
     rows: list[Row] = []
-    options = [f"--optimizer.parametrization={name}"]
+    shared = ["--config", given.config, *overrides]
+    depths = given.depths or [load_config(shared).model.n_layers]
+    options = [f"--model.n_layers={depths[0]}", f"--optimizer.parametrization={name}"]
     if name != "standard":
         options.append(f"--optimizer.mup.base_dim={given.widths[0]}")
-    config = load_config(["--config", given.config, *overrides, *options])
+    if name == "completep":
+        options.append(f"--optimizer.mup.base_depth={depths[0]}")
+    config = load_config([*shared, *options])
+    sizes = [(width, depths[0]) for width in given.widths]
+    sizes += [(given.widths[0], depth) for depth in depths[1:]]
     with tempfile.TemporaryDirectory() as folder:
-        for width in given.widths:
-            path = Path(folder) / f"{width}.toml"
+        for width, depth in sizes:
+            path = Path(folder) / f"{width}-{depth}.toml"
             path.write_text(to_toml(of_width(config, width)))
-            losses = [
-                train(f"{name}, width {width}, {rate:g}", str(path), given.steps, [f"--optimizer.lr={rate}"])[
-                    "held_out"
-                ]
-                for rate in given.rates
-            ]
+            losses = []
+            for rate in given.rates:
+                own = [f"--optimizer.lr={rate}", f"--model.n_layers={depth}"]
+                what = f"{name}, width {width}, depth {depth}, {rate:g}"
+                losses.append(train(what, str(path), given.steps, own)["held_out"])
+            best = min(range(len(losses)), key=losses.__getitem__)
             rows.append(
-                {
-                    "parametrization": name,
-                    "width": width,
-                    "held_out": losses,
-                    "best": min(range(len(losses)), key=losses.__getitem__),
-                }
+                {"parametrization": name, "width": width, "depth": depth, "held_out": losses, "best": best}
             )
             rows[-1]["moved"] = rows[-1]["best"] - rows[0]["best"]
     return rows
@@ -76,14 +78,16 @@ def _table(rows: list[Row], rates: list[float]) -> str:
     head = [
         "parametrization",
         "width",
+        "depth",
         *(f"{rate:g}" for rate in rates),
-        "places from the first width's best",
+        "places from the first size's best",
     ]
     lines = []
     for row in rows:
         shown = [f"{loss:.3f}" for loss in row["held_out"]]
         shown[row["best"]] = f"**{shown[row['best']]}**"
-        lines.append([row["parametrization"], str(row["width"]), *shown, f"{row['moved']:+d}"])
+        size = [str(row["width"]), str(row["depth"])]
+        lines.append([row["parametrization"], *size, *shown, f"{row['moved']:+d}"])
     return f"{markdown(head, lines)}\n\nHeld-out loss by learning rate."
 
 
@@ -92,6 +96,14 @@ def _parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--steps", type=positive, default=150, metavar="N", help="steps of a run (%(default)s)")
     add("--widths", type=positive, nargs="+", default=[64, 256], metavar="N", help="model.dim (64 256)")
+    add(
+        "--depths",
+        type=positive,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="model.n_layers (the config's alone)",
+    )
     add(
         "--parametrizations",
         nargs="+",

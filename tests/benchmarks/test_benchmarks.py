@@ -284,16 +284,17 @@ def test_the_benchmark_of_transfer(tmp_path):
         "--evaluate.sequences=2",
         "--schedule.warmup_steps=0",
     ]
-    options = ["--steps", "2", "--widths", "32", "64", "--rates", "1e-2", "1e-3"]
+    options = ["--steps", "2", "--widths", "32", "64", "--depths", "1", "2", "--rates", "1e-2", "1e-3"]
     transfer = importlib.import_module("benchmarks.transfer")
     assert transfer.main([*options, *TINY, *data, "--output", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*-transfer.json")
     rows = json.loads(file.read_text())["results"]["rows"]
-    assert [(row["parametrization"], row["width"]) for row in rows] == [
-        (name, width) for name in ("standard", "mup") for width in (32, 64)
+    assert [(row["parametrization"], row["width"], row["depth"]) for row in rows] == [
+        (name, *size) for name in ("standard", "mup") for size in ((32, 1), (64, 1), (32, 2))
     ]
-    # The first width is the parametrization's base, so both models are equal.
-    assert rows[0]["held_out"] == rows[2]["held_out"] and rows[1]["held_out"] != rows[3]["held_out"]
+    # The first size is the parametrization's base, so both models are equal. mup does not depend on the depth.
+    assert rows[0]["held_out"] == rows[3]["held_out"] and rows[1]["held_out"] != rows[4]["held_out"]
+    assert rows[2]["held_out"] == rows[5]["held_out"] != rows[0]["held_out"]
 
 
 @pytest.mark.processes  # git, for the version
