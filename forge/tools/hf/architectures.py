@@ -125,7 +125,7 @@ class Architecture:
     output_bias: bool = False
     """attention_bias also gives the output projection a bias, exported as zeros if forge's model has none."""
     must_be: Mapping[str, Any] = field(default_factory=dict)
-    """Their key -> only supported value, in addition to MUST_BE. Exports omit false values, the defaults of transformers."""
+    """Their key -> only supported value, in addition to MUST_BE. Exports omit values of false, the default."""
     default_scaling: Mapping[str, Any] | None = None
     """rope_scaling if config.json has none."""
     rope_by_kind: bool = False

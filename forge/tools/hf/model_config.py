@@ -236,7 +236,7 @@ def _flat(model: ModelConfig) -> dict[str, Any]:
 def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
     top_k, normalized = model["moe.top_k"], model.get("moe.normalize_top_k", False)
     if normalized and top_k == 1:
-        why = "weights of a single expert, normalised, would all be 1; forge never does so"
+        why = "forge never normalises the weight of a single expert, because it would always be 1"
         raise config.error(config.architecture.keys["moe.top_k"], why)
     dense, every = _read_dense(config, model["n_layers"])
     read = {"moe.normalize_top_k": normalized, "moe.n_dense_layers": dense, "moe.every": every}

@@ -49,7 +49,7 @@ def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
     for path, reader in zip(paths, readers, strict=True) if ema else ():
         have = reader.tensors()
         if not any(_mean_of(name) in have for name in known):
-            raise UserError(f"{path}: has no mean of the weights, which a run keeps with optimizer.ema > 0")
+            raise UserError(f"{path}: has no mean of the weights; only a run with optimizer.ema > 0 has one")
     tensors: dict[str, ShardTensor] = {}
     for name, (shape, dtype) in known.items():
         if not name.startswith("model."):
@@ -73,7 +73,7 @@ def _mean_of(name: str) -> str:
 def _require_one_model(paths: Sequence[Path], configs: Sequence[Config]) -> None:
     for path, config in zip(paths[1:], configs[1:], strict=True):
         if config.model != configs[0].model:
-            raise UserError(f"{path}: is of another model than {paths[0]}; average checkpoints of one model")
+            raise UserError(f"{path}: has another model than {paths[0]}; average checkpoints of one model")
 
 
 def _write(output: Path, paths: Sequence[Path], tensors: dict[str, ShardTensor]) -> None:

@@ -97,7 +97,8 @@ def _text_bytes(
 ) -> tuple[int | None, str | None]:
     """Return `Measured.text_bytes` and `Measured.bytes_from` for the labels of `windows`."""
     tokenizer, seq_len = opened.tokenizer, opened.config.train.seq_len
-    # If documents begin with text instead of a special token, unpredicted tokens have bytes, so labels must be decoded.
+    # dataset.json counts the text of all tokens. Without a begin token, a first token has text but may be no label, so
+    # the labels must be decoded.
     ends_are_special = tokenizer is None or tokenizer.bos_id is not None
     everything = len(windows) * seq_len >= source.tokens - 1
     if isinstance(source, TokenDataset) and everything and ends_are_special:

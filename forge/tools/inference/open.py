@@ -54,9 +54,9 @@ def open_checkpoint(
 
     A damaged checkpoint is skipped with a warning and left unchanged. Routing has no noise and no capacity limit.
 
-    compute: overrides precision.compute, e.g. "float32". context: overrides train.seq_len, in tokens. verify: False: check
-    tensor files only by name and size. trust: allow the import of a class named by model.kind. float8: compute with the
-    run's precision.float8, emulated if the hardware lacks kernels; False: compute in precision.compute.
+    compute: overrides precision.compute, e.g. "float32". context: overrides train.seq_len, in tokens. verify: if False,
+    check tensor files only by name and size. trust: allow the import of a class named by model.kind. float8: if True,
+    compute with the run's precision.float8 (emulated if the hardware lacks kernels), otherwise in precision.compute.
 
     Raises UserError with exit code 2 if there is no checkpoint, if its config is invalid or needs trust, or if float8 is
     requested for a run without float8. Raises UserError with exit code 77 if no checkpoint is intact.

@@ -107,7 +107,7 @@ class Scorer(TemplateLM):
             (self._prefix,) = begin_text([], self._text)
         except UserError as error:
             raise UserError(
-                f"{opened.path}: {error}, but tasks need empty texts: leave out --tasks"
+                f"{opened.path}: {error}, but tasks score texts without a context; leave out --tasks"
             ) from None
 
     @property

@@ -24,7 +24,8 @@ class TextSamples(Hook):
     without such a token, a warning at the start replaces the samples.
 
     An error on all ranks gives a warning, and the run continues. After an error on some ranks only, these ranks wait for
-    the other ranks until the watchdog ends all ranks. Otherwise their next collectives would meet the wrong collectives.
+    the other ranks until the watchdog ends all ranks. Without this wait, collectives of different operations would be
+    paired.
     """
 
     def __init__(self, trainer: Trainer):

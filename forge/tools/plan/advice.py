@@ -1,4 +1,4 @@
-"""Find overrides that make a plan fit. Candidates come from `usable_changes`, like those of an out-of-memory message.
+"""Find overrides that make a plan fit. `usable_changes` gives the candidates, as it does after an out-of-memory error.
 
 The effect of a candidate is measured by a new plan.
 """
@@ -29,8 +29,8 @@ class Remedy:
 def remedy_for(made: Plan) -> Remedy | None:
     """Add overrides to the plan `made`, one after another, until the plan fits. Return at most MOST overrides.
 
-    Each override frees memory in addition to the earlier ones. All together may not suffice: compare `Remedy.needed`
-    with the GPU's memory. None if no override frees memory.
+    Each override frees memory in addition to the earlier ones. All of them together may still not suffice: compare
+    `Remedy.needed` with the GPU's memory. Return None if no override frees memory.
     """
     overrides: list[str] = []
     best = made

@@ -66,7 +66,7 @@ def _group_name(leaves: list[Any]) -> str:
 
 
 def axes_of(meshes: Meshes) -> dict[str, str]:
-    """Return name of a process group -> its axis. If several axes share a group, return the first in the list below."""
+    """Return name of a process group -> its axis. If several axes share a group, the first axis in `named` counts."""
     d = meshes.degrees
     fsdp = "dp_shard" if d.cp == 1 else "dp_shard x cp"
     named: list[tuple[str, Any]] = [

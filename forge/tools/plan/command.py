@@ -74,8 +74,8 @@ def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) 
 def largest(config: Config) -> Config:
     """Return `config` without phases. Step sizes are those of the phase with the largest microbatch.
 
-    This phase needs the most memory. train.steps becomes the number of steps of this size needed for all tokens of the
-    run. If `config` has no phases, return it unchanged.
+    This phase needs the most memory. train.steps becomes the run's tokens divided by the tokens of such a step, rounded
+    up. If `config` has no phases, return it unchanged.
     """
     if not config.phase:
         return config
@@ -112,7 +112,7 @@ def phases_as_text(config: Config, plan: Plan) -> str:
     ]
     train, total = plan.config.train, Phases(config).tokens_after(config.train.steps)
     head = (
-        f"phases, {config.train.steps:,} steps and {total:,} tokens in all; the numbers above are of steps with "
-        f"{train.global_batch_size} sequences of {train.seq_len} tokens, of which {train.steps:,} have as many tokens:"
+        f"phases, {config.train.steps:,} steps and {total:,} tokens in all; the numbers above assume {train.steps:,} "
+        f"steps of {train.global_batch_size} sequences of {train.seq_len} tokens:"
     )
     return "\n".join([head, *lines])

@@ -124,7 +124,7 @@ class FakeRank:
         return report.bytes
 
     def buckets(self) -> int:
-        """Return the number of buckets of contiguous buffers; 0 for other engines."""
+        """Return the number of buckets in engines of contiguous buffers (ddp, zero1, zero2); 0 without one."""
         buffers = [buffer for engine in self.model._engines for buffer in getattr(engine, "buffers", ())]
         return sum(len(buffer.buckets) for buffer in buffers)
 
@@ -166,9 +166,9 @@ class FakeRank:
             del batch
 
     def batch_bytes(self, microbatches: int) -> int:
-        """Return the input bytes of `microbatches` microbatches: their tokens and labels, and this rank's part of these.
+        """Return the input bytes of `microbatches` microbatches: their tensors and, with cp, this rank's parts of them.
 
-        Both stay allocated for a whole step.
+        Tensors and parts stay allocated for a whole step.
         """
         with self._fake:
             batch = self._batch(1)

@@ -47,8 +47,8 @@ def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
         return
     if recipe in FORMATS:
         yield (
-            f"precision.float8 = {recipe}: memory is planned without the codes and scales of the one layer in "
-            "computation; activations are the same, and weights that FSDP2 gathers as codes and scales are counted as such"
+            f"precision.float8 = {recipe}: memory is planned without the float8 codes and scales of the running layer; "
+            "weights gathered by FSDP2 in float8 are counted with their float8 size"
         )
     else:
         yield f"precision.float8 = {recipe}: memory and collectives are planned without it"

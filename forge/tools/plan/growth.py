@@ -20,8 +20,8 @@ Times: TypeAlias = tuple[StepTime, ...] | None
 class Growth:
     """The difference between the plans `large` and `small`, and how often the whole model's plan adds the difference.
 
-    The number of additions differs by quantity. of_peaks: for peaks of memory. of_kept: for activations kept for backward.
-    steps: for everything else.
+    of_peaks: number of additions to peaks of memory. of_kept: number of additions to the activations kept for backward.
+    steps: number of additions to every other quantity.
     """
 
     small: StagePlan
@@ -97,7 +97,7 @@ def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, 
 
     fixed = {key: calls for key, calls in large.collectives.items() if key in small.collectives}
     calls = Counter({key: number(small.collectives[key], fixed[key]) for key in fixed})
-    # The size of a call for several layers together depends on the number of layers.
+    # Some calls are for several layers together. Their size depends on the number of layers.
     before_of, after_of = (_of_other_sizes(traced, fixed) for traced in (small, large))
     for key, after in after_of.items():
         before = before_of[key]

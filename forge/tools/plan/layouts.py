@@ -1,7 +1,7 @@
 """`layouts`: the legal layouts for a search, ordered by a rough estimate of their speed.
 
 The estimate is arithmetic on the model's FLOPs and parameters, the bytes sent by each axis, and the bubble. Estimates only
-choose the layouts to plan, and each plan corrects later estimates. A search prints numbers of plans, never of estimates.
+choose the layouts to plan, and each plan corrects later estimates. A search prints numbers from plans only.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ DOUBT = 2.0
 SHORTEST = 8192
 # Pipeline stages may have unequal numbers of layers only if each has at least this many layers.
 UNEVEN = 3
-# Per layer, token and element of the residual stream, traced from Llama's shapes: KEPT, bytes kept for backward;
-# TOUCHED, bytes read and written by operators in a step. COMPUTED: FLOPs of a step relative to no recomputation.
+# Numbers per layer, token and element of the residual stream, traced from Llama's shapes. KEPT: bytes kept for
+# backward. TOUCHED: bytes read and written by operators in a step. COMPUTED: FLOPs of a step relative to those without
+# recomputation.
 KEPT = {"none": 41.0, "selective": 25.0, "full": 2.0}
 TOUCHED = 280.0
 COMPUTED = {"none": 1.0, "selective": 1.05, "full": 4 / 3}
@@ -52,8 +53,9 @@ EXPERT_CALLS = {"none": 4, "selective": 4, "full": 6}
 class CandidateLayout:
     """A layout with rough estimates. seconds: of a step. activations: bytes. state: bytes, a lower bound.
 
-    Layouts with equal keys share corrections of their estimates. The keys are, from general to specific: `sizes`, the
-    degrees and the micro batch size; `shapes`, with the recomputation mode and engine; `signature`, with the schedule.
+    Layouts with equal keys share corrections of their estimates. There are three keys, from general to specific:
+    `sizes` has the degrees and the micro batch size, `shapes` adds the recomputation mode and engine, `signature` adds
+    the schedule.
     """
 
     changes: Changes

@@ -185,17 +185,15 @@ def _memory(device: torch.device, _dtype: torch.dtype, sizes: Sizes) -> Timed:
 def _error(found: Tensor, exact: Tensor) -> str:
     """Return a sentence if `found` differs from `exact` by more than TOLERANCE or is not finite; otherwise empty.
 
-    Both are `[rows, columns]`. The error of an element is relative to its exact size plus the root mean square of its row:
-    the first rows of causal attention are sums of few values, and much larger than the last.
+    Both are `[rows, columns]`. The error of an element is relative to its exact size plus the root mean square of its
+    row. Rows differ in size: the first rows of causal attention average few values, and are much larger than the last.
     """
     size = exact.abs() + exact.square().mean(-1, keepdim=True).sqrt()
     error = float(((found - exact).abs() / size).max())
     if not float(size.max()):
-        error = float("nan")  # a device that computes nothing: zero equals zero
+        error = float("nan")  # all zeros: the device computed nothing
     # `<=` is False for NaN, so a NaN counts as wrong.
-    return (
-        "" if error <= TOLERANCE else f"wrong result: its error is {error:.3g} of its size, over {TOLERANCE}"
-    )
+    return "" if error <= TOLERANCE else f"wrong result: its relative error is {error:.3g}, over {TOLERANCE}"
 
 
 def _collective(

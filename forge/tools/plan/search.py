@@ -1,7 +1,7 @@
 """`search`: plan the most promising layouts and return the best.
 
 Rough estimates order the layouts, and each plan corrects the estimates of similar layouts. The search stops when the
-remaining layouts are estimated to be much slower than the fastest plan. Results have the numbers of `--plan`.
+remaining layouts are estimated to be much slower than the fastest plan. The numbers in results are those of `--plan`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ MARGIN = 1.2
 ROUND = 8
 # Layouts within this factor of the fastest count as equally fast, because the range of a plan is far wider.
 EQUAL = 1.02
-# Assumed upper bound of estimated divided by planned activations, for layouts whose shapes have been planned. Else: DOUBT.
+# Assumed upper bound of estimated divided by planned activations, for layouts whose shapes have been planned. For other
+# layouts the bound is DOUBT.
 KNOWN = 1.05
 # Free memory to spare: 3 GiB, or 5% of the memory of a small GPU.
 SPARE, SMALL_SPARE = 3 * GIB, 0.05
@@ -158,7 +159,7 @@ def _progress(asked: int, tries: int, fitting: list[Found]) -> str:
 
 
 class Corrections:
-    """Corrected estimates: multiplied by the median ratio of plan to estimate over the most similar planned layouts.
+    """Correct estimates: multiply them by the median of plan / estimate over the most similar planned layouts.
 
     The most similar layouts are those with an equal signature. If no such layout is planned yet, the next criterion
     applies: equal shapes; equal sizes; equal recomputation mode, and both or neither pipelined; equal recomputation mode;

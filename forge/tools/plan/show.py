@@ -264,7 +264,7 @@ def _estimate(plan: Plan, speed: Speed) -> str:
     return (
         f"estimate: {speed.step_s:.3g} s per step ({speed.step_s_low:.3g} to {speed.step_s_high:.3g}), "
         f"{speed.tokens_per_second:,.0f} tokens/s{mfu}; {steps} steps take "
-        f"{speed.days:.2g} days\n  of a step: computation {speed.compute_s:.3g} s, communication that nothing hides "
+        f"{speed.days:.2g} days\n  of a step: computation {speed.compute_s:.3g} s, exposed communication "
         f"{speed.communication_s:.3g} s, idle in the pipeline {speed.idle_s:.3g} s ({speed.bubble:.0%})"
     )
 

@@ -49,7 +49,7 @@ class StagePlan:
     collectives: (axis, kind, bytes of a call, whether computation can hide the call) -> calls per optimizer step.
     reserved: bytes of the CUDA context, NCCL and fragmentation. host: bytes of host memory of an asynchronous save.
     checkpoint: bytes of this pp rank's tensors in a checkpoint, all shards included.
-    buckets: number of buckets of contiguous buffers; 0 for other engines.
+    buckets: number of buckets in engines of contiguous buffers (ddp, zero1, zero2); 0 without one.
     spans: axis -> number of ranks and nodes of its process group. Axes over several stages are left out.
     """
 

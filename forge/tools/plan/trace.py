@@ -232,8 +232,8 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> 
     """Return the fake result of a grouped product.
 
     a `[n, in]`, b `[groups, in, out]` -> `[n, out]`. a `[out, n]`, b `[n, in]`, in groups -> `[groups, out, in]`.
-    PyTorch's own function for fake tensors accepts less than its kernels: only bfloat16 (PyTorch 2.13), rows of a multiple
-    of 16 bytes in bfloat16, and no stride 0, which `PlainProducts` have.
+    Replaces PyTorch's own function for fake tensors, which refuses inputs that the kernels accept: other dtypes than
+    bfloat16 (PyTorch 2.13), rows that are not a multiple of 16 bytes, and the stride 0 of `PlainProducts`.
     """
     groups = [offs.numel()] if b.ndim == 2 else []
     return a.new_empty([*groups, a.shape[0], b.shape[-1]])

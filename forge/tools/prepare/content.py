@@ -54,8 +54,9 @@ def plain_name(path: str) -> str:
 def recognise(path: str, key: str, size: int, text_key: str) -> File:
     """Return the file with its kind and compression.
 
-    Compression and Parquet are recognised by the first bytes. JSON lines are recognised by name (.jsonl, .ndjson), by a first
-    line that is an object with `text_key` or, in a .json file, by two first lines that are objects. Other files are text.
+    Compression and Parquet are recognised by the first bytes. JSON lines are recognised by name (.jsonl, .ndjson) or by
+    a first line that is an object with `text_key`; in a .json file also by objects in the first two lines. Other files
+    are text.
 
     An unreadable file counts as text; reading its documents reports the error. Raises UserError if a package for reading
     the file is missing.

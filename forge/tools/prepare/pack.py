@@ -25,7 +25,7 @@ from forge.runtime.files import replace_atomically, sync_folder
 from forge.runtime.remote import join
 
 WINDOW = 1 << 17
-"""Documents packed at a time. Documents of one sequence are at most this many documents apart in the dataset."""
+"""Number of documents packed at a time. Documents of one sequence are less than this number of documents apart."""
 
 
 def pack(folder: Path, kind: PackingKind, seq_len: int, window: int = WINDOW) -> PlanIndex:

@@ -201,8 +201,8 @@ def fetch(packages: list[Package], cache: Path) -> dict[Package, Path]:
         found[package] = path
     if missing:
         raise UserError(
-            f"missing: {'; '.join(missing)}. For apt, run apt-get update first. A file with the SHA-256 of the manifest may "
-            f"be put into {cache}, under this hash and .whl or .deb",
+            f"missing: {'; '.join(missing)}. For apt, run apt-get update first. Or put a file with the manifest's "
+            f"SHA-256 into {cache}, named SHA256.whl or SHA256.deb",
             FAILED,
         )
     return found

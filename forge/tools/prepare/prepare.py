@@ -122,8 +122,8 @@ def prepare(request: Request) -> list[Path]:
         return _packed(request)
     if tokenizer.bos_id is None and tokenizer.eos_id is None:
         print(
-            f"warning: the tokenizer {request.tokenizer} has no token that begins or ends a document, so nothing in the data "
-            "marks where one ends and the next begins; data.document_mask = true keeps them apart in attention",
+            f"warning: the tokenizer {request.tokenizer} has no token that begins or ends a document, so the token ids "
+            "do not show where a document ends; data.document_mask = true separates documents in attention",
             file=sys.stderr,
         )
     chunks, corpus = _find_chunks(request, tokenizer)
@@ -176,7 +176,7 @@ def _prepare_part(
     done = sum(part_path(parts, chunk).exists() for chunk in range(len(chunks)))
     print(
         f"{parts}: part {number} of {count} is done, and {done} of {len(chunks)} chunks in all; the same command "
-        "without --part makes what is missing and joins them"
+        "without --part makes the missing chunks and joins all"
     )
 
 
@@ -390,7 +390,7 @@ def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> T
     if tally.unknown:
         print(
             f"warning: {tally.unknown:,} of {tally.tokens:,} tokens ({tally.unknown / tally.tokens:.2%}) are unknown ones: "
-            "text for which the tokenizer has no tokens, and which is lost",
+            "the tokenizer has no tokens for this text, so the text is lost",
             file=sys.stderr,
         )
     tally.require_readable(

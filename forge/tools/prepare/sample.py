@@ -21,7 +21,7 @@ _REACH, _LEAST_REACH = 16, 16 << 20
 class Piece(NamedTuple):
     """Ranges of a file's decompressed content: the first `take` of every `step` bytes, from byte `begin` to `end` - 1.
 
-    step: 0: one range from `begin` to `end` - 1.
+    With step 0, there is one range, from `begin` to `end` - 1.
 
     A JSON line belongs to the range with its first byte. Rows of Parquet are divided in proportion to the bytes of the file.
     Each range of a text file is a document.

@@ -133,9 +133,7 @@ def _require_readable(corpus: Corpus, text_key: str) -> bool:
                 tally.add_bad(document)
             else:
                 tally.documents += 1
-    tally.require_readable(
-        MAX_BAD_FRACTION, f"a tokenizer is trained without at most {MAX_BAD_FRACTION:.0%} of them"
-    )
+    tally.require_readable(MAX_BAD_FRACTION, f"at most {MAX_BAD_FRACTION:.0%} of the documents may be bad")
     return tally.documents > tally.bad
 
 

@@ -10,7 +10,7 @@ from forge.tools.report.draw import WIDE, Curve, Lane, Mark, curves, lanes, shar
 from forge.tools.report.parts import PageSection, Picture, Table, sampled
 from forge.tools.report.read import Points, RunRecord
 
-# Event -> mark drawn in the curves at its step, a key of MARKS in draw.py.
+# Event -> mark (a key of MARKS in draw.py), drawn in the curves at the event's step.
 MARKED = {
     "resumed": "restart",
     "skipped": "skipped",

@@ -64,7 +64,8 @@ def diagnose(path: Path) -> str:
 def read_incidents(run: RunRecord) -> list[Incident]:
     """Return the incidents in all events and logs, sorted by severity of the cause, then by time.
 
-    Causes able to end a run are the most severe. Among their incidents, those that did end a run come first.
+    Causes that can end a run are the most severe. Among the incidents with such a cause, those that ended a run come
+    first.
     """
     of_starts = [one for events in _starts_of(run) for one in _of_start(events, _was_killed(run, events))]
     found = [*of_starts, *_of_logs(run.path / "logs")]
@@ -181,10 +182,10 @@ def _first(run: RunRecord, incidents: list[Incident]) -> str:
     if silent == "running":
         return f"It is still running, as process {holder.get('pid')} on this machine."
     if silent == "elsewhere":
-        return f"It runs on {holder.get('host')}, or was killed there: ask that machine whether its process lives."
+        return f"It runs on {holder.get('host')}, or was killed there: look for its process on that machine."
     end = _end(run)
     if end is None and incidents:
-        return "The latest start ended well; what it met is below."
+        return "The latest start ended well; its incidents are below."
     if end is None:
         return "Nothing ended this run early."
     cause, text = end.cause, f"{end.when:%H:%M:%S} UTC: {end.text}"
@@ -217,7 +218,7 @@ def _starts_of(run: RunRecord) -> list[list[dict[str, Any]]]:
 
 
 def _others(incidents: list[Incident]) -> str:
-    """Return the list of all causes over all starts, each with ranks, count, first message and remedy."""
+    """Return all causes over all starts as text, each with ranks, count, first message and remedy."""
     lines = []
     for cause in dict.fromkeys(one.cause for one in incidents):
         own = [one for one in incidents if one.cause is cause]
@@ -227,7 +228,7 @@ def _others(incidents: list[Incident]) -> str:
         lines.append(f"- {_plain(cause.meaning)} [{cause}]" + (f" ({', '.join(more)})" if more else ""))
         lines.append(_wrapped(f"{own[0].when:%Y-%m-%d %H:%M:%S} UTC: {own[0].text}", "    "))
         lines.append(_wrapped(f"try: {_plain(cause.remedy)}", "    "))
-    return "\n".join(["EVERYTHING THAT THE RUN MET, the worst first:", *lines]) if lines else ""
+    return "\n".join(["ALL INCIDENTS OF THE RUN, the worst first:", *lines]) if lines else ""
 
 
 def _starts(run: RunRecord) -> str:

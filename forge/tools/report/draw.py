@@ -161,8 +161,8 @@ def heat_maps(
 ) -> str:
     """Draw maps side by side, with one colour scale. Return an SVG element.
 
-    key: prefix of the ids in the SVG. log: logarithmic colour scale. even: a scale for loads relative to an even share, in
-    powers of two: white at 1, blue below and red above. columns: largest number of maps in a row.
+    key: prefix of the ids in the SVG. log: logarithmic colour scale. even: colour scale for loads relative to an even
+    share, in powers of two; white at 1, blue below, red above. columns: largest number of maps in a row.
     """
     columns = min(columns, len(maps))
     rows = -(-len(maps) // columns)

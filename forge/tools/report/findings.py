@@ -100,7 +100,7 @@ def _sources(run: RunRecord) -> list[str]:
         return []
     return [
         f"Source {name}: its loss went from {fallen[name][0]:.3f} to {fallen[name][1]:.3f}, while that of another source "
-        f"fell by {best:.3f}: nothing can be learnt from it, as from noise, or the model is already as good as it can be."
+        f"fell by {best:.3f}: the source cannot be learnt (e.g. noise), or the model has already learnt it."
         for name, drop in drops.items()
         if drop < 0.1 * best
     ]

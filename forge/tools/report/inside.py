@@ -16,8 +16,8 @@ SAMPLES = 4
 # Group of monitors -> field -> (caption, unit), in the order of the page.
 BY_LAYER = {
     "activations": {
-        "rms": ("Activations behind each block: root mean square", "root mean square"),
-        "max": ("Activations behind each block: largest", "largest absolute value"),
+        "rms": ("Activations after each block: root mean square", "root mean square"),
+        "max": ("Activations after each block: largest", "largest absolute value"),
     },
     "attention": {
         "max_logit": ("Attention: largest logit", "logit"),

@@ -12,8 +12,9 @@ from forge.tools.report.read import RunRecord
 
 GIB = 1024**3
 PLANNED = (
-    "Memory of the rank that needs most, as train.py --plan has it, against rank 0 in its first step: on a CPU by the growth "
-    "of the process. The time of a step is planned for known or measured hardware only; measured is the median."
+    "Planned memory is that of the rank that needs most, as in train.py --plan. Measured memory is that of rank 0 in "
+    "its first step; on a CPU, the growth of the process. A planned step time needs known or measured hardware. The "
+    "measured step time is the median."
 )
 
 
@@ -61,7 +62,7 @@ def _memory(runs: Sequence[RunRecord]) -> list[Part]:
         for run in runs
         if run.events_of("memory")
     }
-    return _columns("What rank 0 holds, in GiB", found)
+    return _columns("Memory of rank 0, in GiB", found)
 
 
 # Kinds of memory, named as in a plan. The event `memory` adds the suffix "_bytes".

@@ -83,8 +83,8 @@ def fit_law(
 ) -> Fit:
     """Fit the law to runs, with one value per run in `parameters`, `tokens` and `losses`.
 
-    resamples: number of bootstrap samples. Raises UserError for fewer than five runs, or if all runs have one size or one
-    number of tokens.
+    resamples: number of bootstrap samples. Raises UserError for fewer than five runs, or if all runs have the same size
+    or the same number of tokens.
     """
     n, d, loss = (np.asarray(values, dtype=np.float64) for values in (parameters, tokens, losses))
     for what, values in (("numbers of parameters", n), ("numbers of tokens", d)):

@@ -126,6 +126,6 @@ def _start(sweep: Sweep, trial: Trial, seed: int, train: Sequence[str]) -> subpr
 
 
 def _end_with_parent() -> None:
-    """Make the kernel kill this process when the sweep dies: otherwise a restarted sweep would find the run in use."""
+    """Make the kernel kill this process when the sweep dies, so that a restarted sweep can lock the run's folder."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -9,7 +9,7 @@
     compare   compare a recording with the reference, number by number
     library   compare a plain module under another library's parallelism with the module in one process
     explain   find the first difference in computation order
-    run       check all layouts within a time budget, and reduce the worst one; failed or hanging layouts stop no other
+    run       check all layouts within a time budget, also after a failure or a hang, and reduce the worst one
 
 The equivalence tests of forge use the same functions.
 """

@@ -1,7 +1,7 @@
 """Borders: the inputs and outputs of modules on one rank, with their place in the global batch.
 
-Forward hooks record the first argument and the outputs of every module. The order is that of the ends of forwards, so
-children come before their parents. The origin of a difference is the first module in this order whose output differs
+Forward hooks record the first argument and the outputs of every module, in the order in which forwards end. Children
+therefore come before their parents. The origin of a difference is the first module in this order whose output differs
 while its input agrees.
 
 Shapes tell a rank's part of the global tensor. A cp rank has two chunks of each sequence, and a tp rank may have a piece
@@ -26,7 +26,7 @@ from forge.parallel.context import SequenceSplit
 from forge.parallel.mesh import Meshes
 from forge.tools.verify.pieces import TensorPlace
 
-# Modules without borders. Rows of these tensors are sorted by expert, in an order that depends on the layout.
+# Modules without borders. The rows of their tensors are sorted by expert, in an order that depends on the layout.
 HIDDEN = (".experts",)
 
 

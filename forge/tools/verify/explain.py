@@ -42,7 +42,7 @@ def explain(comparison: Comparison, order: Sequence[str], other: str = "one proc
         if one.step == first:
             by_kind.setdefault(one.kind, []).append(one)
     if found := by_kind.get("initial"):
-        return _several(found, "the initial values differ, which must be the same bit for bit")
+        return _several(found, "the initial values differ; they must be bitwise equal")
     hooked = _hooks(by_kind.get("hooked", []))
     if hooked is not None and hooked.culprit.rpartition(".")[2] in EARLY:
         return hooked
@@ -64,19 +64,19 @@ def explain(comparison: Comparison, order: Sequence[str], other: str = "one proc
         why = "training agrees; the loss on held-out text after the step does not"
         return Finding("held-out loss", why, found[0])
     if found := by_kind.get("generation"):
-        why = "training agrees; the logits from which a text is generated do not"
+        why = "training agrees; the logits of text generation differ"
         return Finding("generation", why, found[0])
     if found := by_kind.get("saved"):
-        return _several(found, "the layout's checkpoint does not hold what the model had")
+        return _several(found, "the layout's checkpoint differs from the model's state")
     if found := by_kind.get("curve"):
         return _curve(found)
     if found := by_kind.get("loaded"):
-        return _several(found, f"a checkpoint of {other} is not loaded as it was saved")
+        return _several(found, f"the loaded checkpoint of {other} differs from the saved one")
     if found := by_kind.get("resumed"):
-        return _several(found, "a run that resumes does not continue as one that was not stopped")
+        return _several(found, "the resumed run differs from the uninterrupted run")
     if found := by_kind.get("continued"):
         return _several(
-            found, f"from a checkpoint of {other}, the next step does not compute what one process computes"
+            found, f"after a checkpoint of {other} is loaded, the next step differs from that of one process"
         )
     return _several(by_kind["hooked"], "the input of the hook differs, although all else agrees")
 

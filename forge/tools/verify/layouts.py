@@ -83,7 +83,7 @@ class Case:
         return to_toml(self.config(config))
 
     def smaller(self) -> Iterator[Case]:
-        """Yield this layout without each one of its options, then with each one of its degrees reduced to 1 or 2."""
+        """Yield smaller layouts: without one of the options, then with one of the degrees reduced to 1 or 2."""
         degrees, options = dict(self.degrees), dict(self.options)
         for key in options:
             yield Case.of(degrees, {other: value for other, value in options.items() if other != key})

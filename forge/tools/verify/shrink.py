@@ -301,8 +301,8 @@ def _training(config: Config) -> dict[str, Any]:
 def _phases(config: Config, seq_len: int) -> list[dict[str, Any]]:
     """Return the phases with batch sizes and lengths scaled to the small configuration.
 
-    A phase's value that equals the configuration's value becomes the small value. A lower value becomes half the small
-    value. A higher value becomes twice the small value, except for lengths.
+    A phase's value that equals the value outside of phases becomes the small value. A lower value becomes half the
+    small value, a higher value twice the small value. A sequence length is never higher: it must divide train.seq_len.
     """
     found = []
     for phase in config.phase:
