@@ -8,7 +8,7 @@
     array.py, cache.py      arrays in local and remote files, and a disk cache of remote blocks
     tokenizer.py   text <-> ids
     mixture.py     global sample number -> source, under one mixture
-    order.py       global sample number -> source and its sample, in a history of mixtures and roll-backs
+    order.py       global sample number -> source and the source's sample, in a history of mixtures and roll-backs
     permutation.py the order of a source in an epoch
     windows.py, packing.py  division of a source into samples
     dataset.py     global sample number -> tokens

@@ -42,7 +42,7 @@ _IN_MEMORY = 64  # blocks
 _SET = re.compile(r"\d{4}")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 NextUse = Callable[[np.ndarray], np.ndarray]
-"""Function of block indices in a file, int64 `[n]` -> distance of each block to its next use, float64 `[n]`, in any unit."""
+"""Maps block indices in a file, int64 `[n]`, to the distance of each block to its next use, float64 `[n]`, in any unit."""
 log = logging.getLogger(__name__)
 
 

@@ -60,7 +60,7 @@ def sources_of(dataset: PackedDataset, samples: Sequence[int]) -> Tensor:
 
 
 def log_left_out(dataset: PackedDataset, position: int, last: int) -> None:
-    """Log the global sample from which each source is left out because of max_epochs.
+    """Log, for each source with max_epochs, the global sample from which the source is left out.
 
     Raises UserError if all sources reach max_epochs before sample `last`.
     """

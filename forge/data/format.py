@@ -27,7 +27,7 @@ VERSION = 1
 START_DTYPE = np.dtype("<u8")
 DIGEST_BYTES = 8
 TokenUses = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Function of token ranges (starts, ends), int64 `[n]` each -> samples until each range is next read, float64 `[n]`."""
+"""Maps token ranges (starts, ends), int64 `[n]` each, to the samples until each range is next read, float64 `[n]`."""
 
 
 class Record(BaseModel):

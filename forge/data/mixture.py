@@ -79,7 +79,10 @@ class Mixture:
         return [samples * cumulative // self._denominator for cumulative in self._cumulative]
 
     def _make_order(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return each position's source, and how many earlier positions of the block have this source: int64 `[block]`."""
+        """Return, for each position of a block, its source and the number of earlier positions with this source.
+
+        Both are int64 `[block]`.
+        """
         before, after = self._before(block), self._before(block + 1)
         firsts = [end - start for start, end in zip(before, after, strict=True)]
         counts = np.diff(firsts)

@@ -217,7 +217,7 @@ class Order:
         return {name: [start, stop] for name, start, stop in ranges if start < stop}
 
     def count_between(self, source: str, first: int, end: int) -> int:
-        """Return the number of samples not skipped among samples first ... end - 1 of a source's own order."""
+        """Return the number of unskipped samples among samples first ... end - 1 of a source's own order."""
         skipped = self._skipped[self.sources.index(source)]
         return end - first - sum(max(0, min(end, stop) - max(first, start)) for start, stop in skipped)
 
@@ -241,7 +241,7 @@ class Order:
 def _uncapped(
     weights: Sequence[float], drawn: Sequence[int], limits: Sequence[int | None]
 ) -> tuple[float, ...]:
-    """Return the weights, with 0 for sources at their limits; empty if all remaining weights are 0."""
+    """Return the weights, with 0 for sources at their limits. Empty if all these weights are 0."""
     left = tuple(
         0.0 if limit is not None and given >= limit else weight
         for weight, given, limit in zip(weights, drawn, limits, strict=True)

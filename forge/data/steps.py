@@ -24,7 +24,7 @@ Row = tuple[np.ndarray, np.ndarray | None]
 class StepRows:
     """The rows of one data rank in one step.
 
-    Row i is part number `parts[i]` of global sample `samples[i]`; a part has `seq_len` tokens.
+    Row i is part `parts[i]` of global sample `samples[i]`. A part has `seq_len` tokens.
     """
 
     dataset: PackedDataset

@@ -20,7 +20,7 @@ BYTES = "bytes"
 MODEL_FILE = "tokenizer.model"
 BYTES_FILE = "tokenizer.bytes"
 JSON_FILE = "tokenizer.json"
-# Files next to a tokenizer.json with the names of the tokens that begin and end a text.
+# Files next to a tokenizer.json. They name the tokens that begin and end a text.
 SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # Without settings, a document ends with the first of these tokens listed as special in tokenizer.json.
 USUAL_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]")

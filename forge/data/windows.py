@@ -29,7 +29,10 @@ class Windows(Protocol):
         """
 
     def over(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return window ranges (first, end) overlapping the token ranges [first, end): arrays `[n]`; None: unknown."""
+        """Return, for each token range [first, end), the range of windows that overlap it, as two arrays `[n]`.
+
+        None: unknown.
+        """
 
 
 class StreamWindows:
