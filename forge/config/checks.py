@@ -152,7 +152,7 @@ def _rope_scaling(config: Config) -> Iterator[Problem]:
         return
     kind = f"{section}.kind"
     if not scaling.original_max_position:
-        remedy = "set it to the context that the model was trained with"
+        remedy = "set it to the model's original training context"
         least = f"must be above 0 with {kind} = {scaling.kind}"
         yield problem(f"{section}.original_max_position", least, remedy, kind)
     pairs = {"llama3": ("high_freq_factor", "low_freq_factor"), "yarn": ("beta_fast", "beta_slow")}
@@ -190,10 +190,10 @@ def _moe(config: Config) -> Iterator[Problem]:
             key, few, remedy, *(f"model.moe.{name}" for name in ("n_expert_groups", "n_experts", "top_k"))
         )
     if moe.balance == "quantile":
-        solves = "gives each expert a bias at which enough tokens choose it"
+        solves = "needs a bias for each expert at which its share of the tokens chooses the expert"
         others = "model.moe.n_limited_groups", "model.moe.n_experts"
         if moe.n_limited_groups < moe.n_expert_groups:
-            closed = f"{solves}, but a token that excludes an expert's group cannot choose the expert"
+            closed = f"{solves}, but with group limits some tokens cannot choose the expert at any bias"
             yield problem("model.moe.balance", closed, "use bias, or n_limited_groups = 0", others[0])
         elif moe.top_k >= moe.n_experts:
             none = f"{solves}, but with {model.moe.top_k = } every token chooses every expert"
@@ -251,7 +251,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         for key in list(used)[: 2 if optimizer.parametrization == "completep" else 1]:
             if not getattr(optimizer.mup, key):
                 least = f"must be above 0 with {optimizer.parametrization = !s}"
-                remedy = f"set it to the {used[key]} of the model that optimizer.lr was chosen with"
+                remedy = f"set it to the {used[key]} of the model for which optimizer.lr was tuned"
                 yield problem(f"optimizer.mup.{key}", least, remedy, "optimizer.parametrization")
     if optimizer.name == "muon":
         if optimizer.muon.qk_clip and config.model.qk_norm and config.model.latent is None:

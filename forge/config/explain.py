@@ -64,7 +64,7 @@ def key_path(path: KeyPath) -> KeyPath:
 def explain(error: ValidationError, values: Values) -> dict[KeyPath, Problem | None]:
     """Return path -> problem for each key or section refused by pydantic.
 
-    A problem of None: a required key is missing because no file is given.
+    The problem is None for a required key that is missing because no file is given.
     """
     problems: dict[KeyPath, Problem | None] = {}
     for item in error.errors(include_url=False):

@@ -64,7 +64,10 @@ def _partial_gradients(config: Config) -> Iterator[Problem]:
     """
     excluded = any(fnmatchcase("layers.0.attention.wkv_b", p) for p in config.precision.float8_exclude)
     if config.parallel.cp > 1 and config.model.latent is not None and not excluded:
-        parts = "leaves each rank a part of the gradients of attention.wkv_b, and codes of the parts are not those of the sum"
+        parts = (
+            "gives each rank a partial sum of the gradients of attention.wkv_b, and float8 codes of partial sums "
+            "differ from those of the total"
+        )
         remedy = 'add "*.wkv_b" to precision.float8_exclude, or use 1'
         yield problem("parallel.cp", parts, remedy, "precision.float8", "model.attention")
 

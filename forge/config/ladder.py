@@ -8,7 +8,7 @@ from typing import Any
 from forge.config.explain import Values
 from forge.config.schema import Ladder
 
-# Channels of the model for each layer. Each head has as many.
+# Width of the model per layer, and size of each head.
 WIDTH = 64
 DEPTH = ("ladder", "depth")
 
@@ -52,7 +52,10 @@ def apply_ladder(values: Values) -> None:
 
 
 def _tokens(model: dict[str, Any], ladder: dict[str, Any]) -> int:
-    """Return the tokens of a run, from the matrices of a dense `model`: attention, feed-forward, embedding and head."""
+    """Return the tokens of a run, in proportion to the parameters in the matrices of `model`.
+
+    The matrices are those of a dense model: attention, feed-forward, embedding and head.
+    """
     try:
         dim, layers, hidden = model["dim"], model["n_layers"], model["ffn_dim"]
         tables = 1 if model.get("tie_embeddings") else 2

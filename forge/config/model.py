@@ -129,8 +129,8 @@ class MoEConfig(Section):
     n_dense_layers: Count = 0
     """Number of layers at the beginning with a dense feed-forward."""
     every: Positive = 1
-    """If n: only layers n - 1, 2n - 1, ... (counted from 0, and after the first n_dense_layers) have experts; the
-    others are dense. 1: all layers have experts."""
+    """Layer i, counted from 0 over the whole model, has experts if i + 1 is a multiple of this number and i is at least
+    n_dense_layers. All other layers are dense."""
     expert_bias: bool = False
     """Add biases to both projections of routed experts."""
     router_bias: bool = False
@@ -236,8 +236,8 @@ class ModelConfig(Section):
     qk_norm: Annotated[bool, NOT_WITH_MLA] = False
     """Apply RMSNorm to queries and keys before RoPE."""
     qk_norm_over: Annotated[Literal["head", "projection"], unused_if("model.qk_norm", False)] = "head"
-    """qk_norm: head: normalise each head separately, with one weight shared by all heads. projection: normalise all
-    heads of a token together (OLMo 2)."""
+    """Extent of qk_norm. head: normalise each head separately, with one weight shared by all heads. projection:
+    normalise all heads of a token together (OLMo 2)."""
     attention: Literal["gqa", "mla"] = "gqa"
     """gqa: grouped-query attention with n_kv_heads key/value heads. mla: multi-head latent attention, see [model.mla]."""
     attention_gate: Literal["none", "head", "element"] = "none"

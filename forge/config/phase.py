@@ -17,8 +17,8 @@ Epsilon = Annotated[float, Ge(1e-30)]
 class Phase(Section):
     """A part of the run; phases follow each other in order.
 
-    A key absent from a phase has its value from the other sections. After the last phase, every key has its value from the
-    other sections.
+    A phase overrides values of the other sections. A key absent from a phase, and every key after the last phase, has
+    its value from the other sections.
     """
 
     until_tokens: Count = 0

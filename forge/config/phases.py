@@ -16,8 +16,8 @@ from forge.config.phase import Phase
 from forge.config.problem import Problem
 from forge.config.schema import Config, OptimizerConfig
 
-# Number of stages in a ramp of source weights or of the window. More stages cost more: each stage of weights adds a
-# segment to the sample order, and each stage of the window recompiles the blocks.
+# Number of stages in a ramp of source weights or of the window. A stage has a cost: a stage of weights adds a segment
+# to the sample order, and a stage of the window recompiles the blocks.
 STAGES = 16
 STEPWISE = ("micro_batch_size", "seq_len", "document_mask")
 RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
@@ -139,9 +139,9 @@ class Phases:
         return steps
 
     def sizes(self) -> Iterator[tuple[int, tuple[int, int, int]]]:
-        """Yield (number of the phase, from 1; (batch size, microbatch size, sequence length)).
+        """Yield (number, (batch size, microbatch size, sequence length)) for each phase. number: of the phase, from 1.
 
-        A ramp yields its first and last batch size and its increment: all its batch sizes are sums of these.
+        A ramp yields its first batch size, its last one and its increment. All its batch sizes are sums of these.
         """
         for number, span in enumerate(self._spans, 1):
             batches = {span.last["global_batch_size"]}

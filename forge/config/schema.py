@@ -99,8 +99,8 @@ class OptimizerConfig(Section):
     """Parameters with a separate learning rate or weight decay: a list of tables with the keys names (glob patterns),
     lr_scale and weight_decay. See docs/reference/optimizers.md."""
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Format of both moments. float32: or precision.storage, if wider. bfloat16 and int8 are rounded stochastically,
-    with the same noise for any layout. int8 is only for adamw and has a scale for every 64 elements."""
+    """Format of both moments. float32 becomes precision.storage, if that is wider. bfloat16 and int8 are rounded
+    stochastically, with the same noise for any layout. int8 is only for adamw and has a scale for every 64 elements."""
     ema: Beta = 0.0
     """Decay rate of an exponential mean of the weights, kept in addition to the weights. scripts/average.py --ema
     exports it as weights. 0: no mean."""
@@ -183,13 +183,13 @@ class Checkpoint(Section):
     """URL to which complete checkpoints are copied in the background, as run.name/step-n. If the local folder is lost,
     resume = "auto" continues from the mirror. Empty: no mirror."""
     local_interval: Count = 0
-    """Steps between local states: checkpoints kept on the nodes themselves. A restart uses a local state newer than
-    every checkpoint. 0: no local states."""
+    """Steps between local states: checkpoints kept on the nodes themselves. A restart uses a local state if it is newer
+    than every checkpoint. 0: no local states."""
     local_dir: Annotated[str, LOCAL] = ""
     """Folder on each node for local states; the last two are kept. The folder is private to the user (mode 0700) and
     must be new, empty, or made by forge. Empty: /dev/shm/forge-UID, in memory."""
     peers: Annotated[Count, LOCAL] = 1
-    """Number of other nodes that store a copy of each node's files of a local state."""
+    """Number of other nodes that store a copy of a node's part of a local state."""
     resume: Text = "auto"
     """`auto`: resume from the newest valid checkpoint of this run, if any. `none`: start a new history at step 0. Any
     other value: the checkpoint to resume from. `none` and a checkpoint apply only to the first start: if the command is
@@ -327,14 +327,14 @@ class Resilience(Section):
 
 
 class Ladder(Section):
-    """The depth dial: one key for the size of a dense model and of its run. Keys that are set keep their values."""
+    """The depth dial: one key for the size of a dense model and of its run. It does not change keys that are set."""
 
     depth: Count = 0
     """Number of layers n. It sets model.dim = 64 n, n_layers, n_heads and n_kv_heads = n, head_dim = 64, ffn_dim = 8/3
     dim (a multiple of 64), and train.global_batch_size = 8 n^1.5 (a power of two). On the command line, depth replaces
     these keys of the file. 0: off."""
     tokens_per_parameter: Annotated[PositiveNumber, unused_if("ladder.depth", 0)] = 20.0
-    """If the run's length is not set: train.tokens for each parameter, with embeddings."""
+    """Tokens for each parameter, embeddings included. Sets train.tokens if train.steps and train.tokens are not set."""
 
 
 class Config(Section):

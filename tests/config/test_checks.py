@@ -99,7 +99,7 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
         ),
         (
             ["--precision.float8=mxfp8", "--train.seq_len=128", "--parallel.cp=2", "--model.attention=mla"],
-            'codes of the parts are not those of the sum; add "*.wkv_b" to precision.float8_exclude, or use 1',
+            'differ from those of the total; add "*.wkv_b" to precision.float8_exclude, or use 1',
         ),
         (
             ["--parallel.cpu_offload=true", "--parallel.data_parallel=ddp"],
