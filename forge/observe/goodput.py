@@ -112,4 +112,4 @@ class Ledger:
         total = sum(seconds.values()) or 1.0
         rows = [f"  {kind:<15}{format_duration(s):>8}{s / total:8.1%}" for kind, s in seconds.items() if s]
         share = seconds["steps"] / total
-        return "\n".join([f"{share:.1%} of {format_duration(total)} went into steps that count:", *rows])
+        return "\n".join([f"{share:.1%} of {format_duration(total)} went into useful steps:", *rows])

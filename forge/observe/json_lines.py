@@ -169,7 +169,7 @@ def warn_of_gap(path: Path, step: int, interval: int) -> None:
     steps = [0, *(line["step"] for line in read_lines(path, "loss"))]
     usual = max(interval, *map(operator.sub, steps[-10:], [0, *steps][-11:-1]))
     if steps[-1] + usual < step or len(steps) == 1 < step:
-        message = "%s has no training line of steps %d to %d, which a crash or an edit lost; the checkpoint is whole"
+        message = "%s lacks the training lines of steps %d to %d after a crash or an edit; the checkpoint is complete"
         log.warning(message, path, steps[-1] + 1, step, extra=Cause.LINES_LOST.mark)
 
 

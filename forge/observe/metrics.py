@@ -151,7 +151,7 @@ class MetricsWriter(Hook):
 
         kept = on_first_rank("cutting metrics.jsonl", cut)
         for tracker in self._trackers:
-            # A resumed run repeats the steps after its checkpoint exactly; after a roll-back the steps differ.
+            # After a resume, the repeated steps are equal to the removed steps. After a roll-back they differ.
             tracker.discard_after(step, self._has_run or step < 0)
         self._has_run = True
         return kept

@@ -2,9 +2,9 @@
 
 Every number is a sum, a count or a maximum over this rank's data, so the ranks' numbers combine to those of one
 process. A mean is a sum divided by a count, both summed over ranks, so duplicated work cancels out. All numbers are in
-one device vector, summed by one all-reduce over all ranks. For maxima, each rank writes to its own row, which is zero
-on all other ranks, and the maximum over rows is taken after the all-reduce. There is no synchronisation with the
-device.
+one device vector, summed by one all-reduce over all ranks. A maximum has one row per rank: each rank writes its own
+row, and the other ranks have zeros there. After the all-reduce, the maximum over rows is taken. There is no
+synchronisation with the device.
 
     activations  after each block: root mean square and largest absolute value; for each feed-forward the fraction of
                  dead units (open for less than 0.1 % of the tokens) and of saturated units (open for more than 99.9 %).
@@ -53,8 +53,8 @@ class Monitors:
 
     parts: this rank's pipeline stages. names: the parameters of the whole model. n_layers: number of layers of the
     whole model. units: the largest number of units of a feed-forward. world: (this rank, number of ranks). tp: (rank,
-    number of ranks) within tensor parallelism. compiled: blocks are compiled; attention and feed-forward units are
-    inside the graphs and are not measured.
+    number of ranks) within tensor parallelism. compiled: True if blocks are compiled. Attention and feed-forward units
+    are then inside the graphs and are not measured.
     """
 
     def __init__(

@@ -18,8 +18,8 @@ _FLUSH_SECONDS = 10
 class Board:
     """A TensorBoard writer for rank 0, used as a context manager. Writes to `folder` if `enabled`.
 
-    after_step: points that earlier starts wrote after this step are hidden, because these steps are trained again. The writer
-    is made at its first use, because its import is slow. After any failure the board is off, with one warning.
+    after_step: TensorBoard hides the points of earlier starts after this step, because these steps are trained again.
+    The writer is made at its first use, because its import is slow. After any failure the board is off, with one warning.
     """
 
     def __init__(self, folder: Path, enabled: bool = True, after_step: int = 0):

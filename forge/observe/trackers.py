@@ -156,8 +156,8 @@ class Tracker:
     def discard_after(self, step: int, history_ends: bool) -> None:
         """Continue the record after `step`, because the run restarts there.
 
-        history_ends: the repeated steps may differ from the recorded steps. If the record already has steps after
-        `step`, the record is marked as superseded, and a new record begins.
+        history_ends: True if the repeated steps may differ from the recorded steps. A record with steps after `step` is
+        then marked as superseded, and a new record begins.
         """
         self._do(lambda: self._restart(step, history_ends))
 

@@ -51,7 +51,7 @@ class History:
         )
         rollback = progress.rollback_to(point.state, required.pass_over)
         first, end = rollback.first_sample, rollback.end_sample
-        over = f", passing over samples {first} to {end - 1}" if required.pass_over else ""
+        over = f", skipping samples {first} to {end - 1}" if required.pass_over else ""
         log.warning("%s. Rolling back to step %d%s", required, point.step, over, extra=required.cause.mark)
         numbers = {name: value for name, value in vars(rollback).items() if name != "drawn"}
         reporter.event("rolled_back", cause=required.cause, reason=str(required), **numbers)

@@ -110,7 +110,7 @@ class DataStalls(Hook):
 
 
 class Epochs(Hook):
-    """Reports the number of epochs of each data source, at the start and in the training lines of the metrics."""
+    """Reports the epochs read of each data source, at the start and in the training lines of the metrics."""
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer

@@ -158,7 +158,7 @@ def _changed_settings(config: Config, directory: RunDirectory) -> str:
 
 
 def refuse_moved_run(command: CommandLine, config: Config) -> None:
-    """Raise UserError if --config is the config.toml of a run directory, but its keys name another run directory.
+    """Raise UserError if --config is the config.toml of a run directory, but its keys name a different run directory.
 
     Such a command results from moving or renaming a run directory.
     """

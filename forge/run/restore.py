@@ -76,8 +76,7 @@ def _fresh_slots(
         there = on_first_rank("reading the index", slots)
     except RanksFailed as error:
         raise UserError(f"checkpoint {path} cannot be loaded: {error}", NO_CHECKPOINT) from error
-    # Every pipeline stage should have tensors of all slots. Even if a stage lacks some, the first rank decides for all
-    # ranks.
+    # The first rank decides for all ranks. Normally every pipeline stage has tensors of all slots.
     here = on_first_rank("comparing optimizers", lambda: {slot for slot, _, _ in optimizer.tensors()})
     before = saved_name or name
     if before != (name or before) or (there ^ here) - STARTS_ALONE:

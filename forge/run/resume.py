@@ -48,7 +48,7 @@ class Start:
 
     point: the checkpoint; None: step 0. kept: the last step of this history to keep in the run directory; -1: the
     directory holds no step of this history. origin: the history's origin, if the history begins now; else None.
-    replaces: the directory may hold another history, to be set aside.
+    replaces: True if the directory may hold another history, which must be set aside.
     """
 
     point: ResumePoint | None

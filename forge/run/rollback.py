@@ -1,4 +1,4 @@
-"""The target of a roll-back, and the record of roll-backs, needed by every later resume.
+"""The target of a roll-back, and the record of roll-backs. Every later resume needs the record.
 
 Without the record, a run killed between a roll-back and its next checkpoint would read the bad data again. So
 `rollbacks.json` in the run directory records the roll-backs of this history, and so does each checkpoint.

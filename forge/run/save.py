@@ -152,7 +152,7 @@ class Saves(Hook):
 
 
 def _files(config: Config, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Return relative path -> content of config.toml and the tokenizer's files, which make the checkpoint self-contained."""
+    """Return relative path -> content of the files that make a checkpoint self-contained: config.toml, tokenizer."""
     files = {"config.toml": to_toml(config).encode()}
     if tokenizer is not None:
         with tempfile.TemporaryDirectory() as folder:

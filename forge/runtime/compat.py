@@ -93,7 +93,7 @@ def communication_backend(device: torch.device) -> str:
 
 
 def split_group(world: dist.ProcessGroup, sets: list[list[int]], backend: str | None) -> dist.ProcessGroup:
-    """Split `world`, which must have an NCCL communicator, into the groups of `sets`, all at once.
+    """Split `world`, which must have an NCCL communicator, into the groups of ranks `sets`, all at once.
 
     Return this rank's group. Collective. backend: the part of `world`'s backend for the groups, e.g. "cuda:nccl"; None:
     the whole backend. PyTorch 2.11 always uses the whole backend.

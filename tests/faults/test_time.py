@@ -55,7 +55,7 @@ def test_the_ledger_sums_to_wall_time_over_a_kill_and_knows_repeated_steps(tmp_p
     # Resumed from 5, the second process trains step 6 first, then repeats 7 and 8, which the first process had reported.
     assert seconds["repeated steps"] > 0 and seconds["steps"] > 0 and seconds["save"] > 0
     assert seconds["evaluation"] > 0 and seconds["set-up"] > 0 and seconds["first step"] > 0
-    assert "went into steps that count" in run.log()
+    assert "went into useful steps" in run.log()
 
 
 def _when(event: dict[str, Any]) -> float:
