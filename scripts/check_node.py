@@ -9,7 +9,7 @@ all-reduce, all-gather, reduce-scatter and all-to-all in each node and over all 
 correctness, and every rate is compared with the planned rate. Rates of collectives are bus bandwidths, as in nccl-tests.
 
 Exit codes: 0 all results are right and all compared rates reach the required fractions; 1 a check failed; 2 a wrong option,
-no GPU, or a GPU unknown to the planner. torchrun turns each code but 0 into 1.
+no GPU, or a GPU unknown to the planner. torchrun turns every code except 0 into 1.
 
 --device cpu runs the checks over gloo, to try the command. On a CPU, name, memory, driver and ECC are not compared, and rates
 are compared only with a --hardware file of scripts/measure_hardware.py.
@@ -112,11 +112,11 @@ def _hardware(given: argparse.Namespace, world: World) -> Hardware | None:
 def _parser() -> Options:
     parser = Options(description=__doc__)
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="what to check (%(default)s)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="devices to check (%(default)s)")
     names = "h100, h200, b200, a100, l40s, or a TOML file (by default that of the GPU's name)"
-    add("--hardware", metavar="NAME", help=f"planned figures: {names}")
-    add("--gpus", type=positive, metavar="N", help="GPUs of a node (those of the hardware)")
-    slow = "least fraction of the planned rate"
+    add("--hardware", metavar="NAME", help=f"source of the planned rates: {names}")
+    add("--gpus", type=positive, metavar="N", help="expected GPUs per node (as in the hardware file)")
+    slow = "required fraction of the planned rate"
     add("--compute", type=fraction, default=COMPUTE, metavar="F", help=f"kernels: {slow} (%(default)s)")
     add("--links", type=fraction, default=LINKS, metavar="F", help=f"collectives: {slow} (%(default)s)")
     add("--json", action="store_true", help="print one JSON object instead of text")

@@ -39,18 +39,26 @@ def main(arguments: list[str] | None = None) -> int:
         default=socket.gethostname(),
         help="name or address of this machine for the agents; the meeting listens on no other",
     )
-    meeting.add_argument("--port", type=int, default=29400, help="0: a free one, which is printed")
+    meeting.add_argument("--port", type=int, default=29400, help="0: a free port; it is printed")
     agent = commands.add_parser("agent", help="run the ranks of this node")
     agent.add_argument("--meeting", required=True, metavar="HOST:PORT")
-    agent.add_argument("--restarts", type=int, default=100, help="failures of ranks on this node to survive")
+    agent.add_argument("--restarts", type=int, default=100, help="restarts after failed ranks")
     agent.add_argument(
-        "--lost-after", type=int, default=10, metavar="S", help="silence after which a node is lost"
+        "--lost-after",
+        type=int,
+        default=10,
+        metavar="S",
+        help="seconds without a heartbeat after which a node is lost",
     )
     agent.add_argument(
-        "--gather", type=int, default=5, metavar="S", help="wait for more nodes when MIN are there"
+        "--gather",
+        type=int,
+        default=5,
+        metavar="S",
+        help="seconds to wait for more nodes after MIN have arrived",
     )
     agent.add_argument(
-        "--patience", type=int, default=24 * 3600, metavar="S", help="wait for MIN nodes so long"
+        "--patience", type=int, default=24 * 3600, metavar="S", help="seconds to wait for MIN nodes"
     )
     layouts = commands.add_parser(
         "layouts", help="print the layout on each number of nodes, and start nothing"

@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="OPS",
-        help="operations: the best N and D for it",
+        help="FLOPs of a training run: print the best N and D",
     )
     add(
         "--predict",
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar=("N", "D"),
-        help="parameters and tokens of a hypothetical run",
+        help="parameters and tokens of a run: print its loss by the law",
     )
     add(
         "--without-embeddings",
@@ -188,14 +188,16 @@ def _text(found: dict[str, Any]) -> str:
             lines.append(f"{what} at {sizes}: {row['best']:.3g}")
         if (power := found[name]["law"]) is not None:
             terms = "".join(f" * {key}^{value:.3f}" for key, value in power["powers"].items())
-            lines.append(f"{what} = {power['factor']:.3g}{terms} (times or over {power['spread']:.2f})")
+            lines.append(
+                f"{what} = {power['factor']:.3g}{terms} (up or down by a factor of {power['spread']:.2f})"
+            )
     return "\n".join(lines)
 
 
 def _loss(one: dict[str, Any]) -> str:
     low, high = one["loss_interval"]
     times = one["extrapolates"]
-    far = f"{times:.3g} times the operations of the largest run" if times > 1 else "within the runs"
+    far = f"{times:.3g} times the FLOPs of the largest run" if times > 1 else "within the runs"
     return f"loss {one['loss']:.4g} ({low:.4g} to {high:.4g}), {far}"
 
 

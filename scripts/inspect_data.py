@@ -81,7 +81,7 @@ def _parser() -> Options:
     add = parser.add_argument
     add("--config", required=True, metavar="PATH_OR_NAME", help="a TOML file, or a name in configs/")
     add("--step", type=positive, metavar="N", help="optimizer step, from 1")
-    mixture = "instead, count what a range of steps reads from each source, without reading it"
+    mixture = "show the samples and tokens per source in a range of steps, without reading the data"
     add("--mixture", action="store_true", help=mixture)
     add("--steps", type=_steps, metavar="A:B", help="first and last step of --mixture (all)")
     add("--rank", type=count, metavar="R", help="show only the data of this data-parallel rank (all)")

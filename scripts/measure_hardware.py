@@ -49,7 +49,10 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("--output", type=Path, default=Path("hardware.toml"), help="file to write (default: hardware.toml)")
     add(
-        "--threads", type=positive, default=torch.get_num_threads(), help="of PyTorch on a CPU (default: all)"
+        "--threads",
+        type=positive,
+        default=torch.get_num_threads(),
+        help="PyTorch threads per process on a CPU (default: all)",
     )
     add(
         "--processes",
@@ -58,7 +61,7 @@ def main(argv: list[str]) -> int:
         metavar="N",
         help="number of processes that compute at the same time on a CPU (default: 1)",
     )
-    add("--tiny", action="store_true", help="of toy size: shows that it works, measures nothing")
+    add("--tiny", action="store_true", help="use toy sizes, to try the script: the rates are useless")
     given = parser.parse_args(argv)
     return exit_code_of(
         lambda: _write(given.output, measure(given.threads, given.processes, tiny=given.tiny))

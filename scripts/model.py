@@ -29,14 +29,14 @@ def add_model_options(add: Callable[..., object]) -> None:
         metavar="NAME",
         help="cpu, cuda or cuda:1 (%(default)s: a GPU if there is one)",
     )
-    add("--dtype", choices=list(DTYPES), help="format of the computation (the run's precision.compute)")
+    add("--dtype", choices=list(DTYPES), help="dtype of the computation (the run's precision.compute)")
     add(
         "--context",
         type=positive,
         metavar="N",
         help="maximum context in tokens (the run's train.seq_len)",
     )
-    add("--float8", action="store_true", help="compute as the run trained, with its precision.float8")
+    add("--float8", action="store_true", help="compute in the run's precision.float8")
     add_trust_option(add)
     add("--no-verify", action="store_true", help="compare only the sizes of files, not their checksums")
 

@@ -73,11 +73,13 @@ def _parser() -> Options:
     bad = "maximum fraction of unreadable documents; above it, fail with exit code 2 (%(default)s)"
     add("--max-bad-fraction", type=share, default=MAX_BAD_FRACTION, metavar="F", help=bad)
     part = (
-        "do the K-th (from 1) of N shares of the work, as one of N processes on machines with one --output; afterwards the "
-        "same command without --part joins them. slurm: by the process's place in its srun, or in its job array"
+        "process only share K (from 1) of N; each of N processes, on any machines, does one share in the same --output. "
+        "Afterwards the same command without --part joins the shares. slurm: K and N of the srun step or job array"
     )
     add("--part", type=_part, metavar="K/N", help=part)
-    packing = "also plan sequences for data.packing, of --seq-len tokens; a finished dataset gets them, too"
+    packing = (
+        "also make a plan for data.packing with sequences of --seq-len tokens, even for a finished dataset"
+    )
     add("--packing", choices=("best_fit", "document"), help=packing)
     add("--seq-len", type=positive, metavar="N", help="train.seq_len, for --packing")
     duplicates = "leave out exact copies of an earlier document's text, or also near copies (%(default)s)"

@@ -271,11 +271,11 @@ def _parser() -> Options:
         "--random",
         type=count,
         metavar="N",
-        help="layouts at random, after the others (until the time is over)",
+        help="number of random layouts after the systematic ones (as many as the time allows)",
     )
-    add("--seed", type=count, default=0, metavar="N", help="of the layouts at random (%(default)s)")
+    add("--seed", type=count, default=0, metavar="N", help="seed of the random layouts (%(default)s)")
     add("--steps", type=positive, metavar="N", help="optimizer steps (3; with --digests 10)")
-    add("--minutes", type=minutes, default=5.0, metavar="M", help="time for all of it (%(default)g)")
+    add("--minutes", type=minutes, default=5.0, metavar="M", help="time limit in minutes (%(default)g)")
     add(
         "--against",
         type=Path,
@@ -287,16 +287,24 @@ def _parser() -> Options:
         type=bound,
         default=0.0,
         metavar="X",
-        help="relative difference allowed (--against: 0, not a bit; --digests: 1e-9)",
+        help="allowed relative difference (--against: 0, bitwise equal; --in-place: 1e-9)",
     )
-    add("--in-place", action="store_true", help="under torchrun: the config's own layout, on these processes")
+    add(
+        "--in-place",
+        action="store_true",
+        help="under torchrun: verify the config's own layout on these processes",
+    )
     add(
         "--digests",
         type=Path,
         metavar="FILE",
         help="write digests of one process; with --in-place compare with them",
     )
-    add("--precision", action="store_true", help="compare with float64 in the config's own formats, too")
+    add(
+        "--precision",
+        action="store_true",
+        help="also run in the config's own formats, and compare with float64",
+    )
     add("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 

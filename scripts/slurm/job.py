@@ -165,8 +165,8 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
     )
     if left is not None and left < SHORT_S:
         _print(
-            f"warning: {left} s are little for a start-up and for Slurm's notice, 300 s unless --signal sets another: "
-            "ask for more --time, or for less notice, as with --signal=SIGTERM@60"
+            f"warning: {left} s may be too short for a start-up and for Slurm's notice (300 s unless set by --signal): "
+            "ask for more --time, or for a shorter notice, e.g. --signal=SIGTERM@60"
         )
 
     history_path = run / "requeues.json"

@@ -90,7 +90,7 @@ def test_the_text_has_law_budget_and_extrapolation(planted, capsys) -> None:
     )
     printed = capsys.readouterr().out
     assert re.search(r"^9 points of 27 runs; the law is off by 0\.\d+% at most$", printed, re.M)
-    assert re.search(r"^budget 1e\+17: N = .+ times the operations of the largest run$", printed, re.M)
+    assert re.search(r"^budget 1e\+17: N = .+ times the FLOPs of the largest run$", printed, re.M)
     assert re.search(r"^N = 2e\+05, D = 1e\+06: loss .+, within the runs$", printed, re.M)
 
 
