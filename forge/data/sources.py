@@ -51,10 +51,14 @@ def open_source(
 ) -> Source:
     """Open the stream at `path` and check it against the model's `vocab_size`. Raises UserError.
 
-    path: "synthetic": the generated stream of `seed`. A folder: a forge dataset. `NAME.idx`, or `NAME` next to a
-    `NAME.idx`: a Megatron dataset; a remote Megatron dataset must be named by its `.idx`. `NAME.bin`: bare ids of type
-    `dtype`, with documents ending in `eos_id`. Other kinds record their dtype and documents, and ignore `dtype` and
-    `eos_id`. URLs are read through `cache` (None: the default cache).
+    path is one of:
+
+    - "synthetic": the generated stream of `seed`.
+    - a folder: a forge dataset.
+    - `NAME.idx`, or `NAME` next to a local `NAME.idx`: a Megatron dataset.
+    - `NAME.bin`: bare ids of type `dtype`, with documents ending in `eos_id`.
+
+    Only bare ids use `dtype` and `eos_id`. URLs are read through `cache` (None: the default cache).
     """
     # A URL may carry a signature after its path.
     file = Path(path.partition("?")[0] if is_url(path) else path)

@@ -48,8 +48,8 @@ CONTEXT = (
 def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False) -> None:
     """Log the keys changed since the checkpoint at `path`.
 
-    Raises UserError for a change that prevents continuing the history. branch: the config names this checkpoint in
-    checkpoint.resume.
+    Raises UserError for a change that prevents continuing the history. branch: True if checkpoint.resume names this
+    checkpoint.
     """
     old = _config_of(path)
     if branch:

@@ -55,7 +55,9 @@ def with_scales(
     """
     block = quantization.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-        raise UserError(f"{source}: quantization_config.weight_block_size = {block!r}: needed: two sizes")
+        raise UserError(
+            f"{source}: quantization_config.weight_block_size = {block!r} is not a list of two sizes"
+        )
     rows, columns = block
     found: dict[str, Stored | Scaled] = dict(stored)
     for name, numbers in stored.items():

@@ -155,7 +155,7 @@ def _config(
     """
     longest = values.get("max_position_embeddings")
     if type(longest) is not int or longest < 1:
-        raise UserError(f"{source}: max_position_embeddings = {longest!r}: needed: a number of tokens")
+        raise UserError(f"{source}: max_position_embeddings = {longest!r} is not a number of tokens")
     compute = str(torch.float32 if dtype == torch.float16 else dtype).removeprefix("torch.")
     storage = "float64" if dtype == torch.float64 else "float32"
     tables: dict[str, dict[str, Any]] = {

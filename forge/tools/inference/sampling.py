@@ -19,9 +19,10 @@ NextScores = Callable[[Sequence[Sequence[int]]], Tensor]
 class Sampling:
     """The rule for choosing a token from logits.
 
-    temperature: 0: take the likeliest token, among equals the lowest id. Otherwise draw from softmax(logits / temperature).
-    top_k: draw only from the k likeliest tokens; 0: all. top_p: then draw only from the smallest set of likeliest tokens with
-    total probability top_p. seed: the draw for position n of a text depends only on (seed, n) and the logits.
+    temperature: above 0, draw from softmax(logits / temperature); at 0, take the likeliest token, with the lowest id
+    among equals. top_k: draw only from the k likeliest tokens; 0: all. top_p: of these, draw only from the smallest set
+    of likeliest tokens with total probability top_p. seed: the draw for position n of a text depends only on (seed, n)
+    and the logits.
     """
 
     temperature: float = 0.0

@@ -291,9 +291,9 @@ class _Tokens:
         self.count = self.unknown = 0
 
     def add(self, texts: Iterable[str], *, begins: bool = True, ends: bool = True) -> int:
-        """Add consecutive parts of a document, all or some. Return the size of the added text in bytes of UTF-8.
+        """Add consecutive parts of a document. Return the size of the added text in bytes of UTF-8.
 
-        begins, ends: whether the document begins with the first part, and ends with the last.
+        begins: the first part begins the document. ends: the last part ends the document.
         """
         text_bytes = 0
         if begins:

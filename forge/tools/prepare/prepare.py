@@ -230,7 +230,7 @@ def _identity(chunks: Iterable[Tally]) -> dict[str, Any]:
 
 
 def _require_input(folder: Path, found: dict[str, Any]) -> None:
-    """Raise UserError if the dataset in `folder` was made from other content. found: the identity of the current input."""
+    """Raise UserError if the dataset in `folder` was made from other input. found: the identity of the current input."""
     before = TokenDataset(folder).index.origin.get("input", found)
     if before["version"] == found["version"] and before["content"] != found["content"]:
         raise UserError(
@@ -239,7 +239,7 @@ def _require_input(folder: Path, found: dict[str, Any]) -> None:
 
 
 def _check_input(request: Request, tokenizer: Tokenizer) -> None:
-    """Raise UserError if finished datasets were made from other content than the current input.
+    """Raise UserError if finished datasets were made from other content than that of the current input.
 
     Documents are read only if a file's stamp has changed. If the input no longer exists, nothing is compared.
     """

@@ -1,4 +1,4 @@
-"""Find the best learning rates and batch sizes, and fit to each a power law in the model size."""
+"""Find the best learning rates and batch sizes, and fit a power law in the model size to each of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 class PowerLaw:
     """value = factor * product of x ** power, over the sizes x in `powers`.
 
-    spread: typical factor between a run and the law: exp of the standard deviation of the logarithms.
+    spread: typical factor between a value and the law, i.e. exp of the standard deviation of log(value / law).
     """
 
     factor: float
@@ -42,7 +42,7 @@ def least_at(values: Sequence[float], losses: Sequence[float]) -> float | None:
 
 
 def fit_power_law(rows: Sequence[Mapping[str, float]], value: str, sizes: Sequence[str]) -> PowerLaw | None:
-    """Fit a power law for the key `value` of the rows, in those keys of `sizes` that vary. None for too few rows."""
+    """Fit a power law for the key `value` of the rows, in the keys of `sizes` that vary. None for too few rows."""
     used = [name for name in sizes if len({row[name] for row in rows}) > 1]
     if len(rows) < len(used) + 1 or not used:
         return None

@@ -254,8 +254,8 @@ class _ModuleRun:
     ) -> RankRecord:
         """Run all steps and return this rank's recording. Collective.
 
-        own: folder for a checkpoint before the last step; the step is then repeated from it. None: no checkpoint.
-        other: folder of the reference's checkpoint; the last step is then repeated from it. None: no checkpoint.
+        own: folder for a checkpoint before the last step; None: no checkpoint. other: folder of the reference's
+        checkpoint; None: no checkpoint. The last step is repeated from each of these checkpoints.
         """
         record = RankRecord([RankStep(self._pieces("initial", self._parameters()))])
         for number, batch in enumerate(batches, start=1):

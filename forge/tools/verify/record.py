@@ -71,8 +71,8 @@ class Settings:
 
     borders: record module inputs and outputs. uneven: exclude different numbers of tokens of each sequence from the loss, so
     that valid tokens differ between ranks. held_out: evaluate and generate after the first step.
-    own_folder: folder for a checkpoint before the last step; the step is repeated from it. None: no checkpoint.
-    other_folder: folder of another layout's checkpoint; the last step is repeated from it. None: no other checkpoint.
+    own_folder: folder for a checkpoint before the last step; None: no checkpoint. other_folder: folder of another
+    layout's checkpoint; None: no checkpoint. The last step is repeated from each of these checkpoints.
     draw_on_cpu: draw initial values with the CPU's random numbers on any device. patch: called on each rank of a layout
     before anything else, but not in the reference.
     """
