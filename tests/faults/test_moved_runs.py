@@ -111,10 +111,10 @@ def test_s11_lines_lost_in_a_crash_are_reported_at_the_resume(tmp_path) -> None:
     path.write_bytes(b"".join(lines[:3]) + bytes(300))
     assert run("--train.steps=8") == 0
     log = run.log()
-    assert "ends in zero bytes" in log and "no training line of steps 4 to 6" in log
+    assert "ends in zero bytes" in log and "lacks the training lines of steps 4 to 6" in log
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 7, 8]
     assert run("--train.steps=10") == 0
-    assert run.log().count("no training line") == 1
+    assert run.log().count("lacks the training lines") == 1
 
 
 @pytest.mark.planted()

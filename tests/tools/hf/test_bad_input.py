@@ -153,7 +153,7 @@ BAD: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
     "one_normalised_expert": (
         "qwen3_moe",
         keys(norm_topk_prob=True, num_experts_per_tok=1),
-        ["num_experts_per_tok = 1", "normalised"],
+        ["num_experts_per_tok = 1", "normalises"],
     ),
     "no_weights": (
         "llama",

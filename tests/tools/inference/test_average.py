@@ -37,5 +37,5 @@ def test_a_mean_has_the_mean_of_every_weight_and_a_run_starts_from_it(tmp_path: 
         average(paths, tmp_path / "mean")
     other = Run(tmp_path / "three", *EXPERTS, "--train.steps=2", "--model.n_layers=1")
     assert other() == 0
-    with pytest.raises(UserError, match="of another model"):
+    with pytest.raises(UserError, match="has another model"):
         average([*paths, other.path / "checkpoints" / step_name(2)], tmp_path / "none")

@@ -47,4 +47,4 @@ def test_a_resume_restores_the_state_of_a_hook(name: str, status: str) -> None:
     finally:
         verifier.close()
     assert found.status == status, (found.finding, found.error)
-    assert found.finding is None or "does not continue as one that was not stopped" in found.finding.why
+    assert found.finding is None or "the resumed run differs from the uninterrupted run" in found.finding.why

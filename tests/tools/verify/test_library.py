@@ -258,7 +258,11 @@ def test_pytorchs_context_parallelism_is_equal_and_without_its_gather_different(
     [
         (without_gradients_of_others, "head.weight", "its gradient differs"),
         (one_layer_differs, "second", "its output differs while its input agrees"),
-        (forgets_a_momentum, "parameter embedding.weight", "does not continue as one that was not stopped"),
+        (
+            forgets_a_momentum,
+            "parameter embedding.weight",
+            "the resumed run differs from the uninterrupted run",
+        ),
     ],
 )
 def test_a_defect_is_found_and_named(parallelize, culprit: str, why: str) -> None:
