@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "configs"
-CONFIGS = sorted(path.stem for path in FOLDER.glob("*.toml") if "debug" not in path.stem)
+# The models of the ladder have the parts of 160m.
+CONFIGS = sorted(path.stem for path in FOLDER.glob("*.toml") if not re.search("debug|ladder", path.stem))
 MOST_EXPERTS = 32
 # Longer patterns list every layer of the model.
 LONGEST = 8

@@ -177,9 +177,12 @@ def with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
 
 
 def with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
-    """Return the plan `one` with the state bytes of `whole`, a plan traced with all layers of the rank."""
-    more = sum(whole.state.values()) - sum(one.state.values())
-    peaks = {place: peak.with_more("state", more) for place, peak in one.peaks.items()}
+    """Return the plan `one` with the state bytes of `whole`, a plan traced with all layers of the rank.
+
+    Peaks grow by the difference of all lasting tensors, including those outside checkpoints, e.g. int8's indices of blocks.
+    """
+    lasting, own = (max(peak.kinds.get("state", 0) for peak in plan.peaks.values()) for plan in (whole, one))
+    peaks = {place: peak.with_more("state", lasting - own) for place, peak in one.peaks.items()}
     same = {name: getattr(whole, name) for name in ("state", "host", "checkpoint", "buckets")}
     return replace(one, peaks=peaks, **same)
 
