@@ -42,7 +42,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
     about = environment(torch.device("cpu"))
     about["settings"] = settings_of_runs(given, overrides) | {"overrides": overrides}
     rows = [row for name in given.parametrizations for row in _sizes(name, given, overrides)]
-    publish("transfer", given.output, about, {"rows": rows}, _table(rows, given.rates))
+    publish("transfer", given.output, about, {"rows": rows}, _table(rows, given.rates), timed=False)
 
 
 def _sizes(name: str, given: argparse.Namespace, overrides: list[str]) -> list[Row]:
