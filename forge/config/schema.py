@@ -83,8 +83,9 @@ class OptimizerConfig(Section):
     """Decoupled weight decay: each step multiplies weights by 1 - lr * weight_decay."""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
     """Decay rates of the first and second moment. lion: decay rates for the update's direction and for the momentum."""
-    eps: Annotated[Epsilon, unused_if("optimizer.name", "lion")] = 1e-8
-    """Added to the square root of the second moment."""
+    eps: Epsilon = 1e-8
+    """Added to the square root of the second moment. lion: the update of an element c of the averaged gradient is c / eps
+    if abs(c) < eps, and the sign of c otherwise."""
     no_decay: Annotated[ListOf[Text], unused_if("optimizer.weight_decay", 0)] = (
         "*norm.weight",
         "*bias",
