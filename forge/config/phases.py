@@ -63,7 +63,7 @@ class _Span:
     ramped: frozenset[str]
 
     def share(self, tokens: int, stages: int = 0) -> float:
-        """Return the completed fraction of the span after `tokens`, 0 to 1.
+        """Return the completed fraction of this span once `tokens` tokens of the run are done: 0 to 1.
 
         stages: round down to a multiple of 1 / stages; 0: do not round.
         """

@@ -33,7 +33,10 @@ class TrainingLine(NamedTuple):
 
 
 class Means:
-    """A curve of any length, stored as up to MOST means of equally many values, and a mean of the values left over."""
+    """A curve of any length, stored as at most MOST means.
+
+    Each mean covers the same number of consecutive values; the last may cover fewer.
+    """
 
     def __init__(self) -> None:
         self._means: list[float] = []

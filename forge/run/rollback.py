@@ -35,8 +35,9 @@ def find_rollback_point(
     directory: RunDirectory,
     report_event: Callable[..., None],
 ) -> ResumePoint:
-    """Return the newest good checkpoint before the first bad step, or else the checkpoint at the history's origin.
+    """Return the newest good checkpoint before the first bad step.
 
+    Without one, return the checkpoint from which the run was started (origin.json), if it is good and earlier.
     Collective. Raises UserError (exit 1) without such a checkpoint, or after too many roll-backs.
     """
     limit, verify = config.resilience.max_rollbacks, config.checkpoint.verify
