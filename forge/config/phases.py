@@ -27,9 +27,9 @@ RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 class StepPlan:
     """The settings of one step.
 
-    lr: the peak learning rate, after schedule.lr_rule. windows: the number of windows of train.seq_len tokens read by
-    the step. weights: one for each source with a weight above 0 in some phase; None: no phase changes the weights of
-    [data].
+    lr: the peak learning rate, after schedule.lr_rule. windows: the number of samples, of train.seq_len tokens each,
+    read by the step. weights: one for each source with a weight above 0 in some phase; None: no phase changes the
+    weights of [data].
     """
 
     global_batch_size: int

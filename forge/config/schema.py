@@ -192,11 +192,11 @@ class Checkpoint(Section):
     peers: Annotated[Count, LOCAL] = 1
     """Number of other nodes that store a copy of a node's part of a local state."""
     resume: Text = "auto"
-    """`auto`: resume from the newest valid checkpoint of this run, if any. `none`: start a new history at step 0. Any
-    other value: the checkpoint to resume from. `none` and a checkpoint apply only to the first start: if the command is
+    """`auto`: resume from the newest valid checkpoint of this run, if any. `none`: start over at step 0. Any other
+    value: the checkpoint to resume from. `none` and a checkpoint apply only to the first start: if the command is
     repeated, the run resumes from its own newest checkpoint."""
     init: str = ""
-    """Checkpoint or imported folder with the initial weights for a new training history. Empty: random weights."""
+    """Checkpoint or imported folder with the initial weights of a new run, which begins at step 0. Empty: random weights."""
     init_changes: Annotated[ListOf[Text], unused_if("checkpoint.init", "")] = ()
     """Keys of [model] whose values may differ from those in the checkpoint `init`, e.g. ["model.norm_eps"]. The keys of
     a longer context (rope_theta, rope_scaling, sliding_window, layer_pattern) need no entry. Any other difference is an

@@ -67,7 +67,7 @@ class Mixture:
         return source, before[source + 1] - before[source] + int(ranks[position])
 
     def turns(self, sample: int) -> list[int]:
-        """Return each source's number of turns before global sample `sample`."""
+        """Return the number of samples of each source among global samples 0 ... sample - 1."""
         block, position = divmod(sample, self.block)
         before = self._before(block)
         within = np.bincount(self._order(block)[0][:position], minlength=len(before) - 1).tolist()

@@ -61,7 +61,7 @@ class Means:
 class LiveHandler(logging.StreamHandler[TextIO]):
     """A log handler that writes messages to a terminal and keeps the live view below them.
 
-    A record with a TrainingLine as `progress` is shown in the view instead of as a message.
+    A log record with a TrainingLine as `progress` is shown in the view instead of as a message.
     """
 
     def __init__(self, stream: TextIO):

@@ -155,10 +155,10 @@ class Tracker:
         self._do(lambda: self._write(step, numbers))
 
     def discard_after(self, step: int, history_ends: bool) -> None:
-        """Continue the record after `step`, because the run restarts there.
+        """Continue the curves after `step`, because the run restarts there.
 
-        history_ends: True if the repeated steps may differ from the recorded steps. A record with steps after `step` is
-        then marked as superseded, and a new record begins.
+        history_ends: True if the repeated steps may differ from the steps sent before. If steps after `step` were sent,
+        the service's run is then marked as superseded, and a new one begins.
         """
         self._do(lambda: self._restart(step, history_ends))
 

@@ -1,7 +1,7 @@
-"""The target of a roll-back, and the record of roll-backs. Every later resume needs the record.
+"""Find the checkpoint for a roll-back, and record roll-backs.
 
-Without the record, a run killed between a roll-back and its next checkpoint would read the bad data again. So
-`rollbacks.json` in the run directory records the roll-backs of this history, and so does each checkpoint.
+`rollbacks.json` in the run directory lists all roll-backs of the run, and so does each checkpoint. Without the file, a
+run killed between a roll-back and its next checkpoint would read the bad data again.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def read_rollbacks(directory: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _origin(directory: RunDirectory) -> Origin | None:
-    """Return the recorded origin of the history. If the record cannot be read, log a warning and return None."""
+    """Return the content of origin.json: how the run began. If it cannot be read, log a warning and return None."""
     try:
         return read_origin(directory)
     except UserError as error:
