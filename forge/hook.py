@@ -82,12 +82,12 @@ class Hook:
     """The import path of a hook from the config; empty for forge's own hooks."""
 
     def before_run(self, step: int) -> None:
-        """At the start of the run, with everything built and `step` steps done (0: a new history)."""
+        """At the start of the run, with everything built and `step` steps done (0: the run begins)."""
 
     def after_rollback(self, step: int) -> None:
         """After the run has rolled back to the state after `step`.
 
-        Drop your records of later steps: the run repeats these steps.
+        Discard your results of later steps: the run repeats these steps.
         """
 
     def after_run(self) -> None:

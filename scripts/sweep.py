@@ -60,8 +60,8 @@ def _run(given: argparse.Namespace) -> None:
         _page(sweep, results, winner)
     if without := [one.trial.number for one in results if not one.done]:
         raise UserError(
-            f"{len(without)} of {len(results)} trials have no result: {', '.join(map(str, without))}; {sweep.folder} has the "
-            "log of each run, and the same command makes failed runs again",
+            f"{len(without)} of {len(results)} trials have no result: {', '.join(map(str, without))}; the log of each run is "
+            f"in {sweep.folder}; to repeat the failed runs, give the same command again",
             FAILED,
         )
 

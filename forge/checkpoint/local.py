@@ -127,7 +127,7 @@ class LocalTier:
         return outcomes
 
     def _held(self, after: int) -> dict[int, str]:
-        """Return step -> manifest's digest for this node's states after `after`; empty except on the node's first rank.
+        """Return step -> manifest's digest for this node's states of steps > `after`; empty except on the node's first rank.
 
         Removes damaged manifests.
         """

@@ -1,6 +1,6 @@
-"""`Mirror`: a thread copies complete checkpoints to a remote store. `restore` copies the newest one back.
+"""`Mirror`: a thread copies complete checkpoints to a remote store. `restore` copies the newest copy back.
 
-URL/mirror.json              steps of this run's history with a complete copy, ascending; written last
+URL/mirror.json              steps of the run with a complete copy, ascending; written last
 URL/step-00000100/...        the files of the local folder; manifest.json is written last and removed first
 """
 
@@ -89,7 +89,7 @@ class Mirror:
         self._work.put(work)
 
     def forget_after(self, step: int) -> None:
-        """Remove copies after `step` from the index, and their manifests, because the history continues without them."""
+        """Remove copies after step `step` from the index, and their manifests, because the run repeats these steps."""
         self._newest = min(self._newest, step)
         self._work.put(lambda: self._forget_after(step))
 

@@ -175,9 +175,9 @@ class Checkpoints:
             raise UserError(f"no checkpoint in {self.folder} can be used: {error}", NO_CHECKPOINT) from error
         if at_most is None and (candidates or damaged):
             raise UserError(
-                f"every checkpoint in {self.folder} is damaged and was renamed .damaged-step-*. Restore one, or start a "
-                f"new history under another run.name or, under this name, with checkpoint.resume = none. If "
-                f"checkpoint.resume is none already, remove origin.json",
+                f"every checkpoint in {self.folder} is damaged and was renamed .damaged-step-*. Either restore one, or start "
+                f"over: choose another run.name, or keep the name and set checkpoint.resume = none (if it is none already, "
+                f"also remove origin.json)",
                 NO_CHECKPOINT,
             )
         return None

@@ -27,9 +27,9 @@ RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 class StepPlan:
     """The settings of one step.
 
-    lr: the peak learning rate, after schedule.lr_rule. windows: the number of windows of train.seq_len tokens read by
-    the step. weights: one for each source with a weight above 0 in some phase; None: no phase changes the weights of
-    [data].
+    lr: the peak learning rate, after schedule.lr_rule. windows: the number of samples, of train.seq_len tokens each,
+    read by the step. weights: one for each source with a weight above 0 in some phase; None: no phase changes the
+    weights of [data].
     """
 
     global_batch_size: int
@@ -63,7 +63,7 @@ class _Span:
     ramped: frozenset[str]
 
     def share(self, tokens: int, stages: int = 0) -> float:
-        """Return the completed fraction of the span after `tokens`, 0 to 1.
+        """Return the completed fraction of this span once `tokens` tokens of the run are done: 0 to 1.
 
         stages: round down to a multiple of 1 / stages; 0: do not round.
         """

@@ -83,8 +83,9 @@ class OptimizerConfig(Section):
     """Decoupled weight decay: each step multiplies weights by 1 - lr * weight_decay."""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
     """Decay rates of the first and second moment. lion: decay rates for the update's direction and for the momentum."""
-    eps: Annotated[Epsilon, unused_if("optimizer.name", "lion")] = 1e-8
-    """Added to the square root of the second moment."""
+    eps: Epsilon = 1e-8
+    """Added to the square root of the second moment. lion: the update of an element c of the averaged gradient is c / eps
+    if abs(c) < eps, and the sign of c otherwise."""
     no_decay: Annotated[ListOf[Text], unused_if("optimizer.weight_decay", 0)] = (
         "*norm.weight",
         "*bias",
@@ -191,11 +192,11 @@ class Checkpoint(Section):
     peers: Annotated[Count, LOCAL] = 1
     """Number of other nodes that store a copy of a node's part of a local state."""
     resume: Text = "auto"
-    """`auto`: resume from the newest valid checkpoint of this run, if any. `none`: start a new history at step 0. Any
-    other value: the checkpoint to resume from. `none` and a checkpoint apply only to the first start: if the command is
+    """`auto`: resume from the newest valid checkpoint of this run, if any. `none`: start over at step 0. Any other
+    value: the checkpoint to resume from. `none` and a checkpoint apply only to the first start: if the command is
     repeated, the run resumes from its own newest checkpoint."""
     init: str = ""
-    """Checkpoint or imported folder with the initial weights for a new training history. Empty: random weights."""
+    """Checkpoint or imported folder with the initial weights of a new run, which begins at step 0. Empty: random weights."""
     init_changes: Annotated[ListOf[Text], unused_if("checkpoint.init", "")] = ()
     """Keys of [model] whose values may differ from those in the checkpoint `init`, e.g. ["model.norm_eps"]. The keys of
     a longer context (rope_theta, rope_scaling, sliding_window, layer_pattern) need no entry. Any other difference is an

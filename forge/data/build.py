@@ -74,15 +74,15 @@ def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]
     """Return the sources' weights with `data.temperature` applied.
 
     With a temperature above 0, weights are rounded to six significant digits, to keep messages short. Raises UserError
-    if a source has no size.
+    if a source is synthetic, because such a source is endless.
     """
     temperature = config.data.temperature
     if not temperature:
         return list(weights)
     if endless := [source.name for source in sources if isinstance(source, SyntheticSource)]:
         raise UserError(
-            f"data.temperature = {temperature:g}: source {endless[0]} has no size; set data.temperature = 0, or "
-            "remove that source"
+            f"data.temperature = {temperature:g} needs the size of each source, but source {endless[0]} is synthetic and "
+            "endless; set data.temperature = 0, or remove that source"
         )
     samples = [windows_of(source, config.train.seq_len, config.data.packing).count for source in sources]
     largest = max(samples)

@@ -55,7 +55,7 @@ class PackedDataset:
         self.block = Mixture(weights, seed, block).block
         beginning = Order.beginning(seed, list(self.sources), weights, self.block)
         self.order = self.continuing(beginning, 0)
-        """The order of a new history."""
+        """The order of a run that begins at sample 0."""
         # One or two epochs of each source are in use at the same time.
         self._permutation = lru_cache(maxsize=2 * len(self.sources) + 2)(Permutation)
 
@@ -77,7 +77,10 @@ class PackedDataset:
         return order.continued(dict(zip(self.sources, weights, strict=True)), block, position, self.caps)
 
     def locate(self, global_sample: int) -> tuple[str, int, int]:
-        """Return (source name, epoch, window within the source). Raises UserError if the source is no longer configured."""
+        """Return (source name, epoch, index of the sample within the source).
+
+        Raises UserError if the source is no longer configured.
+        """
         number, sample = self.order.locate(global_sample)
         name = self.order.sources[number]
         if name not in self.sources:

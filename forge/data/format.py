@@ -31,7 +31,7 @@ TokenUses = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class Record(BaseModel):
-    """A record in `dataset.json`: immutable, and an unknown field is an error."""
+    """An object in `dataset.json`: immutable, and an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -127,7 +127,7 @@ class TokenDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a hash of `dataset.json` without its origin. A copied or moved dataset has the same fingerprint."""
+        """Return a hash of `dataset.json` without the key `origin`. A copied or moved dataset has the same fingerprint."""
         # Derived fields missing from older datasets are also excluded.
         content = self.index.model_dump(exclude={"origin": True, "shards": {"__all__": {"block_file"}}})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

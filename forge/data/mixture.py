@@ -1,7 +1,7 @@
 """The source of global sample i: a pure function of (weights, seed, block, i).
 
-Each global sample is a turn of one source. Samples come in blocks of B. C_0 = 0, ..., C_S = 1 are the cumulative
-normalised weights. Before block b, the number of turns of source s is
+Each global sample comes from one source, and is a turn of this source. Samples come in blocks of B. C_0 = 0, ...,
+C_S = 1 are the cumulative normalised weights. Before block b, the number of turns of source s is
 
     turns_s(b) = floor(b B C_{s+1}) - floor(b B C_s)
 
@@ -30,8 +30,8 @@ class Mixture:
     """The source of each global sample, in proportion to `weights`.
 
     weights: may have any sum; 0: the source is never read. block: number of samples per shuffled block, raised to at
-    least 1 / (smallest positive share). With smaller blocks, rounding could make a source's number of turns fall from
-    one block to the next. Raises UserError for a share below 1e-6.
+    least 1 / (smallest positive share). With smaller blocks, rounding could make turns_s(b), a source's total before
+    block b, decrease as b grows. Raises UserError for a share below 1e-6.
     """
 
     def __init__(self, weights: Sequence[float], seed: int, block: int = 1024):
@@ -67,7 +67,7 @@ class Mixture:
         return source, before[source + 1] - before[source] + int(ranks[position])
 
     def turns(self, sample: int) -> list[int]:
-        """Return each source's number of turns before global sample `sample`."""
+        """Return the number of samples of each source among global samples 0 ... sample - 1."""
         block, position = divmod(sample, self.block)
         before = self._before(block)
         within = np.bincount(self._order(block)[0][:position], minlength=len(before) - 1).tolist()

@@ -1,11 +1,11 @@
-"""Global sample i -> (source, sample of the source), in a history of changing mixtures and skipped ranges.
+"""Global sample i -> (source, sample of the source), under all mixtures that a run has used and all skipped ranges.
 
 Each source is read in its own order, independently of the other sources. The m-th sample, m = 0, 1, ..., of a source
-with n windows is in epoch e = m div n and is window permutation_e(m mod n). So an epoch reads each window once before
-the next epoch begins. An exhausted source, or a source smaller than a batch, continues with its next epoch.
+with n windows (samples) is in epoch e = m div n and is window permutation_e(m mod n). So an epoch reads each window
+once before the next epoch begins. An exhausted source, or a source smaller than a batch, continues with its next epoch.
 
-A history is a list of segments, each with a mixture (forge/data/mixture.py). Under a new mixture each source continues
-at its own position, even if it was left out in between. Sources are identified by their content.
+The mixtures form a list of segments, one mixture (forge/data/mixture.py) each. Under a new mixture each source
+continues at its own position, even if it was left out in between. Sources are identified by their content.
 
 A roll-back skips a range of global samples. Each source's samples in this range are also skipped under any later
 mixture.
@@ -32,7 +32,7 @@ class Segment:
     """A mixture of sources: `weights` apply from global sample `start` on, in shuffled blocks of `block` samples.
 
     drawn: index of each source's next sample at `start`, in the source's own order. weights and drawn have one entry
-    for each source of the history so far, in the order of first use.
+    for each source that the run has used so far, in the order of first use.
     """
 
     start: int
@@ -64,7 +64,7 @@ class Stretch(NamedTuple):
 
 
 class Order:
-    """The order in which a run's history reads the samples of all sources.
+    """The order in which a run reads the samples of all sources, from its first step on.
 
     sources: names in the order of first use. Continuing the order only appends to `sources` and `segments`.
     """
@@ -90,7 +90,7 @@ class Order:
 
     @classmethod
     def beginning(cls, seed: int, sources: Sequence[str], weights: Sequence[float], block: int) -> Order:
-        """Return the order of a new history."""
+        """Return the order of a run that begins at sample 0 with these sources."""
         return cls(seed, sources, [Segment(0, block, tuple(weights), (0,) * len(sources))])
 
     def _add_stretches(self, segment: Segment, stop: int | None) -> None:

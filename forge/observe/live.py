@@ -33,7 +33,10 @@ class TrainingLine(NamedTuple):
 
 
 class Means:
-    """A curve of any length, stored as up to MOST means of equally many values, and a mean of the values left over."""
+    """A curve of any length, stored as at most MOST means.
+
+    Each mean covers the same number of consecutive values; the last may cover fewer.
+    """
 
     def __init__(self) -> None:
         self._means: list[float] = []
@@ -58,7 +61,7 @@ class Means:
 class LiveHandler(logging.StreamHandler[TextIO]):
     """A log handler that writes messages to a terminal and keeps the live view below them.
 
-    A record with a TrainingLine as `progress` is shown in the view instead of as a message.
+    A log record with a TrainingLine as `progress` is shown in the view instead of as a message.
     """
 
     def __init__(self, stream: TextIO):

@@ -122,7 +122,7 @@ class Reporter:
     def begun(self, step: int, path: Path | None, *, new: bool) -> None:
         """Report that training starts after `step` steps.
 
-        path: the resumed checkpoint, or None. new: whether a new history begins.
+        path: the resumed checkpoint, or None. new: False if the run resumes from its own checkpoint.
         """
         self._begun = True
         self.event("fresh" if path is None else "resumed", step=step, path=path and str(path), new=new)

@@ -1,9 +1,10 @@
 """Trackers: a run's curves at Weights & Biases or MLflow. A failing tracker never ends or delays a run.
 
-A run has one record at each tracker. `trackers.json` in the run directory contains the record's id and last step. A
-resumed run continues the record, and adds missing steps from metrics.jsonl. After a roll-back, or when a new history
-begins in the directory, the record contains steps outside the history. forge then marks the record as superseded, and
-writes the whole history to a new record.
+A run of forge has one record in each tracking service: the service's own run. `trackers.json` in the run directory
+contains the record's id and last step. A resumed run continues the record, and adds missing steps from metrics.jsonl.
+After a roll-back, or after a new start in the same directory (`checkpoint.resume = none`, or another checkpoint), the
+record contains steps that no longer belong to the run. forge then marks the record as superseded, and writes all steps
+in metrics.jsonl to a new record.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ Curves = tuple[int, Mapping[str, float | None]]
 
 
 class Service(Protocol):
-    """One record at a tracker. Methods may raise any exception."""
+    """One run in a tracking service (Weights & Biases or MLflow): a record. Methods may raise any exception."""
 
     def open(self, record: str | None, name: str, config: Mapping[str, Any]) -> str:
-        """Continue the record with the id `record`, or begin a new record (None). Return the record's id."""
+        """Continue the service's run with the id `record`, or create one (None). Return its id."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
     def supersede(self) -> None:
-        """Mark the record as superseded and close it."""
+        """Mark the service's run as superseded and close it."""
 
     def close(self) -> None: ...
 
@@ -154,10 +155,10 @@ class Tracker:
         self._do(lambda: self._write(step, numbers))
 
     def discard_after(self, step: int, history_ends: bool) -> None:
-        """Continue the record after `step`, because the run restarts there.
+        """Continue the curves after `step`, because the run restarts there.
 
-        history_ends: True if the repeated steps may differ from the recorded steps. A record with steps after `step` is
-        then marked as superseded, and a new record begins.
+        history_ends: True if the repeated steps may differ from the steps sent before. If steps after `step` were sent,
+        the service's run is then marked as superseded, and a new one begins.
         """
         self._do(lambda: self._restart(step, history_ends))
 
@@ -254,7 +255,10 @@ def make_trackers(
     config: Mapping[str, Any],
     history: Callable[[], Iterable[Curves]],
 ) -> list[Tracker]:
-    """Return a tracker for each kind of SERVICES with a project or experiment in `wanted`."""
+    """Return a tracker for each non-empty entry of `wanted`.
+
+    wanted: kind, a key of SERVICES -> project (wandb) or experiment (mlflow); empty: no tracker.
+    """
     return [
         Tracker(kind, SERVICES[kind](where, folder), folder, name, config, history)
         for kind, where in wanted.items()

@@ -48,7 +48,7 @@ CONTEXT = (
 def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False) -> None:
     """Log the keys changed since the checkpoint at `path`.
 
-    Raises UserError for a change that prevents continuing the history. branch: True if checkpoint.resume names this
+    Raises UserError for a change with which the run cannot continue. branch: True if checkpoint.resume names this
     checkpoint.
     """
     old = _config_of(path)

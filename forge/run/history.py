@@ -65,7 +65,8 @@ class History:
     def _restart(self, start: Start, rollbacks: Sequence[Rollback] = ()) -> None:
         """Load the checkpoint of `start`, set aside later checkpoints and metrics, and open the data.
 
-        Collective. rollbacks: new roll-backs to record. Checkpoints and metrics of another history are set aside too.
+        Collective. rollbacks: new roll-backs to record. If the run starts over, all old checkpoints and metrics are set
+        aside.
         """
         trainer, reporter = self._trainer, self._trainer.reporter
         if start.point is not None:

@@ -49,7 +49,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Earlier:
-    """The run directory's record of earlier starts; filled only on the first rank.
+    """Facts about earlier starts, read from the run directory; filled only on the first rank.
 
     finished: the last start ended with all steps done. saved: the last saved step of the current history; 0: none.
     """
@@ -59,7 +59,7 @@ class Earlier:
 
 
 def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
-    """Return the record of earlier starts in `directory`. status: content of `status.json` from the last start."""
+    """Read the facts about earlier starts from `directory`. status: content of `status.json` from the last start."""
     events = read_lines(directory.events, "event")
     saved, finished = 0, status.get("state") == "finished"
     for event in events:

@@ -46,9 +46,10 @@ class ResumePoint:
 class Start:
     """The point at which a run starts, or to which it rolls back.
 
-    point: the checkpoint; None: step 0. kept: the last step of this history to keep in the run directory; -1: the
-    directory holds no step of this history. origin: the history's origin, if the history begins now; else None.
-    replaces: True if the directory may hold another history, which must be set aside.
+    point: the checkpoint; None: step 0. kept: the last step in the run directory that remains valid; later checkpoints
+    and metrics are set aside. -1: no step in the directory belongs to this run. origin: how the run begins, for
+    origin.json, if it begins now; None: it continues. replaces: True if the directory may hold an earlier run, whose
+    files must be set aside.
     """
 
     point: ResumePoint | None

@@ -1,7 +1,7 @@
-"""The target of a roll-back, and the record of roll-backs. Every later resume needs the record.
+"""Find the checkpoint for a roll-back, and record roll-backs.
 
-Without the record, a run killed between a roll-back and its next checkpoint would read the bad data again. So
-`rollbacks.json` in the run directory records the roll-backs of this history, and so does each checkpoint.
+`rollbacks.json` in the run directory lists all roll-backs of the run, and so does each checkpoint. Without the file, a
+run killed between a roll-back and its next checkpoint would read the bad data again.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def find_rollback_point(
     directory: RunDirectory,
     report_event: Callable[..., None],
 ) -> ResumePoint:
-    """Return the newest good checkpoint before the first bad step, or else the checkpoint at the history's origin.
+    """Return the newest good checkpoint before the first bad step.
 
+    Without one, return the checkpoint from which the run was started (origin.json), if it is good and earlier.
     Collective. Raises UserError (exit 1) without such a checkpoint, or after too many roll-backs.
     """
     limit, verify = config.resilience.max_rollbacks, config.checkpoint.verify
@@ -115,7 +116,7 @@ def read_rollbacks(directory: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _origin(directory: RunDirectory) -> Origin | None:
-    """Return the recorded origin of the history. If the record cannot be read, log a warning and return None."""
+    """Return the content of origin.json: how the run began. If it cannot be read, log a warning and return None."""
     try:
         return read_origin(directory)
     except UserError as error:

@@ -41,10 +41,10 @@ _HISTORY = re.compile(r"[0-9a-f]{8}")
 class Tiers:
     """The checkpoints of a run and, with `checkpoint.local_interval`, its node-local states. Methods are collective.
 
-    A state belongs to one history of one run. Its path is PLACE/RUN/HISTORY/step-N: the private folder
-    `checkpoint.local_dir`, the run's name with a hash of its path, and a random number chosen when the history begins.
-    The run directory records the number and all places, so a start with another configuration can still remove the
-    states.
+    A state belongs to one history, i.e. one sequence of optimizer steps (forge/run/origin.py), of one run. Its path is
+    PLACE/RUN/HISTORY/step-N: the private folder `checkpoint.local_dir`, the run's name with a hash of its path, and a
+    random number chosen when the history begins. The file `local-states` in the run directory has the number and all
+    private folders, so a start with another configuration can still remove the states.
     """
 
     def __init__(self, config: Config, checkpoints: Checkpoints, directory: RunDirectory):
@@ -99,7 +99,7 @@ class Tiers:
         return step
 
     def _follow(self, start: Start) -> None:
-        """Keep the local states of the history continued by `start`, and remove this run's other local states.
+        """Keep the local states of the history that `start` continues; remove the run's local states of other histories.
 
         Collective.
         """
@@ -122,9 +122,9 @@ class Tiers:
         self.local.forget_after(start.kept)
 
     def _read_record(self) -> tuple[str, list[str]]:
-        """Return the recorded id of the current history, and the folders of its local states.
+        """Read the id of the current history and the folders of its local states from the file `local-states`.
 
-        Call on the first rank. The id is a random string; "": no history is recorded.
+        Call on the first rank. The id is a random string; "" without the file.
         """
         text = self._record.read_text("utf-8") if self._record.exists() else ""
         number, *places = text.splitlines() or [""]
@@ -207,10 +207,10 @@ def mirror_url(config: Config) -> str:
 
 
 def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier) -> None:
-    """Restore the newest mirrored checkpoint if the run directory has lost all checkpoints of the history to continue.
+    """Restore the newest mirrored checkpoint if the run directory has lost all checkpoints from which the run could resume.
 
-    Collective. Raises UserError like `restore`. Also raises UserError (exit 2) if a new history would overwrite the
-    copies of an earlier history.
+    Collective. Raises UserError like `restore`. Also raises UserError (exit 2) if the run would start over and
+    overwrite the copies of its earlier checkpoints.
     """
     kept, folder = config.checkpoint, checkpoints.folder
     if not kept.mirror:

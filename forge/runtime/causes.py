@@ -40,7 +40,7 @@ class Cause(StrEnum):
 
     @property
     def mark(self) -> dict[str, object]:
-        """Return the `extra` argument of a log call with this cause."""
+        """Return the `extra` argument for a log call, to mark the message with this cause."""
         return {"cause": self}
 
     def of(self, *ranks: int) -> dict[str, object]:

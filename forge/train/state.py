@@ -27,7 +27,7 @@ class Rollback(SkippedRange):
 
 @dataclass
 class Progress:
-    """Counts since the start of the run's history.
+    """Counts since step 0 of the run.
 
     order: the global sample order, with the ranges skipped by roll-backs. step: number of optimizer steps, including
     skipped steps. next_sample: the first global sample of the next step. tokens: number of trained token positions.
@@ -49,7 +49,7 @@ class Progress:
         self.tokens += plan.tokens
 
     def rollback_to(self, saved: dict[str, Any], pass_over: bool) -> Rollback:
-        """Return the record of a roll-back to a checkpoint with the JSON state `saved`.
+        """Return the `Rollback` from this step to a checkpoint with the JSON state `saved`.
 
         Changes nothing. pass_over: skip the samples read since that checkpoint.
         """
@@ -60,7 +60,7 @@ class Progress:
         return Rollback(first, end, drawn, from_step=self.step, to_step=then.step)
 
     def pass_over(self, rollbacks: Sequence[Rollback]) -> None:
-        """Skip the samples of `rollbacks` from now on. rollbacks: all roll-backs of this history."""
+        """Skip the samples of `rollbacks` from now on. rollbacks: all roll-backs of the run so far."""
         self.rollbacks = list(rollbacks)
         self.order = self.order.passing_over(rollbacks)
         self.next_sample = self.order.nth(self.next_sample, 0)

@@ -73,7 +73,7 @@ class WholeProjectionNorm(LocalNorm):
 
 
 class LocalProjectionNorm(ProjectionNorm):
-    """A norm over all heads, with 1 / tp of the heads and their part of the weight on each rank. Collective."""
+    """A norm over all heads. Each rank has 1 / tp of the heads, and their elements of the weight. Collective."""
 
     def __init__(self, plain: ProjectionNorm, place: ModulePlace):
         with torch.device("meta"):

@@ -160,7 +160,7 @@ def modules_ahead(names: Container[str], n_layers: int) -> int:
 
 
 def _in_order(weights: list[Weight]) -> list[Weight]:
-    """Move Weights sharing a tensor of transformers next to each other, in the order of their rows."""
+    """Sort so that Weights with one tensor of Hugging Face transformers are adjacent, ordered by their rows in it."""
     first = {theirs: n for n, weight in reversed(list(enumerate(weights))) for theirs in weight.theirs}
 
     def key(numbered: tuple[int, Weight]) -> tuple[int, int]:

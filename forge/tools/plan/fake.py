@@ -151,7 +151,10 @@ class FakeRank:
             apply_gradients(model, self.optimizer, report, optimizer.lr, train.grad_clip_norm)
 
     def update(self, microbatches: int) -> None:
-        """Run only the optimizer's part of a step, with fake gradients. microbatches: number of microbatches in memory."""
+        """Run only the optimizer's part of a step, with fake gradients.
+
+        As in a step, a batch of `microbatches` microbatches stays in memory meanwhile.
+        """
         with _explained(), self._watched():
             self.trace.begin()
             self.trace.moment = Moment("update")

@@ -136,7 +136,7 @@ def problems_of(
 
 
 def record_ratio(record: RankChecks, check: Check, records: Sequence[RankChecks]) -> float:
-    """Return the rate of this record's rank divided by the rate of the slowest rank."""
+    """Return the rate of `record`'s rank in `check`, divided by the rate of the slowest rank."""
     return max(one.timed[check.name].seconds for one in records) / record.timed[check.name].seconds
 
 

@@ -24,7 +24,7 @@ class Bad(NamedTuple):
 
 
 class Document(str):
-    """The text of a record. metadata: other keys of the record -> values."""
+    """The text of a JSON line or a Parquet row. metadata: other keys of the line or row -> values."""
 
     metadata: Mapping[str, Any]
 
@@ -38,7 +38,7 @@ def read_documents(piece: Piece, text_key: str, keys: Sequence[str] = ()) -> Ite
     """Yield the documents of a piece in order; a Bad for each unreadable one. Blank documents are left out.
 
     A document is the content of a text file, or the value of `text_key` in a JSON line or a Parquet row. keys: further
-    keys of records to keep; if given, records become `Document`s.
+    keys of lines and rows to keep; if given, the results are `Document`s.
     """
     read = {"text": _read_text, "lines": _read_lines, "parquet": _read_parquet}[piece.file.kind]
     for document in read(piece, text_key, keys):

@@ -27,11 +27,12 @@ from forge.train.state import Progress, Rollback
 class Sample:
     """One sequence of a step.
 
-    sample: global number of the sample. rank: the data rank reading the sequence. source, epoch, window: the sequence is
-    window `window` of `source`, in the source's epoch `epoch` (from 0). part: in a phase with shorter sequences, the index
-    of the sequence in its window; otherwise None. first_token: index of the sequence's first token in the source.
-    tokens: the first ids of the sequence. text: their text; None without a tokenizer. documents: positions in the sequence
-    at which documents begin. masked: number of labels ignored at document starts, under `data.document_mask`.
+    sample: global number of the sample. rank: the data rank reading the sequence. source, epoch, window: the sample is
+    number `window` of `source`, read in the source's epoch `epoch` (from 0). part: in a phase with shorter sequences,
+    the index of the sequence in its sample; otherwise None. first_token: index of the sequence's first token in the
+    source. tokens: the first ids of the sequence. text: their text; None without a tokenizer. documents: positions in
+    the sequence at which documents begin. masked: number of labels ignored at document starts, under
+    `data.document_mask`.
     """
 
     sample: int
@@ -67,8 +68,8 @@ def dataset_of_run(config: Config, last: int) -> PackedDataset:
 
     The run need not have reached this step.
 
-    The history of a run comes from its newest checkpoint. Print the skipped ranges and the changes of the mixture. Raises
-    UserError if the run has another seed or sequence length than `config`.
+    The mixtures and roll-backs of a run come from its newest checkpoint. Print the skipped ranges and the changes of
+    the mixture. Raises UserError if the run has another seed or sequence length than `config`.
     """
     dataset = build_dataset(config)
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)

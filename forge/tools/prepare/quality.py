@@ -39,9 +39,10 @@ class FilterFailed(Exception):
 class Quality:
     """Rules for leaving out documents, and the metadata to keep.
 
-    filter: import path of a function of (text, metadata). The function returns None to keep a document, or a short reason
-    to leave it out. decontaminate: files; a document sharing `ngram` consecutive words with one of them is left out.
-    duplicates: leave out exact or near copies of earlier documents. metadata: keys of a record, kept in metadata.jsonl.
+    filter: import path of a function of (text, metadata). The function returns None to keep a document, or a short
+    reason to leave it out. decontaminate: files; a document sharing `ngram` consecutive words with one of them is left
+    out. duplicates: leave out exact or near copies of earlier documents. metadata: keys of a JSON line or Parquet row,
+    kept in metadata.jsonl.
     """
 
     filter: str = ""

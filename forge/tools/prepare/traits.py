@@ -72,12 +72,12 @@ def find_duplicates(
 
 
 def text_bytes(parts: Path, number: int, split: str, kept: np.ndarray) -> int:
-    """Return the size of the kept documents of a part, in bytes of UTF-8. kept: bool `[documents]`."""
+    """Return the text size of the documents with True in `kept`, in bytes of UTF-8. kept: bool `[documents]`."""
     return int(_read(parts, number, split, "documents.npy")["bytes"][kept].sum())
 
 
 def metadata_lines(parts: Path, number: int, split: str, kept: np.ndarray) -> Iterator[bytes]:
-    """Yield the metadata lines of the kept documents of a part. kept: bool `[documents]`."""
+    """Yield the metadata lines of the documents with True in `kept`. kept: bool `[documents]`."""
     with open(_path(parts, number, split, "metadata.jsonl"), "rb") as lines:
         for line, wanted in zip(lines, kept, strict=True):
             if wanted:
@@ -85,7 +85,10 @@ def metadata_lines(parts: Path, number: int, split: str, kept: np.ndarray) -> It
 
 
 def select(tokens: np.ndarray, starts: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens and starts of the kept documents. starts: offsets of documents in `tokens`. kept: bool `[documents]`."""
+    """Return tokens and starts of the documents with True in `kept`.
+
+    starts: offsets of documents in `tokens`. kept: bool `[documents]`.
+    """
     if kept.all():
         return tokens, starts
     lengths = np.diff(starts, append=len(tokens))

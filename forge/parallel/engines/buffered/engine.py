@@ -113,7 +113,7 @@ class Buffered:
         self._reduction.place_gradients()
 
     def start_gradient_sync(self) -> None:
-        """Launch the reduction of every bucket not launched during backward."""
+        """Launch the reductions of the remaining buckets, i.e. of those that backward has not launched."""
         self._reduction.launch_rest()
 
     def finish_gradient_sync(self) -> None:

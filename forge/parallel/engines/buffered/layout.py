@@ -58,7 +58,7 @@ class Bucket:
         return self.start + self.numel
 
     def kept(self, slot: Slot, part: int) -> tuple[int, int, int]:
-        """Return (start, stop, at) for the rank of `part`.
+        """Return (start, stop, at) for the rank with part number `part` of the bucket.
 
         The rank keeps elements [start, stop) of the flattened parameter in `slot`. These elements begin at element `at`
         of the rank's part of the bucket. (0, 0, 0): the rank keeps none.

@@ -41,11 +41,11 @@ class Groups:
 
     @property
     def part(self) -> int:
-        """Index of this rank's part, from 0."""
+        """Index of this rank's part of each bucket, from 0."""
         return self._part([group.rank() for group in self.shard])
 
     def part_at(self, at: Mapping[str, int]) -> int:
-        """Return the index of the part kept by another rank. at: the other rank's position on each mesh axis."""
+        """Return the index of another rank's part of each bucket. at: the other rank's position on each mesh axis."""
         return self._part([at[axis] for axis in self.shard_axes])
 
     def _part(self, places: list[int]) -> int:
