@@ -276,6 +276,11 @@ def _others(config: Config) -> Iterator[Problem]:
     if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enabled:
         needed = "needs compile.enabled = true, because the compiler chooses the activations to keep"
         yield problem("activation_checkpoint.mode", needed, "enable it, or use selective", "compile.enabled")
+    checkpointing = config.activation_checkpoint
+    if checkpointing.mode == "offload" and checkpointing.modules and config.compile.enabled:
+        whole = "must be [] with activation_checkpoint.mode = offload and compile.enabled = true"
+        remedy = "use [], or compile.enabled = false"
+        yield problem("activation_checkpoint.modules", whole, remedy, "compile.enabled")
     if not any(source.weight for source in config.data.sources):
         yield problem("data.sources", "has no source with a weight > 0", "give at least one source a weight")
     names = Counter(source.name for source in config.data.validation)

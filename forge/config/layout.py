@@ -43,7 +43,7 @@ WITH_FLOAT8 = unused_if("precision.float8", "none")
 LISTED = Unused(
     "pipeline.layers_per_stage is a list", lambda c: isinstance(c.pipeline.layers_per_stage, tuple)
 )
-BY_BLOCK = used_if("activation_checkpoint.mode", "full", "selective")
+BY_BLOCK = used_if("activation_checkpoint.mode", "full", "selective", "offload")
 COMPILES = Unused(
     "nothing is compiled", lambda c: not (c.compile.enabled or c.compile.loss or c.compile.optimizer)
 )
@@ -205,15 +205,17 @@ class Precision(Section):
 
 
 class ActivationCheckpoint(Section):
-    """Save memory by recomputing activations in backward."""
+    """Save memory by recomputing activations in backward, or by keeping them in host memory."""
 
-    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """none: recompute nothing. full: recompute whole blocks. selective: recompute cheap operations. memory_budget: the
-    compiler recomputes as much as memory_budget requires (needs compile.enabled)."""
+    mode: Literal["none", "full", "selective", "memory_budget", "offload"] = "none"
+    """none: keep all activations. full: recompute whole blocks. selective: recompute cheap operations. memory_budget:
+    the compiler recomputes as much as memory_budget requires (needs compile.enabled). offload: copy the activations of
+    each block to host memory in forward, and back in backward."""
     modules: Annotated[ListOf[Text], BY_BLOCK] = ()
-    """full, selective: recompute only these submodules of a block, e.g. `attention`. []: the whole block."""
+    """full, selective, offload: only these submodules of a block, e.g. `attention`. []: the whole block. With offload,
+    needs compile.enabled = false."""
     every: Annotated[Positive, BY_BLOCK] = 1
-    """full, selective: recompute only in every n-th block."""
+    """full, selective, offload: only every n-th block."""
     memory_budget: Annotated[Share, used_if("activation_checkpoint.mode", "memory_budget")] = 0.5
     """memory_budget: fraction of a block's activations to keep. 0: recompute everything."""
 

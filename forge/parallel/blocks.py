@@ -1,4 +1,4 @@
-"""Wrap the forwards of blocks, for recomputation in backward, compilation and casts. No other file wraps forwards.
+"""Wrap the forwards of blocks, for recomputation or offload, compilation and casts. No other file wraps forwards.
 
 Only forwards are replaced, never modules, so parameters keep their names. FSDP's hooks on a block, and tensor
 parallelism's hooks on a child, run outside the new forward: recomputation gathers no parameters again, and the compiled
@@ -9,6 +9,7 @@ graph contains no hooks. From the inside out:
     full recomputation       nothing inside is kept, so the compiler gains nothing from seeing the checkpoint. With a
                              checkpoint inside the graph, PyTorch 2.13 fails to trace tensor parallelism with SDPA (it
                              saves a DeviceMesh)
+    offload                  acts on the tensors saved by the block, or by its compiled graph
     wait                     the first block only: compiled code must not receive the result of a running collective
     cast                     last, so graph and recomputation see the module's compute dtype
 
@@ -17,15 +18,16 @@ error, never a silent loss of speed. A block with a mixture of experts is severa
 experts, the router, the experts' activation, and each permutation of rows. Between the graphs the host reads the number
 of rows for each rank.
 
-Activation checkpointing frees activations after forward and computes them again in backward:
+Activation checkpointing frees activations after forward and restores them in backward:
 
     full           keeps only a block's input; a third more computation
     selective      keeps the results of the operators in KEPT and recomputes the cheap rest. Compiled parts of a mixture
                    of experts are recomputed as a whole
     memory_budget  the compiler chooses, block by block, under a budget for kept memory
+    offload        computes nothing again: activations wait in host memory (forge/parallel/offload.py)
 
-The first two modes can be restricted. With `every` = n, only every n-th block is recomputed; with `modules`, only the
-named children of blocks.
+The modes full, selective and offload can be restricted. With `every` = n, only every n-th block is chosen; with
+`modules`, only the named children of blocks.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ from forge.model.host import HostReads
 from forge.model.residual import Mixed
 from forge.parallel.layout import Layout
 from forge.parallel.modules import has_all_names
+from forge.parallel.offload import Offload
 from forge.parallel.precision import maximal_subtrees, plan_units
 from forge.runtime import compat
 from forge.runtime.errors import UserError, did_you_mean
@@ -95,6 +98,8 @@ KEPT = (
     "aten.max",
     "aten.amax",
 )
+# The modes that `every` and `modules` restrict.
+BY_BLOCK = ("full", "selective", "offload")
 PROFILER_MARKS = ("profiler._record_function_enter_new", "profiler._record_function_exit")
 
 
@@ -123,11 +128,12 @@ def apply_blocks(model: Transformer, layout: Layout) -> None:
 
 
 class BlockPolicy:
-    """Chooses which forwards of a block are recomputed and which are compiled."""
+    """Chooses which forwards of a block are recomputed or offloaded, and which are compiled."""
 
     def __init__(self, layout: Layout):
         self._recomputation = layout.activation_checkpoint
         self._selective = self._recomputation.mode == "selective"
+        self._offload = Offload() if self._recomputation.mode == "offload" else None
         # In a model with experts, each half of a block is checkpointed separately, because only the first half of a
         # block with experts can be compiled. The model's dense blocks are treated the same way: PyTorch 2.11's compiler
         # drops the second half of a block whose wrapping differs from the next block's.
@@ -135,27 +141,30 @@ class BlockPolicy:
         self._compiler = compiler_for(layout.compile) if layout.compile.enabled else None
 
     def wrap(self, block: Any, layer: int) -> None:
-        """Wrap forwards of `block`, number `layer` of the model, for compilation and recomputation.
+        """Wrap forwards of `block`, number `layer` of the model, for compilation, and recomputation or offload.
 
         The module docstring gives the order, from the inside out.
         """
         chosen = self._recomputation
-        recomputed = chosen.mode in ("full", "selective") and layer % chosen.every == 0
-        whole = recomputed and not chosen.modules and not self._halves
-        if recomputed and chosen.modules:
+        is_chosen = chosen.mode in BY_BLOCK and layer % chosen.every == 0
+        whole = is_chosen and not chosen.modules and not self._halves
+        if is_chosen and chosen.modules:
             for name, child in block.named_children():
                 if name in chosen.modules:
-                    child.forward = self._recompute(child.forward)
-        elif recomputed and self._halves:
-            block.attend, block.feed = self._recompute(block.attend), self._recompute(block.feed)
+                    child.forward = self._lighten(child, child.forward)
+        elif is_chosen and self._halves:
+            block.attend, block.feed = (self._lighten(block, half) for half in (block.attend, block.feed))
         if whole and self._selective:
-            block.forward = self._recompute(block.forward)
+            block.forward = self._lighten(block, block.forward)
         if self._compiler is not None:
             self._compile(block)
         if whole and not self._selective:
-            block.forward = self._recompute(block.forward)
+            block.forward = self._lighten(block, block.forward)
 
-    def _recompute(self, forward: Any) -> Recomputed:
+    def _lighten(self, module: nn.Module, forward: Any) -> Any:
+        """Return `forward`, a forward of `module`, wrapped to keep less memory for backward."""
+        if self._offload is not None:
+            return self._offload.wrap(module, forward)
         return Recomputed(forward, selective=self._selective)
 
     def _compile(self, block: Any) -> None:
@@ -354,9 +363,9 @@ def _to(value: Any, dtype: torch.dtype) -> Any:
 def check_modules(model: Transformer, chosen: ActivationCheckpoint) -> None:
     """Raise UserError if a name in `chosen.modules` is not a child of any block.
 
-    Modes other than full and selective ignore the names.
+    The modes none and memory_budget ignore the names.
     """
-    if chosen.mode not in ("full", "selective"):
+    if chosen.mode not in BY_BLOCK:
         return
     known = sorted({name for block in model.layers.values() for name, _ in block.named_children()})
     for name in chosen.modules:

@@ -22,6 +22,8 @@ RECOMPUTE = {
     "attention": 'mode = "full"\nmodules = ["attention"]',
     "selective": 'mode = "selective"',
     "selective feed_forward": 'mode = "selective"\nmodules = ["feed_forward"]',
+    "offload": 'mode = "offload"',
+    "offload every second attention": 'mode = "offload"\nmodules = ["attention"]\nevery = 2',
     "memory_budget": 'mode = "memory_budget"\nmemory_budget = 0.2',
 }
 COMPILE = '[compile]\nenabled = true\nloss = true\nbackend = "aot_eager_decomp_partition"\n'
@@ -64,7 +66,7 @@ def test_compile(world: int) -> None:
 
 @pytest.mark.parametrize(
     "mode",
-    [*(pytest.param(mode, marks=SLOW) for mode in ("full", "attention", "memory_budget")), "selective"],
+    [*(pytest.param(mode, marks=SLOW) for mode in ("full", "attention", "memory_budget")), "selective", "offload"],
 )
 def test_compile_with_activation_checkpointing(mode: str) -> None:
     check(2, COMPILE + recompute(mode), micro=2)
@@ -79,7 +81,7 @@ MIXTURE = "[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\nn_dense_layer
     [
         pytest.param(mixture, mode, marks=() if mixture and mode == "full" else SLOW)
         for mixture in ("", MIXTURE)
-        for mode in ("", "full", "selective", "attention")
+        for mode in ("", "full", "selective", "attention", "offload")
     ],
 )
 def test_compile_with_attention_residuals(mixture: str, mode: str) -> None:
@@ -113,7 +115,13 @@ def _losses(record: WholeRecord) -> list[float]:
     return [step["loss", "cross-entropy"].item() for step in record.steps[1:]]
 
 
-BLOCKS = {"alone": "", "selective": recompute("selective"), "full and compiled": recompute("full") + COMPILE}
+BLOCKS = {
+    "alone": "",
+    "selective": recompute("selective"),
+    "full and compiled": recompute("full") + COMPILE,
+    "offload": recompute("offload"),
+    "offload and compiled": recompute("offload") + COMPILE,
+}
 FAST_FLOAT8 = [("tensorwise", "alone")]
 
 
@@ -148,8 +156,8 @@ SPLIT = {
 }
 
 
-FAST = [("tp", "selective"), ("ring", "full")]
-PAIRS = [(split, mode) for split in SPLIT for mode in ("full", "selective")]
+FAST = [("tp", "selective"), ("ring", "full"), ("tp", "offload")]
+PAIRS = [(split, mode) for split in SPLIT for mode in ("full", "selective", "offload")]
 
 
 @pytest.mark.parametrize(

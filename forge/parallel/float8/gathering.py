@@ -144,7 +144,7 @@ def may_gather_in_blocks(form: Format, layout: Layout | Config) -> bool:
         return False
     if layout.parallel.tp > 1 or layout.parallel.ep > 1 or layout.compile.enabled:
         return False
-    return form.square or layout.activation_checkpoint.mode == "none"
+    return form.square or layout.activation_checkpoint.mode in ("none", "offload")
 
 
 def gather_in_blocks(weights: dict[str, tuple[nn.Module, str]], form: Format, layout: Layout) -> list[str]:

@@ -110,7 +110,7 @@ def whole_backward_because(config: Config) -> str | None:
     """
     if config.compile.enabled:
         return "compile.enabled: each weight would need another run of its block"
-    if config.activation_checkpoint.mode != "none":
+    if config.activation_checkpoint.mode not in ("none", "offload"):
         return "activation_checkpoint: each weight would need another run of its block"
     if not compat.backward_starts_at_functions():
         return "this version of PyTorch cannot split it"

@@ -1,0 +1,221 @@
+"""Activation offload: tensors that autograd saves in a block wait for backward in host memory.
+
+After a block's forward, a side stream copies the storages saved by the block to pinned buffers. The next block runs
+meanwhile, and frees the storages at its end. Backward fetches a block's storages while the block after it computes:
+
+    forward    compute 0   compute 1   compute 2          backward   compute 2   compute 1   compute 0
+    copies                 0 out       1 out              copies     1 in        0 in
+
+The last block's storages are still on the device when its backward begins, so they are not fetched. The host never waits:
+streams wait for events. The compute stream owns all memory, so the allocator frees it as without offload.
+
+Autograd may save several views of a storage, in several blocks: the storage is copied once. Kept on the device are
+parameters, including parameters gathered by FSDP2, tensor subclasses, and storages smaller than LEAST.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from forge.runtime import compat
+
+# The smallest storage worth a copy on a GPU, in bytes. On a CPU every storage is copied.
+LEAST = 1 << 20
+PLAIN = (Tensor, FakeTensor)
+
+
+class HostMemory:
+    """Host buffers of offloaded storages, and the stream that copies. On a CPU: no stream, unpinned buffers.
+
+    Buffers are reused, by size. A buffer is free as soon as its tensor is no longer needed, even if a copy from the
+    buffer has not ended, because one stream runs all copies in order. PyTorch's cache of pinned memory would not know
+    this order: it would allocate further buffers while the host is ahead of the device.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.least = LEAST if device.type == "cuda" else 0
+        self._stream = compat.side_stream(device)
+        self._free: dict[int, list[Any]] = defaultdict(list)
+
+    def take(self, size: int) -> Any:
+        """Return a buffer uint8 `[size]`."""
+        free = self._free[size]
+        return free.pop() if free else self.allocate(size)
+
+    def allocate(self, size: int) -> Any:
+        """Allocate a buffer uint8 `[size]`."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+
+    def give_back(self, buffer: Any, size: int) -> None:
+        """Let a later `take` return `buffer`."""
+        self._free[size].append(buffer)
+
+    def copy(self, pairs: Iterable[tuple[Any, Any]]) -> torch.cuda.Event | None:
+        """Copy the second tensor of each pair into the first, after the work issued so far. Return an event to `wait` for."""
+        if self._stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Make the compute stream wait for copies. event: from `copy`; None: nothing to wait for."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+
+class SavedStorage:
+    """A storage saved for backward: uint8 `[size]` on the device, on the host, or both. copied: event of the last copy."""
+
+    def __init__(self, memory: HostMemory, on_device: Tensor):
+        self._memory = memory
+        self.size = on_device.numel()
+        self.on_device: Tensor | None = on_device
+        self.on_host: Any = None
+        self.copied: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Make the compute stream wait for the last copy."""
+        self._memory.wait(self.copied)
+        self.copied = None
+
+    def __del__(self) -> None:
+        self.wait()  # the compute stream may reuse the memory on the device at once
+        if self.on_host is not None:
+            self._memory.give_back(self.on_host, self.size)
+
+
+class View(NamedTuple):
+    """The object kept by autograd in place of a saved tensor."""
+
+    block: SavedBlock
+    storage: SavedStorage
+    dtype: torch.dtype
+    sizes: tuple[torch.Size, tuple[int, ...], int]
+
+
+class SavedBlock:
+    """The storages saved by one forward of a block. Only autograd's views hold it and its storages.
+
+    before: the storages saved by the previous block; None if there is none, or backward has used all of them.
+    """
+
+    def __init__(self, memory: HostMemory, before: SavedBlock | None, is_weight: Callable[[int], bool]):
+        self._memory, self._is_weight = memory, is_weight
+        self._before = None if before is None else weakref.ref(before)
+        self._shared = {} if before is None else dict(before.storages)
+        self.storages: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+
+    def pack(self, tensor: Tensor) -> Tensor | View:
+        """Return the view of `tensor` to keep, or `tensor` itself if it stays on the device."""
+        if type(tensor) not in PLAIN or tensor.device != self._memory.device:
+            return tensor
+        whole = tensor.untyped_storage()
+        key, size = whole._cdata, whole.nbytes()
+        storage = self.storages.get(key) or self._shared.get(key)
+        if storage is None:
+            if size < max(self._memory.least, 1) or self._is_weight(key):
+                return tensor
+            flat = tensor.detach().as_strided((size // tensor.itemsize,), (1,), 0)
+            storage = SavedStorage(self._memory, flat.view(torch.uint8))
+        self.storages[key] = storage
+        return View(
+            self, storage, tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset())
+        )
+
+    def store(self) -> None:
+        """Start copies to the host, and free the previous block's storages on the device."""
+        new = [storage for storage in self.storages.values() if storage.on_host is None]
+        for storage in new:
+            storage.on_host = self._memory.take(storage.size)
+        self._copy(new, lambda storage: (storage.on_host, storage.on_device))
+        for key, storage in self._shared.items():
+            if key not in self.storages:
+                storage.wait()
+                storage.on_device = None
+        self._shared = {}
+
+    def fetch(self) -> None:
+        """Start copies of storages that are only on the host back to the device."""
+        missing = [storage for storage in self.storages.values() if storage.on_device is None]
+        for storage in missing:
+            storage.on_device = torch.empty(storage.size, dtype=torch.uint8, device=self._memory.device)
+        self._copy(missing, lambda storage: (storage.on_device, storage.on_host))
+
+    def _copy(self, storages: list[SavedStorage], pair: Callable[[SavedStorage], tuple[Any, Any]]) -> None:
+        if storages:
+            copied = self._memory.copy(map(pair, storages))
+            for storage in storages:
+                storage.copied = copied
+
+    def fetch_before(self) -> None:
+        """Fetch the previous block's storages, at the first call."""
+        before, self._before = self._before and self._before(), None
+        if before is not None:
+            before.fetch()
+
+
+def unpack(kept: Tensor | View) -> Tensor:
+    """Return the saved tensor of `SavedBlock.pack`. The first call in a block fetches the previous block's storages."""
+    if isinstance(kept, Tensor):
+        return kept
+    block, storage, dtype, sizes = kept
+    if storage.on_device is None:
+        block.fetch()
+    storage.wait()
+    block.fetch_before()
+    assert storage.on_device is not None
+    return storage.on_device.view(dtype).as_strided(*sizes)
+
+
+class Offload:
+    """Offloads the tensors saved in forwards that `wrap` has wrapped, in the order of their calls."""
+
+    def __init__(self) -> None:
+        self.memory: HostMemory | None = None
+        self._latest: Callable[[], SavedBlock | None] = lambda: None
+
+    def wrap(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `forward`, a forward of `module`, with offload of the tensors that it saves."""
+
+        @functools.wraps(forward)
+        def offloaded(x: Tensor, *args: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(x, *args)
+            self.memory = self.memory or HostMemory(x.device)
+            saved = SavedBlock(self.memory, self._latest(), functools.partial(is_weight, module))
+            with torch.autograd.graph.saved_tensors_hooks(saved.pack, unpack):
+                output = forward(x, *args)
+            saved.store()
+            self._latest = weakref.ref(saved)
+            return output
+
+        offloaded.offload = self  # type: ignore[attr-defined]
+        return offloaded
+
+
+def is_weight(module: nn.Module, key: int) -> bool:
+    """Return whether `key` is the storage of a parameter of `module`. FSDP2 replaces parameters during a forward."""
+    return any(key == own for parameter in module.parameters() for own in _storages(parameter))
+
+
+def _storages(tensor: Tensor) -> Iterator[int]:
+    """Yield the storages of a tensor, e.g. of a DTensor's local tensor."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _storages(getattr(tensor, name))
+    elif type(tensor) in (*PLAIN, nn.Parameter):
+        yield tensor.untyped_storage()._cdata
