@@ -186,25 +186,28 @@ class Offload:
 
     def __init__(self) -> None:
         self.memory: HostMemory | None = None
-        self._latest: Callable[[], SavedBlock | None] = lambda: None
+        self._latest: SavedBlock | None = None
 
     def wrap(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return `forward`, a forward of `module`, with offload of the tensors that it saves."""
 
         @functools.wraps(forward)
         def offloaded(x: Tensor, *args: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(x, *args)
             self.memory = self.memory or HostMemory(x.device)
-            saved = SavedBlock(self.memory, self._latest(), functools.partial(is_weight, module))
+            saved = SavedBlock(self.memory, self._latest, functools.partial(is_weight, module))
             with torch.autograd.graph.saved_tensors_hooks(saved.pack, unpack):
                 output = forward(x, *args)
             saved.store()
-            self._latest = weakref.ref(saved)
+            self._latest = saved
             return output
 
         offloaded.offload = self  # type: ignore[attr-defined]
         return offloaded
+
+
+def offloads(model: nn.Module) -> set[Offload]:
+    """Return the offloads of wrapped forwards in `model`."""
+    return {m.forward.offload for m in model.modules() if hasattr(m.forward, "offload")}
 
 
 def is_weight(module: nn.Module, key: int) -> bool:

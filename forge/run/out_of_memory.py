@@ -213,10 +213,13 @@ def _on_state(config: Config, degrees: Degrees) -> Iterator[Change]:
 
 
 def _on_host(config: Config, on_gpu: bool) -> Iterator[Change]:
-    """Yield the last resort: parameters and optimizer state in host memory.
+    """Yield the last resorts: activations in host memory; parameters and optimizer state in host memory.
 
-    The optimizer then runs on the CPU, and every microbatch moves weights over the PCIe bus.
+    Every microbatch then moves activations or weights over the PCIe bus. Without the parameters on the GPU, the optimizer
+    runs on the CPU.
     """
+    if on_gpu and config.activation_checkpoint.mode in ("none", "selective"):
+        yield "activation_checkpoint.mode", "offload", "activations in host memory" + _SAME_CURVE
     if on_gpu and not config.parallel.cpu_offload:
         yield "parallel.cpu_offload", True, "state in host memory, slow" + _SAME_CURVE
 

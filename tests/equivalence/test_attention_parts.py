@@ -47,6 +47,7 @@ AXES = {
     "replicas": "dp_replicate = 2",
     "recomputed": "[activation_checkpoint]\nmode = 'full'",
     "recomputed in part": "[activation_checkpoint]\nmode = 'selective'",
+    "offloaded": "[activation_checkpoint]\nmode = 'offload'",
     "compiled": "[compile]\nenabled = true\nbackend = 'aot_eager_decomp_partition'",
 }
 # Maximal sets of compatible parts.
@@ -68,7 +69,9 @@ def text_of(parts: tuple[str, ...], axes: tuple[str, ...] = (), micro: int = 2) 
 def _kind(axis: str) -> str:
     """Return an axis's kind. Two axes of one kind exclude each other."""
     first = axis.partition(",")[0].partition(" ")[0]
-    return "engine" if first in ("fsdp", "ddp", "zero2") else first
+    if first in ("fsdp", "ddp", "zero2"):
+        return "engine"
+    return "recomputed" if first == "offloaded" else first
 
 
 def world_of(axes: tuple[str, ...]) -> int:

@@ -112,7 +112,7 @@ def test_empty_rows_with_weight_are_caught() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "offload"])
 def test_with_compiled_and_recomputed_blocks(kind: str, mode: str) -> None:
     extra = f'[activation_checkpoint]\nmode = "{mode}"\n[compile]\nenabled = true\nbackend = "aot_eager_decomp_partition"\n'
     text = tiny_config(parallel=f'context = "{kind}"\ncp = 2', model=VARIANTS["everything"], micro=4) + extra

@@ -302,6 +302,8 @@ FEATURES = [
     ((2, "cp = 2", ""), []),
     ((2, "", RECOMPUTE.format("selective") + COMPILE), ["zero2"]),
     ((2, "tp = 2", COMPILE), []),
+    ((2, "", RECOMPUTE.format("offload")), ["zero1"]),
+    ((4, "tp = 2", RECOMPUTE.format("offload") + COMPILE), []),
     ((3, "", ""), ["zero2"]),
 ]
 

@@ -145,7 +145,7 @@ RECOMPUTED = {
     [
         pytest.param(*case, mode, marks=slow_unless(mode == fast))
         for case, fast in RECOMPUTED.items()
-        for mode in ("full", "selective")
+        for mode in ("full", "selective", "offload")
     ],
 )
 def test_recomputation(world: int, parallel: str, mode: str) -> None:
@@ -159,6 +159,7 @@ def test_recomputation(world: int, parallel: str, mode: str) -> None:
         ("feed_forward", "selective"),
         ("attention", "full"),
         pytest.param("attention", "selective", marks=pytest.mark.slow),
+        ("feed_forward", "offload"),
     ],
 )
 def test_recomputation_of_one_part(part: str, mode: str) -> None:
@@ -167,7 +168,7 @@ def test_recomputation_of_one_part(part: str, mode: str) -> None:
 
 @pytest.mark.parametrize(
     "mode",
-    [pytest.param("none", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.slow), "selective"],
+    [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("none", "full", "offload")), "selective"],
 )
 @pytest.mark.parametrize(
     ("world", "parallel"), [(2, "ep = 2"), pytest.param(2, "tp = 2\nep = 2", marks=pytest.mark.slow)]

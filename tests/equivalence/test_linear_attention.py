@@ -98,7 +98,7 @@ def test_engines_with_experts_over_ranks(engine: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "offload"])
 @pytest.mark.parametrize("parallel", ["cp = 2", "tp = 2"])
 @pytest.mark.parametrize("model", ["hybrid", "kimi", "mixture"])
 def test_compiled_and_recomputed_blocks(mode: str, parallel: str, model: str) -> None:
@@ -106,7 +106,7 @@ def test_compiled_and_recomputed_blocks(mode: str, parallel: str, model: str) ->
     check(2, parallel, model, more=f'[activation_checkpoint]\nmode = "{mode}"\n{compiled}')
 
 
-@pytest.mark.parametrize("mode", ["full", slow("selective")])
+@pytest.mark.parametrize("mode", ["full", slow("selective"), slow("offload")])
 def test_recomputed_blocks(mode: str) -> None:
     check(2, "cp = 2", more=f'[activation_checkpoint]\nmode = "{mode}"\n')
 

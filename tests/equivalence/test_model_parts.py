@@ -29,6 +29,7 @@ AXES: dict[str, tuple[str, int]] = {
 BLOCKS = {
     "plain": "",
     "full": '[activation_checkpoint]\nmode = "full"\n',
+    "offload": '[activation_checkpoint]\nmode = "offload"\n',
     "selective, compiled": '[activation_checkpoint]\nmode = "selective"\n'
     '[compile]\nenabled = true\nbackend = "aot_eager_decomp_partition"\n',
 }

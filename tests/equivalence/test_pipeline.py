@@ -131,12 +131,18 @@ AXES = {
     "offload": ("cpu_offload = true", ""),
     "recompute": ("", "[activation_checkpoint]\nmode = 'full'"),
     "recompute some": ("", "[activation_checkpoint]\nmode = 'selective'"),
+    "activation offload": ("", "[activation_checkpoint]\nmode = 'offload'"),
+    "activation offload, compile": (
+        "",
+        f"[activation_checkpoint]\nmode = 'offload'\n[compile]\nenabled = true\nbackend = '{NO_COMPILER}'",
+    ),
     "compile": ("", f"[compile]\nenabled = true\nbackend = '{NO_COMPILER}'"),
     "compile, tp": ("tp = 2", f"[compile]\nenabled = true\nbackend = '{NO_COMPILER}'"),
 }
 FAST_AXES = {
     ("hsdp", "ZBVZeroBubble", "tied"),
     ("zero1", "ZBVZeroBubble", "tied"),
+    ("activation offload", "ZBVZeroBubble", "tied"),
 }
 
 
@@ -225,7 +231,7 @@ def draw(generator: random.Random) -> tuple[int, str, str]:
         "data_parallel": choose(["'fsdp2'", "'fsdp2'", "'zero1'", "'zero2'", "'ddp'"]),
         "reshard_after_forward": choose(["'auto'", "'always'", "'never'"]),
     }
-    more = f"[activation_checkpoint]\nmode = {choose(['none', 'none', 'full', 'selective'])!r}\n"
+    more = f"[activation_checkpoint]\nmode = {choose(['none', 'offload', 'full', 'selective'])!r}\n"
     more += f"[compile]\nenabled = {choose(['false', 'false', 'true'])}\nbackend = '{NO_COMPILER}'\n"
     parallel = "\n".join(f"{key} = {value}" for key, value in options.items())
     micro = choose([1, 1, 2])

@@ -54,7 +54,7 @@ def draw(generator: random.Random, models: list[str]) -> tuple[int, str, str]:
             "defer_gradient_reduction": choose(["false", "false", "true"]),
         }
     parallel = "\n".join(f"{key} = {value}" for key, value in options.items())
-    checkpointing = f"[activation_checkpoint]\nmode = {choose(['none', 'none', 'full', 'selective'])!r}\n"
+    checkpointing = f"[activation_checkpoint]\nmode = {choose(['none', 'offload', 'full', 'selective'])!r}\n"
     compiled = choose(["false", "false", "true"])
     if model in MIXTURES and world == 8:
         compiled = "false"  # two graphs on each of eight ranks take minutes on two cores

@@ -3,7 +3,7 @@
 An operator takes the longer of two times: its FLOPs at the GPU's peak, and its bytes at the memory bandwidth. The
 efficiencies in `Hardware` say what share of these peaks is reached; docs/internals/plan-accuracy.md names the published
 runs used to fit them. A background collective is hidden up to the duration of the overlapping computation, and slows
-this computation down. On a CPU no collective is hidden, because the same cores move bytes and compute.
+this computation down. Copies of activation offload are hidden up to the time of all other work. On a CPU no collective is hidden, because the same cores move bytes and compute.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Spent:
     """Seconds by cause. compute: computation. waiting: exposed collectives. background: overlapped collectives.
 
     node, network: seconds during which bytes of exposed and overlapped collectives occupy NVLink and the NIC.
+    host: seconds during which offloaded activations occupy the link to host memory.
     """
 
     compute: float = 0.0
@@ -48,10 +49,11 @@ class Spent:
     background: float = 0.0
     node: float = 0.0
     network: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        return max(self.compute + self.waiting, self.background, self.node, self.network)
+        return max(self.compute + self.waiting, self.background, self.node, self.network, self.host)
 
     def __add__(self, other: Spent) -> Spent:
         return Spent(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
@@ -90,6 +92,9 @@ def time_of(
             place.background += cost.seconds
         else:
             place.waiting += cost.seconds
+    for moment, size in trace.copied.items():
+        copying = pace.links * size / (hardware.host_gb_per_s * 1e9)
+        spent[_place(moment.phase, moment.microbatch)].host += copying
     for place in spent.values():
         place.waiting += hardware.overlap_cost * min(place.background, place.compute)
     return StepTime(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +32,7 @@ from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher
 from forge.parallel.mesh import make_meshes
+from forge.parallel.offload import LEAST, HostMemory, offloads
 from forge.parallel.pipeline import PipelinedModel
 from forge.parallel.step.gradients import report_gradients
 from forge.runtime import compat
@@ -108,6 +109,8 @@ class FakeRank:
             use_plain_products(part)
             if card:
                 use_fused_norms(part)
+                for offload in offloads(part):
+                    offload.memory = PlannedHostMemory(self.trace)
             for module in part.modules():
                 dispatch = getattr(module, "dispatch", None)
                 if isinstance(dispatch, AllToAllDispatcher):
@@ -138,6 +141,11 @@ class FakeRank:
             host += local(values).nbytes if writes(name, shard) else 0
             whole += shard.global_shape.numel() * values.dtype.itemsize
         return host, whole
+
+    def offloaded_bytes(self) -> int:
+        """Return the bytes of host memory for activations."""
+        memories = {offload.memory for part in self.model.parts for offload in offloads(part)}
+        return sum(getattr(memory, "bytes", 0) for memory in memories)
 
     def step(self, microbatches: int) -> None:
         """Run one optimizer step with `microbatches` microbatches, as in `Trainer.step`."""
@@ -206,6 +214,25 @@ class FakeRank:
         """Return rows sent to nodes divided by rows sent to experts. A row goes once to each node (`visited_nodes`)."""
         moe = self.config.model.moe
         return 1.0 if moe is None else visited_nodes(moe, self.degrees.ep_nodes) / moe.top_k
+
+
+class PlannedHostMemory(HostMemory):
+    """Host memory of a planned GPU: buffers without memory, counted in `bytes`. Copies are counted in `trace`."""
+
+    def __init__(self, trace: Trace):
+        super().__init__(CPU)
+        self.least = LEAST
+        self.bytes = 0
+        self._trace = trace
+
+    def allocate(self, size: int) -> Any:
+        """Return a buffer."""
+        self.bytes += size
+        return SimpleNamespace(nbytes=size)
+
+    def copy(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        """Count the bytes of `pairs`."""
+        self._trace.copied[self._trace.moment] += sum(target.nbytes for target, _ in pairs)
 
 
 class _NoOptimizer:

@@ -82,6 +82,7 @@ def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None
         collectives=_calls(growths, whole),
         host=number(lambda plan: plan.host),
         checkpoint=number(lambda plan: plan.checkpoint),
+        offloaded=number(lambda plan: plan.offloaded),
     )
 
 

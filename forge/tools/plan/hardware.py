@@ -47,6 +47,11 @@ class Hardware(Section):
     """Memory of the CUDA context, NCCL, kernels' workspaces and fragmentation. A guess."""
     memory_gb_per_s: PositiveNumber
     """Memory bandwidth, in 10^9 bytes per second."""
+    host_gb_per_s: PositiveNumber = 64
+    """Bandwidth from host memory to one GPU, and as much back, in 10^9 bytes per second.
+
+    The default is the nominal bandwidth of PCIe 5.0 x16, 32 GT/s per lane. PCIe 4.0 has half.
+    """
     cards_per_node: Positive
     """GPUs of one node. `node` links them to each other; `cluster` links each GPU's NIC to other nodes."""
     cards_per_nic: Positive = 1

@@ -282,10 +282,11 @@ def _all_ranks(
         first_rank = rank * degrees.world // degrees.pp
         growth = Growth(small[role], large[role], steps, steps, steps)
         one = _extrapolate([growth], names, config, degrees, hardware, rank)
-        more = in_flight(plan.schedule, rank) - in_flight(traced, role)
+        flying, of_traced = in_flight(plan.schedule, rank), in_flight(traced, role)
+        one = replace(one, offloaded=one.offloaded * flying // of_traced)
         # Each further microbatch is in flight in the rank's first stage, and also keeps the message of the previous stage.
         sizes = [0 if own[0].embed else size for _, kind, size, _ in one.collectives if kind == "recv"]
-        one = with_more(one, more, one.kept + max(sizes, default=0))
+        one = with_more(one, flying - of_traced, one.kept + max(sizes, default=0))
         stages.append(replace(one, pp_rank=rank, rank=first_rank, layers="; ".join(map(str, own))))
     return stages
 

@@ -40,7 +40,7 @@ UNEVEN = 3
 # Numbers per layer, token and element of the residual stream, traced from Llama's shapes. KEPT: bytes kept for
 # backward. TOUCHED: bytes read and written by operators in a step. COMPUTED: FLOPs of a step relative to those without
 # recomputation.
-KEPT = {"none": 41.0, "selective": 25.0, "full": 2.0}
+KEPT = {"none": 41.0, "selective": 25.0, "full": 2.0, "offload": 0.0}
 TOUCHED = 280.0
 COMPUTED = {"none": 1.0, "selective": 1.05, "full": 4 / 3}
 # Collectives of tensor parallelism per layer and microbatch: forward, backward and the recomputed forward.
@@ -280,7 +280,8 @@ def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
     in_flight = min(degrees.pp, degrees.accumulation) / degrees.pp
     if degrees.pp > 1 and config.pipeline.schedule != "1F1B":
         in_flight *= 1.5
-    layer = numbers * KEPT["none"] * (degrees.tp if mode == "full" else 1)  # the layer being recomputed
+    # The layer being recomputed. With offload: the computing layer, and the layer being copied.
+    layer = numbers * KEPT["none"] * {"full": degrees.tp, "offload": 2}.get(mode, 1)
     return KEPT.get(mode, KEPT["none"]) * numbers * n_layers * in_flight + layer
 
 

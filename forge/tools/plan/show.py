@@ -37,6 +37,7 @@ def as_json(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None
                 "peaks": [_peak_as_json(peak) for peak in stage.peaks.values()],
                 "collectives": _collectives(stage),
                 "flops": _flops(stage),
+                "host_bytes_of_activations": stage.offloaded,
                 "host_bytes_of_save": stage.host,
                 "host_bytes_of_local_states": _local_states(plan.config, stage),
             }
@@ -199,7 +200,10 @@ def _lines_of_work(plan: Plan) -> list[str]:
     kept = [
         f"states on the nodes (checkpoint.local_interval) take {local / GIB:.2f} GiB of host memory for rank {worst.rank}"
     ]
-    return (kept if local else []) + [
+    offloaded = [
+        f"offloaded activations take {worst.offloaded / GIB:.2f} GiB of host memory for rank {worst.rank}"
+    ]
+    return (kept if local else []) + (offloaded if worst.offloaded else []) + [
         f"operations of one microbatch on rank {worst.rank}, in 10^12: {flops}",
         f"a step trains on {train.global_batch_size * train.seq_len:,} tokens; a checkpoint has "
         f"{checkpoint / GIB:.1f} GiB, and saving it takes {worst.host / GIB:.2f} GiB of host memory for rank {worst.rank}",

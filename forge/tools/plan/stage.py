@@ -48,6 +48,7 @@ class StagePlan:
     times: one per element of PACES; None without hardware.
     collectives: (axis, kind, bytes of a call, whether computation can hide the call) -> calls per optimizer step.
     reserved: bytes of the CUDA context, NCCL and fragmentation. host: bytes of host memory of an asynchronous save.
+    offloaded: bytes of host memory of activations; 0 without activation offload.
     checkpoint: bytes of this pp rank's tensors in a checkpoint, all shards included.
     buckets: number of buckets in engines of contiguous buffers (ddp, zero1, zero2); 0 without one.
     spans: axis -> number of ranks and nodes of its process group. Axes over several stages are left out.
@@ -67,6 +68,7 @@ class StagePlan:
     checkpoint: int = 0
     buckets: int = 0
     spans: dict[str, Span] = field(default_factory=dict)
+    offloaded: int = 0
 
     @property
     def peak(self) -> Peak:
@@ -145,6 +147,7 @@ def plan_stage(
         *(pp_rank, rank, layers, state, peaks, kept, _flops(fake.trace), times, calls, reserved),
         *(*fake.saved_bytes(), fake.buckets()),
         {axis: span for axis, span in spans.items() if axis not in OVER_STAGES},
+        fake.offloaded_bytes(),
     )
 
 

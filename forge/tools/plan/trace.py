@@ -73,6 +73,8 @@ class Trace(TorchDispatchMode):
         self.peaks: dict[tuple[str, str], Peak] = {}
         """(phase, submodule) -> its peak, since `begin`."""
         self.calls: list[tuple[Moment, Collective]] = []
+        self.copied: Counter[Moment] = Counter()
+        """moment -> bytes copied to host memory and back by activation offload."""
         self.work: Counter[tuple[Moment, Work]] = Counter()
         """(moment, work) -> number of such operators, without views and allocations."""
         self.kept = 0
@@ -89,6 +91,7 @@ class Trace(TorchDispatchMode):
         """Begin a step: clear the recorded peaks, collectives and operators."""
         self.moment, self.calls, self.kept = Moment("begin"), [], 0
         self.work.clear()
+        self.copied.clear()
         self._forwards.clear()
         self.peaks.clear()
         self.before = self._total

@@ -26,7 +26,7 @@ OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("parallel.context", "cp", ("allgather", "ulysses", "ring")),
     ("parallel.sequence_parallel", "tp", (False, True)),
     ("parallel.loss_parallel", "tp", (False, True)),
-    ("activation_checkpoint.mode", "dp_shard", ("full", "selective", "none")),
+    ("activation_checkpoint.mode", "dp_shard", ("full", "selective", "offload", "none")),
     ("parallel.defer_gradient_reduction", "dp_shard", (True, False)),
     ("parallel.reshard_after_forward", "dp_shard", ("always", "never", "auto")),
     ("parallel.ep_node_size", "ep", (1, 2)),
