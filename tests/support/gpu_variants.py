@@ -54,6 +54,9 @@ K3 = [
     "--model.activation=situ",
 ]
 DOCUMENTS = ["--data.document_mask=true"]
+# In the model of BASE every storage is smaller than the smallest one that is offloaded.
+LARGER = ["--model.dim=512", "--model.ffn_dim=1024", "--model.n_layers=4", "--train.seq_len=1024"]
+OFFLOADED = [*LARGER, "--activation_checkpoint.mode=offload"]
 WINDOW = ['--model.layer_pattern=["sliding","full"]', "--model.sliding_window=32"]
 
 ONE: dict[str, list[str]] = {
@@ -101,6 +104,8 @@ ONE: dict[str, list[str]] = {
     "recompute": ["--activation_checkpoint.mode=full"],
     "recompute selectively": ["--activation_checkpoint.mode=selective"],
     "experts, recomputed": [*MOE, "--activation_checkpoint.mode=full"],
+    "activation offload": OFFLOADED,
+    "activation offload, experts": [*OFFLOADED, *MOE],
     "bfloat16 moments": ["--optimizer.moment_dtype=bfloat16"],
     "int8 moments": ["--optimizer.moment_dtype=int8"],
     "lion": ["--optimizer.name=lion"],
@@ -128,6 +133,7 @@ COMPILE = ["--compile.enabled=true", "--compile.loss=true"]
 # A compilation takes tens of seconds: slow tests, and in no pair.
 COMPILED: dict[str, list[str]] = {
     "compiled": COMPILE,
+    "activation offload, compiled": [*OFFLOADED, *COMPILE],
     "compiled update": ["--compile.optimizer=true", "--optimizer.moment_dtype=bfloat16"],
     "compiled with a memory budget": [*COMPILE, "--activation_checkpoint.mode=memory_budget"],
     "compiled with soft caps and documents": [
@@ -196,6 +202,8 @@ FOUR: dict[str, list[str]] = {
         "--train.micro_batch_size=1",
         *MOE,
     ],
+    "activation offload, fsdp2": OFFLOADED,
+    "activation offload, pp zero bubble": [*OFFLOADED, "--parallel.pp=2", "--pipeline.schedule=ZBVZeroBubble"],
     "pp with mtp and zero1": ["--parallel.pp=2", "--model.mtp.depth=1", "--parallel.data_parallel=zero1"],
     "pp with attention residuals": [*RESIDUALS, "--parallel.pp=2", "--pipeline.schedule=1F1B"],
     "kimi k3 over tp and ep": [*K3, "--parallel.tp=2", "--parallel.ep=2"],
