@@ -83,6 +83,11 @@ def test_the_plan_knows_the_peak_of_a_whole_model(name: str, tmp_path: Path) -> 
     compare_peaks([f"--config={name}.toml", *COMMON, *WHOLE[name]], tmp_path)
 
 
+def test_the_plan_knows_the_peak_of_offloaded_activations(tmp_path: Path) -> None:
+    layers = ["--model.n_layers=6", "--model.layer_pattern=[]", "--activation_checkpoint.mode=offload"]
+    compare_peaks([*shrunk("1b"), *layers], tmp_path)
+
+
 def compare_peaks(options: list[str], folder: Path) -> None:
     """Compare the allocator's peak of three eager steps on one GPU with the plan's."""
     options = [*options, "--compile.enabled=false", "--compile.loss=false"]

@@ -104,7 +104,9 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
     counts, stages = [len(stage.layers) for stage in plan.stages], len(plan.stages)
     # With attention residuals a stage reads one stream per earlier block, so stages differ.
     mixes = config.model.residual == "attention"
-    if config.pipeline.schedule not in SHORTENED or len(set(kinds)) > 1 or mixes or min(counts) < 3:
+    # With offload, backward of a layer has up to three layers in memory.
+    least = 3 if config.activation_checkpoint.mode == "offload" else 2
+    if config.pipeline.schedule not in SHORTENED or len(set(kinds)) > 1 or mixes or min(counts) <= least:
         return None
     ranks, per_rank = min(3, degrees.pp), stages // degrees.pp
     # Interleaved stages have all microbatches in flight only after a round of all ranks.
@@ -112,8 +114,8 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
     if degrees.accumulation < microbatches:
         return None
     return (
-        Few(2 * ranks * per_rank, 2, ranks, microbatches),
-        Few(3 * ranks * per_rank, 3, ranks, microbatches),
+        Few(least * ranks * per_rank, least, ranks, microbatches),
+        Few((least + 1) * ranks * per_rank, least + 1, ranks, microbatches),
     )
 
 
@@ -145,7 +147,8 @@ def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tup
         return smaller[size // 2 + 2 :]
 
     def first_size(lead: int, period: int, tail: int) -> int:
-        size = lead + (n_layers - lead - tail) % period + 2 * period + tail
+        least = 3 if config.activation_checkpoint.mode == "offload" else 2
+        size = lead + (n_layers - lead - tail) % period + least * period + tail
         if not mixes:
             return size
         # In the third trace, layers of every kind must read two blocks of attention residuals.
@@ -183,13 +186,18 @@ def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tup
 
 
 def kinds_of_layers(config: Config) -> list[Any]:
-    """Return an integer for each layer and MTP module, equal for layers with equal modules, shapes and settings."""
-    key = f"{config.model.model_dump_json()} {config.train.seq_len}"
+    """Return an integer for each layer and MTP module.
+
+    Equal for layers with equal modules, shapes and settings, if activation checkpointing applies to all of them or none.
+    """
+    every = config.activation_checkpoint.every
+    key = f"{config.model.model_dump_json()} {config.train.seq_len} {every}"
     if key not in _KINDS:  # a search asks for the same kinds with each of hundreds of layouts
         kinds: dict[str, int] = {}
         layers = build_meta_model(config).layers.values()
         _KINDS[key] = [
-            kinds.setdefault(_describe(layer, index), len(kinds)) for index, layer in enumerate(layers)
+            kinds.setdefault(f"{index % every == 0} {_describe(layer, index)}", len(kinds))
+            for index, layer in enumerate(layers)
         ]
     return _KINDS[key]
 

@@ -78,7 +78,10 @@ class Trace(TorchDispatchMode):
         self.work: Counter[tuple[Moment, Work]] = Counter()
         """(moment, work) -> number of such operators, without views and allocations."""
         self.kept = 0
-        """Bytes kept for backward by a microbatch's forward through the first stage. Maximum over microbatches."""
+        """Bytes kept for backward by a microbatch's forward through the first stage. Minimum over microbatches.
+
+        With activation offload, only the latest microbatch's last block is on the device.
+        """
         self._forwards: Counter[Transformer] = Counter()
         self.before = 0
         """Live bytes at the start of the step."""
@@ -119,7 +122,8 @@ class Trace(TorchDispatchMode):
         self._activations_before = self._activations()
 
     def _end_of_first_forward(self, *_: Any) -> None:
-        self.kept = max(self.kept, self._activations() - self._activations_before)
+        kept = self._activations() - self._activations_before
+        self.kept = min(self.kept or kept, kept)
 
     def _activations(self) -> int:
         return sum(self.live[kind] for kind in ("masks", "loss", "activations"))

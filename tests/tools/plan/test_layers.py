@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from forge.config import check_world, parse_toml_text
-from forge.tools.plan import layers
+from forge.tools.plan import fake, layers
 from forge.tools.plan.growth import Growth, _calls
 from forge.tools.plan.hardware import Hardware
 from forge.tools.plan.layers import few_layers, kinds_of_layers, plan_stages, with_experts_first
@@ -19,6 +19,7 @@ from tests.support.planning import CPU, plan_text
 SLOW = pytest.mark.slow
 BARE = CPU.model_copy(update={"reserved_gib": 0.0, "peak_tflops": {"float32": 1.0}})
 FULL = '[activation_checkpoint]\nmode = "full"\n'
+OFFLOAD = '[activation_checkpoint]\nmode = "offload"\n'
 EXPERTS = "n_kv_heads = 4\n[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\nn_dense_layers = 1\n"
 
 
@@ -96,6 +97,9 @@ def totals(stage: StagePlan, *, sizes: bool = True) -> dict[tuple[str, str], int
         pytest.param(deep("reshard_after_forward = 'always'", FULL), 4, marks=SLOW),
         pytest.param(deep("data_parallel = 'zero1'\nbucket_size = 30000"), 4, marks=SLOW),
         pytest.param(deep("tp = 2", FULL), 4, marks=SLOW),
+        pytest.param(deep(more=FULL + "every = 2\n"), 2, marks=SLOW),
+        pytest.param(deep("tp = 2", OFFLOAD), 4, marks=SLOW),
+        pytest.param(deep(more=OFFLOAD + "every = 3\n", layers=13), 2, marks=SLOW),
         pytest.param(deep("ep = 2", FULL, model=EXPERTS), 4, marks=SLOW),
         pytest.param(deep(model="sliding_window = 16\nsliding_window_pattern = 2\n"), 2, marks=SLOW),
         pytest.param(deep(more=MUON), 4, marks=SLOW),
@@ -139,6 +143,26 @@ def test_a_few_traced_layers_predict_all(text: str, world: int) -> None:
         for stages in (few, whole)
     ]
     assert seconds[0] == pytest.approx(seconds[1], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "world"),
+    [
+        (deep(more=OFFLOAD), 1),
+        pytest.param(deep("tp = 2", OFFLOAD + "every = 2\n", layers=12), 2, marks=SLOW),
+        pytest.param(deep("pp = 3", "[pipeline]\nschedule = '1F1B'\n" + OFFLOAD, layers=18), 3, marks=SLOW),
+    ],
+)
+def test_a_few_traced_layers_predict_offloaded_bytes(text: str, world: int, monkeypatch) -> None:
+    monkeypatch.setattr(fake, "LEAST", 0)
+    gpu = BARE.model_copy(update={"card": "any"})
+    for one, other in zip(*both(text, world, gpu), strict=True):
+        assert one.offloaded == pytest.approx(other.offloaded, rel=0.01) and one.offloaded > 0
+        assert one.peak.size == pytest.approx(other.peak.size, rel=0.01)
+        for mine, its in zip(one.times or (), other.times or (), strict=True):
+            assert mine.forward[0].host == pytest.approx(its.forward[0].host, rel=0.01) and mine.forward[0].host > 0
+            assert mine.backward[0].host == pytest.approx(its.backward[0].host, rel=0.01)
+            assert mine.backward[0].host < mine.forward[0].host, "the last layer is not fetched"
 
 
 def test_calls_whose_sizes_grow_with_the_layers_keep_their_own_sizes() -> None:

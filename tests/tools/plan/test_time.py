@@ -8,12 +8,12 @@ from forge.config import check_world, parse_toml_text
 from forge.model import flops_per_token
 from forge.model.flops import mean_keys
 from forge.parallel.build import build_meta_model
-from forge.tools.plan.estimate import Spent, StepTime, _as_run, seconds_of
+from forge.tools.plan.estimate import Spent, StepTime, _as_run, seconds_of, time_of
 from forge.tools.plan.fake import FakeRank, fake_ranks
 from forge.tools.plan.hardware import Hardware, Link, find_hardware, rate_at
 from forge.tools.plan.plan import make_plan
 from forge.tools.plan.speed import speed_of
-from forge.tools.plan.trace import Moment
+from forge.tools.plan.trace import Moment, Trace
 from forge.tools.plan.work import Work
 from tests.support.layouts import slow_unless
 from tests.support.planning import plan_text
@@ -97,6 +97,16 @@ def test_an_operators_time_follows_its_bottleneck() -> None:
     assert seconds_of(Work("memory", "", 0.0, 8 * 10**9), CARD) == pytest.approx(8e-3 / 0.8)
     assert seconds_of(Work("product", "torch.float32", 5e12, 8), CARD) == pytest.approx(1.0)
     assert seconds_of(Work("product", "torch.float32", 1.0, 10**12), CARD) == pytest.approx(1 / 0.8)
+
+
+def test_copies_to_the_host_are_exposed_if_they_take_longer_than_the_rest() -> None:
+    assert Spent(compute=2.0, waiting=1.0, host=2.9).total == 3.0
+    assert Spent(compute=2.0, waiting=1.0, host=3.1).total == 3.1
+    trace, block = Trace(), Moment("forward", "layers.0", 1)
+    trace.copied[block] = 32 * 10**9
+    assert find_hardware("h100").host_gb_per_s == 2 * find_hardware("a100").host_gb_per_s == 64
+    time = time_of(trace, parse_toml_text(plan_text()), find_hardware("h100"), {})
+    assert time.forward[1].host == time.forward[1].total == pytest.approx(0.5)
 
 
 def test_a_compiler_fuses_and_float8_takes_linear_layers_of_blocks_only() -> None:
