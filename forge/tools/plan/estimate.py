@@ -3,7 +3,7 @@
 An operator takes the longer of two times: its FLOPs at the GPU's peak, and its bytes at the memory bandwidth. The
 efficiencies in `Hardware` say what share of these peaks is reached; docs/internals/plan-accuracy.md names the published
 runs used to fit them. A background collective is hidden up to the duration of the overlapping computation, and slows
-this computation down. Copies of activation offload are hidden up to the time of all other work. On a CPU no collective is hidden, because the same cores move bytes and compute.
+this computation down. Copies of activation offload are hidden up to the time of all other work of forward, or of backward. On a CPU no collective is hidden, because the same cores move bytes and compute.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ class Spent:
     @property
     def total(self) -> float:
         return max(self.compute + self.waiting, self.background, self.node, self.network, self.host)
+
+    def with_exposed_copies(self) -> Spent:
+        """Return the time with the exposed part of `host` in `waiting`."""
+        return replace(self, waiting=max(self.waiting, self.host - self.compute))
 
     def __add__(self, other: Spent) -> Spent:
         return Spent(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))

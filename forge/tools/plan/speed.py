@@ -86,7 +86,11 @@ def _sequential(time: StepTime, microbatches: int) -> tuple[float, float]:
 
     Untraced microbatches count like the middle microbatch of the trace.
     """
-    spent = [time.forward[number] + time.backward.get(number, Spent()) for number in sorted(time.forward)]
+    # Backward hides no copies of forward.
+    spent = [
+        time.forward[number].with_exposed_copies() + time.backward.get(number, Spent()).with_exposed_copies()
+        for number in sorted(time.forward)
+    ]
     all_of_them = [*spent, *[spent[len(spent) // 2]] * (microbatches - len(spent)), time.update]
     return sum(one.total for one in all_of_them), sum(one.compute for one in all_of_them)
 

@@ -12,7 +12,7 @@ from forge.tools.plan.estimate import Spent, StepTime, _as_run, seconds_of, time
 from forge.tools.plan.fake import FakeRank, fake_ranks
 from forge.tools.plan.hardware import Hardware, Link, find_hardware, rate_at
 from forge.tools.plan.plan import make_plan
-from forge.tools.plan.speed import speed_of
+from forge.tools.plan.speed import _sequential, speed_of
 from forge.tools.plan.trace import Moment, Trace
 from forge.tools.plan.work import Work
 from tests.support.layouts import slow_unless
@@ -102,6 +102,9 @@ def test_an_operators_time_follows_its_bottleneck() -> None:
 def test_copies_to_the_host_are_exposed_if_they_take_longer_than_the_rest() -> None:
     assert Spent(compute=2.0, waiting=1.0, host=2.9).total == 3.0
     assert Spent(compute=2.0, waiting=1.0, host=3.1).total == 3.1
+    forward, backward = Spent(compute=1.0, host=1.5), Spent(compute=2.0, host=1.5)
+    step = StepTime({0: forward}, {0: backward})
+    assert _sequential(step, 2) == pytest.approx((2 * 3.5, 2 * 3.0)), "backward hides no copies of forward"
     trace, block = Trace(), Moment("forward", "layers.0", 1)
     trace.copied[block] = 32 * 10**9
     assert find_hardware("h100").host_gb_per_s == 2 * find_hardware("a100").host_gb_per_s == 64
