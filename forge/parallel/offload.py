@@ -9,8 +9,9 @@ meanwhile, and frees the storages at its end. Backward fetches a block's storage
 The last block's storages are still on the device when its backward begins, so they are not fetched. The host never waits:
 streams wait for events. The compute stream owns all memory, so the allocator frees it as without offload.
 
-Autograd may save several views of a storage, in several blocks: the storage is copied once. Kept on the device are
-parameters, including parameters gathered by FSDP2, tensor subclasses, and storages smaller than LEAST.
+Autograd may save several views of a storage, e.g. of queries and keys, and consecutive blocks may save the same storage,
+e.g. a mask: it is copied once. Kept on the device are parameters, including parameters gathered by FSDP2, tensor
+subclasses, and storages smaller than LEAST.
 """
 
 from __future__ import annotations
@@ -99,24 +100,25 @@ class SavedStorage:
 
 
 class View(NamedTuple):
-    """The object kept by autograd in place of a saved tensor."""
+    """The object that autograd keeps in place of a saved tensor. place: size, stride and offset in the storage."""
 
     block: SavedBlock
     storage: SavedStorage
     dtype: torch.dtype
-    sizes: tuple[torch.Size, tuple[int, ...], int]
+    place: tuple[Any, ...]
 
 
 class SavedBlock:
-    """The storages saved by one forward of a block. Only autograd's views hold it and its storages.
+    """The storages saved by one forward of a block. Views hold the block and its storages; nothing else does.
 
-    before: the storages saved by the previous block; None if there is none, or backward has used all of them.
+    before: the storages saved by the previous block. is_weight: returns whether a storage is a parameter's.
     """
 
     def __init__(self, memory: HostMemory, before: SavedBlock | None, is_weight: Callable[[int], bool]):
         self._memory, self._is_weight = memory, is_weight
-        self._before = None if before is None else weakref.ref(before)
-        self._shared = {} if before is None else dict(before.storages)
+        self._before = weakref.ref(before) if before is not None else lambda: None
+        # Until `store`, the previous block's storages stay on the device.
+        self._of_before = dict(before.storages) if before is not None else {}
         self.storages: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
 
     def pack(self, tensor: Tensor) -> Tensor | View:
@@ -125,16 +127,14 @@ class SavedBlock:
             return tensor
         whole = tensor.untyped_storage()
         key, size = whole._cdata, whole.nbytes()
-        storage = self.storages.get(key) or self._shared.get(key)
+        storage = self.storages.get(key) or self._of_before.get(key)
         if storage is None:
             if size < max(self._memory.least, 1) or self._is_weight(key):
                 return tensor
             flat = tensor.detach().as_strided((size // tensor.itemsize,), (1,), 0)
             storage = SavedStorage(self._memory, flat.view(torch.uint8))
         self.storages[key] = storage
-        return View(
-            self, storage, tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset())
-        )
+        return View(self, storage, tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset()))
 
     def store(self) -> None:
         """Start copies to the host, and free the previous block's storages on the device."""
@@ -142,18 +142,24 @@ class SavedBlock:
         for storage in new:
             storage.on_host = self._memory.take(storage.size)
         self._copy(new, lambda storage: (storage.on_host, storage.on_device))
-        for key, storage in self._shared.items():
-            if key not in self.storages:
-                storage.wait()
-                storage.on_device = None
-        self._shared = {}
+        for key in self._of_before.keys() - self.storages.keys():
+            self._of_before[key].wait()
+            self._of_before[key].on_device = None
+        self._of_before = {}
 
     def fetch(self) -> None:
-        """Start copies of storages that are only on the host back to the device."""
+        """Start copies back to the device of storages that are only on the host."""
         missing = [storage for storage in self.storages.values() if storage.on_device is None]
         for storage in missing:
             storage.on_device = torch.empty(storage.size, dtype=torch.uint8, device=self._memory.device)
         self._copy(missing, lambda storage: (storage.on_device, storage.on_host))
+
+    def fetch_before(self) -> None:
+        """Fetch the previous block's storages, at the first call."""
+        before = self._before()
+        self._before = lambda: None
+        if before is not None:
+            before.fetch()
 
     def _copy(self, storages: list[SavedStorage], pair: Callable[[SavedStorage], tuple[Any, Any]]) -> None:
         if storages:
@@ -161,24 +167,17 @@ class SavedBlock:
             for storage in storages:
                 storage.copied = copied
 
-    def fetch_before(self) -> None:
-        """Fetch the previous block's storages, at the first call."""
-        before, self._before = self._before and self._before(), None
-        if before is not None:
-            before.fetch()
-
 
 def unpack(kept: Tensor | View) -> Tensor:
     """Return the saved tensor of `SavedBlock.pack`. The first call in a block fetches the previous block's storages."""
     if isinstance(kept, Tensor):
         return kept
-    block, storage, dtype, sizes = kept
-    if storage.on_device is None:
-        block.fetch()
-    storage.wait()
-    block.fetch_before()
-    assert storage.on_device is not None
-    return storage.on_device.view(dtype).as_strided(*sizes)
+    if kept.storage.on_device is None:
+        kept.block.fetch()
+    kept.storage.wait()
+    kept.block.fetch_before()
+    assert kept.storage.on_device is not None
+    return kept.storage.on_device.view(kept.dtype).as_strided(*kept.place)
 
 
 class Offload:

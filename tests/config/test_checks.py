@@ -107,6 +107,14 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
         ),
         (["--activation_checkpoint.mode=memory_budget"], "needs compile.enabled = true"),
         (
+            [
+                "--activation_checkpoint.mode=offload",
+                '--activation_checkpoint.modules=["attention"]',
+                "--compile.enabled=true",
+            ],
+            "must be [] with activation_checkpoint.mode = offload and compile.enabled = true",
+        ),
+        (
             ["--model.moe.n_experts=8", "--parallel.tp=4", "--train.seq_len=30", "--model.n_kv_heads=4"],
             "train.seq_len = 30 (command line): must be a multiple of parallel.cp * parallel.tp",
         ),

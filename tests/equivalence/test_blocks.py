@@ -66,7 +66,11 @@ def test_compile(world: int) -> None:
 
 @pytest.mark.parametrize(
     "mode",
-    [*(pytest.param(mode, marks=SLOW) for mode in ("full", "attention", "memory_budget")), "selective", "offload"],
+    [
+        *(pytest.param(mode, marks=SLOW) for mode in ("full", "attention", "memory_budget")),
+        "selective",
+        "offload",
+    ],
 )
 def test_compile_with_activation_checkpointing(mode: str) -> None:
     check(2, COMPILE + recompute(mode), micro=2)

@@ -241,7 +241,11 @@ def test_late_copies_change_no_bit(section: str, monkeypatch) -> None:
     empty = torch.empty
 
     def full_of_nan(*args: Any, **kwargs: Any) -> Tensor:
-        return empty(*args, **kwargs).fill_(255) if kwargs.get("dtype") == torch.uint8 else empty(*args, **kwargs)
+        return (
+            empty(*args, **kwargs).fill_(255)
+            if kwargs.get("dtype") == torch.uint8
+            else empty(*args, **kwargs)
+        )
 
     expected, model = gradients(of("none")), of("offload")
     monkeypatch.setattr(torch, "empty", full_of_nan)
@@ -292,7 +296,9 @@ MIXTURE = "[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 24\nn_dense_layer
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp", "zero1", "zero2"])
 @pytest.mark.parametrize("compute", ["float64", "bfloat16"])
 def test_no_engine_offloads_weights(engine: str, compute: str) -> None:
-    text = tiny_config(model=MIXTURE, micro=2).replace('compute = "float64"', f'compute = "{compute}"') + OFFLOAD
+    text = (
+        tiny_config(model=MIXTURE, micro=2).replace('compute = "float64"', f'compute = "{compute}"') + OFFLOAD
+    )
     assert compute in text
     over = text.replace("[parallel]", f'[parallel]\ndata_parallel = "{engine}"')
     (alone,) = run_ranks(offloaded_bytes, 1, text)

@@ -92,10 +92,12 @@ def test_the_first_suggestion_depends_on_the_largest_consumer(tmp_path) -> None:
 @pytest.mark.parametrize("state_dominates", [False, True])
 def test_narrow_moments_and_recomputation_come_before_offloading(tmp_path, state_dominates: bool) -> None:
     config = load(tmp_path)
-    changes = usable_changes(config, check_world(config, 1), state_dominates, on_gpu=True)
+    changes = list(usable_changes(config, check_world(config, 1), state_dominates, on_gpu=True))
     keys = [key for (key, _, _), _ in changes]
     assert {"optimizer.moment_dtype", "activation_checkpoint.mode"} < set(keys)
     assert keys[-1] == "parallel.cpu_offload"
+    modes = [value for (key, value, _), _ in changes if key == "activation_checkpoint.mode"]
+    assert modes == ["full", "offload"]
 
 
 @pytest.mark.processes

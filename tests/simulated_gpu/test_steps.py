@@ -31,7 +31,11 @@ def counted(
 
 def check(name: str, found: dict[str, Any]) -> None:
     """Fail if a step waits, or if the counts of `name` differ from golden.json. UPDATE: write them to it instead."""
-    allowed = variants.OFFLOAD if "cpu_offload" in str(variants.FOUR.get(name.removeprefix("four: "))) else variants.SPLITS
+    allowed = (
+        variants.OFFLOAD
+        if "cpu_offload" in str(variants.FOUR.get(name.removeprefix("four: ")))
+        else variants.SPLITS
+    )
     waits = set(found["waits"]) - allowed
     assert not waits, f"a step waits for the device in {', '.join(sorted(waits))}"
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}

@@ -203,7 +203,11 @@ FOUR: dict[str, list[str]] = {
         *MOE,
     ],
     "activation offload, fsdp2": OFFLOADED,
-    "activation offload, pp zero bubble": [*OFFLOADED, "--parallel.pp=2", "--pipeline.schedule=ZBVZeroBubble"],
+    "activation offload, pp zero bubble": [
+        *OFFLOADED,
+        "--parallel.pp=2",
+        "--pipeline.schedule=ZBVZeroBubble",
+    ],
     "pp with mtp and zero1": ["--parallel.pp=2", "--model.mtp.depth=1", "--parallel.data_parallel=zero1"],
     "pp with attention residuals": [*RESIDUALS, "--parallel.pp=2", "--pipeline.schedule=1F1B"],
     "kimi k3 over tp and ep": [*K3, "--parallel.tp=2", "--parallel.ep=2"],

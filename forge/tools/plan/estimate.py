@@ -3,7 +3,8 @@
 An operator takes the longer of two times: its FLOPs at the GPU's peak, and its bytes at the memory bandwidth. The
 efficiencies in `Hardware` say what share of these peaks is reached; docs/internals/plan-accuracy.md names the published
 runs used to fit them. A background collective is hidden up to the duration of the overlapping computation, and slows
-this computation down. Copies of activation offload are hidden up to the time of all other work of forward, or of backward. On a CPU no collective is hidden, because the same cores move bytes and compute.
+this computation down. On a CPU no collective is hidden, because the same cores move bytes and compute. The copies of
+activation offload are hidden up to the duration of all other work of the same phase, forward or backward.
 """
 
 from __future__ import annotations

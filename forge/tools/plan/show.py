@@ -197,13 +197,15 @@ def _lines_of_work(plan: Plan) -> list[str]:
     )
     checkpoint = sum(stage.checkpoint for stage in plan.stages)
     local = _local_states(plan.config, worst)
-    kept = [
-        f"states on the nodes (checkpoint.local_interval) take {local / GIB:.2f} GiB of host memory for rank {worst.rank}"
-    ]
-    offloaded = [
-        f"offloaded activations take {worst.offloaded / GIB:.2f} GiB of host memory for rank {worst.rank}"
-    ]
-    return (kept if local else []) + (offloaded if worst.offloaded else []) + [
+    lines = []
+    if local:
+        of_local = f"{local / GIB:.2f} GiB of host memory for rank {worst.rank}"
+        lines.append(f"states on the nodes (checkpoint.local_interval) take {of_local}")
+    if worst.offloaded:
+        of_activations = f"{worst.offloaded / GIB:.2f} GiB of host memory for rank {worst.rank}"
+        lines.append(f"offloaded activations take {of_activations}")
+    return [
+        *lines,
         f"operations of one microbatch on rank {worst.rank}, in 10^12: {flops}",
         f"a step trains on {train.global_batch_size * train.seq_len:,} tokens; a checkpoint has "
         f"{checkpoint / GIB:.1f} GiB, and saving it takes {worst.host / GIB:.2f} GiB of host memory for rank {worst.rank}",

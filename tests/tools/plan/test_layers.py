@@ -160,7 +160,10 @@ def test_a_few_traced_layers_predict_offloaded_bytes(text: str, world: int, monk
         assert one.offloaded == pytest.approx(other.offloaded, rel=0.01) and one.offloaded > 0
         assert one.peak.size == pytest.approx(other.peak.size, rel=0.01)
         for mine, its in zip(one.times or (), other.times or (), strict=True):
-            assert mine.forward[0].host == pytest.approx(its.forward[0].host, rel=0.01) and mine.forward[0].host > 0
+            assert (
+                mine.forward[0].host == pytest.approx(its.forward[0].host, rel=0.01)
+                and mine.forward[0].host > 0
+            )
             assert mine.backward[0].host == pytest.approx(its.backward[0].host, rel=0.01)
             assert mine.backward[0].host < mine.forward[0].host, "the last layer is not fetched"
 
