@@ -15,7 +15,7 @@ from forge.model import Transformer
 from forge.parallel import offload
 from forge.parallel.offload import HostMemory, Offload, SavedStorage, offloads
 from forge.shard import local
-from tests.parallel.test_activation import LAYERS, build, operators, run
+from tests.support.activation import LAYERS, build, operators, run
 from tests.support.building import built
 from tests.support.equivalence import tiny_config
 from tests.support.harness import run_ranks
