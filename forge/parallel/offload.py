@@ -11,7 +11,7 @@ streams wait for events. The compute stream owns all memory, so the allocator fr
 
 Autograd may save several views of a storage, e.g. of queries and keys, and consecutive blocks may save the same storage,
 e.g. a mask: it is copied once. Kept on the device are parameters, including parameters gathered by FSDP2, tensor
-subclasses, and storages smaller than LEAST.
+subclasses other than DTensor, and storages smaller than LEAST.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 
 from forge.runtime import compat
 
@@ -108,6 +110,13 @@ class View(NamedTuple):
     place: tuple[Any, ...]
 
 
+class Distributed(NamedTuple):
+    """The object that autograd keeps in place of a DTensor."""
+
+    local: View
+    options: dict[str, Any]
+
+
 class SavedBlock:
     """The storages saved by one forward of a block. Views hold the block and its storages; nothing else does.
 
@@ -121,12 +130,20 @@ class SavedBlock:
         self._of_before = dict(before.storages) if before is not None else {}
         self.storages: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
 
-    def pack(self, tensor: Tensor) -> Tensor | View:
-        """Return the view of `tensor` to keep, or `tensor` itself if it stays on the device."""
+    def pack(self, tensor: Tensor) -> Tensor | View | Distributed:
+        """Return the object to keep: `tensor` itself if it stays on the device."""
+        if isinstance(tensor, AsyncCollectiveTensor):
+            # The operator that saves the result of a collective waits for it too.
+            tensor = tensor.trigger_wait()
+        if isinstance(tensor, DTensor):
+            kept = self.pack(tensor._local_tensor)
+            layout = {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
+            whole = {"shape": tensor.shape, "stride": tensor.stride()}
+            return Distributed(kept, layout | whole) if isinstance(kept, View) else tensor
         if type(tensor) not in PLAIN or tensor.device != self._memory.device:
             return tensor
-        whole = tensor.untyped_storage()
-        key, size = whole._cdata, whole.nbytes()
+        own = tensor.untyped_storage()
+        key, size = own._cdata, own.nbytes()
         storage = self.storages.get(key) or self._of_before.get(key)
         if storage is None:
             if size < max(self._memory.least, 1) or self._is_weight(key):
@@ -168,10 +185,12 @@ class SavedBlock:
                 storage.copied = copied
 
 
-def unpack(kept: Tensor | View) -> Tensor:
+def unpack(kept: Tensor | View | Distributed) -> Tensor:
     """Return the saved tensor of `SavedBlock.pack`. The first call in a block fetches the previous block's storages."""
     if isinstance(kept, Tensor):
         return kept
+    if isinstance(kept, Distributed):
+        return DTensor.from_local(unpack(kept.local), run_check=False, **kept.options)
     if kept.storage.on_device is None:
         kept.block.fetch()
     kept.storage.wait()
