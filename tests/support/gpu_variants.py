@@ -203,6 +203,7 @@ FOUR: dict[str, list[str]] = {
         *MOE,
     ],
     "activation offload, fsdp2": OFFLOADED,
+    "activation offload, ep over tp": [*OFFLOADED, *MOE, "--parallel.ep=2", "--parallel.tp=2"],
     "activation offload, pp zero bubble": [
         *OFFLOADED,
         "--parallel.pp=2",
