@@ -99,7 +99,7 @@ def totals(stage: StagePlan, *, sizes: bool = True) -> dict[tuple[str, str], int
         pytest.param(deep("tp = 2", FULL), 4, marks=SLOW),
         pytest.param(deep(more=FULL + "every = 2\n"), 2, marks=SLOW),
         pytest.param(deep("tp = 2", OFFLOAD), 4, marks=SLOW),
-        pytest.param(deep(more=OFFLOAD + "every = 3\n", layers=13), 2, marks=SLOW),
+        pytest.param(deep(more=OFFLOAD + "every = 3\n", layers=16), 2, marks=SLOW),
         pytest.param(deep("ep = 2", FULL, model=EXPERTS), 4, marks=SLOW),
         pytest.param(deep(model="sliding_window = 16\nsliding_window_pattern = 2\n"), 2, marks=SLOW),
         pytest.param(deep(more=MUON), 4, marks=SLOW),
