@@ -157,6 +157,7 @@ def test_an_unsplit_backward_leaves_more_idle_time() -> None:
         ("", False, "this version of PyTorch"),
         ("[compile]\nenabled = true", True, "compile.enabled"),
         ("[activation_checkpoint]\nmode = 'full'", True, "activation_checkpoint"),
+        ("[activation_checkpoint]\nmode = 'offload'", True, None),
     ],
 )
 def test_a_backward_is_split_only_where_possible_and_the_log_gives_the_reason(
