@@ -51,6 +51,11 @@ def choices(config: Config, world: int) -> dict[str, Changes]:
         "larger microbatches": {"train.micro_batch_size": 2 * config.train.micro_batch_size},
         "less recomputation": {"activation_checkpoint.mode": "selective"},
         "no recomputation": {"activation_checkpoint.mode": "none"},
+        "FSDP alone": {
+            "parallel.tp": 1,
+            "activation_checkpoint.mode": "full",
+            "train.micro_batch_size": 2 * config.train.micro_batch_size,
+        },
     }
 
 
