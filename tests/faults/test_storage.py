@@ -198,7 +198,9 @@ def full_until_step_6() -> None:
     save.Saves.save = save_with_room_from_6
 
 
+# The run with enough space also rolls back.
 @pytest.mark.slow
+@pytest.mark.planted("disk_full", "bad_steps")
 @pytest.mark.parametrize("what", ["rollbacks.json", "metrics.jsonl"])
 def test_s2_a_full_disk_in_a_rollback_ends_all_ranks_with_one_sentence(tmp_path, what: str) -> None:
     """A rerun of the same command gives the history of a run with enough space."""
