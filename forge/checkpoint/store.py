@@ -211,7 +211,10 @@ class Checkpoints:
         return on_first_rank("setting checkpoints aside", rename, self._group)
 
     def _write(self, step: int, contents: Contents | Exception, began: float) -> None:
-        """Write a checkpoint, in the background thread if "async". A failure known to all ranks becomes an outcome."""
+        """Write a checkpoint, in the background thread if the mode is "async".
+
+        Record success, or a failure known to all ranks, as a SaveOutcome. `_join` raises any other failure.
+        """
         error, cause = None, Cause.SAVE_FAILED
         try:
             self._write_one(

@@ -165,7 +165,7 @@ class Pipeline(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_names(cls, values: Any) -> Any:
-        """Set layers_per_stage from its former key, by counting layers."""
+        """If only the former key `module_names` is set, count the layers in each of its lists for layers_per_stage."""
         names = values.get("module_names") if isinstance(values, dict) else None
         if not isinstance(names, list | tuple) or not names or values.get("layers_per_stage", 0) != 0:
             return values

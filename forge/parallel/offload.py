@@ -200,7 +200,7 @@ def unpack(kept: Tensor | View | Distributed) -> Tensor:
 
 
 class Offload:
-    """Offloads the tensors saved in forwards that `wrap` has wrapped, in the order of their calls."""
+    """Offloads the tensors saved by wrapped forwards. Backward fetches blocks in the reverse order of forward calls."""
 
     def __init__(self) -> None:
         self.memory: HostMemory | None = None

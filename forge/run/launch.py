@@ -174,7 +174,7 @@ def _train(
     signals: StopSignals,
     hooks: list[tuple[str, type[Hook]]],
 ) -> str | None:
-    """Find the start, build the model and train. Collective.
+    """Find the checkpoint to start from, if any, build the model and train. Collective.
 
     Return None when all steps are done, else the reason for an early stop.
     """

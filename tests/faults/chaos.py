@@ -130,8 +130,11 @@ class Chaos:
         print(f"{time.monotonic() - self._began:7.1f} s  {text}", flush=True)
 
 
-def chaos(folder: Path, minutes: float, seed: int) -> int:
-    """Return the number of faults. AssertionError: the metrics differ, or a fault or its recovery is not reported."""
+def chaos(folder: Path, minutes: float, seed: int, least: int = 1) -> None:
+    """Plant faults for `minutes` minutes, and at least `least` faults.
+
+    AssertionError: the metrics differ, or a fault or its recovery is not reported.
+    """
     options = [*FLOAT64_EXPERTS, f"--optimizer.lr={LEARNING_RATE}", "--checkpoint.interval=40"]
     local = ["--checkpoint.local_interval=5", f"--checkpoint.local_dir={folder}/memory-NODE"]
     endless = ["--train.steps=1000000", "--checkpoint.keep_last=2"]
@@ -143,7 +146,7 @@ def chaos(folder: Path, minutes: float, seed: int) -> int:
         for _ in range(MOST):
             run.add()
         nodes.wait_for_step(5)
-        while time.monotonic() < end:
+        while time.monotonic() < end or len(run.faults) < least:
             run.next()
         run.stop()
     events = nodes.run.events()
@@ -158,7 +161,6 @@ def chaos(folder: Path, minutes: float, seed: int) -> int:
     assert whole() == 0
     assert_same_course(nodes.run, whole, steps=steps)
     print(f"{len(run.faults)} faults in {steps} steps; the course is that of an undisturbed run")
-    return len(run.faults)
 
 
 def main(arguments: list[str]) -> int:

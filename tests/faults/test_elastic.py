@@ -298,4 +298,4 @@ def test_e10_a_persistent_straggler_leaves_after_a_save(tmp_path) -> None:
 @pytest.mark.slow
 def test_random_faults_change_no_metric(tmp_path) -> None:
     """One minute of `make chaos`, whose default is half an hour."""
-    assert chaos(tmp_path, minutes=1.0, seed=2) >= 2
+    chaos(tmp_path, minutes=1.0, seed=2, least=2)

@@ -62,8 +62,8 @@ class DataParallel(Protocol):
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
         """Make the model use the new values of `shards`.
 
-        Call after each write. copied: parameters of `shards` whose compute weights (`copies`) the caller has also
-        written.
+        Call after each write. copied: parameters of `shards`. The caller has already written their compute weights
+        (`copies`).
         """
 
     def zero_gradients(self) -> None:

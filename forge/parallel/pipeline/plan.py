@@ -92,8 +92,8 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
     )
     if name in SPLIT_BACKWARD and whole is not None:
         log.warning(
-            "pipeline.schedule = %s: each backward runs in one piece (%s); the idle time above includes this effect, and "
-            "Interleaved1F1B may be as fast",
+            "pipeline.schedule = %s: backward is not split into input and weight gradients (%s). The logged idle time "
+            "takes this into account; Interleaved1F1B may be as fast",
             name,
             whole,
             extra=Cause.NOTE.mark,

@@ -61,7 +61,7 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
     try:
         places = read_json(index.read_text("utf-8"))["weight_map"]
         if not all(Path(file).name == file for file in places.values()):
-            raise ValueError("it names a file outside the folder")
+            raise ValueError("the weight_map names a file outside the folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index}: is not an index of safetensors files: {error}") from None
     headers = {file: read_header(folder / file) for file in sorted(set(places.values()))}

@@ -35,8 +35,8 @@ def replaced(
 def token_scores(model: Any, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each label, and whether the label is the likeliest token. Both are `[batch, seq]`.
 
-    tokens, labels: int64 `[batch, seq]`; labels are the next tokens. Log-probabilities are in nats, promote(float32,
-    compute), and 0 for the label IGNORE. The second result is bool.
+    tokens, labels: int64 `[batch, seq]`; labels are the next tokens. Log-probabilities are in nats, of dtype
+    promote(float32, compute). For the label IGNORE they are 0. The second result is bool.
     """
     with replaced(model, _TokenScores(model.loss.chunk_tokens, model.config.logit_soft_cap)):
         scores = model(tokens, labels)

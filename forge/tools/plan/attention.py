@@ -80,7 +80,10 @@ def visible_scores(window: int, _documents: Any, queries: Tensor, keys: Tensor) 
 
 
 class PlannedKernel(FlexKernel):
-    """The kernel of one step of ring attention, for plans. The table of a block is its number of visible scores."""
+    """The kernel of one step of ring attention, for plans.
+
+    In place of a mask, an AttentionBlock's `table` is the number of visible scores per head. None: all are visible.
+    """
 
     make_table = staticmethod(visible_scores)
 

@@ -128,7 +128,7 @@ def _named(place: tuple[str, str], moment: Moment, names: list[str]) -> Moment:
 def _each(
     first: Times, second: Times, combine: Callable[[StepTime, StepTime], StepTime]
 ) -> tuple[StepTime, ...] | None:
-    """Apply `combine` to the times of two plans at each pace. None if either plan has no times."""
+    """Combine the times of two plans, one for each element of `estimate.PACES`. None if either plan has no times."""
     if first is None or second is None:
         return None
     return tuple(combine(a, b) for a, b in zip(first, second, strict=True))

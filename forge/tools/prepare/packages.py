@@ -201,8 +201,8 @@ def fetch(packages: list[Package], cache: Path) -> dict[Package, Path]:
         found[package] = path
     if missing:
         raise UserError(
-            f"missing: {'; '.join(missing)}. For apt, run apt-get update first. Or put a file with the manifest's "
-            f"SHA-256 into {cache}, named SHA256.whl or SHA256.deb",
+            f"missing: {'; '.join(missing)}. For apt, run apt-get update first. Or copy the package into {cache}, "
+            "as HASH.whl or HASH.deb. HASH is the package's SHA-256 in the manifest",
             FAILED,
         )
     return found

@@ -169,7 +169,7 @@ def next_trials(sweep: Sweep, trials: list[Trial], results: dict[int, float]) ->
 
 
 def _steps_of_rungs(sweep: Sweep) -> list[int]:
-    """Return the steps of a run in each rung; 0: as in the recipe."""
+    """Return the number of steps of a run, for each rung. 0: the recipe's train.steps."""
     if sweep.method != "halving":
         return [0]
     longest = load_config(Trial(0, {}).options(sweep, 0)).train.steps

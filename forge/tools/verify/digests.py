@@ -75,7 +75,7 @@ class Expected:
 def digest(values: Tensor, place: TensorPlace) -> Digest:
     """Return the digest of `values`, the piece of a global tensor at `place`.
 
-    A digest has NUMBERS products with fixed weights, and the sum of squares.
+    A digest has NUMBERS inner products of `values` with fixed random weights, and the sum of squares.
     """
     values = values.double()
     found = []
