@@ -107,14 +107,14 @@ def sequence_loss_of_own_tokens() -> None:
 
 def last_row_dropped() -> None:
     """An expert exchange without the last row of an uneven split."""
-    from forge.parallel import expert
+    from forge.parallel import dispatch
 
-    combine = expert.combine
+    combine = dispatch.combine
 
     def without_last(rows: Tensor, *rest: Any) -> Tensor:
         return combine(torch.cat([rows[:-1], torch.zeros_like(rows[-1:])]), *rest)
 
-    expert.combine = without_last
+    dispatch.combine = without_last
 
 
 def sinks_counted_twice() -> None:
