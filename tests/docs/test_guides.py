@@ -66,7 +66,7 @@ def test_figures_of_one_node_are_planned() -> None:
         f"{50_000 * found['tokens_per_step'] / 1e9:.1f} billion, at {time['tokens_per_second']:,.0f} tokens/s",
         f"{needed(found):.1f} of 79.1 GiB",
         f"{8 * host:.1f} GiB | {host:.2f} GiB for each of 8 processes",
-        f"{8 * found['checkpoint_bytes'] / GIB:.0f} GiB | 8 of {found['checkpoint_bytes'] / GIB:.1f} GiB",
+        f"{8 * found['checkpoint_bytes'] / GIB:.0f} GiB | 8 checkpoints, {found['checkpoint_bytes'] / GIB:.1f} GiB each",
         f"{4 * 50_000 * found['tokens_per_step'] / 1e9:.0f} GB",
         f"{1_000 * time['step_s'] / 60:.0f} minutes",
     )
@@ -113,7 +113,7 @@ def test_figures_of_the_cluster_are_planned(replicas: int) -> None:
         f"300,000 steps of {found['tokens_per_step']:,} tokens",
         f"{needed(found):.1f} of 79.1 GiB",
         f"| {checkpoint:.1f} GiB |",
-        f"{15 * checkpoint / 1024:.1f} TiB | 15 of {checkpoint:.1f} GiB",
+        f"{15 * checkpoint / 1024:.1f} TiB | 15 checkpoints, {checkpoint:.1f} GiB each",
         f"{8 * local:.0f} GiB | {local:.2f} GiB for each of 8 ranks",
         f"{300_000 * found['tokens_per_step'] * 4 / 1e12:.1f} TB",
         f"up to {16 * 4 * time['tokens_per_second'] / 1e6:.0f} MB/s",
