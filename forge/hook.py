@@ -12,7 +12,9 @@ result, the call is earlier.
 
 A hook may:
 
-- Read everything in the trainer. A hook that changes gradients or parameters is responsible for the effect.
+- Read everything in the trainer. A hook that changes gradients or parameters is responsible for the effect. After it has
+  written to `shard.data` of trainer.model.shards, it calls trainer.model.after_update() on every rank. Otherwise the model
+  may compute with the old values.
 - Use collectives, on all ranks in the same order. So decide by values equal on all ranks: the step, the config, a
   `StepResult`.
 - Write files, on the first rank only (`trainer.reporter.world.rank == 0`). `trainer.metrics.scalars` checks the rank

@@ -68,4 +68,4 @@ def test_a_wrong_depth_is_the_only_problem(value: str) -> None:
 
 def test_a_problem_names_the_dial() -> None:
     with pytest.raises(UserError, match=r"model\.dim = 192 \(from ladder\.depth = 3\): must be a multiple"):
-        ladder("--model.head_dim=0", "--model.n_heads=7", "--model.n_kv_heads=7")
+        ladder("--ladder.depth=3", "--model.head_dim=0", "--model.n_heads=7", "--model.n_kv_heads=7")

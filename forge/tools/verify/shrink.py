@@ -32,7 +32,13 @@ DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 # Sections and keys whose changes need no note: sizes, data, formats and layout, all shown in the report's heading.
 TOLD = ("model", "train", "data", "evaluate", "phase", *(f"parallel.{axis}" for axis in DEGREES))
-TOLD += ("parallel.bucket_size", "precision.storage", "precision.compute", "precision.reduce")
+TOLD += (
+    "optimizer.mup",
+    "parallel.bucket_size",
+    "precision.storage",
+    "precision.compute",
+    "precision.reduce",
+)
 # Changes of these keys are noted with the reason given here. Changes of other keys outside of TOLD are noted without reason.
 REASONS = {
     "activation_checkpoint.mode": "memory_budget needs the compiler",
@@ -87,7 +93,23 @@ def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
     except UserError:
         # Sizes of subsections may depend on each other. If the scaled sizes are invalid, keep the original ones.
         small = changed(config, keys)
+    small = changed(small, _bases(config, small))
     return small, list(_notes(config, small))
+
+
+def _bases(config: Config, small: Config) -> dict[str, Any]:
+    """Return the base sizes of mup and completep for `small`, in the same ratio to its sizes as in `config`.
+
+    With the unchanged base sizes, rates would be multiplied by base_dim / dim, which amplifies rounding errors.
+    """
+    if config.optimizer.parametrization == "standard":
+        return {}
+    pairs = {"base_dim": "dim", "base_depth": "n_layers", "base_head_dim": "head_dim"}
+    bases = {key: getattr(config.optimizer.mup, key) for key in pairs}
+    ratios = {
+        key: Fraction(getattr(small.model, size), getattr(config.model, size)) for key, size in pairs.items()
+    }
+    return {f"optimizer.mup.{key}": max(1, round(base * ratios[key])) for key, base in bases.items() if base}
 
 
 def _notes(config: Config, small: Config) -> Iterator[str]:

@@ -23,11 +23,17 @@ CLIP = "--optimizer.muon.qk_clip=0.2"
 CAUTIOUS = "--optimizer.muon.cautious_decay=true"
 POLAR = "--optimizer.muon.orthogonalization=polar_express"
 EMA = "--optimizer.ema=0.9"
-MUP = ("--optimizer.parametrization=mup", "--optimizer.mup.base_dim=64")
+MUP = (
+    "--optimizer.parametrization=mup",
+    "--optimizer.mup.base_dim=64",
+)  # debug configs are 256 wide, mla_debug 128
 BF16 = "--optimizer.moment_dtype=bfloat16"
 INT8 = "--optimizer.moment_dtype=int8"
 SHAMPOO = f"--optimizer.name={HERE}:OneSidedShampoo"
-LION = "--optimizer.name=lion"
+# k3_debug.toml and ladder.toml set keys of Muon, which other optimizers refuse.
+NO_MUON = tuple(f"--optimizer.muon.{key}" for key in ("qk_clip=0", "momentum=0.95", "second_moment=none"))
+LION = ("--optimizer.name=lion", *NO_MUON)
+ADAMW = ("--optimizer.name=adamw", *NO_MUON)
 OPTIONS = {
     "neuron": (*MUON, NEURON),
     "split_heads": (*MUON, HEADS),
@@ -35,11 +41,11 @@ OPTIONS = {
     "cautious_decay": (*MUON, CAUTIOUS),
     "polar_express": (*MUON, POLAR),
     "muon bfloat16": (*MUON, BF16, NEURON),
-    "lion bfloat16": (LION, BF16, EMA),
-    "lion": (LION, *MUP),
-    "adamw int8": (INT8, *MUP),
-    "adamw bfloat16": (BF16, EMA),
-    "owner state": (SHAMPOO,),
+    "lion bfloat16": (*LION, BF16, EMA),
+    "lion": (*LION, *MUP),
+    "adamw int8": (*ADAMW, INT8, *MUP),
+    "adamw bfloat16": (*ADAMW, BF16, EMA),
+    "owner state": (SHAMPOO, *NO_MUON),
 }
 
 

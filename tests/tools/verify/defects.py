@@ -153,6 +153,7 @@ class GoodHook(Hook):
     def before_step(self, step: int) -> None:
         for shard in self.trainer.model.shards:
             shard.data.mul_(0.999)
+        self.trainer.model.after_update()
 
     def after_result(self, result: StepResult) -> None:
         self.trainer.metrics.scalars(result.step, {"my/loss": result.loss, "my/tokens": float(result.tokens)})
@@ -173,7 +174,9 @@ class FirstRankDecays(GoodHook):
 
     def before_step(self, step: int) -> None:
         if self.trainer.reporter.world.rank == 0:
-            super().before_step(step)
+            for shard in self.trainer.model.shards:
+                shard.data.mul_(0.999)
+        self.trainer.model.after_update()
 
 
 class LocalCurve(GoodHook):

@@ -46,7 +46,7 @@ FEW = {
     "moe_debug, dp_shard=2": (*MUON, NEURON, HEADS, CLIP),
     "mla_debug, dp_shard=2": (*MUON, CLIP, CAUTIOUS, POLAR, EMA, *MUP),
     "hybrid_debug, dp_shard=2 data_parallel=zero1": (*MUON, HEADS, NEURON),
-    "debug, dp_shard=2": (LION, BF16),
+    "debug, dp_shard=2": (*LION, BF16),
     "debug, dp_shard=2 data_parallel=zero1": (INT8, EMA),
     "debug, dp_shard=2 data_parallel=zero2": (SHAMPOO,),
 }
