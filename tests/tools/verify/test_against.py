@@ -22,6 +22,7 @@ def test_a_changed_module_is_named_and_equal_checkouts_have_no_difference(
 ) -> None:
     ignored = shutil.ignore_patterns("__pycache__", "verify")
     shutil.copytree(REPOSITORY / "forge", tmp_path / "forge", ignore=ignored)
+    (tmp_path / "forge" / "tools" / "verify").mkdir()  # both sides record with this checkout's verify
     options = ["--config", "debug", "--model.n_layers=2", "--steps", "2", "--layouts", "dp_shard=2"]
     options += ["--against", str(tmp_path)]
     assert main(options) == 0

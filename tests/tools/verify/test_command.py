@@ -53,10 +53,10 @@ class Broken(Transformer):
 
 
 class Short(Transformer):
-    """Fails where it gets a part of a sequence."""
+    """Fails where it trains on a part of a sequence."""
 
     def forward(self, x, *args):
-        if x.shape[1] < self.seq_len:
+        if torch.is_grad_enabled() and x.shape[1] < self.seq_len:
             raise ValueError("no part of a sequence, please")
         return super().forward(x, *args)
 '''
