@@ -204,6 +204,12 @@ def publish(
     results are timed and the machine was busy.
     """
     print(table)
+    require_publishable(folder, about, timed=timed)
+    print(f"\nwritten to {write_results(name, folder, about, results, table)}", file=sys.stderr)
+
+
+def require_publishable(folder: Path, about: dict[str, Any], *, timed: bool) -> None:
+    """Raise UserError (exit 1) if `folder` is that of published results and `publish` would refuse. Call before long work."""
     if folder.resolve() == RESULTS:
         commit, load = about["versions"]["forge"] or "", about["load"]
         if timed and load > MAX_LOAD * about["cores"]:
@@ -212,7 +218,6 @@ def publish(
             )
         if not commit or commit.endswith("-dirty"):
             raise UserError("not published: forge is not a clean commit", FAILED)
-    print(f"\nwritten to {write_results(name, folder, about, results, table)}", file=sys.stderr)
 
 
 def heading(name: str, about: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 import torch
 
-from benchmarks.measure import environment, markdown, parser, publish
+from benchmarks.measure import environment, markdown, parser, publish, require_publishable
 from forge.config import Config, load_config
 from forge.data.build import build_dataset, input_fingerprints
 from forge.runtime.errors import FAILED, UserError
@@ -78,11 +78,13 @@ def reference(given: argparse.Namespace, overrides: list[str]) -> None:
     config = load_config(options)
     options.append(f"--evaluate.interval={max(1, config.train.steps // EVALUATIONS)}")
     inputs = _inputs(load_config(options))
+    about = environment(torch.device("cpu"))
+    about["settings"] = {"device": "cpu", "overrides": overrides, "seeds": given.seeds}
     published = None if given.publish else _find_published(given.output, inputs)
+    if published is None:
+        require_publishable(given.output, about, timed=False)
     curves = {seed: _train(given, options, inputs, seed) for seed in given.seeds}
     if published is None:
-        about = environment(torch.device("cpu"))
-        about["settings"] = {"device": "cpu", "overrides": overrides, "seeds": given.seeds}
         results = {"inputs": inputs, "bits_per_byte": {str(seed): curve for seed, curve in curves.items()}}
         publish("reference", given.output, about, results, _curve_table(curves), timed=False)
         return
