@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import socket
 import tempfile
 from collections.abc import Callable
@@ -22,17 +22,18 @@ Row = dict[str, Any]
 
 
 def rows_of_ranks(world: int, measure: Callable[..., list[Row]], *arguments: Any) -> list[Row]:
-    """Call `measure(device, *arguments)` on `world` joined processes; return the rows of rank 0, sent as JSON."""
+    """Call `measure(device, *arguments)` on `world` joined processes; return the rows of rank 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "rows.json"
+        found = Path(folder) / "rows"
         try:
             processes.spawn(_rank, (world, port, found, measure, arguments), nprocs=world)
         except processes.ProcessRaisedException as error:
             raise UserError(f"on {world} ranks: {str(error).strip()}", exit_code=FAILED) from error
-        return json.loads(found.read_text())
+        rows: list[Row] = pickle.loads(found.read_bytes())
+        return rows
 
 
 def _rank(
@@ -52,5 +53,5 @@ def _rank(
     join(here)
     rows = measure(here.device, *arguments)
     if rank == 0:
-        found.write_text(json.dumps(rows))
+        found.write_bytes(pickle.dumps(rows))
     dist.barrier()
