@@ -44,8 +44,10 @@ RECIPE = (
 EVALUATIONS = 10
 # Sections of the configuration that determine the curve.
 DETERMINING = ("model", "train", "optimizer", "schedule", "precision", "evaluate")
-# Two-sided 99 % quantile of Student's t distribution, by degrees of freedom: three sources with two each, for three runs.
-STUDENT = {6: 3.707}
+# Runs of a published curve. Their variance has two degrees of freedom for each of three sources.
+RUNS = 3
+# Two-sided 99 % quantile of Student's t distribution with six degrees of freedom.
+STUDENT = 3.707
 # Source -> step -> held-out bits per byte.
 Curve = dict[str, dict[int, float]]
 
@@ -74,6 +76,10 @@ def reference(given: argparse.Namespace, overrides: list[str]) -> None:
 
     Raises UserError if a run fails, if there is no published curve with the same inputs (exit 2), or if the curves differ.
     """
+    if given.publish and len(set(given.seeds)) != RUNS:
+        raise UserError(
+            f"--publish needs {RUNS} different --seeds, but has {' '.join(map(str, given.seeds))}"
+        )
     options = [*RECIPE, *_data(given.corpus), *overrides]
     config = load_config(options)
     options.append(f"--evaluate.interval={max(1, config.train.steps // EVALUATIONS)}")
@@ -102,9 +108,8 @@ def compare(curve: Curve, seed: int, published: list[Curve]) -> list[list[str]]:
     """
     last = max(curve[SOURCES[0]])
     values = {source: [one[source][last] for one in published] for source in SOURCES}
-    runs = len(published)
     spread = math.sqrt(statistics.mean(statistics.variance(one) for one in values.values()))
-    half = STUDENT[len(SOURCES) * (runs - 1)] * spread * math.sqrt(1 + 1 / runs)
+    half = STUDENT * spread * math.sqrt(1 + 1 / RUNS)
     rows = []
     for source, of in values.items():
         mean = statistics.mean(of)
@@ -129,8 +134,12 @@ def _data(corpus: Path) -> list[str]:
 def _inputs(config: Config) -> dict[str, Any]:
     """Return everything that determines the curve, except the seed and the machine, in the types of JSON."""
     sections = config.model_dump(mode="json", include=set(DETERMINING))
-    fingerprints = input_fingerprints(build_dataset(config), None)
-    found: dict[str, Any] = json.loads(json.dumps(sections | {"data": fingerprints}))
+    data = input_fingerprints(build_dataset(config), None)
+    for one in config.data.validation:
+        # dataset.json has the checksum of each file.
+        content = (Path(one.path) / "dataset.json").read_bytes()
+        data[f"validation.{one.name}"] = hashlib.sha256(content).hexdigest()
+    found: dict[str, Any] = json.loads(json.dumps(sections | {"data": data}))
     return found
 
 

@@ -62,6 +62,8 @@ def test_a_published_curve_is_found_again(capfd, tmp_path: Path) -> None:
 
     assert reference.main([*options, "--seeds", "0"]) == 2
     assert "no published curve" in capfd.readouterr().err
+    assert reference.main([*options, "--seeds", "0", "0", "1", "--publish"]) == 2
+    assert "--publish needs 3 different --seeds, but has 0 0 1" in capfd.readouterr().err
     assert reference.main([*options, "--seeds", "0", "1", "2", "--publish"]) == 0
     (file,) = tmp_path.glob("*-cpu-reference.json")
     curves = json.loads(file.read_text())["results"]["bits_per_byte"]
@@ -74,3 +76,7 @@ def test_a_published_curve_is_found_again(capfd, tmp_path: Path) -> None:
     assert capfd.readouterr().out.count("| equal |") == len(SOURCES)
     assert reference.main([*options, "--seeds", "0", "--optimizer.eps=1e-6"]) == 2
     assert "was made with optimizer.eps = 1e-08, but now it is 1e-06" in capfd.readouterr().err
+    described = corpus / "prose" / "validation" / "dataset.json"
+    described.write_text(described.read_text() + "\n")
+    assert reference.main([*options, "--seeds", "0"]) == 2
+    assert "was made with data.validation.prose = " in capfd.readouterr().err

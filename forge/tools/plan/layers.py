@@ -104,8 +104,7 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
     counts, stages = [len(stage.layers) for stage in plan.stages], len(plan.stages)
     # With attention residuals a stage reads one stream per earlier block, so stages differ.
     mixes = config.model.residual == "attention"
-    # With offload, backward of a layer has up to three layers in memory.
-    least = 3 if config.activation_checkpoint.mode == "offload" else 2
+    least = _least(config)
     if config.pipeline.schedule not in SHORTENED or len(set(kinds)) > 1 or mixes or min(counts) <= least:
         return None
     ranks, per_rank = min(3, degrees.pp), stages // degrees.pp
@@ -117,6 +116,14 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
         Few(least * ranks * per_rank, least, ranks, microbatches),
         Few((least + 1) * ranks * per_rank, least + 1, ranks, microbatches),
     )
+
+
+def _least(config: Config) -> int:
+    """Return the number of repeated periods of the first small model.
+
+    With activation offload, up to three layers are in memory during backward of a layer.
+    """
+    return 3 if config.activation_checkpoint.mode == "offload" else 2
 
 
 def traced_layers(config: Config, degrees: Degrees) -> int:
@@ -147,8 +154,7 @@ def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tup
         return smaller[size // 2 + 2 :]
 
     def first_size(lead: int, period: int, tail: int) -> int:
-        least = 3 if config.activation_checkpoint.mode == "offload" else 2
-        size = lead + (n_layers - lead - tail) % period + least * period + tail
+        size = lead + (n_layers - lead - tail) % period + _least(config) * period + tail
         if not mixes:
             return size
         # In the third trace, layers of every kind must read two blocks of attention residuals.
