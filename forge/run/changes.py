@@ -48,7 +48,7 @@ CONTEXT = (
 def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False) -> None:
     """Log the keys changed since the checkpoint at `path`.
 
-    Raises UserError for a change with which the run cannot continue. branch: True if checkpoint.resume names this
+    Raises UserError for a change that prevents the run from continuing. branch: True if checkpoint.resume names this
     checkpoint.
     """
     old = _config_of(path)
@@ -68,7 +68,7 @@ def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False)
 
 
 def compare_for_init(path: Path, new: Config) -> None:
-    """Log the keys of [model] that differ in the checkpoint at `path`, from which the initial weights are loaded.
+    """Log the keys of [model] that differ in the checkpoint of the initial weights, at `path`.
 
     Raises UserError for a difference that changes the function computed by the weights, unless
     `checkpoint.init_changes` lists the key.

@@ -50,7 +50,7 @@ class CrashReporter:
         Either a time limit is exceeded, or another rank has raised an alarm.
         """
         expired = alarm.exit_code == WATCHDOG
-        # For a lost connection, report after the roll call, which identifies the rank at fault.
+        # For a lost connection, report after the roll call has identified the rank at fault.
         early = alarm.cause is not Cause.CONNECTION_LOST
         if self._world.rank == 0 and early:
             stacks = f"; stacks of every rank are in {self._reporter.directory.logs}" if expired else ""
@@ -164,7 +164,7 @@ class RollCall:
             self._store.set(done, "done")
 
     def raise_alarm(self, alarm: Alarm) -> None:
-        """Raise an alarm, which makes every waiting rank exit. Only the first alarm counts."""
+        """Raise an alarm: every waiting rank exits. Only the first alarm counts."""
         self._store.compare_set(f"{self._name}/alarm", "", json.dumps(alarm))
 
     def alarm(self) -> Alarm | None:

@@ -44,7 +44,7 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class Start:
-    """The point at which a run starts, or to which it rolls back.
+    """The point of a run's start, or the target of a roll-back.
 
     point: the checkpoint; None: step 0. kept: the last step in the run directory that remains valid; later checkpoints
     and metrics are set aside. -1: no step in the directory belongs to this run. origin: how the run begins, for

@@ -37,7 +37,7 @@ def find_rollback_point(
 ) -> ResumePoint:
     """Return the newest good checkpoint before the first bad step.
 
-    Without one, return the checkpoint from which the run was started (origin.json), if it is good and earlier.
+    Without one, return the run's starting checkpoint (origin.json), if it is good and earlier.
     Collective. Raises UserError (exit 1) without such a checkpoint, or after too many roll-backs.
     """
     limit, verify = config.resilience.max_rollbacks, config.checkpoint.verify

@@ -185,7 +185,7 @@ class LocalSaves(Hook):
 
 
 def _holds_unmarked_states(folder: Path) -> bool:
-    """Return whether `folder` holds only node-local states of an earlier forge, which wrote no marker files.
+    """Return whether `folder` holds only node-local states of an earlier forge without marker files.
 
     Such a folder contains only folders of runs, and these contain only folders of histories.
     """
@@ -207,7 +207,7 @@ def mirror_url(config: Config) -> str:
 
 
 def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier) -> None:
-    """Restore the newest mirrored checkpoint if the run directory has lost all checkpoints from which the run could resume.
+    """Restore the newest mirrored checkpoint if the run directory has lost every usable checkpoint.
 
     Collective. Raises UserError like `restore`. Also raises UserError (exit 2) if the run would start over and
     overwrite the copies of its earlier checkpoints.
