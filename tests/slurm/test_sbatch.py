@@ -184,7 +184,7 @@ def test_the_run_ends_before_its_job_and_a_short_time_limit_is_a_warning(cluster
     assert cluster.submit(STANDIN_STEP=leave("finished", 0), STANDIN_TIME_LEFT="5:00").wait(LONG_S) == 0
     [limit] = re.findall(r"--resilience.time_limit_s=(\d+)", (cluster.folder / "srun.log").read_text())
     assert 200 < int(limit) <= 270
-    assert "warning: 300 s are little" in cluster.log()
+    assert "warning: 300 s may be too short" in cluster.log()
 
 
 def test_the_signal_goes_to_the_steps_and_not_to_the_shell() -> None:

@@ -280,7 +280,7 @@ def _misuse(rank: int, world: int, text: str, misuse: str) -> None:
     [
         ("to", "cannot be moved or cast. Choose the device before"),
         ("cpu of a layer", "cannot be moved or cast"),
-        ("load_state_dict", "write past the master copies"),
+        ("load_state_dict", "would bypass the master copies"),
         ("zero_grad", r"call zero_gradients\(\) of the parallel model instead"),
         ("data", r"layers\.0\.feed_forward\.w1\.weight does not lie in its contiguous buffer any more"),
         ("not zeroed", r"call zero_gradients\(\) of the parallel model before the next"),
