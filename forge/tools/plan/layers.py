@@ -285,8 +285,11 @@ def _all_ranks(
     fewer = replace(_fewer_ranks(degrees, few[0]), accumulation=few[0].microbatches)
     traced = plan_pipeline(_smaller(config, few[0]), fewer).schedule
     stages = []
+    # All layers are of one kind, so the optimizer's part is equal on ranks with stages of equal sizes.
+    alike: dict[Any, int] = {}
     for rank in range(degrees.pp):
         own = plan.of_rank(rank)
+        first_alike = alike.setdefault(tuple((len(one.layers), one.embed, one.head) for one in own), rank)
         names = [f"layers.{index}" for stage in own for index in stage.layers]
         role = 0 if rank == 0 else few[0].ranks - 1 if rank == degrees.pp - 1 else 1
         step = few[1].per_stage - few[0].per_stage
@@ -295,7 +298,7 @@ def _all_ranks(
             names += _names(config)[config.model.n_layers :]
         first_rank = rank * degrees.world // degrees.pp
         growth = Growth(small[role], large[role], steps, steps, steps)
-        one = _extrapolate([growth], names, config, degrees, hardware, rank)
+        one = _extrapolate([growth], names, config, degrees, hardware, first_alike)
         flying, of_traced = in_flight(plan.schedule, rank), in_flight(traced, role)
         one = replace(one, offloaded=one.offloaded * flying // of_traced)
         # Each further microbatch is in flight in the rank's first stage, and also keeps the message of the previous stage.
