@@ -87,15 +87,15 @@ def measure(threads: int, computing: int = 1, *, tiny: bool = False) -> dict[str
         # On a GPU, each operator hides the launch of the next.
         operator_us = 0.0 if card else _operator_us(device, clock)
     link = _link(card, 1 << (16 if tiny else 28 if card else 24))
-    memory = (
-        torch.cuda.mem_get_info()[1] if card else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    )
+    host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = torch.cuda.mem_get_info()[1] if card else host_memory
     return {
         "card": torch.cuda.get_device_name() if card else "",
         "memory_gib": round(memory / GIB, 2),
         "reserved_gib": 2.0 if card else 0.0,
         "memory_gb_per_s": elementwise[-1][1],
         "memory_efficiency": 1.0,
+        "host_memory_gib": round(host_memory / GIB, 2) if card else 0.0,
         "cards_per_node": max(1, torch.cuda.device_count()) if card else cores(),
         "operator_us": operator_us,
         "node": link,

@@ -27,7 +27,7 @@ class Remedy:
 
 
 def remedy_for(made: Plan) -> Remedy | None:
-    """Add overrides to the plan `made`, one after another, until the plan fits. Return at most MOST overrides.
+    """Add overrides to the plan `made`, one after another, until the plan fits the GPUs. Return at most MOST overrides.
 
     Each override frees memory in addition to the earlier ones. All of them together may still not suffice: compare
     `Remedy.needed` with the GPU's memory. Return None if no override frees memory.
@@ -35,7 +35,7 @@ def remedy_for(made: Plan) -> Remedy | None:
     overrides: list[str] = []
     best = made
     tried: set[str] = set()
-    while len(overrides) < MOST and not best.fits:
+    while len(overrides) < MOST and not best.fits_gpus:
         found = _next(best, tried)
         if found is None:
             break
@@ -57,6 +57,6 @@ def _next(made: Plan, tried: set[str]) -> tuple[str, Plan] | None:
             continue
         tried.add(override)
         plan = make_plan(config, check_world(config, made.degrees.world), made.hardware)
-        if plan.worst.needed < made.worst.needed:
+        if plan.worst.needed < made.worst.needed and plan.fits_hosts is not False:
             return override, plan
     return None

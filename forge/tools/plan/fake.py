@@ -226,8 +226,8 @@ class PlannedHostMemory(HostMemory):
         self._trace = trace
 
     def allocate(self, size: int) -> Any:
-        """Return a buffer."""
-        self.bytes += size
+        """Return a buffer. PyTorch rounds the size of a pinned buffer up to a power of two (CachingHostAllocator.h)."""
+        self.bytes += 1 << (size - 1).bit_length()
         return SimpleNamespace(nbytes=size)
 
     def copy(self, pairs: Iterable[tuple[Any, Any]]) -> None:

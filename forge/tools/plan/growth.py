@@ -83,6 +83,7 @@ def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None
         host=number(lambda plan: plan.host),
         checkpoint=number(lambda plan: plan.checkpoint),
         offloaded=number(lambda plan: plan.offloaded),
+        state_on_host=number(lambda plan: plan.state_on_host),
     )
 
 
@@ -184,7 +185,9 @@ def with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
     """
     lasting, own = (max(peak.kinds.get("state", 0) for peak in plan.peaks.values()) for plan in (whole, one))
     peaks = {place: peak.with_more("state", lasting - own) for place, peak in one.peaks.items()}
-    same = {name: getattr(whole, name) for name in ("state", "host", "checkpoint", "buckets")}
+    same = {
+        name: getattr(whole, name) for name in ("state", "host", "checkpoint", "buckets", "state_on_host")
+    }
     return replace(one, peaks=peaks, **same)
 
 

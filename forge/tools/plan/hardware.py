@@ -52,6 +52,8 @@ class Hardware(Section):
 
     The default is the nominal bandwidth of PCIe 5.0 x16, 32 GT/s per lane. PCIe 4.0 has half.
     """
+    host_memory_gib: NonNegativeNumber = 0
+    """Host memory of one node. 0: unknown, so a plan compares no host memory with it."""
     cards_per_node: Positive
     """GPUs of one node. `node` links them to each other; `cluster` links each GPU's NIC to other nodes."""
     cards_per_nic: Positive = 1
@@ -92,6 +94,10 @@ class Hardware(Section):
     @property
     def reserved_bytes(self) -> int:
         return round(self.reserved_gib * GIB)
+
+    @property
+    def host_memory_bytes(self) -> int:
+        return round(self.host_memory_gib * GIB)
 
     def reached(self, kind: str, dtype: str) -> float:
         """Return the share of the peak reached by operators of this kind. kind: of `Work`."""

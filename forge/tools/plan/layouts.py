@@ -28,7 +28,7 @@ Changes: TypeAlias = dict[str, Any]
 """Overrides of a layout: `section.key` -> value."""
 RESHARD, DEFER = "parallel.reshard_after_forward", "parallel.defer_gradient_reduction"
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-MODES = ("none", "selective", "full")
+MODES = ("none", "selective", "full", "offload")
 # Largest number of layouts in a search. Beyond this number, up to PLAIN plain layouts of each recomputation mode are kept.
 MOST, PLAIN = 400, 3
 # Assumed upper bound of estimated divided by planned activations.
@@ -42,11 +42,11 @@ UNEVEN = 3
 # recomputation.
 KEPT = {"none": 41.0, "selective": 25.0, "full": 2.0, "offload": 0.0}
 TOUCHED = 280.0
-COMPUTED = {"none": 1.0, "selective": 1.05, "full": 4 / 3}
+COMPUTED = {"none": 1.0, "selective": 1.05, "full": 4 / 3, "offload": 1.0}
 # Collectives of tensor parallelism per layer and microbatch: forward, backward and the recomputed forward.
-TENSOR_CALLS = {"none": 10, "selective": 12, "full": 14}
+TENSOR_CALLS = {"none": 10, "selective": 12, "full": 14, "offload": 10}
 # All-to-alls of expert parallelism per layer and microbatch. Selective recomputation keeps their results.
-EXPERT_CALLS = {"none": 4, "selective": 4, "full": 6}
+EXPERT_CALLS = {"none": 4, "selective": 4, "full": 6, "offload": 4}
 
 
 @dataclass(frozen=True)
@@ -354,6 +354,10 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
     stages = 1 if config.pipeline.schedule == "1F1B" else 2
     bubble = (d.pp - 1) / (d.accumulation * stages)
     waits = compute + tensor + context + experts + hardware.overlap_cost * min(data, compute)
+    if mode == "offload":
+        # Forward takes a third of the computation, and hides the copies to the host; backward hides the copies back.
+        moved = KEPT["none"] * tokens * dim * config.model.n_layers / (hardware.host_gb_per_s * 1e9)
+        waits += sum(max(0.0, moved - share * compute) for share in (1 / 3, 2 / 3))
     # Expert parallelism over nodes shares the NIC with data parallelism.
     network = data + (experts if d.ep > hardware.cards_per_node else 0.0)
     return max(waits, network) * (1 + bubble)

@@ -53,9 +53,44 @@ class Plan:
         return max(self.stages, key=lambda stage: stage.needed)
 
     @property
-    def fits(self) -> bool | None:
+    def host_bytes(self) -> int:
+        """Bytes of host memory on a node whose ranks all need as much as the fullest rank."""
+        per_node = 1 if self.hardware is None else min(self.hardware.cards_per_node, self.degrees.world)
+        return per_node * max(
+            stage.offloaded + stage.state_on_host + self.bytes_of_saves(stage) for stage in self.stages
+        )
+
+    def bytes_of_saves(self, stage: StagePlan) -> int:
+        """Return the bytes of host memory of one rank for asynchronous saves and local states."""
+        return local_states(self.config, stage) + (
+            stage.host if self.config.checkpoint.mode == "async" else 0
+        )
+
+    @property
+    def fits_gpus(self) -> bool | None:
         """Whether every stage fits the GPU's memory; None if the hardware is unknown."""
         return None if self.hardware is None else self.worst.needed <= self.hardware.memory_bytes
+
+    @property
+    def fits_hosts(self) -> bool | None:
+        """Whether a node's host memory is enough; None if it is unknown."""
+        if self.hardware is None or not self.hardware.host_memory_gib:
+            return None
+        return self.host_bytes <= self.hardware.host_memory_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the plan fits GPUs and hosts of the hardware; None if the hardware is unknown."""
+        return self.fits_gpus and self.fits_hosts is not False
+
+
+def local_states(config: Config, stage: StagePlan) -> int:
+    """Return the host memory of one rank for checkpoint.local_interval, in bytes; 0 if this key is 0.
+
+    A rank holds three states of its own (two complete states and one being written), three of each peer, and a buffer.
+    """
+    kept = config.checkpoint
+    return stage.host * (3 * (1 + kept.peers) + 1) if kept.local_interval else 0
 
 
 def smallest_world(config: Config) -> Degrees:

@@ -139,8 +139,8 @@ def _in_order(found: list[Found]) -> list[Found]:
 
 
 def has_room(found: Found, hardware: Hardware) -> bool:
-    """Return whether the layout leaves memory to spare: see `usable_bytes`."""
-    return found.needed <= usable_bytes(hardware)
+    """Return whether the layout fits and leaves GPU memory to spare: see `usable_bytes`."""
+    return found.fits and found.needed <= usable_bytes(hardware)
 
 
 def usable_bytes(hardware: Hardware) -> float:

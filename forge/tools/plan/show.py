@@ -10,7 +10,7 @@ from forge.config import Config
 from forge.observe.hardware import GIB
 from forge.tools.plan.advice import Remedy
 from forge.tools.plan.hardware import Hardware
-from forge.tools.plan.plan import CROWDED, Plan
+from forge.tools.plan.plan import CROWDED, Plan, local_states
 from forge.tools.plan.search import Found
 from forge.tools.plan.speed import Speed
 from forge.tools.plan.stage import StagePlan
@@ -38,8 +38,9 @@ def as_json(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None
                 "collectives": _collectives(stage),
                 "flops": _flops(stage),
                 "host_bytes_of_activations": stage.offloaded,
+                "host_bytes_of_state": stage.state_on_host,
                 "host_bytes_of_save": stage.host,
-                "host_bytes_of_local_states": _local_states(plan.config, stage),
+                "host_bytes_of_local_states": local_states(plan.config, stage),
             }
             for stage in plan.stages
         ],
@@ -50,6 +51,7 @@ def as_json(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None
         "time": None if plan.speed is None else _time(plan.speed),
         "tokens_per_step": train.global_batch_size * train.seq_len,
         "steps": train.steps,
+        "host_bytes_of_node": plan.host_bytes,
         "checkpoint_bytes": sum(stage.checkpoint for stage in plan.stages),
         "needed_when_crowded": crowded,
         "remedy": remedy_as_json(remedy),
@@ -196,7 +198,7 @@ def _lines_of_work(plan: Plan) -> list[str]:
         for phase, found in of.items()
     )
     checkpoint = sum(stage.checkpoint for stage in plan.stages)
-    local = _local_states(plan.config, worst)
+    local = local_states(plan.config, worst)
     lines = []
     if local:
         of_local = f"{local / GIB:.2f} GiB of host memory for rank {worst.rank}"
@@ -204,21 +206,15 @@ def _lines_of_work(plan: Plan) -> list[str]:
     if worst.offloaded:
         of_activations = f"{worst.offloaded / GIB:.2f} GiB of host memory for rank {worst.rank}"
         lines.append(f"offloaded activations take {of_activations}")
+    if worst.state_on_host:
+        of_state = f"{worst.state_on_host / GIB:.2f} GiB of host memory for rank {worst.rank}"
+        lines.append(f"parameters, gradients and optimizer state (parallel.cpu_offload) take {of_state}")
     return [
         *lines,
         f"operations of one microbatch on rank {worst.rank}, in 10^12: {flops}",
         f"a step trains on {train.global_batch_size * train.seq_len:,} tokens; a checkpoint has "
         f"{checkpoint / GIB:.1f} GiB, and saving it takes {worst.host / GIB:.2f} GiB of host memory for rank {worst.rank}",
     ]
-
-
-def _local_states(config: Config, stage: StagePlan) -> int:
-    """Return the host memory of one rank for checkpoint.local_interval, in bytes; 0 if this key is 0.
-
-    A rank holds three states of its own (two complete states and one being written), three of each peer, and a buffer.
-    """
-    kept = config.checkpoint
-    return stage.host * (3 * (1 + kept.peers) + 1) if kept.local_interval else 0
 
 
 def layout_as_json(found: Found) -> dict[str, Any]:
@@ -231,6 +227,8 @@ def search_as_text(
 ) -> str:
     """Return the layouts of a search as text, in the order of `found`. fewest: from `fewest_ranks`, if none fits."""
     has = f"{hardware.memory_gib:g} GiB"
+    if found[0].plan.fits_hosts is False:
+        has += f" and {hardware.host_memory_gib:,.0f} GiB of host memory"
     if not found[0].fits:
         enough = f"at least {fewest} processes" if fewest else "other hardware, or a smaller model"
         head = (
@@ -280,6 +278,9 @@ def _answer(plan: Plan) -> str:
     if plan.hardware is None:
         return f"needs {needed} on each GPU (--hardware NAME says whether that fits)"
     has = f"{plan.hardware.memory_gib:g} GiB"
+    if plan.fits_hosts is False:
+        needed += f" of GPU memory and {plan.host_bytes / GIB:,.0f} GiB of a node's host memory"
+        has += f" and {plan.hardware.host_memory_gib:,.0f} GiB"
     return f"fits, {needed} of {has}" if plan.fits else f"does not fit, {needed} of {has}"
 
 

@@ -49,6 +49,7 @@ class StagePlan:
     collectives: (axis, kind, bytes of a call, whether computation can hide the call) -> calls per optimizer step.
     reserved: bytes of the CUDA context, NCCL and fragmentation. host: bytes of host memory of an asynchronous save.
     offloaded: bytes of host memory of activations; 0 without activation offload.
+    state_on_host: bytes of parameters, gradients and optimizer state in host memory; 0 without parallel.cpu_offload.
     checkpoint: bytes of this pp rank's tensors in a checkpoint, all shards included.
     buckets: number of buckets in engines of contiguous buffers (ddp, zero1, zero2); 0 without one.
     spans: axis -> number of ranks and nodes of its process group. Axes over several stages are left out.
@@ -69,6 +70,7 @@ class StagePlan:
     buckets: int = 0
     spans: dict[str, Span] = field(default_factory=dict)
     offloaded: int = 0
+    state_on_host: int = 0
 
     @property
     def peak(self) -> Peak:
@@ -136,18 +138,18 @@ def plan_stage(
             place: peak.with_more("activations", waiting)
             for place, peak in _by_place(fake.trace, fake.model).items()
         }
-        layers = _layers(fake.model, config)
+        layers, state_on_host = _layers(fake.model, config), 0
         if config.parallel.cpu_offload and hardware is not None and hardware.card:
             # The GPU holds only gathered and computed tensors. Shards, gradients and optimizer state are on the CPU.
             peaks = {place: _on_device(peak, state["buckets"]) for place, peak in peaks.items()}
-            state = {kind: 0 for kind in STATE}
+            state_on_host, state = sum(state.values()), {kind: 0 for kind in STATE}
         kept = left[1] - left[0] if optimizer == "alone" else fake.trace.kept
     reserved = 0 if hardware is None else hardware.reserved_bytes
     return StagePlan(
         *(pp_rank, rank, layers, state, peaks, kept, _flops(fake.trace), times, calls, reserved),
         *(*fake.saved_bytes(), fake.buckets()),
         {axis: span for axis, span in spans.items() if axis not in OVER_STAGES},
-        fake.offloaded_bytes(),
+        *(fake.offloaded_bytes(), state_on_host),
     )
 
 

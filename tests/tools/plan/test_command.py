@@ -8,7 +8,9 @@ from torch import Tensor
 
 from forge.config import check_world, parse_toml_text
 from forge.model import Transformer
+from forge.observe.hardware import GIB
 from forge.run.launch import main
+from forge.tools.plan import fake
 from forge.tools.plan.fake import FakeRank, fake_ranks
 from forge.tools.plan.plan import smallest_world
 from tests.support.planning import plan_text
@@ -72,6 +74,25 @@ def test_an_oversized_plan_names_keys_that_free_enough_memory(tmp_path, capsys) 
     overrides = short["remedy"]["overrides"]
     assert not short["fits"] and short["remedy"]["needed"] < short["memory"]["peak"]
     assert found(1.0, *overrides)["memory"]["peak"] == short["remedy"]["needed"]
+
+
+@pytest.mark.long
+def test_a_node_must_have_the_host_memory_of_its_ranks(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(fake, "LEAST", 0)
+    node = tmp_path / "node.toml"
+    asked = ("--world-size=2", "--model.n_layers=3", f"--hardware={node}", "--checkpoint.mode=sync")
+    asked = (*asked, "--activation_checkpoint.mode=offload")
+
+    def exit_code(host_gib: float, *options: str) -> int:
+        node.write_text(f'card = "any"\nhost_memory_gib = {host_gib:.12f}\n' + HARDWARE.format(gib=1.0))
+        return plan(tmp_path, *asked, *options)
+
+    assert exit_code(0.0, "--json") == 0, "unknown host memory is not compared"
+    found = json.loads(capsys.readouterr().out)
+    needed = found["host_bytes_of_node"]
+    assert needed == 2 * found["stages"][0]["host_bytes_of_activations"] > 0
+    assert exit_code((needed + 1) / GIB) == 0 and "of a node's host memory" not in capsys.readouterr().out
+    assert exit_code((needed - 1) / GIB) == 3 and "of a node's host memory" in capsys.readouterr().out
 
 
 @pytest.mark.slow

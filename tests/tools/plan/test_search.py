@@ -15,7 +15,7 @@ from forge.run.launch import main
 from forge.tools.plan import command
 from forge.tools.plan.hardware import Hardware, find_hardware
 from forge.tools.plan.layers import kinds_of_layers, plan_stages, traced_layers
-from forge.tools.plan.layouts import DOUBT, MODES, Model, layouts, least_state
+from forge.tools.plan.layouts import DOUBT, MODES, Model, layouts, least_state, rough_seconds
 from forge.tools.plan.search import (
     Corrections,
     _first,
@@ -65,6 +65,16 @@ def test_among_equally_fast_layouts_the_fewest_axes_come_first() -> None:
     slow, slower = found(1.03), found(1.04, tp=2)
     assert _in_order([slower, both, slow, pipeline, plain]) == [plain, pipeline, both, slow, slower]
     assert _in_order([]) == []
+
+
+def test_offload_costs_the_copies_that_computation_does_not_hide() -> None:
+    def seconds(mode: str, host_gb_per_s: float) -> float:
+        config = parse_toml_text(plan_text() + f'[activation_checkpoint]\nmode = "{mode}"\n')
+        hardware = BARE.model_copy(update={"host_gb_per_s": host_gb_per_s})
+        return rough_seconds(config, check_world(config, 1), hardware, Model.of(config))
+
+    kept = seconds("none", 1.0)
+    assert seconds("offload", 1e6) == kept < seconds("offload", 1e-3) < seconds("offload", 0.9e-3)
 
 
 def test_some_memory_stays_free() -> None:
