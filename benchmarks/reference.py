@@ -93,6 +93,7 @@ def reference(given: argparse.Namespace, overrides: list[str]) -> None:
     if published is None:
         results = {"inputs": inputs, "bits_per_byte": {str(seed): curve for seed, curve in curves.items()}}
         publish("reference", given.output, about, results, _curve_table(curves), timed=False)
+        _draw(curves, given.output / f"{about['date']}-cpu-reference.svg")
         return
     found = [compare(curve, seed, published) for seed, curve in curves.items()]
     rows = [row for one in found for row in one]
@@ -193,6 +194,20 @@ def _curve_table(curves: dict[int, Curve]) -> str:
             + [f"{statistics.mean(one):.4f} ({min(one):.4f} to {max(one):.4f})" for one in of.values()]
         )
     return markdown(["step", *(f"{source}, bits per byte" for source in SOURCES)], rows)
+
+
+def _draw(curves: dict[int, Curve], file: Path) -> None:
+    """Draw the held-out bits per byte of each source by step; a line for each seed."""
+    from forge.tools.report.draw import Curve as Line  # needs matplotlib
+    from forge.tools.report.draw import curves as draw
+
+    lines = []
+    for color, source in enumerate(SOURCES):
+        for run, (seed, curve) in enumerate(curves.items()):
+            steps = sorted(curve[source])
+            values = [curve[source][step] for step in steps]
+            lines.append(Line(f"{source}, seed {seed}", ([float(step) for step in steps], values), color, run))
+    file.write_text(draw("reference", lines, "held-out bits per byte", size=(7.2, 3.0)))
 
 
 if __name__ == "__main__":

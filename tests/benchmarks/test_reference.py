@@ -69,6 +69,7 @@ def test_a_published_curve_is_found_again(capfd, tmp_path: Path) -> None:
     curves = json.loads(file.read_text())["results"]["bits_per_byte"]
     assert list(curves) == ["0", "1", "2"] and len(curves["0"]["python"]) >= 10
     assert curves["0"] != curves["1"]
+    assert "held-out bits per byte" in file.with_suffix(".svg").read_text()
     capfd.readouterr()
 
     # The run with this seed is finished, so train.py only reports its end.
