@@ -206,7 +206,9 @@ def _draw(curves: dict[int, Curve], file: Path) -> None:
         for run, (seed, curve) in enumerate(curves.items()):
             steps = sorted(curve[source])
             values = [curve[source][step] for step in steps]
-            lines.append(Line(f"{source}, seed {seed}", ([float(step) for step in steps], values), color, run))
+            lines.append(
+                Line(f"{source}, seed {seed}", ([float(step) for step in steps], values), color, run)
+            )
     file.write_text(draw("reference", lines, "held-out bits per byte", size=(7.2, 3.0)))
 
 

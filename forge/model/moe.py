@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,6 +16,16 @@ from forge.model.feed_forward import make_feed_forward
 from forge.model.flops import flops_per_token
 from forge.model.norm import norm_of
 from forge.model.router import Router
+
+
+class Rounding(Protocol):
+    """Rounds the rows of a dispatch. An extension point of `MoE`: float8 sets it."""
+
+    def values(self, rows: Tensor) -> Tensor:
+        """Return `rows` `[tokens, dim]` rounded. The gradient passes unchanged."""
+
+    def gradients(self, rows: Tensor) -> Tensor:
+        """Return `rows` `[tokens, dim]` unchanged. The gradient is rounded."""
 
 
 class Piecewise(nn.Linear):
@@ -33,7 +45,8 @@ class MoE(nn.Module):
     Elango et al. 2026, "Revisiting Efficiency-Accuracy Scaling in Mixture-of-Experts Architectures"). A projection to
     the latent precedes dispatch. A norm, as in Kimi K3, and the projection back follow the weighted sum. Router and
     shared experts read the stream.
-    `dispatch` and `experts` are extension points: expert parallelism replaces both.
+    `dispatch` and `experts` are extension points: expert parallelism replaces both. `rounding`, if not None, rounds the
+    inputs of the experts and the gradients of their weighted sums.
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -58,6 +71,7 @@ class MoE(nn.Module):
         )
         self.shared_gate = SharedGate(config.dim) if shared_dim and moe.shared_expert_gate else None
         self.dispatch: Dispatcher = LocalDispatcher(moe.n_experts, drops=moe.capacity_factor > 0)
+        self.rounding: Rounding | None = None
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """x `[batch, seq, dim]`, labels int64 `[batch, seq]` -> `[batch, seq, dim]`.
@@ -77,7 +91,13 @@ class MoE(nn.Module):
         """Return the output of the chosen experts; shapes as in `forward`."""
         experts, weights = self.router(x, labels)
         rows = x if self.to_latent is None else self.to_latent(x)
-        out = self.dispatch(rows.flatten(0, 1), experts, weights, self.experts).view_as(rows)
+        sent = rows.flatten(0, 1)
+        if self.rounding is None:
+            out = self.dispatch(sent, experts, weights, self.experts)
+        else:
+            sent = self.rounding.values(sent)
+            out = self.rounding.gradients(self.dispatch(sent, experts, weights, self.experts))
+        out = out.view_as(rows)
         if self.latent_norm is None or self.from_latent is None:
             return out
         return self.from_latent(self.latent_norm(out))

@@ -194,6 +194,8 @@ class BlockPolicy:
         moe.experts.activate = compiler(moe.experts.activate)
         if hasattr(moe.dispatch, "kernels"):
             moe.dispatch.kernels = Kernels(*map(compiler, moe.dispatch.kernels))
+        if moe.rounding is not None:
+            moe.rounding.compile(compiler)
 
     def _compiler_within_a_checkpoint(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile `function` for use inside a selective checkpoint, which recomputes it as a whole.

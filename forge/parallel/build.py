@@ -55,7 +55,7 @@ NEEDED: dict[str, Callable[[Layout], bool]] = {
     "context": lambda layout: layout.meshes.cp.size() > 1,
     "tensor": lambda layout: layout.meshes.tp.size() > 1,
     "expert": lambda layout: layout.model.moe is not None,
-    "float8": lambda layout: layout.precision.float8 != "none",
+    "float8": lambda layout: layout.precision.float8 != "none" or layout.precision.float8_dispatch,
 }
 
 

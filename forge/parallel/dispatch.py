@@ -8,7 +8,8 @@
 `NodeDispatcher` sends a token once to each node holding experts for it, because the network between nodes is slower
 than inside a node (DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.2). On each node, one rank receives the rows: the rank
 with the sender's local rank. This rank forwards each row to its experts, multiplies their outputs by the routing
-weights, and returns the sum as one row per token. The sum is rounded to the dtype of the rows.
+weights, and returns the sum as one row per token. The sum is rounded to the dtype of the rows. With
+`precision.float8_dispatch`, inputs of experts and gradients of their outputs travel between nodes as float8 codes.
 
 In both, the host synchronises with the device once per layer and microbatch, to read the numbers of rows.
 """
@@ -16,6 +17,7 @@ In both, the host synchronises with the device once per layer and microbatch, to
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -102,6 +104,21 @@ def sizes_from_counts(leaving: Tensor, arriving: Tensor) -> tuple[list[int], lis
     return sends, receives
 
 
+class RowCodes(Protocol):
+    """Sends rounded rows as codes (forge/parallel/float8/rows.py)."""
+
+    def exchange(
+        self,
+        rows: Tensor,
+        group: dist.ProcessGroup,
+        receives: list[int],
+        sends: list[int],
+        *,
+        rounded_values: bool,
+    ) -> Tensor:
+        """All-to-all of `rows`, with codes of the rounded values in forward or of the rounded gradients in backward."""
+
+
 class NodeDispatcher:
     """A Dispatcher for experts distributed over nodes. It sends a token to each node at most once.
 
@@ -114,6 +131,8 @@ class NodeDispatcher:
         self.experts_of_node = n_experts // across.size()
         self.sizes = node_sizes_from_counts
         self.kernels = EAGER
+        # An extension point: float8 sets it, if rows have been rounded to float8 codes.
+        self.rounding: RowCodes | None = None
 
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
@@ -135,11 +154,13 @@ class NodeDispatcher:
             leaving[:, 0], arriving[:, 0], leaving_here, arriving_here
         )
         across = self.across, from_nodes, to_nodes
-
-        def sent(values: Tensor) -> Tensor:
-            return compat.all_to_all(take(values, visits, sum(to_nodes), kernels), *across)
-
-        rows, row_weights = sent(x), sent(weights)
+        back = self.across, to_nodes, from_nodes
+        rows, row_weights = (take(values, visits, sum(to_nodes), kernels) for values in (x, weights))
+        row_weights = compat.all_to_all(row_weights, *across)
+        if self.rounding is None:
+            rows = compat.all_to_all(rows, *across)
+        else:
+            rows = self.rounding.exchange(rows, *across, rounded_values=True)
         chosen = exchange(experts[visits.order[: sum(to_nodes)] // experts.shape[1]], *across)
         # Only choices of this node's experts are sent within the node. Choices of other nodes' experts come last.
         chosen = chosen - self.across.rank() * self.experts_of_node
@@ -148,7 +169,11 @@ class NodeDispatcher:
         rows = take(rows, plan, sum(to_ranks), kernels)
         rows = through_experts(rows, arriving_here, to_ranks, from_ranks, self.within, compute, kernels)
         rows = combine(rows, row_weights, plan, kernels)
-        return add_up(compat.all_to_all(rows, self.across, to_nodes, from_nodes), visits, kernels)
+        if self.rounding is None:
+            rows = compat.all_to_all(rows, *back)
+        else:
+            rows = self.rounding.exchange(rows, *back, rounded_values=False)
+        return add_up(rows, visits, kernels)
 
 
 def _counts(experts: Tensor, n_experts: int) -> Tensor:

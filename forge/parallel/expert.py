@@ -90,7 +90,7 @@ class PieceRoutedMoE(MoE):
             plain.latent_norm,
             plain.from_latent,
         )
-        self.dispatch = plain.dispatch
+        self.dispatch, self.rounding = plain.dispatch, plain.rounding
         self.mesh, self.whole_stream = layout.meshes.tp, not layout.parallel.sequence_parallel
 
     def routed(self, x: Tensor, labels: Tensor | None) -> Tensor:

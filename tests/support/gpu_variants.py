@@ -181,6 +181,20 @@ FOUR: dict[str, list[str]] = {
         "--activation_checkpoint.mode=selective",
     ],
     "ep over nodes": [*MOE, "--parallel.ep=4", "--parallel.ep_node_size=2"],
+    "ep over nodes in float8": [
+        *MOE,
+        "--parallel.ep=4",
+        "--parallel.ep_node_size=2",
+        "--precision.float8_dispatch=true",
+    ],
+    "ep over nodes in float8, compiled and recomputed": [
+        *MOE,
+        "--parallel.ep=4",
+        "--parallel.ep_node_size=2",
+        "--precision.float8_dispatch=true",
+        "--compile.enabled=true",
+        "--activation_checkpoint.mode=selective",
+    ],
     "ep over nodes, compiled and recomputed": [
         *MOE,
         "--parallel.ep=4",

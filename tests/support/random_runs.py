@@ -19,7 +19,7 @@ from forge.runtime.errors import UserError
 from forge.tools.verify.layouts import Case, at_random
 from forge.tools.verify.shrink import changed
 from tests.support.equivalence import tiny_config
-from tests.support.random_models import draw_model
+from tests.support.random_models import draw_model, with_rounded_rows
 
 
 def write_tokens(folder: Path) -> None:
@@ -127,6 +127,7 @@ def draw_run(seed: int, worlds: tuple[int, ...], folder: Path) -> tuple[Config, 
             lines = [f"{key} = {to_literal(value)}" for key, value in model.items()]
             tiny = parse_toml_text(tiny_config(model="\n".join(lines)))
             config = changed(tiny, keys | {"phase": [phase] if phase else []})
+            config = with_rounded_rows(config, seed)
             layouts = at_random(config, worlds, generator.randrange(2**32))
             return config, next(layouts), next(layouts)
 

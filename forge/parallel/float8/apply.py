@@ -28,6 +28,7 @@ from forge.parallel.float8.formats import FORMATS, Format
 from forge.parallel.float8.gathering import gather_in_blocks
 from forge.parallel.float8.hardware import missing_kernels, products_for
 from forge.parallel.float8.layers import convert_experts, convert_linear
+from forge.parallel.float8.rows import send_in_float8
 from forge.parallel.float8.torchao import convert_with_torchao, gathers_in_float8
 from forge.parallel.layout import Layout
 from forge.parallel.modules import count_hooks, has_all_names
@@ -45,12 +46,18 @@ MULTIPLE = 16
 def apply_float8(model: nn.Module, layout: Layout) -> None:
     """Convert the linear layers of `model`, and with a block format its routed experts, to float8 products, in place.
 
+    With `float8_dispatch`, also round the rows of each dispatch.
+
     Layers in `float8_exclude` and layers of unsuitable size stay in precision.compute; the log names them.
 
     Raises UserError if the hardware has no kernel and float8_emulate is false, if tensor parallelism cuts a block, if no
     layer is left to convert, or if a pattern in `float8_exclude` matches no module.
     """
     precision = layout.precision
+    if precision.float8_dispatch:
+        send_in_float8(model)
+    if precision.float8 == "none":
+        return
     emulate = emulates(precision, layout.meshes.fsdp.device_type)
     check_patterns(model, precision.float8_exclude)
     chosen, left_out = choose_layers(model, precision)
@@ -110,6 +117,8 @@ def compute_in_float8(model: nn.Module, precision: Precision, device_type: str) 
 
     Raises UserError if the hardware has no kernel and float8_emulate is false.
     """
+    if precision.float8_dispatch:
+        send_in_float8(model)
     if precision.float8 == "none":
         return
     emulate = emulates(precision, device_type)

@@ -1,0 +1,143 @@
+"""Rows that travel to routed experts as float8 codes (`precision.float8_dispatch`).
+
+DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.2, sends the inputs of experts, and the gradients of their outputs, in float8.
+The results of experts, and the gradients of their inputs, stay in precision.compute.
+
+`RoundedRows` rounds both in every layout, so the layout changes no result. Rounded values are codes times powers of two
+(mxfp8 in formats.py), so encoding them again loses nothing: between nodes, `RoundedRows.exchange` sends codes and
+scales, 33 bytes for 32 values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from forge.model import MoE
+from forge.parallel.dispatch import NodeDispatcher, exchange
+from forge.parallel.float8.formats import CODES, MXFP8, Quantised
+
+BLOCK = MXFP8.along(-1)
+
+
+def send_in_float8(model: nn.Module) -> None:
+    """Make each mixture of experts in `model` round its rows, and send them between nodes as codes, in place."""
+    for layer in model.modules():
+        if isinstance(layer, MoE):
+            layer.rounding = RoundedRows()
+            if isinstance(layer.dispatch, NodeDispatcher):
+                layer.dispatch.rounding = layer.rounding
+
+
+class RoundedRows:
+    """The `Rounding` (forge/model/moe.py) of rows in mxfp8: one power of two as the scale of 32 values."""
+
+    def __init__(self) -> None:
+        # Extension points: compilation replaces these functions.
+        self.encode: Callable[[Tensor], Tensor] = encode
+        self.decode: Callable[[Tensor, int, torch.dtype], Tensor] = decode
+        self.round: Callable[[Tensor], Tensor] = rounded
+
+    def values(self, rows: Tensor) -> Tensor:
+        """Return `rows` `[n, dim]` rounded. The gradient passes unchanged."""
+        return _Values.apply(rows, self.round)
+
+    def gradients(self, rows: Tensor) -> Tensor:
+        """Return `rows` `[n, dim]` unchanged. The gradient is rounded."""
+        return _Gradients.apply(rows, self.round)
+
+    def exchange(
+        self,
+        rows: Tensor,
+        group: dist.ProcessGroup,
+        receives: list[int],
+        sends: list[int],
+        *,
+        rounded_values: bool,
+    ) -> Tensor:
+        """All-to-all of `rows`, as `compat.all_to_all`, with codes in one direction.
+
+        Collective. rounded_values: send codes of the rounded values `rows` in forward; otherwise send codes of the rounded
+        gradients in backward.
+        """
+        return _Exchange.apply(rows, group, receives, sends, self, rounded_values)
+
+    def _exchange_codes(
+        self, rows: Tensor, group: dist.ProcessGroup, receives: list[int], sends: list[int]
+    ) -> Tensor:
+        codes = exchange(self.encode(rows), group, receives, sends)
+        return self.decode(codes, rows.shape[1], rows.dtype)
+
+    def compile(self, compiler: Callable[..., Any]) -> None:
+        """Replace the functions by compiled ones."""
+        self.encode, self.decode, self.round = map(compiler, (self.encode, self.decode, self.round))
+
+
+def encode(rows: Tensor) -> Tensor:
+    """rows `[n, dim]` -> codes followed by the exponents of their scales, uint8 `[n, dim + ceil(dim / 32)]`."""
+    return torch.cat([part.view(torch.uint8) for part in MXFP8.quantise(rows, BLOCK)], -1)
+
+
+def decode(codes: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Undo `encode`: uint8 `[n, dim + ceil(dim / 32)]` -> `[n, dim]` in `dtype`."""
+    values, exponents = codes.split([dim, codes.shape[1] - dim], -1)
+    quantised = Quantised(values.contiguous().view(CODES), exponents.contiguous().view(torch.float8_e8m0fnu))
+    return MXFP8.dequantise(quantised, BLOCK, _wide(dtype)).to(dtype)
+
+
+def rounded(rows: Tensor) -> Tensor:
+    """Return `rows` `[n, dim]` rounded to mxfp8."""
+    return MXFP8.rounded(rows, BLOCK, _wide(rows.dtype)).to(rows.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _Values(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad, None
+
+
+class _Gradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.function = function
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.function(grad), None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        group: dist.ProcessGroup,
+        receives: list[int],
+        sends: list[int],
+        rounding: RoundedRows,
+        rounded_values: bool,
+    ) -> Tensor:
+        ctx.back = group, sends, receives
+        ctx.send = exchange if rounded_values else rounding._exchange_codes
+        send = rounding._exchange_codes if rounded_values else exchange
+        return send(rows, group, receives, sends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.send(grad, *ctx.back), None, None, None, None, None
