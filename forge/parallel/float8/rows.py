@@ -45,11 +45,11 @@ class RoundedRows:
 
     def values(self, rows: Tensor) -> Tensor:
         """Return `rows` `[n, dim]` rounded. The gradient passes unchanged."""
-        return _Values.apply(rows, self.round)
+        return _RoundValues.apply(rows, self.round)
 
     def gradients(self, rows: Tensor) -> Tensor:
         """Return `rows` `[n, dim]` unchanged. The gradient is rounded."""
-        return _Gradients.apply(rows, self.round)
+        return _RoundGradients.apply(rows, self.round)
 
     def exchange(
         self,
@@ -65,7 +65,7 @@ class RoundedRows:
         Collective. rounded_values: send codes of the rounded values `rows` in forward; otherwise send codes of the rounded
         gradients in backward.
         """
-        return _Exchange.apply(rows, group, receives, sends, self, rounded_values)
+        return _SendRows.apply(rows, group, receives, sends, self, rounded_values)
 
     def _exchange_codes(
         self, rows: Tensor, group: dist.ProcessGroup, receives: list[int], sends: list[int]
@@ -99,7 +99,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class _Values(torch.autograd.Function):
+class _RoundValues(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         return function(rows)
@@ -109,7 +109,7 @@ class _Values(torch.autograd.Function):
         return grad, None
 
 
-class _Gradients(torch.autograd.Function):
+class _RoundGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.function = function
@@ -121,7 +121,7 @@ class _Gradients(torch.autograd.Function):
         return ctx.function(grad), None
 
 
-class _Exchange(torch.autograd.Function):
+class _SendRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
