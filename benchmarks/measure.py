@@ -197,15 +197,19 @@ def publish(
     table: str,
     *,
     timed: bool = True,
-) -> None:
-    """Print the table and write the results files. timed: the results depend on the speed of the machine.
+) -> Path:
+    """Print the table, write the results files, and return the path of the JSON file.
+
+    timed: the results depend on the speed of the machine.
 
     Raises UserError (exit 1) in two cases: `folder` is in the repository and the repository has uncommitted changes; the
     results are timed and the machine was busy.
     """
     print(table)
     require_publishable(folder, about, timed=timed)
-    print(f"\nwritten to {write_results(name, folder, about, results, table)}", file=sys.stderr)
+    path = write_results(name, folder, about, results, table)
+    print(f"\nwritten to {path}", file=sys.stderr)
+    return path
 
 
 def require_publishable(folder: Path, about: dict[str, Any], *, timed: bool) -> None:

@@ -89,11 +89,12 @@ def reference(given: argparse.Namespace, overrides: list[str]) -> None:
     published = None if given.publish else _find_published(given.output, inputs)
     if published is None:
         require_publishable(given.output, about, timed=False)
+        from forge.tools.report import draw  # a missing matplotlib is an error before the training
     curves = {seed: _train(given, options, inputs, seed) for seed in given.seeds}
     if published is None:
         results = {"inputs": inputs, "bits_per_byte": {str(seed): curve for seed, curve in curves.items()}}
-        publish("reference", given.output, about, results, _curve_table(curves), timed=False)
-        _draw(curves, given.output / f"{about['date']}-cpu-reference.svg")
+        path = publish("reference", given.output, about, results, _curve_table(curves), timed=False)
+        path.with_suffix(".svg").write_text(_drawing(draw, curves))
         return
     found = [compare(curve, seed, published) for seed, curve in curves.items()]
     rows = [row for one in found for row in one]
@@ -196,20 +197,21 @@ def _curve_table(curves: dict[int, Curve]) -> str:
     return markdown(["step", *(f"{source}, bits per byte" for source in SOURCES)], rows)
 
 
-def _draw(curves: dict[int, Curve], file: Path) -> None:
-    """Draw the held-out bits per byte of each source by step; a line for each seed."""
-    from forge.tools.report.draw import Curve as Line  # needs matplotlib
-    from forge.tools.report.draw import curves as draw
+def _drawing(draw: Any, curves: dict[int, Curve]) -> str:
+    """Return an SVG of the held-out bits per byte of each source by step, with a line for each seed.
 
+    draw: the module forge.tools.report.draw.
+    """
     lines = []
     for color, source in enumerate(SOURCES):
         for run, (seed, curve) in enumerate(curves.items()):
-            steps = sorted(curve[source])
-            values = [curve[source][step] for step in steps]
-            lines.append(
-                Line(f"{source}, seed {seed}", ([float(step) for step in steps], values), color, run)
+            points = (
+                [float(step) for step in sorted(curve[source])],
+                [curve[source][step] for step in sorted(curve[source])],
             )
-    file.write_text(draw("reference", lines, "held-out bits per byte", size=(7.2, 3.0)))
+            lines.append(draw.Curve(f"{source}, seed {seed}", points, color, run))
+    drawing: str = draw.curves("reference", lines, "held-out bits per byte", size=(7.2, 3.0))
+    return drawing
 
 
 if __name__ == "__main__":

@@ -200,8 +200,8 @@ class Precision(Section):
     """Gather parameters in float8. auto: with fsdp2, tp = 1 and any recipe except rowwise. blockwise and mxfp8 also
     require ep = 1, no compilation, and whole blocks on each rank."""
     float8_dispatch: Annotated[bool, NO_EXPERTS] = False
-    """Round the inputs of routed experts, and the gradients of their outputs, to mxfp8. Expert parallelism sends both
-    between nodes as codes, with half the bytes of bfloat16. Needs no other float8 key."""
+    """Round the inputs of routed experts, and the gradients of their outputs, to mxfp8. If a token is sent once to each
+    node (parallel.ep_node_size), both travel as codes, with half the bytes of bfloat16. Needs no other float8 key."""
     float8_exclude: Annotated[ListOf[Text], WITH_FLOAT8] = ("head", "*.router", "*.wa", "*.wa_down", "*.wb")
     """Glob patterns of linear layers and routed experts to keep out of float8. With tensorwise and rowwise, layers
     whose sizes are not multiples of 16 never use float8."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ class Rounding(Protocol):
 
     def gradients(self, rows: Tensor) -> Tensor:
         """Return `rows` `[tokens, dim]` unchanged. The gradient is rounded."""
+
+    def compile(self, compiler: Callable[..., Any]) -> None:
+        """Replace the functions of this object by compiled ones."""
 
 
 class Piecewise(nn.Linear):

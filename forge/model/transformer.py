@@ -117,7 +117,7 @@ class Transformer(nn.Module):
 
     The model is built on the current default device with uninitialised parameters: fill them according to
     `initial_values`, then call `reset_buffers`. `loss` is a FusedLoss without a z-loss until the caller replaces it.
-    Extension points for parallel code: `Attention.attend`, `MoE.dispatch`, `loss`.
+    Extension points for parallel code: `Attention.attend`, `MoE.dispatch`, `MoE.rounding`, `loss`.
     """
 
     rope_cos: Tensor

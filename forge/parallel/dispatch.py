@@ -131,7 +131,7 @@ class NodeDispatcher:
         self.experts_of_node = n_experts // across.size()
         self.sizes = node_sizes_from_counts
         self.kernels = EAGER
-        # An extension point: float8 sets it, if rows have been rounded to float8 codes.
+        # An extension point: float8 sets it. Rows must already be rounded, so that codes lose nothing.
         self.rounding: RowCodes | None = None
 
     def __call__(

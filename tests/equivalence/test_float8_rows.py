@@ -29,6 +29,7 @@ CASES = {
     (4, "ep = 4\nep_node_size = 2", "groups", ""): True,
     (2, "ep = 2\nep_node_size = 1", "sequence_aux_loss", RECOMPUTE.format("full")): False,
     (2, "ep = 2\nep_node_size = 1", "bias", RECOMPUTE.format("selective") + COMPILE): True,
+    (2, "ep = 2\nep_node_size = 1", "bias", RECOMPUTE.format("selective")): False,
     (2, "ep = 2\nep_node_size = 1", "bias", RECOMPUTE.format("offload")): False,
     (4, "tp = 2\nep = 4\nep_node_size = 1", "bias", ""): False,
     (4, "tp = 2\nep = 2\nep_node_size = 1\nsequence_parallel = false", "bias", ""): False,

@@ -10,6 +10,7 @@ scales, 33 bytes for 32 values.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,19 +20,25 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from forge.model import MoE
+from forge.model.norm import promoted
 from forge.parallel.dispatch import NodeDispatcher, exchange
 from forge.parallel.float8.formats import CODES, MXFP8, Quantised
+
+log = logging.getLogger(__name__)
 
 BLOCK = MXFP8.along(-1)
 
 
 def send_in_float8(model: nn.Module) -> None:
-    """Make each mixture of experts in `model` round its rows, and send them between nodes as codes, in place."""
-    for layer in model.modules():
-        if isinstance(layer, MoE):
-            layer.rounding = RoundedRows()
-            if isinstance(layer.dispatch, NodeDispatcher):
-                layer.dispatch.rounding = layer.rounding
+    """Make each mixture of experts in `model` round its rows, in place. A NodeDispatcher sends them as codes."""
+    layers = [layer for layer in model.modules() if isinstance(layer, MoE)]
+    coded = 0
+    for layer in layers:
+        layer.rounding = rounding = RoundedRows()
+        if isinstance(layer.dispatch, NodeDispatcher):
+            layer.dispatch.rounding = rounding
+            coded += 1
+    log.info("rows to experts are rounded to mxfp8 in %d layers, and sent as codes in %d", len(layers), coded)
 
 
 class RoundedRows:
@@ -87,16 +94,12 @@ def decode(codes: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """Undo `encode`: uint8 `[n, dim + ceil(dim / 32)]` -> `[n, dim]` in `dtype`."""
     values, exponents = codes.split([dim, codes.shape[1] - dim], -1)
     quantised = Quantised(values.contiguous().view(CODES), exponents.contiguous().view(torch.float8_e8m0fnu))
-    return MXFP8.dequantise(quantised, BLOCK, _wide(dtype)).to(dtype)
+    return MXFP8.dequantise(quantised, BLOCK, promoted(dtype)).to(dtype)
 
 
 def rounded(rows: Tensor) -> Tensor:
     """Return `rows` `[n, dim]` rounded to mxfp8."""
-    return MXFP8.rounded(rows, BLOCK, _wide(rows.dtype)).to(rows.dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+    return MXFP8.rounded(rows, BLOCK, promoted(rows.dtype)).to(rows.dtype)
 
 
 class _RoundValues(torch.autograd.Function):

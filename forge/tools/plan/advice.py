@@ -57,6 +57,7 @@ def _next(made: Plan, tried: set[str]) -> tuple[str, Plan] | None:
             continue
         tried.add(override)
         plan = make_plan(config, check_world(config, made.degrees.world), made.hardware)
-        if plan.worst.needed < made.worst.needed and plan.fits_hosts is not False:
+        fills_hosts = plan.fits_hosts is False and made.fits_hosts is not False
+        if plan.worst.needed < made.worst.needed and not fills_hosts:
             return override, plan
     return None

@@ -132,7 +132,7 @@ class FakeRank:
         return sum(len(buffer.buckets) for buffer in buffers)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Return the bytes of host memory for an asynchronous save, and the bytes of this rank's tensors in a checkpoint.
+        """Return the bytes of host memory for a save, and the bytes of this rank's tensors in a checkpoint.
 
         The second number counts each tensor whole, including the shards of other ranks.
         """

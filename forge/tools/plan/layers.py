@@ -286,10 +286,12 @@ def _all_ranks(
     traced = plan_pipeline(_smaller(config, few[0]), fewer).schedule
     stages = []
     # All layers are of one kind, so the optimizer's part is equal on ranks with stages of equal sizes.
-    alike: dict[Any, int] = {}
+    equal_ranks: dict[Any, int] = {}
     for rank in range(degrees.pp):
         own = plan.of_rank(rank)
-        first_alike = alike.setdefault(tuple((len(one.layers), one.embed, one.head) for one in own), rank)
+        first_equal = equal_ranks.setdefault(
+            tuple((len(one.layers), one.embed, one.head) for one in own), rank
+        )
         names = [f"layers.{index}" for stage in own for index in stage.layers]
         role = 0 if rank == 0 else few[0].ranks - 1 if rank == degrees.pp - 1 else 1
         step = few[1].per_stage - few[0].per_stage
@@ -298,7 +300,7 @@ def _all_ranks(
             names += _names(config)[config.model.n_layers :]
         first_rank = rank * degrees.world // degrees.pp
         growth = Growth(small[role], large[role], steps, steps, steps)
-        one = _extrapolate([growth], names, config, degrees, hardware, first_alike)
+        one = _extrapolate([growth], names, config, degrees, hardware, first_equal)
         flying, of_traced = in_flight(plan.schedule, rank), in_flight(traced, role)
         one = replace(one, offloaded=one.offloaded * flying // of_traced)
         # Each further microbatch is in flight in the rank's first stage, and also keeps the message of the previous stage.

@@ -132,7 +132,9 @@ def layouts(
         if degrees is None:
             continue
         state, gathered = least_state(changed, degrees, model), gathered_bytes(changed, degrees, model)
-        kept = rough_activations(changed, degrees, model)
+        kept = rough_activations(changed, degrees)
+        if _fills_hosts(changed, degrees, hardware):
+            continue
         if any_memory or state + gathered + kept / DOUBT <= hardware.memory_bytes:
             seconds = rough_seconds(changed, degrees, hardware, model)
             rough.append(CandidateLayout(changes, changed, degrees, seconds, state, gathered + kept))
@@ -272,7 +274,7 @@ def least_state(config: Config, degrees: Degrees, model: Model) -> float:
     return held * compute + gradients + spread * (masters + state)
 
 
-def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
+def rough_activations(config: Config, degrees: Degrees) -> float:
     """Return roughly the bytes kept for backward on a rank. Gathered parameters are not included (`gathered_bytes`)."""
     train, mode = config.train, config.activation_checkpoint.mode
     n_layers = config.model.n_layers
@@ -283,6 +285,16 @@ def rough_activations(config: Config, degrees: Degrees, model: Model) -> float:
     # The layer being recomputed. With offload: the computing layer, and the layer being copied.
     layer = numbers * KEPT["none"] * {"full": degrees.tp, "offload": 2}.get(mode, 1)
     return KEPT.get(mode, KEPT["none"]) * numbers * n_layers * in_flight + layer
+
+
+def _fills_hosts(config: Config, degrees: Degrees, hardware: Hardware) -> bool:
+    """Return whether offloaded activations exceed the host memory of a node, by a rough estimate."""
+    if config.activation_checkpoint.mode != "offload" or not hardware.host_memory_gib:
+        return False
+    kept = config.activation_checkpoint.model_copy(update={"mode": "none"})
+    ranks = min(hardware.cards_per_node, degrees.world)
+    copied = rough_activations(config.model_copy(update={"activation_checkpoint": kept}), degrees)
+    return ranks * copied > hardware.host_memory_bytes
 
 
 def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
@@ -335,10 +347,12 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
     if config.model.moe is not None:
         moe, calls = config.model.moe, layers * EXPERT_CALLS.get(mode, 4)
         row = microbatch / d.tp * (moe.latent_dim or dim) / dim
+        # Codes have half the bytes of bfloat16, in two of four directions.
+        coded = 0.75 if config.precision.float8_dispatch else 1.0
         near, nodes = d.ep, d.on_nodes(config, hardware.cards_per_node).ep_nodes
         if nodes > 1:
             near = d.ep // nodes
-            experts += calls * seconds("all_to_all", row * visited_nodes(moe, nodes), near, nodes)
+            experts += calls * seconds("all_to_all", coded * row * visited_nodes(moe, nodes), near, nodes)
         experts += calls * seconds("all_to_all", row * moe.top_k, 1, near)
     held, shards = held_parameters(d, model), d.dp_shard * d.cp
     gather = seconds("all_gather", held * width, d.tp, shards)

@@ -53,18 +53,21 @@ class Plan:
         return max(self.stages, key=lambda stage: stage.needed)
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory on a node whose ranks all need as much as the fullest rank."""
-        per_node = 1 if self.hardware is None else min(self.hardware.cards_per_node, self.degrees.world)
-        return per_node * max(
-            stage.offloaded + stage.state_on_host + self.bytes_of_saves(stage) for stage in self.stages
-        )
+    def nodes(self) -> int:
+        """The number of nodes; 1 for unknown hardware."""
+        return 1 if self.hardware is None else -(-self.degrees.world // self.hardware.cards_per_node)
 
-    def bytes_of_saves(self, stage: StagePlan) -> int:
-        """Return the bytes of host memory of one rank for asynchronous saves and local states."""
-        return local_states(self.config, stage) + (
-            stage.host if self.config.checkpoint.mode == "async" else 0
-        )
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory on the fullest node. For unknown hardware, all ranks are on one node."""
+        world = self.degrees.world
+        size = world if self.hardware is None else self.hardware.cards_per_node
+        of_stages = [
+            stage.offloaded + stage.state_on_host + stage.host + local_states(self, stage)
+            for stage in self.stages
+        ]
+        of_ranks = [of_stages[rank * len(of_stages) // world] for rank in range(world)]
+        return max(sum(of_ranks[first : first + size]) for first in range(0, world, size))
 
     @property
     def fits_gpus(self) -> bool | None:
@@ -84,13 +87,17 @@ class Plan:
         return self.fits_gpus and self.fits_hosts is not False
 
 
-def local_states(config: Config, stage: StagePlan) -> int:
+def local_states(plan: Plan, stage: StagePlan) -> int:
     """Return the host memory of one rank for checkpoint.local_interval, in bytes; 0 if this key is 0.
 
     A rank holds three states of its own (two complete states and one being written), three of each peer, and a buffer.
+    With checkpoint.local_dir only the buffer is in memory.
     """
-    kept = config.checkpoint
-    return stage.host * (3 * (1 + kept.peers) + 1) if kept.local_interval else 0
+    kept = plan.config.checkpoint
+    if not kept.local_interval:
+        return 0
+    peers = kept.peers if plan.hardware is None else min(kept.peers, plan.nodes - 1)
+    return stage.host * (1 if kept.local_dir else 3 * (1 + peers) + 1)
 
 
 def smallest_world(config: Config) -> Degrees:

@@ -122,7 +122,9 @@ def search(
     found = [one for _, one in tried]
     fitting_ones = _in_order([one for one in found if one.fits])
     with_room = _in_order([one for one in fitting_ones if has_room(one, hardware)])
-    return with_room or fitting_ones or [min(found, key=lambda one: one.needed)]
+    return (
+        with_room or fitting_ones or [min(found, key=lambda one: (one.plan.fits_hosts is False, one.needed))]
+    )
 
 
 def _in_order(found: list[Found]) -> list[Found]:

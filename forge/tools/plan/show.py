@@ -40,7 +40,7 @@ def as_json(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None
                 "host_bytes_of_activations": stage.offloaded,
                 "host_bytes_of_state": stage.state_on_host,
                 "host_bytes_of_save": stage.host,
-                "host_bytes_of_local_states": local_states(plan.config, stage),
+                "host_bytes_of_local_states": local_states(plan, stage),
             }
             for stage in plan.stages
         ],
@@ -198,7 +198,7 @@ def _lines_of_work(plan: Plan) -> list[str]:
         for phase, found in of.items()
     )
     checkpoint = sum(stage.checkpoint for stage in plan.stages)
-    local = local_states(plan.config, worst)
+    local = local_states(plan, worst)
     lines = []
     if local:
         of_local = f"{local / GIB:.2f} GiB of host memory for rank {worst.rank}"
@@ -277,11 +277,11 @@ def _answer(plan: Plan) -> str:
     needed = f"{plan.worst.needed / GIB:.1f} GiB"
     if plan.hardware is None:
         return f"needs {needed} on each GPU (--hardware NAME says whether that fits)"
-    has = f"{plan.hardware.memory_gib:g} GiB"
+    of_gpu = f"{needed} of {plan.hardware.memory_gib:g} GiB"
     if plan.fits_hosts is False:
-        needed += f" of GPU memory and {plan.host_bytes / GIB:,.0f} GiB of a node's host memory"
-        has += f" and {plan.hardware.host_memory_gib:,.0f} GiB"
-    return f"fits, {needed} of {has}" if plan.fits else f"does not fit, {needed} of {has}"
+        of_host = f"{plan.host_bytes / GIB:,.1f} of {plan.hardware.host_memory_gib:,.1f} GiB"
+        return f"does not fit, {of_gpu} of GPU memory, {of_host} of a node's host memory"
+    return f"fits, {of_gpu}" if plan.fits else f"does not fit, {of_gpu}"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

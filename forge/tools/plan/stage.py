@@ -47,7 +47,7 @@ class StagePlan:
     flops: of one microbatch and of the update, by phase and submodule.
     times: one per element of PACES; None without hardware.
     collectives: (axis, kind, bytes of a call, whether computation can hide the call) -> calls per optimizer step.
-    reserved: bytes of the CUDA context, NCCL and fragmentation. host: bytes of host memory of an asynchronous save.
+    reserved: bytes of the CUDA context, NCCL and fragmentation. host: bytes of host memory of a save.
     offloaded: bytes of host memory of activations; 0 without activation offload.
     state_on_host: bytes of parameters, gradients and optimizer state in host memory; 0 without parallel.cpu_offload.
     checkpoint: bytes of this pp rank's tensors in a checkpoint, all shards included.

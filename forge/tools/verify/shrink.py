@@ -55,6 +55,7 @@ REASONS = {
     "pipeline.module_names": "the small model has other layers",
     "pipeline.schedule": "the CSV file is for one number of stages",
     "precision.float8": "its scales depend on the layout",
+    "precision.float8_dispatch": "outside float64, the order of sums changes its codes",
 }
 
 
@@ -79,6 +80,8 @@ def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
     exact: True: compute in float64. False: compute in the formats of `config`.
     """
     keys = _model(config.model) | _training(config) | _layout(config) | _left_out(config)
+    if not exact:
+        keys["precision.float8_dispatch"] = False
     if exact and (block := BLOCKS.get(config.precision.float8)):
         # Block formats stay: in float64, the order of sums does not change float8 codes. Choose sizes with whole blocks on
         # two ranks.

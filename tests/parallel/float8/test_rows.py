@@ -36,6 +36,15 @@ def test_codes_lose_nothing_of_rounded_rows(n: int, dim: int, dtype: torch.dtype
             assert (error <= largest / 16).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_value_that_is_not_finite_stays_so(dtype: torch.dtype) -> None:
+    for value in (float("nan"), float("inf")):
+        x = values(4, 64, dtype)
+        x[1, 3] = value
+        for one in (rounded(x), decode(encode(x), 64, dtype)):
+            assert not one[1, 3].isfinite() and one[1, 32:].isfinite().all() and one[0].isfinite().all()
+
+
 def test_values_are_rounded_forward_and_gradients_backward() -> None:
     rounding, x = RoundedRows(), values(20, 64, torch.float64).requires_grad_()
     weight = values(20, 64, torch.float64)
