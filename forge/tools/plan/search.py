@@ -268,7 +268,14 @@ def _pool(processes: int | None) -> Iterator[Any]:
     with ProcessPoolExecutor(
         number, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
-        yield lambda chosen, hardware: list(pool.map(_attempt, chosen, [hardware] * len(chosen)))
+
+        def in_parallel(chosen: list[CandidateLayout], hardware: Hardware) -> list[Found | None]:
+            # The longest plans start first, so that processes end at about the same time.
+            longest_first = sorted(chosen, key=lambda one: -traced_layers(one.config, one.degrees))
+            started = {id(one): pool.submit(_attempt, one, hardware) for one in longest_first}
+            return [started[id(one)].result() for one in chosen]
+
+        yield in_parallel
 
 
 def _attempt(layout: CandidateLayout, hardware: Hardware) -> Found | None:
