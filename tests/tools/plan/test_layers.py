@@ -111,7 +111,6 @@ def totals(stage: StagePlan, *, sizes: bool = True) -> dict[tuple[str, str], int
         pytest.param(deep("ep = 2", FULL + QK_CLIP, 25, K3), 4, marks=SLOW),
         pytest.param(deep("ep = 2", layers=25, model=K3), 2, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 2", 2, MUON), 4, marks=SLOW),
-        pytest.param(staged("1F1B", "pp = 4", 4, MUON), 8, marks=SLOW),
         pytest.param(staged("1F1B", 'pp = 4\ndata_parallel = "zero1"', 4), 8, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 2", 2), 4, marks=SLOW),
         pytest.param(deep("pp = 2", "[pipeline]\nschedule = '1F1B'\n", layers=7), 4, marks=SLOW),
