@@ -205,10 +205,8 @@ def _drawing(draw: Any, curves: dict[int, Curve]) -> str:
     lines = []
     for color, source in enumerate(SOURCES):
         for run, (seed, curve) in enumerate(curves.items()):
-            points = (
-                [float(step) for step in sorted(curve[source])],
-                [curve[source][step] for step in sorted(curve[source])],
-            )
+            steps = sorted(curve[source])
+            points = [float(step) for step in steps], [curve[source][step] for step in steps]
             lines.append(draw.Curve(f"{source}, seed {seed}", points, color, run))
     drawing: str = draw.curves("reference", lines, "held-out bits per byte", size=(7.2, 3.0))
     return drawing

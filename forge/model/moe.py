@@ -96,11 +96,11 @@ class MoE(nn.Module):
         experts, weights = self.router(x, labels)
         rows = x if self.to_latent is None else self.to_latent(x)
         sent = rows.flatten(0, 1)
-        if self.rounding is None:
-            out = self.dispatch(sent, experts, weights, self.experts)
-        else:
+        if self.rounding is not None:
             sent = self.rounding.values(sent)
-            out = self.rounding.gradients(self.dispatch(sent, experts, weights, self.experts))
+        out = self.dispatch(sent, experts, weights, self.experts)
+        if self.rounding is not None:
+            out = self.rounding.gradients(out)
         out = out.view_as(rows)
         if self.latent_norm is None or self.from_latent is None:
             return out

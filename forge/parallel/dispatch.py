@@ -17,7 +17,6 @@ In both, the host synchronises with the device once per layer and microbatch, to
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -104,21 +103,6 @@ def sizes_from_counts(leaving: Tensor, arriving: Tensor) -> tuple[list[int], lis
     return sends, receives
 
 
-class RowCodes(Protocol):
-    """Sends rounded rows as codes (forge/parallel/float8/rows.py)."""
-
-    def exchange(
-        self,
-        rows: Tensor,
-        group: dist.ProcessGroup,
-        receives: list[int],
-        sends: list[int],
-        *,
-        rounded_values: bool,
-    ) -> Tensor:
-        """All-to-all of `rows`, with codes of the rounded values in forward or of the rounded gradients in backward."""
-
-
 class NodeDispatcher:
     """A Dispatcher for experts distributed over nodes. It sends a token to each node at most once.
 
@@ -131,8 +115,8 @@ class NodeDispatcher:
         self.experts_of_node = n_experts // across.size()
         self.sizes = node_sizes_from_counts
         self.kernels = EAGER
-        # An extension point: float8 sets it. Rows must already be rounded, so that codes lose nothing.
-        self.rounding: RowCodes | None = None
+        # Extension points: the all-to-alls of rows to other nodes and back. float8 sends codes.
+        self.send = self.send_back = compat.all_to_all
 
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
@@ -154,13 +138,8 @@ class NodeDispatcher:
             leaving[:, 0], arriving[:, 0], leaving_here, arriving_here
         )
         across = self.across, from_nodes, to_nodes
-        back = self.across, to_nodes, from_nodes
         rows, row_weights = (take(values, visits, sum(to_nodes), kernels) for values in (x, weights))
-        row_weights = compat.all_to_all(row_weights, *across)
-        if self.rounding is None:
-            rows = compat.all_to_all(rows, *across)
-        else:
-            rows = self.rounding.exchange(rows, *across, rounded_values=True)
+        rows, row_weights = self.send(rows, *across), compat.all_to_all(row_weights, *across)
         chosen = exchange(experts[visits.order[: sum(to_nodes)] // experts.shape[1]], *across)
         # Only choices of this node's experts are sent within the node. Choices of other nodes' experts come last.
         chosen = chosen - self.across.rank() * self.experts_of_node
@@ -169,11 +148,7 @@ class NodeDispatcher:
         rows = take(rows, plan, sum(to_ranks), kernels)
         rows = through_experts(rows, arriving_here, to_ranks, from_ranks, self.within, compute, kernels)
         rows = combine(rows, row_weights, plan, kernels)
-        if self.rounding is None:
-            rows = compat.all_to_all(rows, *back)
-        else:
-            rows = self.rounding.exchange(rows, *back, rounded_values=False)
-        return add_up(rows, visits, kernels)
+        return add_up(self.send_back(rows, self.across, to_nodes, from_nodes), visits, kernels)
 
 
 def _counts(experts: Tensor, n_experts: int) -> Tensor:

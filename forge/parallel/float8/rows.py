@@ -4,8 +4,8 @@ DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.2, sends the inputs of experts, and
 The results of experts, and the gradients of their inputs, stay in precision.compute.
 
 `RoundedRows` rounds both in every layout, so the layout changes no result. Rounded values are codes times powers of two
-(mxfp8 in formats.py), so encoding them again loses nothing: between nodes, `RoundedRows.exchange` sends codes and
-scales, 33 bytes for 32 values.
+(mxfp8 in formats.py), so encoding them again loses nothing. Between nodes, `RoundedRows.send` and `send_back` exchange
+codes and scales, 33 bytes for 32 values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def send_in_float8(model: nn.Module) -> None:
     for layer in layers:
         layer.rounding = rounding = RoundedRows()
         if isinstance(layer.dispatch, NodeDispatcher):
-            layer.dispatch.rounding = rounding
+            layer.dispatch.send, layer.dispatch.send_back = rounding.send, rounding.send_back
             coded += 1
     log.info("rows to experts are rounded to mxfp8 in %d layers, and sent as codes in %d", len(layers), coded)
 
@@ -58,21 +58,15 @@ class RoundedRows:
         """Return `rows` `[n, dim]` unchanged. The gradient is rounded."""
         return _RoundGradients.apply(rows, self.round)
 
-    def exchange(
-        self,
-        rows: Tensor,
-        group: dist.ProcessGroup,
-        receives: list[int],
-        sends: list[int],
-        *,
-        rounded_values: bool,
-    ) -> Tensor:
-        """All-to-all of `rows`, as `compat.all_to_all`, with codes in one direction.
+    def send(self, rows: Tensor, group: dist.ProcessGroup, receives: list[int], sends: list[int]) -> Tensor:
+        """All-to-all of rounded `rows`, as `compat.all_to_all`. Forward sends codes. Collective."""
+        return _Send.apply(rows, group, receives, sends, self._exchange_codes, exchange)
 
-        Collective. rounded_values: send codes of the rounded values `rows` in forward; otherwise send codes of the rounded
-        gradients in backward.
-        """
-        return _SendRows.apply(rows, group, receives, sends, self, rounded_values)
+    def send_back(
+        self, rows: Tensor, group: dist.ProcessGroup, receives: list[int], sends: list[int]
+    ) -> Tensor:
+        """All-to-all of `rows`, whose gradients are rounded, as `compat.all_to_all`. Backward sends codes. Collective."""
+        return _Send.apply(rows, group, receives, sends, exchange, self._exchange_codes)
 
     def _exchange_codes(
         self, rows: Tensor, group: dist.ProcessGroup, receives: list[int], sends: list[int]
@@ -124,7 +118,9 @@ class _RoundGradients(torch.autograd.Function):
         return ctx.function(grad), None
 
 
-class _SendRows(torch.autograd.Function):
+class _Send(torch.autograd.Function):
+    """An all-to-all with separate functions for forward and backward, both with the signature of `exchange`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -132,13 +128,11 @@ class _SendRows(torch.autograd.Function):
         group: dist.ProcessGroup,
         receives: list[int],
         sends: list[int],
-        rounding: RoundedRows,
-        rounded_values: bool,
+        forward: Callable[..., Tensor],
+        backward: Callable[..., Tensor],
     ) -> Tensor:
-        ctx.back = group, sends, receives
-        ctx.send = exchange if rounded_values else rounding._exchange_codes
-        send = rounding._exchange_codes if rounded_values else exchange
-        return send(rows, group, receives, sends)
+        ctx.send, ctx.back = backward, (group, sends, receives)
+        return forward(rows, group, receives, sends)
 
     @staticmethod
     @once_differentiable
