@@ -116,7 +116,8 @@ class NodeDispatcher:
         self.sizes = node_sizes_from_counts
         self.kernels = EAGER
         # Extension points: the all-to-alls of rows to other nodes and back. float8 sends codes.
-        self.send = self.send_back = compat.all_to_all
+        self.send: Callable[..., Tensor] = compat.all_to_all
+        self.send_back: Callable[..., Tensor] = compat.all_to_all
 
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
