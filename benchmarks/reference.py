@@ -28,6 +28,7 @@ import torch
 from benchmarks.measure import environment, markdown, parser, publish, require_publishable
 from forge.config import Config, load_config
 from forge.data.build import build_dataset, input_fingerprints
+from forge.data.format import TokenDataset
 from forge.runtime.errors import FAILED, UserError
 from scripts.options import count, exit_code_of
 
@@ -138,9 +139,7 @@ def _inputs(config: Config) -> dict[str, Any]:
     sections = config.model_dump(mode="json", include=set(DETERMINING))
     data = input_fingerprints(build_dataset(config), None)
     for one in config.data.validation:
-        # dataset.json has the checksum of each file.
-        content = (Path(one.path) / "dataset.json").read_bytes()
-        data[f"validation.{one.name}"] = hashlib.sha256(content).hexdigest()
+        data[f"validation.{one.name}"] = TokenDataset(one.path).fingerprint
     found: dict[str, Any] = json.loads(json.dumps(sections | {"data": data}))
     return found
 

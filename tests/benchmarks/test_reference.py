@@ -78,6 +78,11 @@ def test_a_published_curve_is_found_again(capfd, tmp_path: Path) -> None:
     assert reference.main([*options, "--seeds", "0", "--optimizer.eps=1e-6"]) == 2
     assert "was made with optimizer.eps = 1e-08, but now it is 1e-06" in capfd.readouterr().err
     described = corpus / "prose" / "validation" / "dataset.json"
-    described.write_text(described.read_text() + "\n")
+    content = json.loads(described.read_text())
+    content["origin"]["input"] = {"stamp": "of a copy in another folder"}
+    described.write_text(json.dumps(content))
+    assert reference.main([*options, "--seeds", "0"]) == 0
+    content["text_bytes"] += 1
+    described.write_text(json.dumps(content))
     assert reference.main([*options, "--seeds", "0"]) == 2
     assert "was made with data.validation.prose = " in capfd.readouterr().err
