@@ -24,7 +24,7 @@ from forge.parallel.pipeline import plan_pipeline
 from forge.parallel.pipeline.schedule import Action, Schedule
 from forge.tools.plan.growth import Growth, whole_plan, with_more, with_state, with_update
 from forge.tools.plan.hardware import Hardware
-from forge.tools.plan.stage import TRACED, StagePlan, fewer_microbatches, plan_stage
+from forge.tools.plan.stage import StagePlan, fewer_microbatches, microbatches_of_steps, plan_stage
 
 # Schedules for which a trace of few ranks and few microbatches represents a longer pipeline.
 SHORTENED = ("1F1B", "Interleaved1F1B")
@@ -108,8 +108,9 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
     if config.pipeline.schedule not in SHORTENED or len(set(kinds)) > 1 or mixes or min(counts) <= least:
         return None
     ranks, per_rank = min(3, degrees.pp), stages // degrees.pp
-    # Interleaved stages have all microbatches in flight only after a round of all ranks.
-    microbatches = 2 * ranks if per_rank > 1 else 3
+    # The memory of a forward after the first backward includes gradients. Interleaved stages have all microbatches in
+    # flight only after a round of all ranks.
+    microbatches = 2 * ranks if per_rank > 1 else ranks + 1
     if degrees.accumulation < microbatches:
         return None
     return (
@@ -129,17 +130,13 @@ def _least(config: Config) -> int:
 def traced_layers(config: Config, degrees: Degrees) -> int:
     """Return the number of layer forwards traced for a plan: layers times microbatches, as a measure of its cost."""
     config = with_experts_first(config, degrees)
-    few, steps = few_layers(config, degrees), 2
-    if degrees.pp == 1:
-        traced: tuple[Few, ...] = few or (Few(config.model.n_layers, config.model.n_layers),)
-        if few is not None and config.model.residual == "attention":
-            traced = *few, *two_blocks(few[0])
-        return sum(one.layers for one in traced) * (
-            1 + min(TRACED, degrees.accumulation)
-        )  # two steps are traced; the first has one microbatch
-    if few is None:
-        return steps * config.model.n_layers * fewer_microbatches(config, degrees).accumulation
-    return steps * sum(one.layers * (one.microbatches or 1) for one in few)
+    few, fewer = few_layers(config, degrees), fewer_microbatches(config, degrees)
+    traced: tuple[Few, ...] = few or (Few(config.model.n_layers, config.model.n_layers),)
+    if few is not None and degrees.pp == 1 and config.model.residual == "attention":
+        traced = *few, *two_blocks(few[0])
+    return sum(
+        one.layers * sum(microbatches_of_steps(config, _fewer_microbatches(fewer, one))) for one in traced
+    )
 
 
 def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tuple[Few, Few] | None:
@@ -248,6 +245,10 @@ def _fewer_ranks(degrees: Degrees, few: Few) -> Degrees:
     return replace(degrees, pp=few.ranks, world=degrees.world // degrees.pp * few.ranks)
 
 
+def _fewer_microbatches(degrees: Degrees, few: Few) -> Degrees:
+    return replace(degrees, accumulation=few.microbatches or degrees.accumulation)
+
+
 def _trace(
     few: Few, config: Config, degrees: Degrees, hardware: Hardware | None, load: float
 ) -> list[StagePlan]:
@@ -281,8 +282,7 @@ def _all_ranks(
     hardware: Hardware | None,
 ) -> list[StagePlan]:
     plan = plan_pipeline(config, degrees)
-    assert few[0].microbatches is not None
-    fewer = replace(_fewer_ranks(degrees, few[0]), accumulation=few[0].microbatches)
+    fewer = _fewer_microbatches(_fewer_ranks(degrees, few[0]), few[0])
     traced = plan_pipeline(_smaller(config, few[0]), fewer).schedule
     stages = []
     # All layers are of one kind, so the optimizer's part is equal on ranks with stages of equal sizes.

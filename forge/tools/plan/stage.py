@@ -117,7 +117,7 @@ def plan_stage(
         state = {kind: 0 for kind in STATE} | fake.state_bytes()
         # The first step allocates lasting state. The plan is of the second step.
         left: list[int] = []
-        for microbatches in (traced.accumulation if degrees.pp > 1 else 1, traced.accumulation):
+        for microbatches in microbatches_of_steps(config, traced):
             if optimizer == "alone":
                 fake.update(microbatches)
             else:
@@ -187,6 +187,13 @@ def fewer_microbatches(config: Config, degrees: Degrees) -> Degrees:
     if schedule.startswith("Interleaved"):  # microbatches come in rounds of pp
         return replace(degrees, accumulation=3 * degrees.pp) if divides else degrees
     return replace(degrees, accumulation=enough)
+
+
+def microbatches_of_steps(config: Config, degrees: Degrees) -> tuple[int, int]:
+    """Return the number of microbatches of the two traced steps: the fewest that the schedule takes, then all."""
+    schedule = config.pipeline.schedule
+    exact = degrees.pp > 1 and (schedule == "DualPipeV" or schedule.endswith(".csv"))
+    return degrees.accumulation if exact else 1, degrees.accumulation
 
 
 def hideable(moment: Moment, call: Collective) -> bool:
