@@ -108,9 +108,10 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
     if config.pipeline.schedule not in SHORTENED or len(set(kinds)) > 1 or mixes or min(counts) <= least:
         return None
     ranks, per_rank = min(3, degrees.pp), stages // degrees.pp
-    # The memory of a forward after the first backward includes gradients. Interleaved stages have all microbatches in
-    # flight only after a round of all ranks.
-    microbatches = 2 * ranks if per_rank > 1 else ranks + 1
+    # The first rank runs a forward after a backward, with gradients in memory, only if there are more microbatches than
+    # ranks. Interleaved stages have all microbatches in flight only after a round of all ranks.
+    plain = max(3, ranks + (degrees.accumulation > degrees.pp))
+    microbatches = 2 * ranks if per_rank > 1 else plain
     if degrees.accumulation < microbatches:
         return None
     return (

@@ -140,7 +140,7 @@ class Trace(TorchDispatchMode):
                 self.moment = Moment("forward", "masks", self.moment.microbatch)
 
         module.register_forward_pre_hook(enter, prepend=True)
-        module.register_forward_hook(leave)
+        module.register_forward_hook(leave, prepend=True)
 
     def __enter__(self) -> Any:
         self._resize = torch.UntypedStorage.resize_

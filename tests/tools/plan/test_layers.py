@@ -116,6 +116,13 @@ def totals(stage: StagePlan, *, sizes: bool = True) -> dict[tuple[str, str], int
         pytest.param(deep("pp = 2", "[pipeline]\nschedule = '1F1B'\n", layers=7), 4, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 4", 4, FULL), 4, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 4", 4, MUON), 8, marks=SLOW),
+        pytest.param(staged("1F1B", "pp = 4\nreshard_after_forward = 'always'", 4), 8, marks=SLOW),
+        pytest.param(
+            staged("1F1B", "pp = 4", 4).replace("global_batch_size = 16", "global_batch_size = 8"),
+            8,
+            marks=SLOW,
+        ),
+        pytest.param(staged("Interleaved1F1B", "pp = 4", 8, MUON), 8, marks=SLOW),
         pytest.param(staged("1F1B", "pp = 4\ntp = 2", 4), 8, marks=SLOW),
         pytest.param(staged("Interleaved1F1B", "pp = 2", 4), 4, marks=SLOW),
         pytest.param(staged("Interleaved1F1B", "pp = 4", 8, FULL), 8, marks=SLOW),
