@@ -29,7 +29,8 @@ Changes: TypeAlias = dict[str, Any]
 RESHARD, DEFER = "parallel.reshard_after_forward", "parallel.defer_gradient_reduction"
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 MODES = ("none", "selective", "full", "offload")
-# Largest number of layouts in a search. Beyond this number, up to PLAIN plain layouts of each recomputation mode are kept.
+# Largest number of layouts in a search. Beyond this number, up to PLAIN plain layouts and PLAIN simple layouts of each
+# recomputation mode are kept.
 MOST, PLAIN = 400, 3
 # Assumed upper bound of estimated divided by planned activations.
 DOUBT = 2.0
@@ -94,11 +95,16 @@ class CandidateLayout:
         return self.config.parallel.data_parallel
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the layout is FSDP2 with default settings, alone or with expert parallelism. A search tries these first."""
+    def is_simple(self) -> bool:
+        """Whether the layout is FSDP2 with default settings, without a pipeline and without replicas."""
         d, parallel = self.degrees, self.config.parallel
         frees = parallel.reshard_after_forward != "never" and not parallel.defer_gradient_reduction
-        return self.engine == "fsdp2" and frees and d.pp == d.cp == d.tp == d.dp_replicate == 1
+        return self.engine == "fsdp2" and frees and d.pp == d.dp_replicate == 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layout is simple, and FSDP2 alone or with expert parallelism. A search tries these first."""
+        return self.is_simple and self.degrees.cp == self.degrees.tp == 1
 
 
 @dataclass(frozen=True)
@@ -121,8 +127,8 @@ def layouts(
 ) -> list[CandidateLayout]:
     """Return the legal layouts on `world` ranks that may fit the hardware, by increasing estimated seconds.
 
-    At most MOST layouts, plus two exceptions: the config's own layout, if legal, and the fastest PLAIN plain layouts of
-    each recomputation mode. any_memory: also return layouts that cannot fit.
+    At most MOST layouts, plus two exceptions: the config's own layout, if legal, and, for each recomputation mode, the
+    fastest PLAIN plain layouts and the fastest PLAIN other simple ones. any_memory: also return layouts that cannot fit.
     """
     model = Model.of(config)
     rough: list[CandidateLayout] = []
@@ -140,13 +146,14 @@ def layouts(
             rough.append(CandidateLayout(changes, changed, degrees, seconds, state, gathered + kept))
     rough.sort(key=lambda layout: layout.seconds)
     found: dict[str, CandidateLayout] = {}
-    plain: Counter[str] = Counter()
+    simple: Counter[tuple[str, bool]] = Counter()
     for layout in rough:
         is_own = all(value == value_of(config, key) for key, value in layout.changes.items())
-        wanted = is_own or len(found) < MOST or (layout.is_plain and plain[layout.mode] < PLAIN)
+        kind = layout.mode, layout.is_plain
+        wanted = is_own or len(found) < MOST or (layout.is_simple and simple[kind] < PLAIN)
         if wanted and (legal := _legal(layout, config, world)) is not None:
             found.setdefault(str(sorted(legal.changes.items())), legal)
-            plain[legal.mode] += legal.is_plain
+            simple[kind] += legal.is_simple
     return list(found.values())
 
 

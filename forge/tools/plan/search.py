@@ -228,16 +228,16 @@ def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
     """Return the layouts of the first round: the config's own, and two plain FSDP layouts per recomputation mode.
 
     Of the two, one has the least estimated memory, the other the least estimated time. If a mode has no plain layout, e.g.
-    with more GPUs than sequences, take its layouts without a pipeline. If `left` has none of these layouts, return up to
-    ROUND layouts of different sizes (`_next`).
+    with more GPUs than sequences, take its other simple layouts. If `left` has none of these layouts, return up to ROUND
+    layouts of different sizes (`_next`).
     """
     chosen = [layout for layout in left if not layout.changes]
     for mode in MODES:
-        cheap = [one for one in left if one.mode == mode and one.degrees.pp == 1 and one not in chosen]
-        cheap = [one for one in cheap if one.is_plain] or cheap
-        if cheap:
-            chosen.append(min(cheap, key=Corrections([]).bytes))
-            chosen += [layout for layout in cheap[:1] if layout not in chosen]
+        simple = [one for one in left if one.mode == mode and one.is_simple and one not in chosen]
+        simple = [one for one in simple if one.is_plain] or simple
+        if simple:
+            chosen.append(min(simple, key=Corrections([]).bytes))
+            chosen += [layout for layout in simple[:1] if layout not in chosen]
     return chosen or _next(left, ROUND)
 
 
