@@ -31,7 +31,7 @@ from forge.tools.plan.speed import Speed
 BEST = 10
 TRIES = 24
 # A search also ends after this many traced layers (`traced_layers`). A plan without a pipeline traces about 20, a plan
-# of an interleaved pipeline about 360.
+# of an interleaved pipeline 210 to 400.
 LAYERS = 1600
 # A search ends when the next layout's estimate is above the fastest plan by more than this factor.
 MARGIN = 1.2
