@@ -1,6 +1,6 @@
 """Planned throughput of published runs, beside the published figures.
 
-    python benchmarks/published.py                  # all rows of benchmarks/published.toml; an hour or more
+    python benchmarks/published.py                  # all rows of benchmarks/published.toml; minutes
     python benchmarks/published.py --only "MPT"     # rows with this text in their name
 
 Prints a table in Markdown. Rows are sorted by tokens per second. The planner was fitted to every other row; the rest
