@@ -25,7 +25,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Make the corpus and return the exit code."""
     parser = Options(description=__doc__)
     add = parser.add_argument
-    add("--size", default="whole", metavar="SIZE", help="small (about 50 MB of text) or whole (%(default)s)")
+    add(
+        "--size",
+        default="whole",
+        metavar="SIZE",
+        help="small (50 MB of text) or whole (480 MB) (%(default)s)",
+    )
     add(
         "--output",
         required=True,
