@@ -155,6 +155,7 @@ def _prediction(fit: Fit, runs: list[MeasuredRun], n: float, d: float) -> dict[s
         "tokens": d,
         "loss": fit.law.loss(n, d),
         "loss_interval": fit.interval(lambda law: law.loss(n, d)),
+        "run_interval": fit.interval_of_run(n, d),
         "extrapolates": OPERATIONS * n * d / largest,
     }
 
@@ -195,10 +196,10 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def _loss(one: dict[str, Any]) -> str:
-    low, high = one["loss_interval"]
+    (low, high), (least, most) = one["loss_interval"], one["run_interval"]
     times = one["extrapolates"]
     far = f"{times:.3g} times the FLOPs of the largest run" if times > 1 else "within the runs"
-    return f"loss {one['loss']:.4g} ({low:.4g} to {high:.4g}), {far}"
+    return f"loss {one['loss']:.4g} (law {low:.4g} to {high:.4g}, a run {least:.4g} to {most:.4g}), {far}"
 
 
 def _page(path: Path, metric: str, best: list[MeasuredRun], fit: Fit, found: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ sizes, the prior determines a.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -55,9 +56,18 @@ class Fit:
 
     def interval(self, of: Callable[[Law], float], share: float = 0.9) -> tuple[float, float]:
         """Compute `of(law)` for each resampled law. Return the central interval with the fraction `share` of these values."""
-        values = [of(law) for law in self.resampled]
-        low, high = np.quantile(values, [(1 - share) / 2, (1 + share) / 2])
-        return float(low), float(high)
+        return _central([of(law) for law in self.resampled], share)
+
+    def interval_of_run(self, parameters: float, tokens: float, share: float = 0.9) -> tuple[float, float]:
+        """Return the central interval with the fraction `share` of the losses that a run may reach.
+
+        Each resampled law is combined with each error of the fitted runs. The errors are multiplied by sqrt(runs / (runs
+        - 5)), because the law's five coefficients are fitted to the runs.
+        """
+        runs = len(self.errors)
+        scale = math.sqrt(runs / max(runs - 5, 1))
+        losses = [law.loss(parameters, tokens) for law in self.resampled]
+        return _central([loss / (1 + scale * error) for loss in losses for error in self.errors], share)
 
     def without_effect(self, parameters: Sequence[float], tokens: Sequence[float]) -> list[str]:
         """Return the variables ("N", "D") whose effect on the loss, over the range of the runs, is below the law's error.
@@ -108,6 +118,12 @@ def fit_law(
     law = _law(best)
     errors = [law.loss(*pair) / seen - 1 for pair, seen in zip(zip(n, d, strict=True), loss, strict=True)]
     return Fit(law, [_law(point) for point in others], [float(error) for error in errors])
+
+
+def _central(values: list[float], share: float) -> tuple[float, float]:
+    """Return the central interval with the fraction `share` of `values`."""
+    low, high = np.quantile(values, [(1 - share) / 2, (1 + share) / 2])
+    return float(low), float(high)
 
 
 def _starts(x: np.ndarray, loss: np.ndarray) -> list[list[float]]:

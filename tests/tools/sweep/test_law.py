@@ -16,8 +16,8 @@ LAWS = [Law(1.69, 406.4, 0.34, 410.7, 0.28), Law(0.6, 30.0, 0.22, 900.0, 0.41)]
 SIZES = [1e6, 4e6, 1.6e7, 6.4e7]
 
 
-def runs(law: Law, noise: float = 0.0) -> tuple[list[float], list[float], list[float]]:
-    drawn = np.random.default_rng(1)
+def runs(law: Law, noise: float = 0.0, seed: int = 1) -> tuple[list[float], list[float], list[float]]:
+    drawn = np.random.default_rng(seed)
     points = [(n, n * ratio) for n in SIZES for ratio in (2.0, 8.0, 32.0, 128.0)]
     losses = [law.loss(n, d) * math.exp(noise * drawn.standard_normal()) for n, d in points]
     return [n for n, _ in points], [d for _, d in points], losses
@@ -54,6 +54,18 @@ def test_with_noise_and_an_outlier_the_prediction_holds_and_lies_in_its_interval
     assert fit.law.loss(1e9, 2e10) == pytest.approx(wanted, rel=0.03)
     assert low < wanted < high
     assert abs(fit.errors[5]) > 0.1 > 0.02 > max(abs(e) for e in fit.errors[:5] + fit.errors[6:])
+
+
+def test_nine_of_ten_runs_are_in_the_interval_of_a_run() -> None:
+    inside = []
+    for seed in range(10, 14):
+        fit = fit_law(*runs(LAWS[0], noise=0.01, seed=seed), resamples=20)
+        of_law, of_run = fit.interval(lambda law: law.loss(1e9, 2e10)), fit.interval_of_run(1e9, 2e10)
+        assert of_run[0] < of_law[0] < of_law[1] < of_run[1]
+        for *at, loss in zip(*runs(LAWS[0], noise=0.01, seed=seed + 100), strict=True):
+            low, high = fit.interval_of_run(*at)
+            inside.append(low < loss < high)
+    assert 0.8 < sum(inside) / len(inside) < 1.0
 
 
 def test_the_optimum_is_the_least_loss_of_its_budget() -> None:
