@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forge.model.experts import RowGroups
 from forge.model.norm import promoted
 
 
@@ -16,13 +17,13 @@ class Dispatcher(Protocol):
     """Sends tokens through their experts. The parameterless inner part of `MoE`, and an extension point."""
 
     def __call__(
-        self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+        self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, RowGroups], Tensor]
     ) -> Tensor:
         """x `[tokens, dim]` -> for each token the weighted sum of its experts' outputs, `[tokens, dim]`.
 
         experts int64 and weights `[tokens, top_k]`; expert index n_experts means no expert and contributes nothing.
-        compute: (rows `[n, dim]` sorted by expert, counts int64 `[experts]`) -> `[n, dim]`. n may exceed the sum of
-        `counts`; output rows past the sum are undefined.
+        compute: (rows `[n, dim]` sorted by expert, one group for each expert) -> `[n, dim]`. n may exceed the rows of
+        the groups; output rows past the last group are undefined.
         """
 
 
@@ -34,15 +35,16 @@ class LocalDispatcher:
         self.kernels = EAGER
 
     def __call__(
-        self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+        self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, RowGroups], Tensor]
     ) -> Tensor:
         rows, plan = spread(x, experts, self.n_experts, self.kernels)
+        groups = RowGroups(plan.counts, plan.ends)
         if not self.drops:
-            return combine(compute(rows, plan.counts), weights, plan, self.kernels)
+            return combine(compute(rows, groups), weights, plan, self.kernels)
         # Choices without an expert are sorted last, and `compute` leaves their rows uninitialised. The second fill
         # keeps these values out of the output, the first fill keeps them out of the gradients.
         past = (torch.arange(rows.shape[0], device=x.device) >= plan.counts.sum()).unsqueeze(-1)
-        rows = compute(rows.masked_fill(past, 0.0), plan.counts)
+        rows = compute(rows.masked_fill(past, 0.0), groups)
         return combine(rows.masked_fill(past, 0.0), weights, plan, self.kernels)
 
 
@@ -50,22 +52,22 @@ class DispatchPlan(NamedTuple):
     """The order of rows sorted by expert. There is one row per choice; choice j of token t has number t * top_k + j.
 
     order: the number of each row's choice, int64 `[tokens * top_k]`. places: the row of each choice, int64 `[tokens,
-    top_k]`. counts: the number of rows of each expert, int64 `[n_experts]`. The sort is stable. Choices without an
-    expert come last.
+    top_k]`. counts: the number of rows of each expert, int64 `[n_experts]`. ends: the end of each expert's rows, int32
+    `[n_experts]`. The sort is stable. Choices without an expert come last.
     """
 
     order: Tensor
     places: Tensor
     counts: Tensor
+    ends: Tensor
 
 
 def sort_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
     """Return the plan for experts int64 `[tokens, top_k]`, each in 0 ... n_experts; n_experts means no expert."""
     by_expert, order = experts.flatten().sort(stable=True)
     # Counts by bisection, because bincount's output has no static size, so it would synchronise with the device.
-    bounds = torch.arange(n_experts + 1, device=order.device)
-    counts = torch.searchsorted(by_expert, bounds).diff()
-    return DispatchPlan(order, _inverse(order).view_as(experts), counts)
+    begins = torch.searchsorted(by_expert, torch.arange(n_experts + 1, device=order.device))
+    return DispatchPlan(order, _inverse(order).view_as(experts), begins.diff(), begins[1:].int())
 
 
 def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
@@ -78,7 +80,8 @@ def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
     chosen = [(column == indices).int() for column in columns]  # each [n_experts + 1, tokens]
     upto = sum(chosen[1:], chosen[0]).cumsum(1, dtype=torch.int32)
     counts = upto[:, -1].long()
-    before = counts.cumsum(0) - counts
+    ends = counts.cumsum(0, dtype=torch.int32)
+    before = ends - counts
     places = []
     for j, column in enumerate(columns):
         # A token's later choices of the same expert, which can only be n_experts.
@@ -86,7 +89,7 @@ def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
         rank = upto.gather(0, column.unsqueeze(0)).squeeze(0) - later - 1
         places.append(before[column] + rank)
     stacked = torch.stack(places, 1)
-    return DispatchPlan(_inverse(stacked.flatten()), stacked, counts[:-1])
+    return DispatchPlan(_inverse(stacked.flatten()), stacked, counts[:-1], ends[:-1])
 
 
 def plan_rows(experts: Tensor, n_experts: int) -> DispatchPlan:
@@ -104,21 +107,21 @@ def spread_rows(x: Tensor, experts: Tensor, n_experts: int) -> tuple[Tensor, Dis
     return x.index_select(0, plan.order // experts.shape[1]), plan
 
 
-def group_by_expert(arriving: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Plan the reordering of `total` rows from (rank, expert) order to expert order.
+def group_by_expert(arriving: Tensor, total: int) -> DispatchPlan:
+    """Return the plan that reorders `total` rows, one for each token, from (rank, expert) order to expert order.
 
     arriving int64 `[ranks, local experts]`: number of rows from each rank for each expert.
-
-    Return order and places, int64 `[total]`, and counts, int64 `[local experts]`, with the meanings of `DispatchPlan`.
     """
     sizes = arriving.flatten()
     ends = sizes.cumsum(0)
     by_expert = arriving.t()
-    before = by_expert.flatten().cumsum(0).view_as(by_expert) - by_expert
+    ends_by_expert = by_expert.flatten().cumsum(0).view_as(by_expert)
+    before = ends_by_expert - by_expert
+    bounds = before[:, 0], ends_by_expert[:, -1]
     index = torch.arange(total, device=arriving.device)
     block = torch.searchsorted(ends, index, right=True)
     places = index + (before.t().flatten() - (ends - sizes))[block]
-    return _inverse(places), places, arriving.sum(0)
+    return DispatchPlan(_inverse(places), places, bounds[1] - bounds[0], bounds[1].int())
 
 
 def _inverse(permutation: Tensor) -> Tensor:
@@ -189,7 +192,7 @@ class Kernels(NamedTuple):
 
     plan: Callable[..., DispatchPlan] = plan_rows
     spread: Callable[..., tuple[Tensor, DispatchPlan]] = spread_rows
-    group: Callable[..., tuple[Tensor, Tensor, Tensor]] = group_by_expert
+    group: Callable[..., DispatchPlan] = group_by_expert
     add: Callable[..., Tensor] = add_choices
     weigh: Callable[..., Tensor] = weigh_choices
     weigh_backward: Callable[..., tuple[Tensor, Tensor]] = weigh_backward

@@ -42,17 +42,17 @@ class Experts(nn.Module):
         self.w13_bias = nn.Parameter(torch.empty(n_experts, width)) if bias else None
         self.w2_bias = nn.Parameter(torch.empty(n_experts, dim)) if bias else None
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows `[n, dim]` sorted by expert, rows per expert `counts` int64 `[n_experts]` -> `[n, dim]`.
+    def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
+        """rows `[n, dim]` sorted by expert, one group for each expert -> `[n, dim]`.
 
-        Output and gradient are undefined for rows past the sum of `counts`.
+        Output and gradient are undefined for rows past the last group.
         """
-        return self.compute(rows, counts, self.w13, self.w2, self.w13_bias, self.w2_bias)
+        return self.compute(rows, groups, self.w13, self.w2, self.w13_bias, self.w2_bias)
 
     def compute(
         self,
         rows: Tensor,
-        counts: Tensor,
+        groups: RowGroups,
         w13: Tensor,
         w2: Tensor,
         w13_bias: Tensor | None,
@@ -60,9 +60,8 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Compute `forward` with the given weights instead of the module's own.
 
-        The weights may be those of only some experts. counts: rows of each of these experts.
+        The weights may be those of only some experts. groups: the rows of these experts.
         """
-        groups = RowGroups(counts)
         projected = self.multiply(rows, w13, groups, w13_bias)
         return self.multiply(self.activate(projected), w2, groups, w2_bias)
 
@@ -73,18 +72,14 @@ def apply_activation(projected: Tensor, activation: Activation) -> Tensor:
 
 
 class RowGroups:
-    """Consecutive groups of rows.
+    """Consecutive groups of rows. More rows may follow the last group.
 
-    counts: number of rows of each group, int64 `[groups]`. More rows may follow the last group.
+    counts: number of rows of each group, int64 `[groups]`. ends: the end of each group, int32 `[groups]`.
     """
 
-    def __init__(self, counts: Tensor):
+    def __init__(self, counts: Tensor, ends: Tensor | None = None):
         self.counts = counts
-
-    @functools.cached_property
-    def ends(self) -> Tensor:
-        """Return the end of each group, int32 `[groups]`."""
-        return self.counts.cumsum(0, dtype=torch.int32)
+        self.ends = counts.cumsum(0, dtype=torch.int32) if ends is None else ends
 
     @functools.cached_property
     def sizes(self) -> list[int]:

@@ -84,13 +84,14 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return experts and weights like `forward`, and a dictionary of the values to add to the state.
 
-        The dictionary's keys are `counts`, `losses`, `dropped` and `required`. The method changes no state, so it can
-        be compiled. noise `[batch, seq, n_experts]` is added to the logits.
+        The dictionary's keys are `counts`, `losses`, `dropped` and `required`. The method changes no state: recomputation
+        must run the same compiled code as forward. noise `[batch, seq, n_experts]` is added to the logits.
         """
         config = self.config
         logits, scores = self.score(x, noise)
-        experts = self.choose(scores.detach())
-        weights = scores.gather(-1, experts)
+        # Contiguous, because a compiler then fuses the sum of weights with the counts.
+        experts = self.choose(scores.detach()).contiguous()
+        weights = _at_experts(scores, experts)
         if config.normalize_top_k and config.top_k > 1:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         weights = weights * config.route_scale
@@ -255,6 +256,32 @@ def _first_indices(scores: Tensor, k: int) -> Tensor:
     topk does not define the order of ties.
     """
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :k]
+
+
+def _at_experts(scores: Tensor, experts: Tensor) -> Tensor:
+    """Return the scores `[..., top_k]` of the experts, int64 `[..., top_k]`; scores `[..., n_experts]`."""
+    return _Pick.apply(scores, experts) if torch.compiler.is_compiling() else scores.gather(-1, experts)
+
+
+class _Pick(torch.autograd.Function):
+    """`gather` along the last dim. Backward has no additions at indices, so it fuses with other operators.
+
+    The indices of a row must differ.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.size = values.shape[-1]
+        return values.gather(-1, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (index,) = ctx.saved_tensors
+        places = torch.arange(ctx.size, device=index.device)
+        columns = zip(index.unsqueeze(-1).unbind(-2), grad.unsqueeze(-1).unbind(-2), strict=True)
+        parts = [torch.where(column == places, own, 0.0) for column, own in columns]
+        return sum(parts[1:], parts[0]), None
 
 
 class _Attach(torch.autograd.Function):

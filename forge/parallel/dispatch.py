@@ -25,6 +25,7 @@ from torch import Tensor
 
 from forge.model import host
 from forge.model.dispatch import EAGER, Kernels, add_up, combine, permute, spread, take
+from forge.model.experts import RowGroups
 from forge.runtime import compat
 
 
@@ -42,7 +43,7 @@ class AllToAllDispatcher:
         self.kernels = EAGER
 
     def __call__(
-        self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+        self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, RowGroups], Tensor]
     ) -> Tensor:
         """x `[tokens, dim]` -> for each token the sum of its experts' outputs times its weights, `[tokens, dim]`.
 
@@ -66,7 +67,7 @@ def through_experts(
     sends: list[int],
     receives: list[int],
     group: dist.ProcessGroup,
-    compute: Callable[[Tensor, Tensor], Tensor],
+    compute: Callable[[Tensor, RowGroups], Tensor],
     kernels: Kernels,
 ) -> Tensor:
     """Send rows `[n, dim]`, sorted by expert, to the ranks of their experts, and return the outputs `[n, dim]`.
@@ -78,8 +79,8 @@ def through_experts(
     """
     rows = compat.all_to_all(rows, group, receives, sends)
     # Rows arrive sorted by rank; the experts need them sorted by expert.
-    order, places, counts = kernels.group(arriving, sum(receives))
-    rows = permute(compute(permute(rows, order, places), counts), places, order)
+    order, places, counts, ends = kernels.group(arriving, sum(receives))
+    rows = permute(compute(permute(rows, order, places), RowGroups(counts, ends)), places, order)
     return compat.all_to_all(rows, group, sends, receives)
 
 
@@ -120,7 +121,7 @@ class NodeDispatcher:
         self.send_back: Callable[..., Tensor] = compat.all_to_all
 
     def __call__(
-        self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+        self, x: Tensor, experts: Tensor, weights: Tensor, compute: Callable[[Tensor, RowGroups], Tensor]
     ) -> Tensor:
         """x `[tokens, dim]` -> for each token the sum of its experts' outputs times its weights, `[tokens, dim]`.
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Shard as Split
 
 from forge.model import Experts, MoE, Transformer
 from forge.model.dispatch import Dispatcher
+from forge.model.experts import RowGroups
 from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher
 from forge.parallel.layout import Layout
 from forge.parallel.mesh import Meshes
@@ -72,10 +73,10 @@ class LocalExperts(Experts):
         for name, weight in plain.named_parameters():
             self.register_parameter(name, distributed(weight, mesh, Split(0)))
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows `[n, dim]`, sorted by expert; rows per expert `counts`, int64 `[n_experts / ep]` -> `[n, dim]`."""
+    def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
+        """rows `[n, dim]` sorted by expert, one group for each of the n_experts / ep experts -> `[n, dim]`."""
         biases = (None if bias is None else local_tensor(bias) for bias in (self.w13_bias, self.w2_bias))
-        return self.compute(rows, counts, local_tensor(self.w13), local_tensor(self.w2), *biases)
+        return self.compute(rows, groups, local_tensor(self.w13), local_tensor(self.w2), *biases)
 
 
 class PieceRoutedMoE(MoE):

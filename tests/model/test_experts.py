@@ -25,6 +25,7 @@ from forge.model.dispatch import (
     spread,
     spread_rows,
 )
+from forge.model.experts import RowGroups
 from forge.model.host import HostReads
 
 DIM, HIDDEN, EXPERTS = 16, 8, 5
@@ -60,7 +61,7 @@ def assert_equals_one_by_one(dtype: torch.dtype, tolerance: float, counts: list[
         rows = torch.randn(sum(counts), DIM, generator=torch.Generator().manual_seed(1)).to(experts.w2)
         rows.requires_grad_()
         on_device = torch.tensor(counts, device=device)
-        out = experts(rows, on_device) if grouped else one_by_one(experts, rows, counts)
+        out = experts(rows, RowGroups(on_device)) if grouped else one_by_one(experts, rows, counts)
         (out * torch.linspace(-1, 1, DIM).to(out)).sum().backward()
         results.append([tensor.double() for tensor in (out, rows.grad, experts.w13.grad, experts.w2.grad)])
     for ours, plain in zip(*results, strict=True):
@@ -107,7 +108,8 @@ def test_supported_shapes_are_one_grouped_product_without_padding(
         return kernel(rows, weight, offs=offs)
 
     monkeypatch.setattr(module, "_grouped_mm", spy)
-    out = make_experts(dtype, dim)(torch.randn(9, dim).to(dtype), torch.tensor([0, 1, 8, 0, 0]))
+    groups = RowGroups(torch.tensor([0, 1, 8, 0, 0]))
+    out = make_experts(dtype, dim)(torch.randn(9, dim).to(dtype), groups)
     assert out.shape == (9, dim)
     assert seen == ([((9, dim), [0, 1, 9, 9, 9]), ((9, HIDDEN), [0, 1, 9, 9, 9])] if grouped else [])
 
@@ -121,14 +123,14 @@ def test_a_layer_without_a_grouped_kernel_reads_its_counts_once(monkeypatch: pyt
     kept = HostReads().kept
     for _ in range(2):  # forward, and recomputation
         with kept():
-            experts(rows, counts).sum().backward()
+            experts(rows, RowGroups(counts)).sum().backward()
     assert waits == [(EXPERTS,)]
 
 
 def test_a_rank_without_rows_calls_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(module, "_grouped_mm")
     experts, rows = make_experts(torch.bfloat16), torch.zeros(0, DIM, dtype=torch.bfloat16)
-    experts(rows.requires_grad_(), torch.zeros(EXPERTS, dtype=torch.int64)).sum().backward()
+    experts(rows.requires_grad_(), RowGroups(torch.zeros(EXPERTS, dtype=torch.int64))).sum().backward()
     assert rows.grad is not None and rows.grad.shape == (0, DIM)
     assert experts.w13.grad is not None and not experts.w13.grad.any()
 
@@ -136,7 +138,7 @@ def test_a_rank_without_rows_calls_no_kernel(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_plan_sorts_choices_by_expert_in_the_order_of_tokens() -> None:
     plan = sort_by_expert(torch.tensor([[2, 0], [0, 1], [3, 0], [2, 3]]), n_experts=3)
     assert plan.order.tolist() == [1, 2, 5, 3, 0, 6, 4, 7]  # choices of expert 3 (no expert) come last
-    assert plan.counts.tolist() == [3, 1, 2]
+    assert plan.counts.tolist() == [3, 1, 2] and plan.ends.tolist() == [3, 4, 6]
     assert torch.equal(plan.order[plan.places.flatten()], torch.arange(8))
 
 
@@ -175,9 +177,9 @@ def test_rows_of_several_ranks_are_grouped_by_expert_in_the_order_of_ranks() -> 
     arriving = torch.tensor([[2, 0, 1], [1, 3, 0], [0, 0, 0], [2, 1, 4]])
     experts = torch.arange(3).repeat(4).repeat_interleave(arriving.flatten())
     expected = sort_by_expert(experts.unsqueeze(1), 3)
-    order, places, counts = group_by_expert(arriving, 14)
+    order, places, counts, ends = group_by_expert(arriving, 14)
     assert torch.equal(order, expected.order) and torch.equal(places, expected.places.squeeze(1))
-    assert torch.equal(counts, expected.counts)
+    assert torch.equal(counts, expected.counts) and torch.equal(ends, expected.ends)
 
 
 def test_spread_permute_and_combine_have_the_right_gradients() -> None:
@@ -299,9 +301,9 @@ def test_dropped_choices_are_not_computed_and_have_no_effect() -> None:
     own = make_experts(torch.float64)
     kept = int((experts < EXPERTS).sum())
 
-    def compute(rows: Tensor, counts: Tensor) -> Tensor:
-        assert counts.sum() == kept
-        return Garbage.apply(own(Garbage.apply(rows, kept), counts), kept)
+    def compute(rows: Tensor, groups: RowGroups) -> Tensor:
+        assert groups.counts.sum() == kept
+        return Garbage.apply(own(Garbage.apply(rows, kept), groups), kept)
 
     results = []
     for drops in (True, False):

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from benchmarks.collectives import collectives_of
 from forge.model import Router
 from forge.model.dispatch import LocalDispatcher
+from forge.model.experts import RowGroups
 from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher
 from forge.parallel.step.model import SequentialModel
 from tests.support.building import built
@@ -67,8 +68,9 @@ def _dispatch(rank: int, world: int, chosen: str, drop: bool, nodes: int) -> Non
     x, weights = torch.randn(tokens, DIM, generator=generator), torch.rand(tokens, TOP_K, generator=generator)
     scales = torch.arange(1.0, N_EXPERTS + 1)
 
-    def compute(rows: torch.Tensor, counts: torch.Tensor, begin: int = 0) -> torch.Tensor:
+    def compute(rows: torch.Tensor, groups: RowGroups, begin: int = 0) -> torch.Tensor:
         """Multiply by e + 1 and square, for expert e."""
+        counts = groups.counts
         own = scales[begin : begin + len(counts)].repeat_interleave(counts)
         # Rows past the counted ones are undefined.
         padded = torch.cat([own, own.new_full((len(rows) - len(own),), float("nan"))])

@@ -120,11 +120,11 @@ def test_converted_experts_use_both_products_and_their_biases(form: Format) -> N
     experts = Experts(2, 64, 32, bias=True).double()
     for parameter in experts.parameters():
         nn.init.normal_(parameter)
-    rows, counts = torch.randn(9, 64, dtype=torch.float64), torch.tensor([4, 5])
-    exact = experts(rows, counts)
+    rows, groups = torch.randn(9, 64, dtype=torch.float64), RowGroups(torch.tensor([4, 5]))
+    exact = experts(rows, groups)
     convert_experts(experts, Emulated(form))
-    found = experts(rows, counts)
-    of_second = experts(rows[4:], torch.tensor([0, 5]))
+    found = experts(rows, groups)
+    of_second = experts(rows[4:], RowGroups(torch.tensor([0, 5])))
     torch.testing.assert_close(found[4:], of_second)
     error = (found - exact).norm() / exact.norm()
     assert 1e-3 < error < 0.1
