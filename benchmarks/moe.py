@@ -37,6 +37,7 @@ from benchmarks.measure import (
 )
 from forge.config import Config
 from forge.model import Experts, flops_per_token, parameter_counts
+from forge.model.experts import RowGroups
 from forge.parallel.build import build_meta_model
 from forge.runtime.cores import cores
 from forge.runtime.errors import UserError
@@ -51,11 +52,12 @@ BARS = {MOE: 0.6, SKEWED: 1.5}
 SIZE = ("--train.micro_batch_size=8",)
 
 
-def padded(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+def padded(experts: Experts, rows: Tensor, groups: RowGroups) -> Tensor:
     """Do `Experts.forward` with batched matrix products, every expert's rows padded to the largest number of rows.
 
     Synchronises with the device, because the host reads the largest number.
     """
+    counts = groups.counts
     longest = int(counts.max())
     first = counts.cumsum(0) - counts
     expert = torch.repeat_interleave(counts)
