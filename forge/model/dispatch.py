@@ -110,7 +110,8 @@ def spread_rows(x: Tensor, experts: Tensor, n_experts: int) -> tuple[Tensor, Dis
 def group_by_expert(arriving: Tensor, total: int) -> DispatchPlan:
     """Return the plan that reorders `total` rows, one for each token, from (rank, expert) order to expert order.
 
-    arriving int64 `[ranks, local experts]`: number of rows from each rank for each expert.
+    arriving int64 `[ranks, local experts]`: number of rows from each rank for each expert. The plan's places are
+    `[total]`.
     """
     sizes = arriving.flatten()
     ends = sizes.cumsum(0)
