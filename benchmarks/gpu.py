@@ -1,13 +1,15 @@
-"""One GPU in ten minutes: the tests marked `gpu`, then the 1B and 8B Llama-3 shapes at 4096 tokens.
+"""One GPU in ten minutes: the tests marked `gpu`, then 1B and 8B Llama-3 shapes and a mixture at 4096 tokens.
 
     python benchmarks/gpu.py                       the tests, then as many rows as fit into --minutes
-    python benchmarks/gpu.py --only "8b B 1x8"     rows with this text in their name, without the tests
+    python benchmarks/gpu.py --only "8b B 1x8"     rows with this text in their name, without the tests; may be repeated
     python benchmarks/gpu.py --hardware h100       plan the memory of each row for an H100; measure nothing
 
     A     parameters, gradients and both moments in bfloat16, as in most published speeds
     B     float32 parameters and gradients, bfloat16 moments, bfloat16 products, as in a real run
     1x8   8 microbatches of 1 sequence per step
+    a3b   8 of the 48 layers of Qwen3 30B-A3B: 128 experts, 8 of them for each token
     bare  a plain PyTorch loop with equal model, microbatches and state
+    hf    transformers' Llama in the bare loop
 
 Each row is planned first, and skipped if its memory does not fit. Each row runs in its own process, so a crash costs one
 row. A row trains a fresh model on learnable data, and is refused if its loss does not fall. After each row, the table is
@@ -33,7 +35,7 @@ import torch
 
 from benchmarks.gpu_tests import run_tests, summary
 from benchmarks.kernels import largest_other, shares, times_of
-from benchmarks.loops import BareLoop, ForgeLoop, configure, joined, known_peak, make_batches
+from benchmarks.loops import BareLoop, ForgeLoop, LlamaLoop, configure, joined, known_peak, make_batches
 from benchmarks.measure import (
     Spread,
     environment,
@@ -52,7 +54,11 @@ from forge.tools.plan.hardware import Hardware, Link, card_of, find_hardware
 from forge.tools.plan.plan import make_plan
 from scripts.options import exit_code_of
 
-SHAPES = {"8b": "7b.toml", "1b": "1b.toml"}
+SHAPES: dict[str, tuple[str, ...]] = {
+    "8b": ("7b.toml",),
+    "1b": ("1b.toml",),
+    "a3b": ("qwen3-30b-a3b.toml", "--model.n_layers=8", "--parallel.ep=1"),
+}
 STATES = {
     "A": ("--precision.storage=bfloat16", "--precision.reduce=bfloat16", "--optimizer.moment_dtype=bfloat16"),
     "B": ("--precision.storage=float32", "--precision.reduce=float32", "--optimizer.moment_dtype=bfloat16"),
@@ -60,11 +66,13 @@ STATES = {
 COMPILE = ("--compile.enabled=true", "--compile.loss=true")
 OPTIONS = {
     "bare": (),
+    "hf": (),
     "eager": (),
     "compile": COMPILE,
     "compiled update": ("--compile.optimizer=true",),
     "AC full": ("--activation_checkpoint.mode=full",),
     "AC selective": ("--activation_checkpoint.mode=selective",),
+    "AC offload": ("--activation_checkpoint.mode=offload",),
     # FSDP2 then holds the gathered parameters of one unit at a time.
     "reshard": ("--parallel.reshard_after_forward=always",),
     "float8 rowwise": ("--precision.float8=rowwise",),
@@ -75,6 +83,9 @@ ROWS = (
     "1b B 2x4, compile",
     "1b A 2x4, compile",
     "1b A 2x4, bare, compile",
+    "1b A 2x4, hf, compile",
+    "a3b B 2x4, compile",
+    "a3b B 2x4, eager",
     "1b B 2x4, compile, float8 rowwise",
     "1b B 2x4, compile, compiled update",
     "8b A 2x4, compile, AC full, reshard",
@@ -88,6 +99,7 @@ ROWS = (
     "8b A 2x4, bare, compile",
     "8b B 1x8, compile, compiled update",
     "8b B 2x4, compile, AC selective",
+    "8b B 2x4, compile, AC offload",
     "8b B 1x8, eager",
     "8b B 1x8, compile, float8 tensorwise",
     "1b B 2x4, eager",
@@ -110,16 +122,18 @@ TINY = (
     "--model.n_layers=2",
     "--model.n_heads=4",
     "--model.n_kv_heads=2",
+    "--model.head_dim=16",
     "--model.ffn_dim=128",
     "--model.vocab_size=128",
     "--train.seq_len=64",
     "--optimizer.lr=1e-2",
 )
+TINY_EXPERTS = ("--model.moe.n_experts=4", "--model.moe.top_k=2", "--model.moe.expert_dim=64")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table. note: why the measurement is missing."""
+    """One row of the table. note: why the measurement is missing. launches: kernels of one step."""
 
     name: str
     note: str = ""
@@ -130,6 +144,7 @@ class Row:
     outside: float = 0.0  # share of kernel time outside matrix products and attention
     attention: float = 0.0
     idle: float | None = None  # share of a step without a running kernel
+    launches: int | None = None
     first_step_s: float = 0.0
     first_loss: float = 0.0
     last_loss: float = 0.0
@@ -159,9 +174,10 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> list[Row]:
     if given.row:
         given.row_file.write_text(json.dumps(vars(_attempt(given.row, given, overrides)), default=vars))
         return []
-    names = [name for name in ROWS if given.only in name]
-    if not names:
-        raise UserError(f"--only {given.only}: no row's name contains that; the rows are {'; '.join(ROWS)}")
+    for text in given.only:
+        if not any(text in name for name in ROWS):
+            raise UserError(f"--only {text}: no row's name contains that; the rows are {'; '.join(ROWS)}")
+    names = [name for name in ROWS if not given.only or any(text in name for text in given.only)]
     if given.hardware:
         hardware = find_hardware(given.hardware)
         rows = [Row(name, plan_of(name, given, overrides, hardware).show()) for name in names]
@@ -225,7 +241,7 @@ class RowPlan:
 
 def plan_of(name: str, given: argparse.Namespace, overrides: list[str], hardware: Hardware) -> RowPlan:
     """Plan the memory and the speed of a row."""
-    bare = ", bare" in name
+    bare = is_bare(name)
     # A bare loop has one copy of its weights.
     config = config_of(name + ", reshard" if bare else name, given, overrides)
     plan = make_plan(config, check_world(config, 1), hardware)
@@ -295,11 +311,23 @@ def _attempt(name: str, given: argparse.Namespace, overrides: list[str]) -> Row:
 def config_of(name: str, given: argparse.Namespace, overrides: list[str]) -> Config:
     """Return the config of row `name`; later overrides win."""
     shape, state, (micro, microbatches), variants = parts_of(name)
-    options = [*COMMON, *STATES[state], *(option for variant in variants for option in OPTIONS[variant])]
+    file, *sizes = SHAPES[shape]
+    options = [
+        *sizes,
+        *COMMON,
+        *STATES[state],
+        *(option for variant in variants for option in OPTIONS[variant]),
+    ]
     options += [f"--train.micro_batch_size={micro}", f"--train.global_batch_size={micro * microbatches}"]
     if given.tiny:
         options += [*TINY, *(("--compile.backend=aot_eager",) if "compile" in name else ())]
-    return configure(SHAPES[shape], *options, *overrides)
+        options += TINY_EXPERTS if shape == "a3b" else ()
+    return configure(file, *options, *overrides)
+
+
+def is_bare(name: str) -> bool:
+    """Return whether the row is of a bare loop."""
+    return bool({"bare", "hf"} & set(parts_of(name)[3]))
 
 
 def parts_of(name: str) -> tuple[str, str, tuple[int, int], list[str]]:
@@ -313,10 +341,12 @@ def parts_of(name: str) -> tuple[str, str, tuple[int, int], list[str]]:
 def _measure(name: str, config: Config, given: argparse.Namespace, device: torch.device) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         loop: ForgeLoop | BareLoop
-        if ", bare" in name:
-            loop = BareLoop(name, config, make_batches(config, 4, device), device)
+        if is_bare(name):
+            loop = (LlamaLoop if ", hf" in name else BareLoop)(
+                name, config, make_batches(config, 4, device), device
+            )
             if config.compile.enabled:
-                for layer in loop.model.layers.values():  # type: ignore[operator, union-attr]
+                for layer in loop.layers():
                     layer.compile(backend=config.compile.backend)
         else:
             loop = ForgeLoop(name, config, Path(folder))
@@ -328,7 +358,7 @@ def _measure(name: str, config: Config, given: argparse.Namespace, device: torch
             seconds = take_turns(
                 [loop], rounds=given.rounds, steps=given.steps, warmup=given.warmup, device=device
             )
-            times = times_of(loop.step, device)
+            times, launches = times_of(loop.step, device)
             losses = loop.losses()
         finally:
             loop.close()
@@ -357,6 +387,7 @@ def _measure(name: str, config: Config, given: argparse.Namespace, device: torch
         row,
         allocated_gib=torch.cuda.max_memory_allocated(device) / GIB,
         reserved_gib=torch.cuda.max_memory_reserved(device) / GIB,
+        launches=launches,
         # The step time is unprofiled: profiling lengthens steps but not kernels. Overlapping kernels count twice, so kernel
         # time may exceed the step time.
         idle=max(0.0, 1 - busy_s / Spread.of(seconds[name]).median),
@@ -375,6 +406,7 @@ def _table(rows: list[Row]) -> str:
         "outside products and attention",
         "attention",
         "GPU idle",
+        "kernels per step",
         "first step s",
         "loss from",
         "to",
@@ -398,6 +430,7 @@ def _table(rows: list[Row]) -> str:
                 f"{row.outside:.1%}",
                 f"{row.attention:.1%}",
                 "" if row.idle is None else f"{row.idle:.1%}",
+                "" if row.launches is None else f"{row.launches:,}",
                 f"{row.first_step_s:.1f}",
                 f"{row.first_loss:.2f}",
                 f"{row.last_loss:.2f}",
@@ -425,7 +458,8 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--hardware", default="", metavar="NAME", help="only plan the rows, for this GPU (h100)"
     )
-    made.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this (all)")
+    only = "rows whose name contains this (all); may be repeated"
+    made.add_argument("--only", action="append", default=[], metavar="TEXT", help=only)
     made.add_argument(
         "--row", default="", metavar="NAME", help="measure this one in this process, for --row-file"
     )

@@ -47,8 +47,11 @@ def largest_other(times: Iterable[tuple[str, float]], count: int = 8) -> list[tu
     return sorted(others, key=lambda pair: -pair[1])[:count]
 
 
-def times_of(action: Callable[[], Any], device: torch.device) -> list[tuple[str, float]]:
-    """Call `action`. Return (name, microseconds without callees) of each CUDA kernel, or of each operator on the CPU."""
+def times_of(action: Callable[[], Any], device: torch.device) -> tuple[list[tuple[str, float]], int]:
+    """Call `action`. Return (name, microseconds) of each kind of kernel, and the number of launched kernels.
+
+    On a CPU, an operator counts as a kernel, without the operators that it calls.
+    """
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities = [ProfilerActivity.CUDA]  # only kernels: recording operators would slow the host down
@@ -57,7 +60,8 @@ def times_of(action: Callable[[], Any], device: torch.device) -> list[tuple[str,
         synchronize(device)
     events: list[FunctionEvent] = profiler.key_averages()  # type: ignore[assignment]
     if device.type == "cuda":
-        return [
-            (event.key, event.self_device_time_total) for event in events if event.self_device_time_total > 0
-        ]
-    return [(event.key, event.self_cpu_time_total) for event in events]
+        events = [event for event in events if event.self_device_time_total > 0]
+        times = [(event.key, event.self_device_time_total) for event in events]
+    else:
+        times = [(event.key, event.self_cpu_time_total) for event in events]
+    return times, sum(event.count for event in events)

@@ -190,11 +190,15 @@ class BareLoop:
         model.reset_buffers(DTYPES[self.config.precision.storage])
         return model
 
+    def layers(self) -> list[nn.Module]:
+        """Return the blocks of the model."""
+        return list(self.model.layers.values())  # type: ignore[operator, union-attr]
+
     def _shard(self) -> None:
         narrow = (
             MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self._narrow else MixedPrecisionPolicy()
         )
-        for layer in self.model.layers.values():  # type: ignore[operator, union-attr]
+        for layer in self.layers():
             fully_shard(layer, mp_policy=narrow)
         fully_shard(self.model, mp_policy=narrow)
 
@@ -228,12 +232,12 @@ class LlamaLoop(BareLoop):
     """transformers' Llama with the sizes of forge's model, in BareLoop's loop, with attention "sdpa" and PyTorch's loss."""
 
     def _build(self, device: torch.device) -> nn.Module:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoModelForCausalLM, LlamaConfig
 
         model = self.config.model
         torch.manual_seed(self.config.run.seed)
         with torch.device(device):
-            return LlamaForCausalLM(
+            return AutoModelForCausalLM.from_config(
                 LlamaConfig(
                     hidden_size=model.dim,
                     num_hidden_layers=model.n_layers,
@@ -246,9 +250,13 @@ class LlamaLoop(BareLoop):
                     tie_word_embeddings=model.tie_embeddings,
                     max_position_embeddings=self.config.train.seq_len,
                     use_cache=False,
-                    attn_implementation="sdpa",
-                )
+                ),
+                attn_implementation="sdpa",
+                dtype=DTYPES[self.config.precision.storage],
             )
+
+    def layers(self) -> list[nn.Module]:
+        return list(self.model.model.layers)  # type: ignore[union-attr, arg-type]
 
     def _loss(self, micro: Batch) -> Tensor:
         return _cross_entropy(self.model(input_ids=micro.tokens).logits, micro.labels)

@@ -124,11 +124,13 @@ def test_a_row_of_the_gpu_benchmark_is_a_process(tmp_path):
 
 def test_rows_of_the_gpu_benchmark_at_toy_size(tmp_path):
     rows = {}
-    for name, keys in {"8b A 2x4, bare": (), "1b B 2x4, eager": ("--optimizer.lr=1e-30",)}.items():
+    keys_of = {"8b A 2x4, bare": (), "a3b B 2x4, compile": (), "1b B 2x4, eager": ("--optimizer.lr=1e-30",)}
+    for name, keys in keys_of.items():
         file = tmp_path / "row.json"
         run_ranks(_main, 1, "gpu", ["--tiny", *FAST, "--row", name, "--row-file", str(file), *keys])
         rows[name] = json.loads(file.read_text())
-    assert rows["8b A 2x4, bare"]["note"] == "" and rows["8b A 2x4, bare"]["tokens_per_second"]["median"] > 0
+    for name in ("8b A 2x4, bare", "a3b B 2x4, compile"):
+        assert rows[name]["note"] == "" and rows[name]["tokens_per_second"]["median"] > 0
     assert "did not fall" in rows["1b B 2x4, eager"]["note"]
 
 

@@ -17,6 +17,11 @@ pytestmark = pytest.mark.gpu
 BASE = [*variants.BASE, "--train.hooks=[]"]
 # float8 products and torchao's kernels run only on a GPU.
 ON_BOTH = [name for name in variants.ONE if "float8" not in name]
+EXPERTS = [*variants.MOE, "--model.moe.balance=aux_loss", *variants.COMPILE]
+COMPILED = variants.COMPILED | {
+    "compiled experts": EXPERTS,
+    "compiled experts, recomputed": [*EXPERTS, "--activation_checkpoint.mode=selective"],
+}
 # Experts in float32 are multiplied one by one, so the host reads the number of rows of each.
 WITHOUT_WAITS = [name for name in variants.ONE if name != "experts in float32"]
 
@@ -27,7 +32,7 @@ def test_no_step_waits_for_the_gpu(name: str, tmp_path: Path) -> None:
     assert run() == 0, run.output()[-4000:]
 
 
-@pytest.mark.parametrize("name", ON_BOTH)
+@pytest.mark.parametrize("name", [*ON_BOTH, *COMPILED])
 def test_losses_match_a_cpu_up_to_rounding_to_bfloat16(name: str, tmp_path: Path) -> None:
-    cpu, cuda = variants.losses_on_both(variants.ONE[name], tmp_path)
+    cpu, cuda = variants.losses_on_both((variants.ONE | COMPILED)[name], tmp_path)
     assert cuda == pytest.approx(cpu, abs=0.02)

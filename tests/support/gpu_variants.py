@@ -265,10 +265,19 @@ OFFLOAD = {
 }
 
 
-def losses_on_both(options: list[str], folder: Path, world: int = 1, on_gpu: str = "") -> list[list[float]]:
-    """Return the losses of a variant on CPUs and on GPUs. on_gpu: the patch of the ranks on GPUs.
+# A CPU's losses are those of the plain model.
+PLAIN = [
+    "--compile.enabled=false",
+    "--compile.loss=false",
+    "--compile.optimizer=false",
+    "--activation_checkpoint.mode=none",
+]
 
-    Both start from the weights of one CPU step, because initial values depend on the device type.
+
+def losses_on_both(options: list[str], folder: Path, world: int = 1, on_gpu: str = "") -> list[list[float]]:
+    """Return the losses of a variant on CPUs, without compilation and recomputation, and on GPUs.
+
+    on_gpu: the patch of the ranks on GPUs. Both start from the weights of one CPU step, because initial values depend on the device type.
     """
     base = [*BASE, "--train.hooks=[]"]
 
@@ -278,6 +287,6 @@ def losses_on_both(options: list[str], folder: Path, world: int = 1, on_gpu: str
         assert codes == [0] * world, run.output()[-4000:]
         return run.losses()
 
-    losses("start", ON_THE_CPU, "--train.steps=1")
+    losses("start", ON_THE_CPU, *PLAIN, "--train.steps=1")
     weights = f"--checkpoint.init={folder / 'start' / 'run' / 'checkpoints' / step_name(1)}"
-    return [losses("cpu", ON_THE_CPU, weights), losses("cuda", on_gpu, weights)]
+    return [losses("cpu", ON_THE_CPU, *PLAIN, weights), losses("cuda", on_gpu, weights)]
