@@ -277,7 +277,8 @@ PLAIN = [
 def losses_on_both(options: list[str], folder: Path, world: int = 1, on_gpu: str = "") -> list[list[float]]:
     """Return the losses of a variant on CPUs, without compilation and recomputation, and on GPUs.
 
-    on_gpu: the patch of the ranks on GPUs. Both start from the weights of one CPU step, because initial values depend on the device type.
+    on_gpu: the patch of the ranks on GPUs. Both start from the weights of one CPU step, because initial values depend on the
+    device type.
     """
     base = [*BASE, "--train.hooks=[]"]
 
