@@ -215,13 +215,18 @@ def publish(
 def require_publishable(folder: Path, about: dict[str, Any], *, timed: bool) -> None:
     """Raise UserError (exit 1) if `folder` is that of published results and `publish` would refuse. Call before long work."""
     if folder.resolve() == RESULTS:
-        commit, load = about["versions"]["forge"] or "", about["load"]
-        if timed and load > MAX_LOAD * about["cores"]:
+        commit = about["versions"]["forge"] or ""
+        if timed and is_busy(about):
             raise UserError(
-                f"not published: the load before was {load:.1f} on {about['cores']} cores", FAILED
+                f"not published: the load before was {about['load']:.1f} on {about['cores']} cores", FAILED
             )
         if not commit or commit.endswith("-dirty"):
             raise UserError("not published: forge is not a clean commit", FAILED)
+
+
+def is_busy(about: dict[str, Any]) -> bool:
+    """Return whether other programs used the machine when `environment` returned `about`."""
+    return about["load"] > MAX_LOAD * about["cores"]
 
 
 def heading(name: str, about: dict[str, Any]) -> str:

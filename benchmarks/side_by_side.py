@@ -6,8 +6,9 @@
 Two models, a Llama and a Qwen3 mixture of experts, train on real text with one process and with two, in float32 or
 --float64. forge trains with train.py. torchtitan's trainer, and a plain loop around transformers' model, start from
 forge's exported initial weights and read the batches of forge's loader. Each package uses its own model, loss, clipping,
-AdamW and sharding (FSDP2), and torchtitan its own schedule. Prints the differences; writes differences, curves and a
-drawing to benchmarks/results/. Other --section.key=value options override the config. Nothing is timed.
+AdamW and sharding (FSDP2), and torchtitan its own schedule. Prints the differences and, on a machine without other work,
+the tokens per second; writes both, the curves and a drawing to benchmarks/results/. Other --section.key=value options
+override the config.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ import subprocess
 import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
-from itertools import combinations
+from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 import torch
 
-from benchmarks.measure import environment, markdown, parser, publish
+from benchmarks.measure import Spread, environment, is_busy, markdown, parser, publish
 from benchmarks.peers.task import Curve, Task
 from forge.config import Config, load_config
 from forge.data.build import build_dataset
@@ -83,6 +85,8 @@ ERROR = re.compile(r"(\[rank\d+\]: )?([\w.]+Error|forge): ")
 # torchtitan's experts use torch._grouped_mm, which does not support float64.
 NO_FLOAT64 = ("Qwen3-MoE", "torchtitan")
 FLOAT64 = ("--precision.storage=float64", "--precision.compute=float64", "--precision.reduce=float64")
+# Steps that are timed together.
+TURN = 20
 Curves = dict[str, Curve]
 
 
@@ -129,7 +133,18 @@ def compare(given: argparse.Namespace, overrides: list[str]) -> None:
                     curves[model][f"{name}, {world}"] = curve
     title = "-".join(["side_by_side", *(given.models if len(given.models) < len(MODELS) else [])])
     title += "-float64" if given.float64 else ""
-    publish(title, given.output, about, {"losses": _losses(curves)}, table(curves), timed=False)
+    results: dict[str, Any] = {"losses": _losses(curves)}
+    shown = table(curves)
+    if is_busy(about):
+        print("other programs use this machine: tokens per second are left out", file=sys.stderr)
+    else:
+        rates = speeds(curves, task.tokens[0].numel())
+        results["tokens_per_second"] = {
+            model: {name: vars(rate) for name, rate in found.items()} for model, found in rates.items()
+        }
+        rows = [[model, name, rate.show(0)] for model, found in rates.items() for name, rate in found.items()]
+        shown += "\n\n" + markdown(["model", "processes", "tokens/s"], rows)
+    publish(title, given.output, about, results, shown, timed=False)
     _draw(curves, given.output / f"{about['date']}-cpu-{title}.svg")
 
 
@@ -193,7 +208,10 @@ def train(task: Task, config: str, options: list[str], world: int) -> Curve:
     _run("forge", world, ROOT / "train.py", "--config", config, *options, *own)
     file = task.folder / f"forge-{world}" / "metrics.jsonl"
     lines = [line for line in map(json.loads, file.read_text().splitlines()) if "loss" in line]
-    return Curve(*([line[key] for line in lines] for key in ("loss", "grad_norm", "lr")))
+    losses, norms, rates, speeds = (
+        [line[key] for line in lines] for key in ("loss", "grad_norm", "lr", "tokens_per_second")
+    )
+    return Curve(losses, norms, rates, list(accumulate(task.tokens[0].numel() / speed for speed in speeds)))
 
 
 def ask(peer: str, task: Task, world: int) -> Curve:
@@ -224,6 +242,20 @@ def table(curves: dict[str, Curves]) -> str:
                 rows.append([model, one, other, *_differences(found[one], found[other])])
     head = ["model", "processes", "and", "loss, step 1", "loss, largest", "at step", "loss, mean", "last"]
     return markdown([*head, "gradient norm, largest, relative", "learning rate, largest"], rows)
+
+
+def speeds(curves: dict[str, Curves], step_tokens: int) -> dict[str, dict[str, Spread]]:
+    """Return the tokens per second of each model and package: the spread over turns of TURN steps, without the first turn.
+
+    A curve of fewer than two turns is left out.
+    """
+    found: dict[str, dict[str, Spread]] = {model: {} for model in curves}
+    for model, of_model in curves.items():
+        for name, curve in of_model.items():
+            turns = list(pairwise(curve.ended[TURN - 1 :: TURN]))
+            if turns:
+                found[model][name] = Spread.of([TURN * step_tokens / (end - begin) for begin, end in turns])
+    return found
 
 
 def _differences(one: Curve, other: Curve) -> list[str]:

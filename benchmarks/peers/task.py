@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -64,17 +65,22 @@ class Task:
 
 @dataclass
 class Curve:
-    """Per step: the mean cross-entropy of the batch, the gradient norm before clipping, and the learning rate."""
+    """Per step: the mean cross-entropy of the batch, the gradient norm before clipping, and the learning rate.
+
+    ended: the clock in seconds at the end of each step.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
+    ended: list[float] = field(default_factory=list)
 
     def append(self, loss: float, norm: float, rate: float) -> None:
-        """Add a step."""
+        """Add a step that ends now."""
         self.losses.append(loss)
         self.norms.append(norm)
         self.rates.append(rate)
+        self.ended.append(time.perf_counter())
 
     def save(self, folder: Path) -> None:
         (folder / "curve.json").write_text(json.dumps(asdict(self)))

@@ -1,6 +1,7 @@
 """In float64 forge trains like transformers, and the benchmark refuses to run without a peer."""
 
 import math
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from benchmarks import side_by_side
 from benchmarks.peers import transformers_loop
 from benchmarks.peers.task import Curve, Task
-from benchmarks.side_by_side import FLOAT64, MODELS, TINY, options_of, table, write_task
+from benchmarks.side_by_side import FLOAT64, MODELS, TINY, TURN, options_of, speeds, table, write_task
 from forge.config import load_config
 from tests.support.hf_models import float32_means
 from tests.support.runs import Run
@@ -71,3 +72,13 @@ def test_the_table_has_pairs_of_equal_processes_and_of_equal_packages() -> None:
     ]
     assert rows[0][3:6] == ["0.0e+00", "5.0e-01", "2"] and rows[3][4] == "0.0e+00"
     assert math.isclose(float(rows[0][8]), 0.5) and math.isclose(float(rows[0][9]), 0.1)
+
+
+def test_a_speed_is_the_median_of_turns_without_the_first() -> None:
+    """20 steps of 10 s, 20 of 1 s, 20 of 0.5 s, and 19 that fill no turn."""
+    seconds = [10.0] * TURN + [1.0] * TURN + [0.5] * TURN + [0.1] * (TURN - 1)
+    long, short = Curve(ended=list(accumulate(seconds))), Curve(ended=list(accumulate(seconds[:TURN])))
+    found = speeds({"Llama": {"long, 1": long, "short, 1": short}}, step_tokens=6)
+    assert list(found["Llama"]) == ["long, 1"]
+    rate = found["Llama"]["long, 1"]
+    assert (rate.low, rate.median, rate.high, rate.rounds) == pytest.approx((6.0, 9.0, 12.0, 2))
