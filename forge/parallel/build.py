@@ -102,7 +102,7 @@ def build_parallel_model(
 
 
 class Builder:
-    """Applies a layout to `model` on the meta device, in place: each step at most once, in the order of STEPS."""
+    """Applies a layout to `model` on the meta device, in place. Each step runs at most once, in the order of STEPS."""
 
     def __init__(self, model: Transformer, layout: Layout):
         self.model, self.layout = model, layout
@@ -133,7 +133,7 @@ class Builder:
 
 
 def check_names(config: Config, layout: Layout) -> None:
-    """Raise UserError if the configuration names a module missing from the whole model.
+    """Raise UserError if the configuration names a module that the whole model lacks.
 
     Each step checks its own names, but a pipeline stage has only some of the modules.
     """

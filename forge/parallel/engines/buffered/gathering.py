@@ -22,8 +22,8 @@ from forge.parallel.engines.buffered.layout import PART_ALIGNMENT, round_up
 class Gathering:
     """Gathers `buckets`, given in the order of forward.
 
-    needs: modules of the model, each with the names of the parameters to gather before its forward. overlap: gather
-    during forward; otherwise gather everything, and wait, as soon as the masters have changed.
+    needs: modules of the model, each with the names of the parameters to gather before its forward. overlap: True: gather
+    during forward. False: gather everything and wait, as soon as the masters have changed.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class Gathering:
             self.finish()
 
     def wait(self) -> None:
-        """Wait for the running gathers of the current values. Call before writing masters or their copies."""
+        """Wait for the running gathers. Call before writing the masters or their compute weights."""
         self._wait_for(len(self._launched) - 1)
 
     def finish(self) -> None:
-        """Gather all buckets and wait. Every compute parameter of the model then equals its masters. Collective."""
+        """Gather all buckets and wait. Every compute parameter of the model then equals its master copy. Collective."""
         self._gather(len(self._buckets) - 1)
 
     def _before_forward(self, last: int, _module: nn.Module, _inputs: object) -> None:
         self._gather(last if self._overlap else len(self._buckets) - 1)
 
     def _gather(self, last: int) -> None:
-        """Launch all gathers, and wait for the buckets up to number `last`."""
+        """Launch all gathers. Wait for the buckets 0 to `last`."""
         if self._changed:
             self._restart()
         elif self._arrived > last:
@@ -119,10 +119,10 @@ class Gathering:
 
 
 class Fingerprints:
-    """Fingerprints of each step's weights, for checking that ranks have computed with equal weights.
+    """Fingerprints of each step's weights, to check that ranks have computed with equal weights.
 
     A flipped bit in one rank's weights corrupts the gradients of one step. The next gather overwrites the bit, so a
-    comparison of the weights at a save does not see it. Therefore each step adds up the bits of its weights, in one
+    comparison of the weights at a save does not detect it. Therefore each step adds up the bits of its weights, in one
     pass.
     """
 
@@ -148,7 +148,10 @@ class Fingerprints:
             self._sums = self._sums * self.MULTIPLIER + sums
 
     def take(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
-        """Yield (name, fingerprint since the last `take`, group whose ranks should have equal fingerprints)."""
+        """Yield (name, fingerprint of all steps since the last `take`, group).
+
+        Ranks of a group should have equal fingerprints.
+        """
         sums, self._sums = self._sums, 0
         for number, (name, _, group) in enumerate(self._weights):
             assert isinstance(sums, Tensor), "nothing was added"
