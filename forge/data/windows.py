@@ -29,9 +29,9 @@ class Windows(Protocol):
         """
 
     def over(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the range of windows that overlap each token range [first, end): two arrays `[n]`, first and end (exclusive).
+        """Return the range of windows that overlap each token range [first, end): two arrays `[n]`, first and end window.
 
-        None: unknown.
+        The end window is exclusive. None: unknown.
         """
 
 
