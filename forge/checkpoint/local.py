@@ -1,8 +1,8 @@
 """`LocalTier`: the newest states of a run in the memory or on the disks of its nodes, in addition to shared storage.
 
-A local state is one checkpoint in the usual format, with its files distributed over the nodes. On each node, `step-N`
-holds the manifest, DCP's index, all small files, the tensor files of the node's ranks, and copies of the tensor files
-of other nodes (see `Nodes.peers`). A restart needs every file on at least one surviving node.
+A local state is one checkpoint in the usual format, with its files distributed over the nodes. On each node, the folder
+`step-N` has the manifest, DCP's index, all small files and the tensor files of the node's ranks. It also has copies of the
+tensor files of other nodes (see `Nodes.peers`). A restart needs every file on at least one surviving node.
 """
 
 from __future__ import annotations
@@ -285,7 +285,10 @@ def write_parts(
 
 
 def _copies(nodes: Nodes, peers: int, parts: list[dict[str, dict[str, Any]]]) -> list[Transfer]:
-    """Return all transfers between ranks: each file goes from the rank that wrote it to one rank on each peer node."""
+    """Return all transfers between ranks. Each file goes from the rank that wrote it to one rank on each peer node.
+
+    parts: for each rank, its files and their manifest entries.
+    """
     found = []
     for node, ranks in enumerate(nodes.ranks):
         for peer in nodes.peers(node, peers):

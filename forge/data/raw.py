@@ -144,8 +144,8 @@ class RawTokens(MappedIds):
 def sampled_digest(file: _CachedFile) -> str:
     """Return the SHA-256 of the file's size and of 64 evenly spaced blocks of 64 KiB, including the first and last.
 
-    At most 4 MB are read. A file up to 4 MB is hashed whole. In a larger file, a change of a few bytes may go
-    undetected, but a different file of the same size is detected.
+    At most 4 MB are read. A file up to 4 MB is hashed whole. In a larger file, the digest may miss a change of a few
+    bytes. It detects a different file of the same size.
     """
     digest = hashlib.sha256(file.size.to_bytes(8, "little"))
     last = max(0, file.size - SAMPLE_BYTES)

@@ -4,8 +4,8 @@ Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464) has the projections and gate
 head. Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692) has a decay for each key channel of a head; low-rank
 projections compute decays and gates.
 
-In place of attention over all keys, each head has a state of fixed size, which tokens decay, correct and read
-(forge/model/delta_rule.py), so a layer's work is linear in the sequence. Queries, keys and values first pass a short
+In place of attention over all keys, each head has a state of fixed size. Tokens decay, correct and read the state
+(forge/model/delta_rule.py). A layer's work is therefore linear in the sequence. Queries, keys and values first pass a short
 causal convolution along the sequence; the output is normalised and gated. There is no position embedding: the
 recurrence itself depends on the order of the tokens.
 

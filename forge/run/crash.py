@@ -137,7 +137,7 @@ def _read(written: bytes) -> Alarm:
 
 
 class RollCall:
-    """One rank's side of a roll call after a failure. Every rank still running enters its own failure in the store.
+    """One rank's side of a roll call after a failure: every rank that still runs writes its own failure to the store.
 
     Not collective. store: must not be used by another thread. name: unique to this start of the run.
     """

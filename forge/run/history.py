@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class History:
-    """Loads checkpoints into a trainer and brings the run directory to the same step. All methods are collective."""
+    """Loads checkpoints into a trainer and returns the run directory to the same step. All methods are collective."""
 
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints):
         self._trainer, self._checkpoints = trainer, checkpoints

@@ -60,7 +60,7 @@ class Tiers:
             self._open(self._number)
 
     def find_start(self, earlier: Earlier, reporter: Reporter) -> Start:
-        """Return the start of the run from the newest complete checkpoint, on the nodes or on shared storage.
+        """Find the newest complete checkpoint, on the nodes or on shared storage, and return the run's start from it.
 
         Collective. Raises UserError like `resume.find_start`.
         """

@@ -24,7 +24,7 @@ from forge.runtime import compat
 
 
 class Pair(NamedTuple):
-    """A chunk of this rank's queries and a chunk of the keys now on this rank, of which the queries may see some.
+    """A chunk of this rank's queries and a chunk of the keys now on this rank. The queries may see some of the keys.
 
     queries, keys: 0 for the early chunk, 1 for the late chunk. table: mask of the keys visible to each query; None:
     all.

@@ -46,8 +46,8 @@ class Routers:
     def update(self, skip: Tensor) -> RouterReport | None:
         """Update the balancing state by one step, unless `skip` (device scalar) is 1, and reset the counts.
 
-        Collective: one all-reduce over the ranks of this stage for all layers together, another for the histograms of
-        quantile balancing, and another over the pp ranks. Return the report, or None without routers.
+        Collective: one all-reduce over the ranks of this stage for all layers together, and one over the pp ranks. Quantile
+        balancing adds an all-reduce of histograms. Return the report, or None without routers.
         """
         if not self._layers:
             return None

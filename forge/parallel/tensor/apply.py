@@ -4,8 +4,8 @@ With sequence parallelism, each block makes two all-gathers and two reduce-scatt
 without it, two all-reduces in each direction. Modules and their styles: forge/parallel/tensor/plan.py. Experts stay
 whole (forge/parallel/expert.py).
 
-Partial gradients: some parameters are whole on every rank, but each rank computes their gradient from its part of the
-activations only (norms and routers on pieces of the sequence, QK-norm on some of the heads). These gradients are summed
+Partial gradients: some parameters are whole on every rank, but each rank computes their gradient from only its part of the
+activations. Norms and routers see pieces of the sequence; QK-norm sees some of the heads. These gradients are summed
 over the tp ranks once per step, in one collective (`sum_gradients`).
 
 Loss: each rank computes the logits of its own rows of the vocabulary; logits are not gathered. For each token, the

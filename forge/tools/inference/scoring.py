@@ -56,7 +56,10 @@ class _TokenScores(nn.Module):
         self._chunk_tokens, self._soft_cap = chunk_tokens, soft_cap
 
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
-        """Return scores `[2, batch, seq]`. hidden: `[batch, seq, dim]`. head_weight: `[vocab, dim]`. labels: int64."""
+        """Return `[2, batch, seq]`: the log-probability of each label, and 1 if the label is the likeliest token.
+
+        hidden `[batch, seq, dim]`, head_weight `[vocab, dim]`, labels int64 `[batch, seq]`.
+        """
         rows, wanted = hidden.flatten(0, 1), labels.flatten()
         parts = []
         for x, label in zip(rows.split(self._chunk_tokens), wanted.split(self._chunk_tokens), strict=True):

@@ -146,7 +146,7 @@ def has_room(found: Found, hardware: Hardware) -> bool:
 
 
 def usable_bytes(hardware: Hardware) -> float:
-    """Return the GPU's memory in bytes, minus SPARE or, on a small GPU, minus its fraction SMALL_SPARE."""
+    """Return the GPU's memory in bytes minus a reserve: SPARE bytes or, on a small GPU, the fraction SMALL_SPARE."""
     return hardware.memory_bytes - min(SPARE, SMALL_SPARE * hardware.memory_bytes)
 
 

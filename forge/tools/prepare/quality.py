@@ -181,11 +181,12 @@ def first_of_equal(digests: np.ndarray) -> np.ndarray:
 def first_of_similar(signatures: np.ndarray, candidates: np.ndarray) -> np.ndarray:
     """Group similar documents. Return, for each document, the index of the first member of its group, int64 `[n]`.
 
-    signatures: uint32 `[n, PERMUTATIONS]`. candidates: indices of documents to group; any other document is its own group.
+    signatures: uint32 `[n, PERMUTATIONS]`. candidates: indices of documents to group. Any other document has a group of its
+    own.
 
-    A band is one of BANDS equal parts of a signature. Two documents are similar if they agree in all numbers of a band and
-    in at least the fraction SIMILAR of all numbers. Groups are the connected components of similar documents. Bands are
-    compared one at a time, so memory is one number per document.
+    A band is one of BANDS equal parts of a signature. Two documents are similar if they agree in all numbers of any band
+    and in at least the fraction SIMILAR of all numbers. Groups are the connected components of similar documents. Bands
+    are compared one at a time, so memory is one number per document.
     """
     parent = np.arange(len(signatures))
 

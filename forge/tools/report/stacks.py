@@ -60,7 +60,7 @@ def standing(text: str) -> Standing:
 def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
     """Return the ranks that probably delay the others.
 
-    If some ranks wait in a collective and others do not, return the others. Otherwise, if more than half of all ranks share
+    If only some ranks wait in a collective, return the ranks that do not. Otherwise, if more than half of all ranks share
     a position, return the ranks at other positions.
     """
     if len(standings) < 2:

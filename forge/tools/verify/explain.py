@@ -82,7 +82,7 @@ def explain(comparison: Comparison, order: Sequence[str], other: str = "one proc
 
 
 def _hooks(found: list[Difference]) -> Finding | None:
-    """Return the first hook call with equal inputs and different results; None if there is none.
+    """Return the first hook call with equal inputs and different results, as the origin; None without one.
 
     found: differences of kind `hooked`, with names `CALL before|after KIND PARAMETER`.
     """
