@@ -151,9 +151,9 @@ def compose(step: int, world_size: int, layout: dict[str, Any], files: dict[str,
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
+    """Read, check and return the manifest of the checkpoint in `folder`. Not collective.
 
-    Raises Damaged if the manifest has changed since it was written, or names a file outside the folder. Not collective.
+    Raises Damaged if the manifest has changed since it was written, or names a file outside the folder.
     """
     try:
         with _reading(MANIFEST):
@@ -173,9 +173,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_digest(path: Path) -> str | None:
-    """Return the digest of the checkpoint's manifest; None without a valid manifest. The digest identifies the checkpoint.
+    """Return the digest of the checkpoint's manifest, which identifies the checkpoint. Not collective.
 
-    Not collective.
+    None: the checkpoint has no valid manifest.
     """
     try:
         return str(read_manifest(path)["digest"])

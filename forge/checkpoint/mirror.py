@@ -89,10 +89,7 @@ class Mirror:
         self._work.put(work)
 
     def forget_after(self, step: int) -> None:
-        """Remove the copies after step `step` from the index, because the run repeats these steps.
-
-        Also remove their manifests.
-        """
+        """Remove the copies after step `step` from the index, and their manifests, because the run repeats these steps."""
         self._newest = min(self._newest, step)
         self._work.put(lambda: self._forget_after(step))
 

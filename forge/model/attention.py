@@ -47,7 +47,7 @@ class Shared:
         return other
 
     def with_labels(self, labels: Tensor) -> Shared:
-        """Return a copy with other labels."""
+        """Return a copy with `labels` in place of its own labels."""
         other = copy.copy(self)
         other.labels = labels
         return other
@@ -73,7 +73,7 @@ class AttentionFunction(Protocol):
 
 
 class Attention(nn.Module):
-    """The base class of every kind of attention: its attention function, output projection, gate and sinks.
+    """The base class of every kind of attention. It has the attention function, output projection, gate and sinks.
 
     rotation: index of RoPE's tables; None: no RoPE. qk_dim: size of a query head; every attention function divides
     scores by sqrt(qk_dim). factor: multiplies the queries, for models that divide scores by another number.

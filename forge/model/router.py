@@ -25,11 +25,10 @@ TINY = 1e-20
 
 
 class Router(nn.Module):
-    """Computes scores, choice and weights of experts, in the wider of float32 and the compute dtype.
+    """Computes scores, choice and weights of experts. Ties go to the expert of lower index.
 
-    Ties go to the lower index.
-
-    With `router_bias` the logits have a learned bias, the parameter logit_bias `[n_experts]`.
+    Computations are in the wider of float32 and the compute dtype. With `router_bias` the logits have a learned bias, the
+    parameter logit_bias `[n_experts]`.
 
     State saved in checkpoints; changes once per optimizer step:
         bias             float32 `[n_experts]`: added to the scores for the choice only (balance = bias or quantile)

@@ -261,7 +261,7 @@ class Transformer(nn.Module):
     def heads(self) -> dict[str, int]:
         """Return the number of heads of each query, key and value projection, by parameter name.
 
-        Their rows are grouped by head.
+        The rows of these parameters are grouped by head.
         """
         attentions: dict[str, Any] = {layer: block.attention for layer, block in self.layers.items()}
         return {

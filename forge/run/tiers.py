@@ -99,7 +99,7 @@ class Tiers:
         return step
 
     def _follow(self, start: Start) -> None:
-        """Keep the local states of the history that `start` continues. Remove the run's local states of other histories.
+        """Keep the local states of the history that `start` continues, and remove the run's other local states.
 
         Collective.
         """

@@ -141,9 +141,9 @@ def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def arrived(x: Tensor) -> Tensor:
-    """Wait until `x` can be used, and return it. x: a plain tensor or a functional collective's result.
+    """Wait until `x` can be used, and return it. Not differentiable.
 
-    Not differentiable.
+    x: a plain tensor or the result of a functional collective.
     """
     return x.wait() if isinstance(x, collectives.AsyncCollectiveTensor) else x
 

@@ -153,7 +153,7 @@ class Trainer:
 
     @property
     def plan(self) -> StepPlan:
-        """Return the plan of the next step."""
+        """The sizes, mixture and settings of the next step (`StepPlan`)."""
         return self.phases.at(self.progress.tokens)
 
     @property
@@ -162,10 +162,7 @@ class Trainer:
         return self.progress.step >= self.config.train.steps or self.results.stop_requested
 
     def is_due(self, interval: int) -> bool:
-        """Return whether periodic work is due now. It is due after every `interval` steps and after the last step.
-
-        0: never.
-        """
+        """Return whether periodic work is due: after every `interval` steps and after the last step. `interval` 0: never."""
         step = self.progress.step
         return interval > 0 and (step % interval == 0 or step == self.config.train.steps)
 

@@ -65,9 +65,9 @@ class RoundedRows:
     def send_back(
         self, rows: Tensor, group: dist.ProcessGroup, receives: list[int], sends: list[int]
     ) -> Tensor:
-        """All-to-all of `rows`, with the arguments of `compat.all_to_all`. Backward rounds the gradient and sends codes.
+        """All-to-all of `rows`, with the arguments of `compat.all_to_all`. Collective.
 
-        Collective.
+        Backward rounds the gradient and sends it as codes.
         """
         return _Send.apply(rows, group, receives, sends, exchange, self._exchange_codes)
 

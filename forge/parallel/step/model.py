@@ -81,9 +81,9 @@ class ParallelModel:
         self.micro_batch_size = layout.micro_batch_size
 
     def observe_losses(self, observer: LossObserver | None) -> None:
-        """Call `observer` with the loss of every token, beginning with the next forward; None: no observer.
+        """Call `observer` with the loss of every token, beginning with the next forward. Not collective.
 
-        Not collective.
+        observer: None: stop the calls.
         """
         self._loss_observer = observer
         part: Any

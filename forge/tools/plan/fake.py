@@ -121,7 +121,7 @@ class FakeRank:
                     )
 
     def state_bytes(self) -> dict[str, int]:
-        """Return the memory report of this rank, without activations."""
+        """Return the bytes of this rank's memory by kind, as in the memory report, but without activations."""
         report = MemoryReport(CPU)
         report.count_state(self.model.memory(), self.optimizer.tensors())
         return report.bytes
@@ -229,7 +229,10 @@ class PlannedHostMemory(HostMemory):
         self._trace = trace
 
     def allocate(self, size: int) -> Any:
-        """Return a buffer. PyTorch rounds the size of a pinned buffer up to a power of two (CachingHostAllocator.h)."""
+        """Return a buffer for `size` bytes. Add its size to `bytes`.
+
+        PyTorch rounds the size of a pinned buffer up to a power of two (CachingHostAllocator.h).
+        """
         self.bytes += 1 << (size - 1).bit_length()
         return SimpleNamespace(nbytes=size)
 

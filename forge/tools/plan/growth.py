@@ -136,7 +136,7 @@ def _each(
 
 
 def _times(growths: list[Growth]) -> Times:
-    """Return the times of the whole model at each pace."""
+    """Return the times of the whole model, one for each element of `estimate.PACES`; None if `growths` have no times."""
     large = growths[0].large.times
     if large is None:
         return None

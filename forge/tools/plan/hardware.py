@@ -1,4 +1,4 @@
-"""GPUs known to the planner: TOML files in `cards/`, or the user's own."""
+"""GPUs known to the planner, described in TOML files: those of `cards/`, or a file of the user."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def measure_rank(world: World, sizes: Sizes) -> RankChecks:
 
 
 def describe(world: World) -> RankChecks:
-    """Return the facts about this rank's node and device, without checks."""
+    """Return a RankChecks with this rank's node and device, but without checks."""
     record = RankChecks(world.rank, socket.gethostname(), world.local_size or 1)
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)

@@ -19,9 +19,9 @@ from forge.tools.sweep.spec import Sweep, Trial, config_of
 
 @dataclass(frozen=True)
 class SweepResult:
-    """A trial and the results of its runs. values: metric of each finished run. states: one per seed.
+    """A trial and the results of its runs. values: metric of each finished run. states: state of each seed's run.
 
-    tokens: over all runs.
+    tokens: number of tokens of all these runs.
     """
 
     trial: Trial
@@ -118,7 +118,7 @@ def rows(results: Iterable[SweepResult], keys: Sequence[str]) -> list[dict[str, 
 
 
 def as_text(table: Sequence[dict[str, Any]]) -> str:
-    """Return the table with aligned columns."""
+    """Return the rows of `table` as text, with aligned columns."""
     head = list(table[0])
     cells = [[_shown(row[name]) for name in head] for row in table]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]

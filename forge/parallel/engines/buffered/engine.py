@@ -129,7 +129,7 @@ class Buffered:
         self._gathering.after_update(copied)
 
     def finish_parameter_sync(self) -> None:
-        """Gather every compute parameter of the model from the masters."""
+        """Gather every compute parameter of the model from the master copies."""
         self._gathering.finish()
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:

@@ -20,7 +20,7 @@ from forge.parallel.engines.buffered.layout import PART_ALIGNMENT, round_up
 
 
 class Gathering:
-    """Gathers `buckets`, given in the order of forward.
+    """Gathers `buckets`, given in the order of forward, from the masters (the master copies of the parameters).
 
     needs: modules of the model, each with the names of the parameters to gather before its forward. overlap: True: gather
     during forward. False: gather everything and wait, as soon as the masters have changed.
@@ -54,7 +54,7 @@ class Gathering:
                 module.register_forward_pre_hook(functools.partial(self._before_forward, last))
 
     def after_update(self, copied: Collection[Tensor]) -> None:
-        """Record that the masters have changed, and launch the first gathers.
+        """Record that the master copies have changed, and launch the first gathers.
 
         copied: parameters whose compute weights the update has already written on this rank.
         """
@@ -69,7 +69,7 @@ class Gathering:
             self.finish()
 
     def wait(self) -> None:
-        """Wait for the running gathers. Call before writing the masters or their compute weights."""
+        """Wait for the running gathers. Call before writing the master copies or their compute weights."""
         self._wait_for(len(self._launched) - 1)
 
     def finish(self) -> None:
@@ -89,10 +89,10 @@ class Gathering:
         self._wait_for(last)
 
     def _restart(self) -> None:
-        """Copy the masters into this rank's part of each bucket, and mark all buckets to be gathered again.
+        """Copy the master copies into this rank's part of each bucket, and mark all buckets to be gathered again.
 
         A bucket is not copied if its master is a view of the part, or if the optimizer has already written the part.
-        The first call is collective: it broadcasts the masters, so replicas begin equal.
+        The first call is collective: it broadcasts the master copies, so replicas begin equal.
         """
         if not self._begun:
             # Replicas of a part begin with the values of the group's first rank.

@@ -59,8 +59,8 @@ class Groups:
 class Formats:
     """The dtypes of a buffer's tensors.
 
-    compute: the model's weights. storage: the masters. gradient: gradients accumulated over microbatches. reduce:
-    gradients in collectives.
+    compute: the model's weights. storage: the master copies. gradient: gradients accumulated over microbatches.
+    reduce: gradients in collectives.
     """
 
     compute: torch.dtype
