@@ -84,7 +84,7 @@ def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
     before = ends - counts
     places = []
     for j, column in enumerate(columns):
-        # A token's later choices of the same expert, which can only be n_experts.
+        # The number of a token's later choices of the same expert. Only n_experts (no expert) is repeated.
         later = sum(((column == other).int() for other in columns[j + 1 :]), torch.zeros_like(column))
         rank = upto.gather(0, column.unsqueeze(0)).squeeze(0) - later - 1
         places.append(before[column] + rank)

@@ -33,7 +33,7 @@ class FusedLoss(nn.Module):
         self.z_loss_coef = z_loss_coef
         self.chunk_tokens = chunk_tokens
         self.soft_cap = soft_cap
-        # An extension point: `compile.loss` replaces it by a compiled function.
+        # An extension point: `compile.loss` replaces it with a compiled function.
         self.chunk = chunk_loss
         self.observer: Callable[[Tensor], None] | None = None
         """Called with each chunk's cross-entropies `[n]`, in the order of tokens."""

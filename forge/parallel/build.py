@@ -50,7 +50,7 @@ APPLY: dict[str, Callable[[Transformer, Layout], Any]] = {
     "data": apply_data_parallel,
 }
 STEPS = (*APPLY, "allocate", "initialise")
-# For each optional step: whether a layout needs it.
+# Optional step -> function that returns whether a layout needs the step.
 NEEDED: dict[str, Callable[[Layout], bool]] = {
     "context": lambda layout: layout.meshes.cp.size() > 1,
     "tensor": lambda layout: layout.meshes.tp.size() > 1,

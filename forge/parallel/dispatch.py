@@ -165,7 +165,7 @@ def _counts(experts: Tensor, n_experts: int) -> Tensor:
 
 
 def first_visits(nodes: Tensor, n_nodes: int) -> Tensor:
-    """Return `nodes` with every repetition within a row replaced by `n_nodes`. A token then visits a node once.
+    """Return `nodes` with every repetition within a row replaced with `n_nodes`. A token then visits a node once.
 
     nodes: for each token, the nodes of its chosen experts, int64 `[tokens, top_k]`.
     """

@@ -50,7 +50,7 @@ def has_all_names(model: nn.Module) -> bool:
 
 
 def for_all_layers(names: Iterable[str]) -> set[str]:
-    """Return `names` with each number replaced by `*`. Messages suggest such a pattern in place of one name per layer."""
+    """Return `names` with each number replaced with `*`. Messages suggest such a pattern in place of one name per layer."""
     return {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
 
 

@@ -92,7 +92,7 @@ _SECRET = re.compile(
 
 
 def redact(text: str) -> str:
-    """Return `text` with the secrets of all URLs replaced by REDACTED.
+    """Return `text` with the secrets of all URLs replaced with REDACTED.
 
     Secrets are user and password, and secret query values, e.g. `sig=...`.
     """

@@ -30,7 +30,7 @@ FUNCTIONS: dict[str, Callable[[SequenceSplit], AttentionFunction]] = {
 
 
 def apply_context(model: Transformer, layout: Layout) -> None:
-    """Replace each layer's attention function by a function that attends to the tokens of all cp ranks.
+    """Replace each layer's attention function with a function that attends to the tokens of all cp ranks.
 
     Raises UserError for ring attention in compiled blocks on CUDA, and for an attention module without `attend`.
     """
@@ -65,7 +65,7 @@ def check_attention(model: Transformer) -> None:
 
 
 def replace_attention(model: Transformer, function: Callable[[Any], Any]) -> None:
-    """Replace each layer's attention function `attend` by `function(attend)`."""
+    """Replace each layer's attention function `attend` with `function(attend)`."""
     for block in model.layers.values():
         attention: Any = block.attention
         if hasattr(attention, "attend"):

@@ -1,6 +1,6 @@
 """torchao's two float8 recipes, tensorwise and rowwise.
 
-torchao replaces linear layers by its own, which scale and round the operands. torchao is imported only if one of these
+torchao replaces linear layers with its own, which scale and round the operands. torchao is imported only if one of these
 recipes is used.
 """
 

@@ -194,7 +194,7 @@ def _tokenizer_json(
     """Return a tokenizer.json with BPE over the whole text, and byte tokens for characters outside `vocab`.
 
     special: tokens without text. whole: strings always encoded as one token. begin: token added before a text; None: none.
-    escaped: replace spaces by U+2581. prefixed: add a space before a text.
+    escaped: replace spaces with U+2581. prefixed: add a space before a text.
     """
     prepend: list[Json] = [{"type": "Prepend", "prepend": _SPACE}] if prefixed else []
     replace = [

@@ -259,9 +259,10 @@ def _next(left: list[CandidateLayout], number: int, layers: int = LAYERS) -> lis
 
 @contextmanager
 def _pool(processes: int | None) -> Iterator[Any]:
-    """Start `processes` processes. Yield a function that takes (layouts, hardware) and calls `_attempt` for each layout.
+    """Yield a function that takes (layouts, hardware), calls `_attempt` for each layout on `processes` processes, and waits.
 
-    The function returns the results in the order of `layouts`.
+    The function returns the results in the order of `layouts`. processes: None: one per core, eight at most. 1: call in
+    this process.
     """
     number = processes or min(8, cores())
     if number == 1:

@@ -41,9 +41,9 @@ class Gathering:
         self._changed, self._begun = True, False
         # Parameters whose compute weights the optimizer has already written.
         self._copied: Collection[Tensor] = ()
-        # Between steps a checkpoint may be loaded into masters. If a bucket's master is a view of `compute`, a running
-        # gather would overwrite the loaded values (gloo writes back the values it has read). So such a gather must
-        # wait for the next forward.
+        # Between steps a checkpoint may be loaded into the master copies. If a bucket's master is a view of `compute`, a
+        # running gather would overwrite the loaded values (gloo writes back the values that it has read). The first
+        # such bucket and all later ones are therefore not gathered before the next forward.
         in_place = [bool(m.plan.groups.shard) and m.master is m.own for m in buckets]
         self._early = in_place.index(True) if True in in_place else len(buckets)
 

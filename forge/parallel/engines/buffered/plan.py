@@ -137,7 +137,7 @@ def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -
     `compute`.
     """
     reduce = layout.reduce
-    if compute != layout.compute:  # pinned
+    if compute != layout.compute:  # pinned to a wider dtype
         reduce = torch.promote_types(reduce, compute)
     return Formats(compute, parameter.dtype, torch.promote_types(promoted(compute), reduce), reduce)
 
