@@ -227,9 +227,9 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _scan_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients.
+    """Return the gradients of transition, addition and initial. grad: gradient of the states.
 
-    The gradients of the states are a reverse `affine_scan`: G_n = transition_n^T G_{n+1} + grad_n.
+    The states' total gradients are a reverse `affine_scan`: G_n = transition_n^T G_{n+1} + grad_n.
     """
     transition, states = ctx.saved_tensors
     back = affine_scan(transition.mT.flip(0), grad[:-1].flip(0), grad[-1]).flip(0)

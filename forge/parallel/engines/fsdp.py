@@ -200,7 +200,7 @@ def _degree(mesh: DeviceMesh) -> int:
 
 
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
-    """Return the dimension along which FSDP2 shards an expert parameter: 0 (the experts) or 1.
+    """Return FSDP2's placement of an expert parameter: split along dimension 0 (the experts) or 1.
 
     Dimension 1 is used if there are fewer experts than ranks and `ranks` divides the size of dimension 1.
     """

@@ -100,7 +100,7 @@ class Hardware(Section):
         return round(self.host_memory_gib * GIB)
 
     def reached(self, kind: str, dtype: str) -> float:
-        """Return the achieved fraction of the peak, in FLOP/s, for operators of this kind. kind: see `Work.kind`."""
+        """Return the fraction of the peak FLOP/s that operators of this kind achieve in `dtype`. kind: see `Work.kind`."""
         if kind == "attention":
             return self.attention_efficiency
         return self.float8_efficiency if dtype == "float8" else self.efficiency
