@@ -33,7 +33,7 @@ class Batch:
 
     @property
     def arguments(self) -> tuple[Tensor | None, ...]:
-        """Return the arguments of `Transformer.forward`."""
+        """Return the batch's tensors as the positional arguments of `Transformer.forward`."""
         plain = self.tokens, self.labels, self.positions, self.documents
         return plain if self.ahead is None else (*plain, self.ahead)
 

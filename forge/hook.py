@@ -45,7 +45,7 @@ NOTE = Cause.NOTE.mark
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Facts about a step known to the host at launch.
+    """Facts about a step that the host knows at launch.
 
     tokens: number of trained token positions, including this step. next_sample: the first global sample after the step.
     """
@@ -58,10 +58,10 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class StepResult(StepInfo):
-    """The device's numbers of a step, equal on all ranks.
+    """The numbers of a step, computed by the device; equal on all ranks.
 
-    loss, z_loss, objective: means over the `valid_tokens` of the global batch. grad_norm: before clipping. skipped: the
-    step changed nothing, and its loss and norm are arbitrary. waited_s: seconds the host waited for the result.
+    loss, z_loss, objective: means over the `valid_tokens` of the global batch. grad_norm: before clipping. skipped: True if
+    the step changed nothing; its loss and norm are then arbitrary. waited_s: seconds that the host waited for the result.
     routers: in steps with router statistics, the rows of a RouterReport (forge/parallel/step/routers.py), one for each
     of `router_layers`.
     """
@@ -84,7 +84,7 @@ class Hook:
     """The import path of a hook from the config; empty for forge's own hooks."""
 
     def before_run(self, step: int) -> None:
-        """At the start of the run, with everything built and `step` steps done (0: the run begins)."""
+        """At the start of the run. Everything is built, and `step` steps are done (0: the run begins)."""
 
     def after_rollback(self, step: int) -> None:
         """After the run has rolled back to the state after `step`.
@@ -135,9 +135,9 @@ class Hook:
         """After the checkpoint of `step` is complete and on disk. Training may already have made later steps."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this hook's state for the checkpoint as JSON, equal on all ranks; the first rank's is saved.
+        """Return this hook's state for the checkpoint as JSON. The first rank's is saved, so it should be equal on all ranks.
 
-        Called on all ranks after `before_save`, only for hooks from the config.
+        Called on all ranks after `before_save`, only for hooks of `train.hooks`.
         """
         return {}
 
@@ -168,7 +168,7 @@ class Hooks:
             _call(hook, event, *arguments)
 
     def state(self) -> dict[str, Any]:
-        """Return name -> state for all hooks with state. Raises RuntimeError if a state is not JSON."""
+        """Return the state of each hook that has one, by name. Raises RuntimeError if a state is not JSON."""
         found = {}
         for name, hook in self._with_state():
             found[name] = _call(hook, "state_dict")
@@ -220,7 +220,7 @@ class Hooks:
 
     @contextmanager
     def around_run(self, step: int) -> Iterator[None]:
-        """Call `before_run` before the body, and `after_run` after it, also after an exception."""
+        """Call `before_run` before the body and `after_run` after it, even after an exception."""
         with ExitStack() as stack:
             for hook in self._hooks:
                 _call(hook, "before_run", step)

@@ -73,7 +73,7 @@ class Shard:
 
     @classmethod
     def whole(cls, name: str, parameter: Tensor, **more: Any) -> Shard:
-        """Return a shard with all of `parameter` on this rank. more: further fields of `Shard`."""
+        """Return a shard with all of `parameter` on this rank. more: values of other fields of `Shard`."""
         box = Box((0,) * parameter.ndim, tuple(parameter.shape))
         return cls(name, parameter.shape, (box,), parameter, **more)
 

@@ -49,8 +49,8 @@ RANK_BYTES = 1024
 class Contents:
     """The contents of the checkpoint of `step`.
 
-    layout: JSON for the manifest. files: relative path -> content. Rank 0 writes layout and files. tensors: name ->
-    this rank's tensor, written by this rank.
+    tensors: name -> this rank's tensor; every rank writes its own. layout: JSON for the manifest. files: relative path ->
+    content. Rank 0 writes layout and files.
     """
 
     step: int
@@ -64,9 +64,9 @@ class Contents:
 
 @dataclass(frozen=True)
 class Storage:
-    """The differences between storage shared by all ranks and the storage of each node (local.py) during a commit.
+    """The steps of a commit that differ between storage shared by all ranks and storage of each node (local.py).
 
-    what: noun for messages. leads: this rank makes, prunes and removes the folders in `root` (a leading rank).
+    what: noun for messages. leads: True on a leading rank, which makes, prunes and removes the folders in `root`.
 
     claim(final): frees the final name; returns False if the step has a complete checkpoint. Called on leading ranks.
     check_room(sizes): raises if there is no room. sizes: for each rank, an upper bound of the bytes to write. Collective.
@@ -88,7 +88,10 @@ def write_checkpoint(
     keep_every: int,
     group: dist.ProcessGroup | None = None,
 ) -> bool:
-    """Write one checkpoint to storage shared by all ranks. Collective over `group`. Returns and raises like `commit`."""
+    """Write one checkpoint to storage shared by all ranks. Collective over `group`.
+
+    Results and errors are those of `commit`.
+    """
 
     def claim(final: Path) -> bool:
         if (final / MANIFEST).exists():
@@ -118,18 +121,17 @@ def commit(
     keep_every: int,
     group: dist.ProcessGroup | None,
 ) -> bool:
-    """Write one checkpoint to `storage`, then prune old ones.
+    """Write one checkpoint to `storage`, then prune old ones. Collective over `group`.
 
-    Return False if the step already has a complete checkpoint, which is kept. Collective over `group`. A rank may pass
-    an exception in place of `contents`. In this case, and after a failure on any rank, every rank raises RanksFailed,
-    and no partial checkpoint remains on disk.
+    Return False if the step already has a complete checkpoint, which is kept. A rank may pass an exception in place of
+    `contents`. If a rank does, or fails, every rank raises RanksFailed, and no partial checkpoint remains on disk.
     """
     partial, final = root / f".partial-{folders.step_name(step)}", root / folders.step_name(step)
 
     def begin() -> int | None:
-        """Make the partial folder on leading ranks.
+        """On leading ranks, make the partial folder.
 
-        Return an upper bound of the bytes to write by this rank; None if the step already has a complete checkpoint.
+        Return an upper bound of the bytes that this rank will write; None if the step already has a complete checkpoint.
         """
         if isinstance(contents, Exception):
             raise contents
@@ -172,9 +174,9 @@ def commit(
 def fill_folder(
     partial: Path, final: Path, contents: Contents, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Fill the empty folder `partial`, and rename it to `final` once complete.
+    """Fill the empty folder `partial`. Then rename it to `final`.
 
-    Collective over `group`. Raises RanksFailed; the caller then removes `partial`.
+    Collective over `group`. Raises RanksFailed if a rank fails; the caller must then remove `partial`.
     """
     save_tensors(partial, contents, group)
     rank = dist.get_rank(group)
@@ -207,8 +209,8 @@ def make_room(root: Path, needed: int, keep_last: int, keep_every: int) -> None:
 def require_room(root: Path, needed: int) -> None:
     """Raise OSError if the disk has no room for a checkpoint of `needed` bytes.
 
-    The check is made in advance, because a full disk would also stop metrics and other runs. Quotas cannot be checked:
-    exceeding them fails only during writing.
+    The check comes before writing, because a full disk would also stop metrics and other runs. A quota cannot be checked:
+    only a write that exceeds it fails.
     """
     free = shutil.disk_usage(root).free
     if free < needed:
@@ -245,9 +247,9 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def save_tensors(partial: Path, contents: Contents, group: dist.ProcessGroup | None) -> None:
-    """Write this rank's tensors and, on the first rank, DCP's index to `partial`.
+    """Write this rank's tensors to `partial`. The first rank also writes DCP's index.
 
-    Collective over `group`. Raises RanksFailed.
+    Collective over `group`. Raises RanksFailed if a rank fails.
     """
     try:
         dcp.save(

@@ -1,6 +1,6 @@
 """The folders in a run's `checkpoints/`, and the functions to find, rename and remove them.
 
-step-00000100            complete if it holds manifest.json
+step-00000100            complete if it has a manifest.json
 .partial-step-00000100   being written or restored, or left by a dead process; safe to delete
 .pruned-step-00000100    being removed; safe to delete
 .damaged-step-00000100   found damaged and no longer used; kept for the user
@@ -64,7 +64,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def is_empty(root: Path) -> bool:
-    """Return whether `root` has no folder of a complete, incomplete or damaged checkpoint.
+    """Return whether `root` has no checkpoint folder: complete, incomplete or damaged.
 
     Checkpoints set aside (`.aside-step-n`) do not count.
     """
@@ -75,14 +75,17 @@ def is_empty(root: Path) -> bool:
 
 
 def set_aside(root: Path, step: int, why: str) -> str:
-    """Rename `step-n` to `.{why}-step-n`, or to `.{why}-step-n.k` if the name is taken; return the new name."""
+    """Rename `step-n` to `.{why}-step-n`, or to `.{why}-step-n.k` if the name is taken. Return the new name."""
     target = _unused(root / f".{why}-{step_name(step)}")
     (root / step_name(step)).rename(target)
     return target.name
 
 
 def start_partial(root: Path, step: int) -> Path:
-    """Make and return the empty folder `.partial-step-n`. A leftover of the same name is removed or renamed."""
+    """Make and return the empty folder `.partial-step-n`.
+
+    An existing folder of this name is removed or, if that fails, renamed.
+    """
     partial = root / f".partial-{step_name(step)}"
     if partial.exists() and not _remove(partial):
         partial.rename(_unused(root / f".pruned-{step_name(step)}"))
@@ -105,7 +108,7 @@ def sweep(root: Path) -> None:
 
 
 def prune(root: Path, keep_last: int, keep_every: int, step: int = -1) -> None:
-    """Remove checkpoints, except the newest `keep_last` (0: keep all) and those of steps divisible by `keep_every`.
+    """Remove old checkpoints. Keep the newest `keep_last` (0: all), and those of steps divisible by `keep_every`.
 
     step: the last saved step, for fault injection. Raises OSError if a manifest cannot be removed.
     """
@@ -134,7 +137,7 @@ def _unused(path: Path) -> Path:
 
 
 def _remove(path: Path) -> bool:
-    """Remove the folder at `path`; return whether it is gone. A failure is logged once per folder and process."""
+    """Remove the folder at `path`. Return True if it no longer exists. A failure is logged once per folder and process."""
     try:
         shutil.rmtree(path)
         return True

@@ -1,8 +1,8 @@
 """Load a checkpoint: its tensors into shards of any layout, and its JSON. Loading never runs code from the checkpoint.
 
 A box is a rectangular slice of a global tensor. Every rank reads DCP's index. Then the rank reads the saved chunks that
-overlap its own boxes, from the files of all saving ranks. Ranks communicate only twice: at the start they agree that
-the checkpoint fits the model, and at the end that every rank could read its chunks.
+overlap its own boxes, from the files of all saving ranks. Ranks communicate only twice. At the start they agree that
+the checkpoint fits the model. At the end they agree that every rank could read its chunks.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def load(
     fetch: called with the names of the files needed by this rank. The section of a tensor is its name up to the first
     dot: `model` or `optimizer`. Sections without a requested tensor are ignored, so weights can be loaded alone.
 
-    Raises UserError with exit 2 on every rank if the checkpoint lacks a requested tensor, if a shape differs, or if a
-    requested section of the checkpoint has a tensor that no rank requests. Tensors whose last name component is in
-    `unused` need not be requested. Raises UserError with exit 77 if a rank cannot read the checkpoint.
+    Raises UserError with exit code 2 on every rank if the checkpoint lacks a requested tensor, if a shape differs, or if a
+    requested section of the checkpoint has a tensor that no rank requests. A tensor whose last name component is in
+    `unused` need not be requested. Raises UserError with exit code 77 if a rank cannot read the checkpoint.
     """
     reader = TensorReader(path)
     wanted = {name: pair for name, pair in tensors.items() if pair[0].global_shape.numel()}
@@ -98,7 +98,7 @@ def _read(reader: TensorReader, wanted: NamedTensors) -> None:
 
 
 def _plan(index: Metadata, targets: dict[str, ShardTensor]) -> tuple[DefaultLoadPlanner, LoadPlan]:
-    """Return a planner, and a plan with one item for each overlap of a saved chunk with a box of this rank.
+    """Return a planner and a load plan. The plan has one item for each overlap of a saved chunk with a box of this rank.
 
     The saving run may have had another layout.
     """
@@ -110,14 +110,15 @@ def _plan(index: Metadata, targets: dict[str, ShardTensor]) -> tuple[DefaultLoad
 class TensorReader(dcp.FileSystemReader):
     """DCP's reader of the checkpoint at `path`, with safe unpickling of the index.
 
-    Also reads single tensors in one process. DCP itself reads tensors with `torch.load(weights_only=True)`. The caller
-    must have verified all files except the index.
+    Can also read single tensors in one process.
+
+    DCP itself reads tensors with `torch.load(weights_only=True)`. The caller must have verified all files except the index.
     """
 
     _index: Metadata | None = None
 
     def tensors(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return name -> (shape, dtype) of every tensor."""
+        """Return a dict from the name of every tensor to (shape, dtype)."""
         saved = self.index().state_dict_metadata.items()
         return {
             name: (entry.size, entry.properties.dtype)
@@ -172,10 +173,10 @@ class TensorReader(dcp.FileSystemReader):
 
 
 def read_index(folder: Path) -> Metadata:
-    """Return DCP's index of the checkpoint in `folder`.
+    """Return DCP's index of the checkpoint in `folder`. Not collective.
 
-    Raises Damaged if the index is invalid. Not collective. A valid index refers only to bytes within files of the
-    manifest, and to no tensor larger than these files together.
+    Raises Damaged if the index is invalid. A valid index refers only to bytes within files of the manifest, and to no
+    tensor larger than these files together.
     """
     content = (folder / ".metadata").read_bytes()
     files = read_manifest(folder)["files"]
@@ -222,7 +223,7 @@ _ADMITTED = {
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Replace `getattr` in an unpickler; return only members of enums.
+    """Return the member `name` of the enum `kind`. Replaces `getattr` in an unpickler, and refuses anything else.
 
     Python 3.11.0 to 3.11.3 pickle an enum member as a call of `getattr` with the enum class and the member's name.
     """
@@ -283,7 +284,7 @@ def refuse_misfits(
     """Raise UserError (exit 2) if `comparisons` show that the checkpoint does not fit the model.
 
     Not collective: every rank passes the comparisons of all ranks, so all raise the same error. unused: last components
-    of tensor names that may be missing in the model.
+    of tensor names that the model may lack.
     """
     names = list(index.state_dict_metadata)
     missing = list(dict.fromkeys(name for comparison in comparisons for name in comparison.missing))

@@ -1,8 +1,8 @@
 """`LocalTier`: the newest states of a run in the memory or on the disks of its nodes, in addition to shared storage.
 
-A local state is one checkpoint in the usual format, with its files distributed over the nodes. On each node, `step-N`
-holds the manifest, DCP's index, all small files, the tensor files of the node's ranks, and copies of the tensor files
-of other nodes (see `Nodes.peers`). A restart needs every file on at least one surviving node.
+A local state is one checkpoint in the usual format, with its files distributed over the nodes. On each node, the folder
+`step-N` has the manifest, DCP's index, all small files and the tensor files of the node's ranks. It also has copies of the
+tensor files of other nodes (see `Nodes.peers`). A restart needs every file on at least one surviving node.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _INDEX = ".metadata"
 
 
 class LocalTier:
-    """The local states of a run, each distributed over the folders `folder` of all nodes.
+    """The local states of a run. Each state is distributed over the folders `folder` of all nodes.
 
     peers: number of other nodes with a copy of each file. Methods are collective over all ranks unless their docstring
     says otherwise.
@@ -58,7 +58,7 @@ class LocalTier:
         return self.folder / folders.step_name(step)
 
     def newest(self, after: int) -> int | None:
-        """Return the newest step after `after` with a complete and undamaged local state; None without one.
+        """Return the newest step, later than `after`, with a complete and undamaged local state; None without one.
 
         Collective. Verifies the checksums of all files. Afterwards every node has all small files; `fetch` copies
         tensor files.
@@ -76,7 +76,7 @@ class LocalTier:
         return None
 
     def fetch(self, step: int, names: set[str]) -> None:
-        """Copy the files `names`, needed by this rank, from other nodes. Files already on this node are not copied.
+        """Copy the files `names`, needed by this rank, from other nodes. Files that this node has are not copied.
 
         Collective over all ranks. Raises RanksFailed on every rank if a rank cannot send, write or verify a file.
         """
@@ -103,9 +103,9 @@ class LocalTier:
         on_every_rank("bringing files from other nodes", bring, self._group)
 
     def forget_after(self, step: int) -> list[SaveOutcome]:
-        """Remove the states of all steps after `step` (-1: all states).
+        """Remove the states of all steps after `step` (-1: all states). Collective.
 
-        Collective. Return, like `wait`, the outcomes of saves that ended since the last call.
+        Return the outcomes of saves that ended since the last call, like `wait`.
         """
         outcomes = self.wait()
 
@@ -127,9 +127,9 @@ class LocalTier:
         return outcomes
 
     def _held(self, after: int) -> dict[int, str]:
-        """Return step -> manifest's digest for this node's states of steps > `after`; empty except on the node's first rank.
+        """Return a dict from step to manifest digest, for this node's states of steps > `after`.
 
-        Removes damaged manifests.
+        Empty except on the node's first rank. Removes damaged manifests.
         """
         found = {}
         for step in folders.steps(self.folder) if self.nodes.leads else ():
@@ -186,7 +186,10 @@ class LocalTier:
         return True
 
     def _complete(self, step: int, contents: Mapping[str, bytes]) -> None:
-        """Write the small files missing on this node."""
+        """Write the small files that this node lacks or has damaged. contents: name -> content.
+
+        Only the first rank writes.
+        """
         folder = self.path(step)
         if self.nodes.leads:
             for name, content in contents.items():
@@ -201,7 +204,7 @@ class LocalTier:
     ) -> tuple[list[str], list[str]]:
         """Hash this rank's share of its node's tensor files.
 
-        Return the good files, and one problem per damaged file. Damaged files are removed, so copies can replace them.
+        Return the undamaged files, and one problem per damaged file. Damaged files are removed, so copies can replace them.
         """
         good: list[str] = []
         damaged: list[str] = []
@@ -216,7 +219,7 @@ class LocalTier:
 
 
 def _problem(path: Path, expected: dict[str, Any]) -> str | None:
-    """Return the problem with a file of a local state, or None.
+    """Return a sentence about the problem with a file of a local state; None if the file is as expected.
 
     An unreadable file counts as damaged, because a peer has a copy.
     """
@@ -241,7 +244,7 @@ def write_parts(
     keep_every: int,
     group: dist.ProcessGroup,
 ) -> bool:
-    """Write each node's part of one local state. Collective over `group`. Returns and raises like `commit`."""
+    """Write each node's part of one local state. Collective over `group`. Results and errors are those of `commit`."""
 
     def claim(final: Path) -> bool:
         # A state left by an earlier start. It was incomplete, otherwise the run would have resumed from it.
@@ -282,7 +285,10 @@ def write_parts(
 
 
 def _copies(nodes: Nodes, peers: int, parts: list[dict[str, dict[str, Any]]]) -> list[Transfer]:
-    """Return all transfers between ranks: each file goes from the rank that wrote it to one rank on each peer node."""
+    """Return all transfers between ranks. Each file goes from the rank that wrote it to one rank on each peer node.
+
+    parts: for each rank, its files and their manifest entries.
+    """
     found = []
     for node, ranks in enumerate(nodes.ranks):
         for peer in nodes.peers(node, peers):
@@ -298,7 +304,7 @@ def _own_files(part: Path, rank: int) -> dict[str, dict[str, Any]]:
 
 
 def _small_files(part: Path, contents: Contents, parts: list[dict[str, dict[str, Any]]]) -> dict[str, bytes]:
-    """Return name -> content of DCP's index, the small files and, last, the manifest. Call on the first rank."""
+    """Return the contents of DCP's index, the small files and, last, the manifest, by name. Call on the first rank."""
     small = {_INDEX: (part / _INDEX).read_bytes(), **contents.files}
     files = {name: file for of_rank in parts for name, file in of_rank.items()}
     files |= {name: _entry(content) for name, content in small.items()}

@@ -1,7 +1,7 @@
 """manifest.json, with the size and SHA-256 of every file of a complete checkpoint, and the check for damage.
 
 A folder is a complete checkpoint exactly when it has a manifest, which is written last. The manifest contains its own
-digest and has only one valid byte sequence, so a flipped bit in the manifest is also found.
+digest and has only one valid byte sequence. A flipped bit in the manifest is therefore found, too.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def find_damage(
     group: dist.ProcessGroup | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> str | None:
-    """Return a description of the damage of the checkpoint in `folder`, or None. Collective over `group`.
+    """Return a description of the damage of the checkpoint in `folder`; None if it is undamaged. Collective over `group`.
 
-    First, sizes are compared. Then the ranks divide the files among themselves and hash them: all files with
-    `contents`, otherwise all except tensor files. report: called with the number of bytes hashed on this rank so far
-    and the number to hash. Raises UserError (exit 77) for a manifest in another format version. Raises RanksFailed if files
-    cannot be read for a reason other than damage, e.g. an unmounted file system.
+    First, sizes are compared. Then the ranks divide the files among themselves and hash them: all files with `contents`,
+    otherwise all except tensor files. report: called with two numbers of bytes on this rank, hashed so far and to hash.
+    Raises UserError (exit 77) for a manifest in another format version. Raises RanksFailed if files cannot be read for a
+    reason other than damage, e.g. an unmounted file system.
     """
     files, problem = on_first_rank("reading the manifest", lambda: _read_files(folder), group)
     if problem is not None:
@@ -62,7 +62,7 @@ def find_damage(
 
 
 def _read_files(folder: Path) -> tuple[dict[str, Any], str | None]:
-    """Check the manifest and every file's size. Return (entries of the manifest, damage or None)."""
+    """Check the manifest and every file's size. Return the entries of the manifest, and the damage or None."""
     try:
         manifest = read_manifest(folder)
         if manifest["format"] != FORMAT:
@@ -89,7 +89,7 @@ def _read_files(folder: Path) -> tuple[dict[str, Any], str | None]:
 def _find_changed(
     folder: Path, files: dict[str, dict[str, Any]], report: Callable[[int, int], None]
 ) -> list[str]:
-    """Hash `files`; return one sentence for each file whose content has changed since the save."""
+    """Hash `files`. Return one sentence for each file whose content has changed since the save."""
     problems, done, total = [], 0, sum(expected["size"] for expected in files.values())
     for name, expected in files.items():
         try:
@@ -151,9 +151,9 @@ def compose(step: int, world_size: int, layout: dict[str, Any], files: dict[str,
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
+    """Read, check and return the manifest of the checkpoint in `folder`. Not collective.
 
-    Raises Damaged if the manifest has changed since it was written, or names a file outside the folder. Not collective.
+    Raises Damaged if the manifest has changed since it was written, or names a file outside the folder.
     """
     try:
         with _reading(MANIFEST):
@@ -173,9 +173,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_digest(path: Path) -> str | None:
-    """Return the digest of the checkpoint's manifest, which identifies the checkpoint; None without a valid manifest.
+    """Return the digest of the checkpoint's manifest, which identifies the checkpoint. Not collective.
 
-    Not collective.
+    None: the checkpoint has no valid manifest.
     """
     try:
         return str(read_manifest(path)["digest"])

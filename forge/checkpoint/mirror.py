@@ -89,12 +89,12 @@ class Mirror:
         self._work.put(work)
 
     def forget_after(self, step: int) -> None:
-        """Remove copies after step `step` from the index, and their manifests, because the run repeats these steps."""
+        """Remove the copies after step `step` from the index, and their manifests, because the run repeats these steps."""
         self._newest = min(self._newest, step)
         self._work.put(lambda: self._forget_after(step))
 
     def close(self, wait: bool) -> None:
-        """End the thread. With `wait`, finish all requested copies first and wait for them."""
+        """End the thread. With `wait`, first finish all requested copies."""
         if not wait:
             self._given_up.set()
             self._newest = -1
@@ -137,7 +137,7 @@ class Mirror:
                     self._remove(later, recursive=False)
 
     def _remove(self, step: int, recursive: bool) -> None:
-        """Remove the manifest of a copy no longer in the index, so a rebuilt index omits the copy.
+        """Remove the manifest of a copy that is no longer in the index. A rebuilt index then omits the copy.
 
         recursive: also remove the copy's other files.
         """
@@ -171,11 +171,11 @@ class Mirror:
 
 
 def restore(url: str, root: Path) -> int | None:
-    """Copy the newest checkpoint of the mirror at `url` into `root`; return its step, or None if the mirror is empty.
+    """Copy the newest checkpoint of the mirror at `url` into `root`. Return its step, or None if the mirror is empty.
 
-    An incomplete or damaged copy is logged as an error and skipped. The mirror is not changed. Raises UserError with
-    exit 77 if no copy is usable, and with exit 1 if the store does not answer or `root` has too little room. After exit
-    1 the same command restores again.
+    An incomplete or damaged copy is logged as an error and skipped. The mirror is not changed. Raises UserError with exit
+    code 77 if no copy is usable. Raises UserError with exit code 1 if the store does not answer or `root` has too little
+    room; the same command can then be repeated.
     """
     steps = copied_steps(url)
     for step in reversed(steps):
@@ -212,7 +212,7 @@ def restore(url: str, root: Path) -> int | None:
 def copied_steps(url: str) -> list[int]:
     """Return the steps with a complete copy in the mirror at `url`, ascending.
 
-    The mirror's index lists them. If the index is missing or unreadable, the manifests of the copies are searched.
+    The mirror's index lists them. If the index is missing or unreadable, they are the copies that have a manifest.
     """
     index = join(url, INDEX)
     try:

@@ -1,4 +1,4 @@
-"""Ranks grouped by node-local folder, and the exchange of files between nodes."""
+"""Groups of ranks that share a node-local folder, and the exchange of files between nodes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Nodes:
 
     @property
     def leads(self) -> bool:
-        """Return whether this rank manages its node's folder."""
+        """Return whether this rank is its node's first rank, which manages the node's folder."""
         return self.rank == self.ranks[self.own][0]
 
     def node_of(self, rank: int) -> int:
@@ -59,7 +59,7 @@ class Nodes:
         return list(names[ranks.index(self.rank) :: len(ranks)])
 
     def peers(self, node: int, copies: int) -> list[int]:
-        """Return the nodes with copies of the files of `node`: the next `copies` nodes, or all others if fewer."""
+        """Return the nodes with copies of the files of `node`: the next `copies` nodes, or all others if there are fewer."""
         count = len(self.ranks)
         return [(node + step) % count for step in range(1, min(copies, count - 1) + 1)]
 
@@ -75,7 +75,7 @@ class Transfer:
 
 
 def exchange(folder: Path, transfers: Sequence[Transfer], rank: int, group: dist.ProcessGroup) -> list[str]:
-    """Send and receive files of `folder`; return the names of received files.
+    """Send and receive files of `folder`. Return the names of received files.
 
     Collective: all ranks pass the same transfers in the same order. Files are mapped into memory, so only the network
     transfer copies data.
@@ -101,5 +101,8 @@ def exchange(folder: Path, transfers: Sequence[Transfer], rank: int, group: dist
 
 
 def _map(path: Path, size: int, writes: bool) -> Tensor:
-    """Map the file at `path` as a uint8 tensor `[size]`. writes: create the file; writes to the tensor go to the file."""
+    """Map the file at `path` as a uint8 tensor `[size]`.
+
+    writes: True: create the file, and let writes to the tensor change it.
+    """
     return torch.from_file(str(path), shared=writes, size=size, dtype=torch.uint8)

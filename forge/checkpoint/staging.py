@@ -16,16 +16,16 @@ _ALIGNMENT = 64
 
 
 class Stager:
-    """Copies tensors into CPU buffers. Every save reuses the buffers, so only the latest copy is valid."""
+    """Copies tensors into CPU buffers. Every save reuses the buffers, so a copy is valid only until the next call."""
 
     def __init__(self) -> None:
         self._form: object = None
         self._buffers: dict[str, Tensor] = {}
 
     def stage(self, tensors: NamedTensors) -> dict[str, ShardTensor]:
-        """Copy the tensors to be written by this rank.
+        """Copy the tensors that this rank writes, and return the copies by name.
 
-        Synchronises with the device; the originals may change after the return.
+        Synchronises with the device. The originals may change after the return.
         """
         own = {
             name: (shard, local(values).detach())
@@ -40,9 +40,9 @@ class Stager:
         return {name: ShardTensor(shard, self._buffers[name]) for name, (shard, _) in own.items()}
 
     def _allocate(self, tensors: dict[str, Tensor]) -> None:
-        """Make `_buffers`: a buffer for each of `tensors`, within a few large blocks of memory.
+        """Allocate `_buffers`: a buffer for each of `tensors`, within a few large blocks of memory.
 
-        Does nothing if names, shapes and dtypes are unchanged.
+        Do nothing if names, shapes and dtypes are unchanged.
         """
         form = [(name, values.shape, values.dtype) for name, values in tensors.items()]
         if form == self._form:

@@ -38,7 +38,7 @@ class SaveOutcome:
     """The result of a save.
 
     seconds: from the call of `save` to the end of the save on this rank; all other fields are equal on every rank.
-    error: None if the checkpoint of `step` is complete. cause: the cause of a failure.
+    error: the message of a failure; None if the checkpoint of `step` is complete. cause: the cause of a failure.
     """
 
     step: int
@@ -94,7 +94,7 @@ class Checkpoints:
     ) -> list[SaveOutcome]:
         """Save the checkpoint of `step`. Collective. Parameters may change after the return.
 
-        state: JSON content of trainer.json. files: further files, relative path -> content. Rank 0 writes both. layout:
+        state: JSON content of trainer.json. files: other files, relative path -> content. Rank 0 writes both. layout:
         JSON, recorded in the manifest. First waits for the save in flight. Does nothing if the step already has a
         complete checkpoint.
 
@@ -183,7 +183,7 @@ class Checkpoints:
         return None
 
     def verify(self, path: Path, contents: bool = True) -> str | None:
-        """Return a description of the damage of the checkpoint at `path`, or None.
+        """Return a description of the damage of the checkpoint at `path`; None if it is undamaged.
 
         Collective (see `manifest.find_damage`).
         """
@@ -213,7 +213,7 @@ class Checkpoints:
     def _write(self, step: int, contents: Contents | Exception, began: float) -> None:
         """Write a checkpoint, in the background thread if the mode is "async".
 
-        Record success, or a failure known to all ranks, as a SaveOutcome. `_join` raises any other failure.
+        Records success, or a failure known to all ranks, as a SaveOutcome. `_join` raises any other failure.
         """
         error, cause = None, Cause.SAVE_FAILED
         try:
@@ -232,7 +232,7 @@ class Checkpoints:
     def _join(self) -> None:
         """Wait for the save in flight and update `failures_in_row`.
 
-        All ranks wait in the same call, so the counts agree. Raises a failure not known to all ranks.
+        All ranks wait in the same call, so the counts agree. Raises the save's failure unless all ranks know it.
         """
         if self._thread is not None:
             self._thread.join()

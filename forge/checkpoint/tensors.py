@@ -1,8 +1,9 @@
 """A rank's part of a checkpoint's tensors, presented to DCP (torch.distributed.checkpoint) as boxes of global tensors.
 
-DCP calls three methods of an object in a state dict (protocol `_Checkpointable`). The three methods return the items to
-write, the chunks to read, and the memory of one chunk. `ShardTensor` answers with boxes of the global tensor. So a
-checkpoint can be loaded into any layout: a DTensor's rows, a contiguous buffer's flat slices, or whole tensors.
+A box is a rectangular slice. DCP calls three methods of an object in a state dict (protocol `_Checkpointable`). They
+return the items to write, the chunks to read, and the memory of one chunk. `ShardTensor` answers with boxes of the global
+tensor. A checkpoint can therefore be loaded into any layout: a DTensor's rows, a contiguous buffer's flat slices, or whole
+tensors.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class ShardTensor(torch.Tensor):
 def writes(name: str, shard: Shard) -> bool:
     """Return whether this rank writes its part of the tensor `name`.
 
-    If several ranks hold a replica of the part, a hash of the name selects the one that writes it.
+    If several ranks hold a replica of the part, a hash of the name selects the writing rank.
     """
     copies = shard.replicas
     return copies is None or crc32(name.encode()) % copies.size() == copies.rank()

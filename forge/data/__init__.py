@@ -8,7 +8,7 @@
     array.py, cache.py      arrays in local and remote files, and a disk cache of remote blocks
     tokenizer.py   text <-> ids
     mixture.py     global sample number -> source, under one mixture
-    order.py       global sample number -> source and the source's sample, in a history of mixtures and roll-backs
+    order.py       global sample number -> source and the source's sample, over successive mixtures and roll-backs
     permutation.py the order of a source in an epoch
     windows.py, packing.py  division of a source into samples
     dataset.py     global sample number -> tokens
@@ -17,6 +17,6 @@
     held_out.py    batches of held-out sources
     build.py       builds all of these from a config
 
-Samples are pure functions of their number. The only state is the number of the next global sample and the short history
-of mixtures.
+A sample is a pure function of its number. The only state is the number of the next global sample and the short list of
+mixtures and roll-backs.
 """

@@ -28,7 +28,7 @@ NO_TOKENIZER = "none"
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run. fingerprints: identify the data, for comparison at a resume."""
+    """The data of a run. fingerprints: identify the data; a resume compares them."""
 
     dataset: PackedDataset
     validation: dict[str, Source]
@@ -74,7 +74,7 @@ def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]
     """Return the sources' weights with `data.temperature` applied.
 
     With a temperature above 0, weights are rounded to six significant digits, to keep messages short. Raises UserError
-    if a source is synthetic, because such a source is endless.
+    for a synthetic source, because it has no size.
     """
     temperature = config.data.temperature
     if not temperature:
@@ -93,7 +93,7 @@ def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]
 
 
 def build_validation(config: Config) -> dict[str, Source]:
-    """Return name -> held-out source; empty if `evaluate.interval` is 0.
+    """Return the held-out sources by name. Empty if `evaluate.interval` is 0.
 
     Raises UserError if a source is missing, damaged or too short, or was made with another tokenizer.
     """
@@ -125,7 +125,7 @@ def build_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def input_fingerprints(dataset: PackedDataset, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return key -> fingerprint (JSON) of the inputs that must not change at a resume.
+    """Return the fingerprints (JSON) of the inputs that must not change at a resume, by key.
 
     Equal fingerprints mean equal samples.
     """

@@ -6,9 +6,9 @@
     FOLDER/0042/.KEY-7            block 7 while it is fetched, locked by the fetching thread
 
 The numbered folders are sets of equal size. A hash of a block's name selects its set, and a full set evicts one of its
-blocks. So the limit holds without a counter shared by processes. A process may die at any point: the kernel releases
-its locks, and an incomplete block is fetched again. If the dataset has block checksums, every read from disk verifies
-the block's checksum. Blocks of other files are protected only by the CRC-32 and the private folder.
+blocks. Processes therefore need no shared counter to respect the limit. A process may die at any point: the kernel
+releases its locks, and an incomplete block is fetched again. If the dataset has block checksums, every read from disk
+verifies the block's checksum. Blocks of other files are protected only by the CRC-32 and the private folder.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def default_folder() -> Path:
 
 
 class BlockCache:
-    """A cache of blocks in `folder`, of at most `gib` GiB, plus one block for each fetching thread.
+    """A cache of blocks in `folder`, of at most `gib` GiB. Each fetching thread may use one block more.
 
     Safe for threads and processes. Raises UserError if the folder cannot be used, or if another process uses the folder
     with another limit.
@@ -168,7 +168,7 @@ class BlockCache:
             )
 
     def _make_room(self, folder: Path, more: int) -> None:
-        """Evict blocks of a set until it has room for one more block. `in_order_of_need` chooses the blocks.
+        """Evict blocks of the set `folder` until it has room for one more block. `in_order_of_need` orders the blocks.
 
         more: minimum number of blocks to evict; a set with fewer blocks is emptied.
         """
@@ -248,7 +248,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _is_unmarked_cache(folder: Path) -> bool:
     """Return whether `folder` is a block cache of an earlier forge version without marker files.
 
-    Such a folder holds layout.json, and otherwise only cache files.
+    Such a folder has layout.json, and otherwise only cache files.
     """
     names = [name for name in os.listdir(folder) if name != MARKER]
     try:
@@ -263,7 +263,7 @@ def _is_unmarked_cache(folder: Path) -> bool:
 
 
 def _load(path: Path, file: RemoteFile, number: int) -> bytes | None:
-    """Return block `number` of `file` from disk; None if missing. A damaged block is removed, and None is returned."""
+    """Return block `number` of `file` from disk; None if it is missing or damaged. A damaged block is removed."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

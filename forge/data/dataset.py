@@ -67,9 +67,9 @@ class PackedDataset:
         return dataset
 
     def continuing(self, order: Order, position: int, weights: Sequence[float] | None = None) -> Order:
-        """Return an order equal to `order` up to global sample `position`, then with this dataset's sources.
+        """Return an order equal to `order` before global sample `position`, and with this dataset's sources from there.
 
-        weights: one per source, from `position` on; None: the configured weights.
+        weights: one per source, used from `position`; None: the configured weights.
         """
         if weights is None:
             return order.continued(self.weights, self.block, position, self.caps)
@@ -92,9 +92,9 @@ class PackedDataset:
         return name, epoch, self._permutation(self.windows[name], self.order.key(number, epoch))(index)
 
     def __getitem__(self, global_sample: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return tokens `[seq_len + 1]`, and with `document_mask` each token's document, int32 `[seq_len + 1]`, from 0.
+        """Return two arrays: the tokens `[seq_len + 1]`, and each token's document, int32 `[seq_len + 1]`, numbered from 0.
 
-        With a packing plan, a sample may have fewer tokens. Without a document mask, the second result is None.
+        With a packing plan, a sample may have fewer tokens. Without `document_mask`, the second result is None.
         """
         name, _, window = self.locate(global_sample)
         return self.samples[name].read(window, self.document_mask)

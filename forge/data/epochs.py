@@ -22,7 +22,7 @@ MANY = 4.0
 
 
 def epochs(dataset: PackedDataset, sample: int) -> dict[str, float]:
-    """Return source name -> number of epochs read before global sample `sample` of the dataset's order.
+    """Return, by source name, the number of epochs read before global sample `sample` of the dataset's order.
 
     If several sources have the same name, the later ones are called name#2, name#3, ... Synthetic sources have no epochs
     and are left out.
@@ -42,7 +42,7 @@ def _epochs_by_source(dataset: PackedDataset, sample: int) -> dict[str, float]:
 
 
 def check_caps(dataset: PackedDataset, last: int) -> None:
-    """Raise UserError if a source in `dataset.most_epochs` is read too often before global sample `last`."""
+    """Raise UserError if a source exceeds its limit of epochs in `dataset.most_epochs` before global sample `last`."""
     for name, total in _epochs_by_source(dataset, last).items():
         most = dataset.most_epochs.get(name, total)
         if total > most:
@@ -60,9 +60,9 @@ def sources_of(dataset: PackedDataset, samples: Sequence[int]) -> Tensor:
 
 
 def log_left_out(dataset: PackedDataset, position: int, last: int) -> None:
-    """Log, for each source with max_epochs, the global sample from which the source is left out.
+    """Log each global sample at which sources with max_epochs are left out, with the names of these sources.
 
-    Raises UserError if all sources reach max_epochs before sample `last`.
+    position: the next global sample of the run. Raises UserError if all sources reach max_epochs before sample `last`.
     """
     order = dataset.order
     limits = [dataset.caps.get(name) for name in order.sources]

@@ -31,7 +31,7 @@ TokenUses = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class Record(BaseModel):
-    """An object in `dataset.json`: immutable, and an unknown field is an error."""
+    """An object in `dataset.json`. Immutable; an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,10 +45,10 @@ class FileRecord(Record):
 
 
 class ShardRecord(Record):
-    """A shard: `tokens` tokens of the stream, and the starts of the `documents` documents beginning in the shard.
+    """A shard: `tokens` tokens of the stream, and the starts of the `documents` documents that begin in the shard.
 
-    block_file: the file with the `block_digest` of each block, first of the token file, then of the document file; None
-    in older datasets.
+    block_file: the file of `block_digest`s, one per block: first of the token file, then of the document file. None in
+    older datasets.
     """
 
     tokens: int = Field(ge=1)
@@ -168,7 +168,10 @@ class TokenDataset:
         return np.cumsum(steps, dtype=np.int32)
 
     def _spans(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (shard number, first, end) for each shard in a range of the stream. first, end: offsets within the shard."""
+        """Yield (shard number, first, end) for each shard in a range of the stream.
+
+        first, end: token offsets within the shard.
+        """
         number, end = bisect_right(self._firsts, start) - 1, start + count
         while start < end:
             first, stop = self._firsts[number], min(end, self._firsts[number + 1])
@@ -210,9 +213,9 @@ class TokenDataset:
         return RemoteArray(file, cache, dtype)
 
     def _checksums(self, number: int, record: FileRecord, block_file: FileRecord) -> Callable[[int], bytes]:
-        """Return a function: index of a block of the file `record` -> the block's checksum.
+        """Return a function from the index of a block of the file `record` to the block's checksum.
 
-        Checksums are read on demand, not held in memory.
+        The function reads checksums on demand and does not hold them in memory.
         """
         shard, first = self.index.shards[number], 0
         if record is shard.document_file:
@@ -241,7 +244,7 @@ class TokenDataset:
         return RemoteArray(file, self._cache, dtype)
 
     def _need_of(self, number: int, blocks: np.ndarray) -> np.ndarray:
-        """Return, for each of `blocks` in a shard's token file, the number of samples until its next use; 0 if unknown."""
+        """Return the number of samples until the next use of each of `blocks`, in a shard's token file. 0: unknown."""
         if self.next_use is None:
             return np.zeros(len(blocks))
         each = BLOCK_BYTES // self.index.token_dtype.itemsize

@@ -29,8 +29,8 @@ def evaluation_batches(
     """Yield `sequences` windows of the source (see `held_out_windows`), distributed over the data ranks.
 
     Every rank yields the same number of batches of `micro_batch_size` rows, padded with rows of only IGNORE labels. The
-    windows do not depend on `ranks`. unreadable: a list that collects read errors. If it is given, a read error is
-    appended instead of raised, and its batch is all padding, so all ranks still make the same collective calls.
+    windows do not depend on `ranks`. unreadable: a list that collects read errors; None: read errors are raised. After a
+    collected error, the batch is all padding, so all ranks still make the same collective calls.
     """
 
     def read(window: int) -> tuple[np.ndarray, np.ndarray | None]:

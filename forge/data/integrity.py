@@ -84,8 +84,8 @@ def check_files(dataset: str | Path) -> Iterator[FileCheck]:
 def _check(path: Path, record: FileRecord | PlanFile, sums: Path | None, first: int) -> FileCheck:
     """Compare the file at `path` with its recorded size and SHA-256.
 
-    sums: file with block checksums, to find damaged blocks; None: no such file. first: index in `sums` of the checksum
-    of the first block.
+    sums: file with block checksums, to find damaged blocks; None: no such file. first: index in `sums` of this file's first
+    block checksum.
     """
     digest, size, changed = hashlib.sha256(), 0, []
     try:

@@ -59,7 +59,7 @@ class Mixture:
         )  # the loader reads within a block or at the boundary of two
 
     def turn(self, sample: int) -> tuple[int, int]:
-        """Return (source of global sample `sample`, number of earlier global samples from this source)."""
+        """Return (source of global sample `sample`, number of earlier global samples of this source)."""
         block, position = divmod(sample, self.block)
         sources, ranks = self._order(block)
         source = int(sources[position])
@@ -74,7 +74,7 @@ class Mixture:
         return [end - start + more for start, end, more in zip(before[:-1], before[1:], within, strict=True)]
 
     def _before(self, block: int) -> list[int]:
-        """Return, for s = 0 ... S, the number of samples from sources 0 ... s - 1 before block `block`."""
+        """Return, for s = 0 ... S, the number of samples of sources 0 to s - 1 before block `block`. S: number of sources."""
         samples = block * self.block
         return [samples * cumulative // self._denominator for cumulative in self._cumulative]
 

@@ -1,7 +1,7 @@
 """Global sample i -> (source, sample of the source), under all mixtures that a run has used and all skipped ranges.
 
 Each source is read in its own order, independently of the other sources. The m-th sample, m = 0, 1, ..., of a source
-with n windows (samples) is in epoch e = m div n and is window permutation_e(m mod n). So an epoch reads each window
+with n windows (samples) is in epoch e = m div n and is window permutation_e(m mod n). An epoch thus reads each window
 once before the next epoch begins. An exhausted source, or a source smaller than a batch, continues with its next epoch.
 
 The mixtures form a list of segments, one mixture (forge/data/mixture.py) each. Under a new mixture each source
@@ -29,7 +29,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Segment:
-    """A mixture of sources: `weights` apply from global sample `start` on, in shuffled blocks of `block` samples.
+    """A mixture of sources. `weights` apply from global sample `start`, in shuffled blocks of `block` samples.
 
     drawn: index of each source's next sample at `start`, in the source's own order. weights and drawn have one entry
     for each source that the run has used so far, in the order of first use.
@@ -55,7 +55,7 @@ class SkippedRange:
 
 
 class Stretch(NamedTuple):
-    """A range of global samples, beginning with `start`, without a skipped range or a change of the mixture."""
+    """A range of global samples from `start`, without a skipped range and without a change of the mixture."""
 
     start: int
     mixture: Mixture
@@ -115,7 +115,7 @@ class Order:
     def drawn(self, sample: int, stretch: Stretch | None = None) -> list[int]:
         """Return, for each source, the index of its first sample at or after global sample `sample`.
 
-        Indices count the source's samples in its own order, from 0.
+        An index counts the samples in the source's own order, from 0.
         """
         stretch = stretch or self._stretches[bisect_right(self._starts, sample) - 1]
         # The skipped range after a stretch has no sample of any source.
@@ -127,11 +127,11 @@ class Order:
         ]
 
     def _padded(self, counts: Sequence[int]) -> list[int]:
-        """Return `counts`, extended by a 0 for each source added later."""
+        """Return `counts`, extended by zeros to one entry per source. Later sources have no entry in older segments."""
         return [*counts, *[0] * (len(self.sources) - len(counts))]
 
     def nth(self, position: int, n: int) -> int:
-        """Return the n-th global sample (from 0) at or after `position`, without counting skipped ranges."""
+        """Return the n-th (from 0) of the global samples at or after `position` that are not in skipped ranges."""
         return nth_outside(position, n, self.gaps)
 
     def key(self, source: int, epoch: int) -> int:
@@ -151,7 +151,7 @@ class Order:
         """Return this order up to global sample `position`, continued with `weights`.
 
         weights: source name -> weight. caps: source name -> number of samples after which the source is left out (see
-        `capped_at`). Once all sources have reached their caps, the order continues with the last remaining sources.
+        `capped_at`). Once all sources have reached their caps, the sources that reached them last are read on.
         """
         caps = caps or {}
         sources = (*self.sources, *(name for name in weights if name not in self.sources))
@@ -208,7 +208,7 @@ class Order:
         return Order(self.seed, self.sources, self.segments, ranges)
 
     def between(self, first: int, end: int, later: Order | None = None) -> dict[str, list[int]]:
-        """Return source -> [first, end): the source's own samples read by global samples `first` to `end` - 1.
+        """Return, by source, the range [first, end) of its own samples that global samples `first` to `end` - 1 read.
 
         later: the order at `end`, if the mixture has changed since `first`; None: this order.
         """
@@ -241,7 +241,10 @@ class Order:
 def _uncapped(
     weights: Sequence[float], drawn: Sequence[int], limits: Sequence[int | None]
 ) -> tuple[float, ...]:
-    """Return the weights, with 0 for sources at their limits. Empty if all these weights are 0."""
+    """Return `weights` with 0 for each source that has reached its limit. Empty if all weights would be 0.
+
+    drawn: number of samples read of each source. limits: None: no limit.
+    """
     left = tuple(
         0.0 if limit is not None and given >= limit else weight
         for weight, given, limit in zip(weights, drawn, limits, strict=True)

@@ -1,7 +1,7 @@
-"""A keyed permutation of range(n) without memory: shuffles any number of samples.
+"""A keyed permutation of range(n) in constant memory, to shuffle any number of samples.
 
 A Feistel network permutes range(4^k), for the smallest k with 4^k >= n. Values >= n are permuted again until they are
-below n (cycle walking), for a bijection on range(n).
+below n (cycle walking). The result is a bijection of range(n).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def key_of(*parts: int | str) -> int:
 
 
 def scramble(value: int) -> int:
-    """Apply the splitmix64 finaliser: a bijection of 64-bit integers; every input bit influences every output bit."""
+    """Apply the splitmix64 finaliser, a bijection of 64-bit integers. Every input bit influences every output bit."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
     return value ^ (value >> 31)
@@ -65,7 +65,7 @@ class Permutation:
         return value
 
     def inverse(self, values: np.ndarray) -> np.ndarray:
-        """Return i with permutation(i) = value, for each of `values`: int64 `[k]`. n must be at most 2^62."""
+        """Return, for each of `values`, the i with permutation(i) = value: int64 `[k]`. n must be at most 2^62."""
         found = values.astype(np.uint64)
         pending = np.arange(len(found))
         while len(pending):

@@ -44,7 +44,7 @@ _BLOCK = 1 << 20  # entries of the index per check, to bound memory
 
 
 class _CachedFile:
-    """A local file, or a remote file read through a cache. size: in bytes. Methods return parts of the file."""
+    """A local file, or a remote file read through a cache. size: in bytes. Methods return parts of the file's content."""
 
     def __init__(self, path: str, cache: BlockCache | None):
         self.path = path
@@ -65,7 +65,10 @@ class _CachedFile:
 
 
 class MappedIds:
-    """The token ids in a file without a header, memory-mapped or remote. Every read checks its ids."""
+    """The token ids in a file without a header, memory-mapped or remote.
+
+    Every read checks that ids are below the vocabulary.
+    """
 
     def __init__(self, file: _CachedFile, dtype: np.dtype, vocab_size: int):
         self.path, self.dtype, self._vocab_size = file.path, dtype, vocab_size
@@ -124,7 +127,7 @@ class RawTokens(MappedIds):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return dtype, `eos_id` and a hash of size and sampled content (see `sampled_digest`), as text."""
+        """Return a text with dtype, `eos_id`, and a hash of size and sampled content (see `sampled_digest`)."""
         return f"raw-{self.dtype.name}-{self._eos_id}-{sampled_digest(self._file)}"
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
@@ -141,8 +144,8 @@ class RawTokens(MappedIds):
 def sampled_digest(file: _CachedFile) -> str:
     """Return the SHA-256 of the file's size and of 64 evenly spaced blocks of 64 KiB, including the first and last.
 
-    At most 4 MB are read. A file up to 4 MB is hashed whole. In a larger file, a change of a few bytes may go
-    undetected, but a different file of the same size is detected.
+    At most 4 MB are read. A file up to 4 MB is hashed whole. In a larger file, the digest may miss a change of a few
+    bytes. It detects a different file of the same size.
     """
     digest = hashlib.sha256(file.size.to_bytes(8, "little"))
     last = max(0, file.size - SAMPLE_BYTES)

@@ -111,7 +111,7 @@ def is_remote(source: Source) -> bool:
 def _next_use(
     dataset: PackedDataset, name: str, position: list[int], first: np.ndarray, end: np.ndarray
 ) -> np.ndarray:
-    """Return, for each range of tokens [first, end), the approximate number of global samples until its next read."""
+    """Return the approximate number of global samples until the next read of each range of tokens [first, end)."""
     order, windows = dataset.order, dataset.samples[name]
     number = order.sources.index(name)
     ranges = windows.over(first, end)
@@ -125,16 +125,17 @@ def _next_use(
 
 @dataclass(frozen=True)
 class Stall:
-    """A wait for data: its duration in seconds, and the last cause reported by the reading threads."""
+    """A wait for data: its duration in seconds, and the latest cause reported by the reading threads."""
 
     seconds: float
     cause: str
 
 
 def wait_for(batches: queue.Queue[Result]) -> tuple[Result, Stall | None]:
-    """Return (next item of `batches`, stall). The stall is None unless a store kept this call waiting for STALL_S.
+    """Return (next item of `batches`, stall).
 
-    During a stall, log the wait every STALL_S seconds.
+    The stall is None unless a store kept this call waiting for STALL_S seconds or more. During a stall, log the wait every
+    STALL_S seconds.
     """
     began, cause = time.monotonic(), ""
     while True:
@@ -152,7 +153,7 @@ def wait_for(batches: queue.Queue[Result]) -> tuple[Result, Stall | None]:
 def next_uses(
     first: np.ndarray, end: np.ndarray, drawn: int, windows: int, permutation: Callable[[int], Permutation]
 ) -> np.ndarray:
-    """Return, for each range of windows [first, end), the number of samples of the source until its next read.
+    """Return the number of samples of the source until the next read of each range of windows [first, end).
 
     first, end: non-empty ranges of about equal length, int64 `[n]`. drawn: number of samples of the source read so far.
     permutation: maps an epoch number to the permutation of `windows` windows.

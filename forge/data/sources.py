@@ -1,4 +1,4 @@
-"""`Source`: a token stream with document boundaries, from files or synthetic."""
+"""`Source`: a token stream with document boundaries, read from files or generated."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def count_windows(source: Source, seq_len: int) -> int:
 
 
 def held_out_windows(windows: int, sequences: int) -> Sequence[int]:
-    """Return the windows read by an evaluation of `sequences` sequences, ascending.
+    """Return the `sequences` windows that an evaluation reads, ascending.
 
     windows: number of windows in the source.
 

@@ -1,7 +1,7 @@
 """The samples of each data rank in each step, under changing step sizes and mixtures.
 
 A step of B sequences of S tokens reads the next B S / L samples, i.e. windows of L = train.seq_len tokens. Each window
-is cut into L / S rows of the batch. So every token is read once per epoch, whatever the step sizes. The samples of a
+is cut into L / S rows of the batch. An epoch therefore reads every token once, for any step sizes. The samples of a
 step depend only on the numbers of earlier samples and tokens.
 """
 

@@ -14,15 +14,15 @@ _TOKENS = 1 << 60
 class SyntheticSource:
     """A first-order Markov chain over `vocab_size` ids. seed: selects the sampled stream.
 
-    The next token is, with probability 1/2 each, the successor (id + 1 mod vocab_size) or a jump. A jump goes to one of
+    The next token is the successor (id + 1 mod vocab_size) or a jump, with probability 1/2 each. A jump goes to one of
     K = max(1, min(8, vocab_size // 8)) evenly spaced ids. The k-th id has a probability proportional to 2^-k. J is this
     distribution and H(J) its entropy. For vocabularies of 128 or more, entropies in nats are about
         uniform  ln(vocab_size)      loss of an untrained model
         unigram  H(J) + 2 ln 2 = 2.7 loss after some steps
         rate     ln 2 + H(J)/2 = 1.4 the lowest possible loss
     The last two are a little lower for small vocabularies. Every block of 1024 tokens starts with a jump and depends
-    only on (seed, block), so any part of the stream is computed without the parts before it. One jump in 64 begins a
-    document, and documents have 128 tokens on average.
+    only on (seed, block). Any part of the stream can therefore be computed without the parts before it. One jump in 64
+    begins a document, and documents have 128 tokens on average.
     """
 
     name = "synthetic"
@@ -60,6 +60,6 @@ class SyntheticSource:
         return np.cumsum(starts, dtype=np.int32)
 
     def _draw(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return 64 random bits for each position (splitmix64 of key and position), and whether the position is a jump."""
+        """Return, for each position, 64 random bits (splitmix64 of key and position), and True if the position is a jump."""
         bits = hash_positions(begin, end, self._key)
         return bits, (bits & np.uint64(1) == 0) | (np.arange(begin, end) % BLOCK == 0)

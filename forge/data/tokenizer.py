@@ -60,10 +60,10 @@ class Tokenizer(Protocol):
         """Return the ids of `text`, without special tokens. Raises UnicodeEncodeError for lone surrogates."""
 
     def cut(self, text: str, start: int) -> int:
-        """Return the first position i >= max(start, 1) at which a text can be cut and encoded in two parts.
+        """Return the first position i >= max(start, 1) at which `text` can be cut and encoded in two parts.
 
-        The position is valid for `text` and for every text containing it: encode(x + y) == encode(x) + encode(y) if x
-        ends with text[:i] and y begins with text[i:]. Returns len(text) if no position is known.
+        A cut there is also valid for every text that contains `text`: encode(x + y) == encode(x) + encode(y) if x ends with
+        text[:i] and y begins with text[i:]. Return len(text) if no position is known.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -107,9 +107,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def begin_text(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a text at the start of a document: [bos] + ids, or ids if the tokenizer has no bos.
+    """Return the ids of a text at the start of a document: [bos] + ids, or `ids` if the tokenizer has no bos.
 
-    Without bos, an empty text is [eos], the token that ends the previous document. Raises UserError for an empty text
+    Without bos, an empty text becomes [eos], the token that ends the previous document. Raises UserError for an empty text
     if the tokenizer has neither bos nor eos.
     """
     if tokenizer.bos_id is not None:
@@ -194,8 +194,8 @@ class SentencePieceTokenizer:
     def _joined(self) -> set[str] | None:
         """Return all pairs of adjacent characters in the vocabulary; None if the model does more than merge characters.
 
-        Two characters not adjacent in any vocabulary entry are never merged. So a text can be cut between them: merges
-        on one side of the cut do not affect the other side.
+        Two characters that are adjacent in no vocabulary entry are never merged. A text can be cut between them, because
+        merges on one side of the cut do not affect the other side.
         """
         from sentencepiece import sentencepiece_model_pb2 as protocol
 
@@ -326,8 +326,8 @@ class HuggingFaceTokenizer:
 def _splits_at_spaces(described: dict[str, Any]) -> bool:
     """Return whether a tokenizer.json always splits a text between a letter or digit and a following space or line end.
 
-    If so, the tokenizer encodes the two sides independently. A file with an unknown pre-tokenizer step gives False. All
-    known split patterns split there: none has a lookbehind, none has a lookahead after a letter or digit, and none
+    If so, the tokenizer encodes the two sides independently. Return False for a file with an unknown pre-tokenizer step.
+    All known split patterns split there: none has a lookbehind, none has a lookahead after a letter or digit, and none
     matches a letter or digit together with the space after it.
     """
     normalizer = described.get("normalizer") or {

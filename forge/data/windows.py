@@ -23,20 +23,20 @@ class Windows(Protocol):
         """Return the ranges of the stream that form a sample, in order, each as (first token, number of tokens)."""
 
     def read(self, window: int, documents: bool) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return a sample's tokens, `[seq_len + 1]` or fewer, and the document of each token.
+        """Return a sample's tokens, `[seq_len + 1]` or fewer, and each token's document.
 
-        Documents are int32, ascending from 0; None without `documents`.
+        Document numbers are int32, ascending from 0. The second result is None without `documents`.
         """
 
     def over(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return, for each token range [first, end), the range of windows that overlap it, as two arrays `[n]`.
+        """Return the range of windows that overlap each token range [first, end): two arrays `[n]`, first and end window.
 
-        None: unknown.
+        The end window is exclusive. None: unknown.
         """
 
 
 class StreamWindows:
-    """Window k of a source is tokens k S ... k S + S inclusive: S inputs and, shifted by one, S labels.
+    """Samples of equal length. Window k is tokens k S to k S + S inclusive: S inputs and, shifted by one, S labels.
 
     T tokens give (T - 1) // S windows. Up to S - 1 tokens at the end are in no window. Every other token after the
     first is a label exactly once.
@@ -82,7 +82,10 @@ class PackedWindows:
 
 
 def windows_of(source: Source, seq_len: int, packing: str) -> Windows:
-    """Return the samples of a source under `data.packing`. Raises UserError if there are none, or no plan for `seq_len`."""
+    """Return the samples of a source under `data.packing`.
+
+    Raises UserError if the source has no sample, or no packing plan for `seq_len`.
+    """
     if packing == "stream":
         return StreamWindows(source, seq_len)
     if not isinstance(source, TokenDataset):

@@ -14,7 +14,7 @@ from forge.config.model import ModelConfig
 
 
 class Activation(NamedTuple):
-    """An activation function of `inputs` projections of equal shape: gate and up (2), or a single projection (1)."""
+    """An activation function of `inputs` projections of equal shape: 2 (gate and up) or 1."""
 
     function: Callable[..., Tensor]
     inputs: int = 2
@@ -56,7 +56,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
 
 def situ(gate: Tensor, up: Tensor, limit: float, up_limit: float) -> Tensor:
-    """sigmoid(g) limit tanh(g / limit) * up_limit tanh(u / up_limit), with g = gate and u = up (Kimi K3, 2607.24653)."""
+    """Return sigmoid(g) limit tanh(g / limit) * up_limit tanh(u / up_limit) (Kimi K3, 2607.24653). g: gate. u: up."""
     return torch.sigmoid(gate) * limit * torch.tanh(gate / limit) * up_limit * torch.tanh(up / up_limit)
 
 

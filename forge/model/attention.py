@@ -23,10 +23,10 @@ from forge.model.sdpa import sdpa_attention
 class Shared:
     """Inputs shared by all blocks in one forward: RoPE's tables and the mask of each window.
 
-    cos, sin: `[tables, seq, 1, head_dim / 2]` or `[tables, batch, seq, 1, head_dim / 2]`, promote(float32, compute).
-    masks: window (0: none) -> AttentionMask. labels: int64 `[batch, seq]`; tokens labelled IGNORE do not count in load
-    balancing; None: all tokens count. saved: with attention residuals, the streams at the start of earlier residual
-    blocks, each shaped like a block's input.
+    cos, sin: `[tables, seq, 1, head_dim / 2]` or `[tables, batch, seq, 1, head_dim / 2]`, in the wider of float32 and the
+    compute dtype. masks: window (0: none) -> AttentionMask. labels: int64 `[batch, seq]`; tokens labelled IGNORE do not
+    count in load balancing; None: all tokens count. saved: with attention residuals, the streams at the start of earlier
+    residual blocks, each shaped like a block's input.
 
     Not a dataclass, so FSDP does not cast the tables (see AttentionMask).
     """
@@ -41,13 +41,13 @@ class Shared:
         self.saved: tuple[Tensor, ...] = ()
 
     def with_saved(self, *streams: Tensor) -> Shared:
-        """Return a copy with more saved streams."""
+        """Return a copy with `streams` added to the saved streams."""
         other = copy.copy(self)
         other.saved = (*self.saved, *streams)
         return other
 
     def with_labels(self, labels: Tensor) -> Shared:
-        """Return a copy with other labels."""
+        """Return a copy with `labels` in place of its own labels."""
         other = copy.copy(self)
         other.labels = labels
         return other
@@ -57,7 +57,7 @@ class AttentionFunction(Protocol):
     """The parameterless inner part of `Attention`: a function of queries, keys, values and mask."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        """Return the mask with the `table` for this attention function.
+        """Return the mask with the `table` that this attention function needs.
 
         Called once per forward and window. Only dtype, device and sizes of x `[batch, seq, dim]` are used.
         """
@@ -73,7 +73,7 @@ class AttentionFunction(Protocol):
 
 
 class Attention(nn.Module):
-    """The base class of every kind of attention: its attention function, output projection, gate and sinks.
+    """The base class of every kind of attention. It has the attention function, output projection, gate and sinks.
 
     rotation: index of RoPE's tables; None: no RoPE. qk_dim: size of a query head; every attention function divides
     scores by sqrt(qk_dim). factor: multiplies the queries, for models that divide scores by another number.
@@ -146,7 +146,7 @@ class GroupedAttention(Attention):
         return self.output(self.attend(q, k, v, shared.masks[self.window], self.sink_logits()), x)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the FLOPs per token: the projections, and two products with each visible key (score and value)."""
+        """Return the FLOPs per token: the projections, and two products with each visible key (its score and its value)."""
         return matrix_flops(self, seq_len) + 12 * self.q_dim * mean_keys(seq_len, self.window)
 
 

@@ -1,4 +1,4 @@
-"""The gated delta rule: each token decays, corrects and reads a state matrix. Computed by token or by chunk.
+"""The gated delta rule: each token decays, corrects and reads a state matrix. Computed token by token or in chunks.
 
 Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464:
 
@@ -10,10 +10,11 @@ system (the UT transform, section 3.3). Its right-hand side is linear in S:
 
     corrected = u - w S;  outputs = reads S + scores corrected;  S' = transition S + addition
 
-So a chunk is one affine map of the state. All chunks are prepared at once, in large products. Only the composition of
-these maps (`affine_scan`) is sequential.
+A chunk is therefore one affine map of the state. All chunks are prepared at once, in large products. Only the composition
+of these maps (`affine_scan`) is sequential.
 
-Sizes: batch, seq, heads, chunks of size tokens, key_dim and value_dim (rows and columns of the state), decays (1 or key_dim).
+Sizes: batch, seq, heads, chunks of size tokens, key_dim and value_dim (rows and columns of the state), decays (1 or
+key_dim).
 """
 
 from __future__ import annotations
@@ -74,10 +75,10 @@ def divide(
 
 
 def decayed_products(several: Sequence[Tensor], columns: Tensor, total: Tensor, seen: Tensor) -> list[Tensor]:
-    """Return, for each matrix `rows` of `several`, its decayed products with `columns`: `[..., size, size]`.
+    """Return the decayed products of each matrix in `several` with `columns`: one tensor `[..., size, size]` per matrix.
 
-    Element [i, j] is the sum over d of rows[i, d] * columns[j, d] * exp(total[i, d] - total[j, d]) where `seen` allows i to
-    read j, else 0. With decays = 1, total[i, 0] applies to every d.
+    Element [i, j] for a matrix `rows` is the sum over d of rows[i, d] * columns[j, d] * exp(total[i, d] - total[j, d]).
+    It is 0 where `seen` does not allow i to read j. With decays = 1, total[i, 0] applies to every d.
 
     rows, columns `[..., size, key_dim]`; total `[..., size, decays]`, non-increasing along the tokens; seen bool, false
     for all j > i. No exponent is above 0, so no exponential overflows.
@@ -110,8 +111,8 @@ def decayed_products(several: Sequence[Tensor], columns: Tensor, total: Tensor, 
 def lower_triangle(diagonal: Tensor, quarters: Sequence[Tensor]) -> Tensor:
     """Return matrices `[..., size, size]` with `diagonal` `[..., size]`, `quarters` below it, and zeros above it.
 
-    quarters[n] `[..., size / 2^(n + 1), 2^n, 2^n]`: the lower left quarters of the diagonal blocks of size 2^(n + 1). A
-    custom operator, because a compiler would turn the function's code into a kernel whose length is exponential in the
+    quarters[n] `[..., size / 2^(n + 1), 2^n, 2^n]`: the lower left quarters of the diagonal blocks of size 2^(n + 1).
+    This is a custom operator. A compiler would turn the function's code into a kernel whose length is exponential in the
     number of quarters.
     """
     matrix = diagonal.new_zeros(*diagonal.shape, diagonal.shape[-1])
@@ -156,7 +157,10 @@ def outputs(chunks: Chunks, states: Tensor, seq: int) -> Tensor:
 def chunked_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, resets: Tensor | None, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs `[batch, seq, heads, value_dim]` and the last state; arguments as for `divide`."""
+    """Run the gated delta rule in chunks of `size` tokens. Arguments as for `divide`.
+
+    Return the outputs `[batch, seq, heads, value_dim]`, and the last state `[batch, heads, key_dim, value_dim]`.
+    """
     chunks = divide(q, k, v, log_decay, beta, resets, size)
     empty = torch.zeros_like(chunks.addition[0])
     states = affine_scan(chunks.transition, chunks.addition, empty)
@@ -172,7 +176,7 @@ def recurrent_delta_rule(
     resets: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `chunked_delta_rule` token by token.
+    """Run the gated delta rule token by token. Arguments as for `divide`.
 
     Return the outputs and the last state. state: the initial state `[batch, heads, key_dim, value_dim]`; None: zeros.
     """
@@ -223,9 +227,9 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _scan_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients.
+    """Return the gradients of transition, addition and initial. grad: gradient of the states.
 
-    The gradients of the states are a reverse `affine_scan`: G_n = transition_n^T G_{n+1} + grad_n.
+    The states' total gradients are a reverse `affine_scan`: G_n = transition_n^T G_{n+1} + grad_n.
     """
     transition, states = ctx.saved_tensors
     back = affine_scan(transition.mT.flip(0), grad[:-1].flip(0), grad[-1]).flip(0)

@@ -28,7 +28,7 @@ class Dispatcher(Protocol):
 
 
 class LocalDispatcher:
-    """A dispatcher for a process holding all experts. drops: some choices may have no expert."""
+    """A dispatcher for a process with all experts. drops: True if some choices may have no expert."""
 
     def __init__(self, n_experts: int, drops: bool):
         self.n_experts, self.drops = n_experts, drops
@@ -63,7 +63,7 @@ class DispatchPlan(NamedTuple):
 
 
 def sort_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
-    """Return the plan for experts int64 `[tokens, top_k]`, each in 0 ... n_experts; n_experts means no expert."""
+    """Return the plan for experts int64 `[tokens, top_k]`, computed by sorting. Values are 0 to n_experts (no expert)."""
     by_expert, order = experts.flatten().sort(stable=True)
     # Counts by bisection, because bincount's output has no static size, so it would synchronise with the device.
     begins = torch.searchsorted(by_expert, torch.arange(n_experts + 1, device=order.device))
@@ -71,7 +71,7 @@ def sort_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
 
 
 def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
-    """Return the plan of `sort_by_expert`, computed by counting: a few passes if compiled, slow if not.
+    """Return the plan of `sort_by_expert`, computed by counting. This takes a few passes if compiled, and is slow if not.
 
     No token may choose an expert twice. Only n_experts (no expert) may be repeated.
     """
@@ -84,7 +84,7 @@ def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
     before = ends - counts
     places = []
     for j, column in enumerate(columns):
-        # A token's later choices of the same expert, which can only be n_experts.
+        # The number of a token's later choices of the same expert. Only n_experts (no expert) is repeated.
         later = sum(((column == other).int() for other in columns[j + 1 :]), torch.zeros_like(column))
         rank = upto.gather(0, column.unsqueeze(0)).squeeze(0) - later - 1
         places.append(before[column] + rank)
@@ -93,7 +93,7 @@ def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
 
 
 def plan_rows(experts: Tensor, n_experts: int) -> DispatchPlan:
-    """Return the plan for experts int64 `[tokens, top_k]`: by counting in compiled code, by sorting in eager code.
+    """Return the plan for experts int64 `[tokens, top_k]`. Compiled code counts, eager code sorts.
 
     Without tokens, compiled code sorts too: counting would read the counts from the last token, which does not exist.
     """
@@ -108,10 +108,10 @@ def spread_rows(x: Tensor, experts: Tensor, n_experts: int) -> tuple[Tensor, Dis
 
 
 def group_by_expert(arriving: Tensor, total: int) -> DispatchPlan:
-    """Return the plan that reorders `total` rows, one for each token, from (rank, expert) order to expert order.
+    """Return the plan that reorders `total` received rows from (rank, expert) order to expert order.
 
-    arriving int64 `[ranks, local experts]`: number of rows from each rank for each expert. The plan's places are
-    `[total]`.
+    arriving int64 `[ranks, local experts]`: number of rows from each rank for each expert. Each row counts as a token
+    with one choice, so the plan's places are `[total]`.
     """
     sizes = arriving.flatten()
     ends = sizes.cumsum(0)
@@ -134,7 +134,7 @@ def _inverse(permutation: Tensor) -> Tensor:
 
 
 def _at(rows: Tensor, column: Tensor, missing: bool) -> Tensor:
-    """Return `rows[column]`. missing: indices past the last row are allowed, and give zeros."""
+    """Return `rows[column]`. missing: True if indices past the last row are allowed; they give zeros."""
     if not missing:
         return rows.index_select(0, column)
     if rows.shape[0] == 0:
@@ -146,7 +146,8 @@ def _at(rows: Tensor, column: Tensor, missing: bool) -> Tensor:
 def add_choices(rows: Tensor, places: Tensor) -> Tensor:
     """rows `[n, dim]` -> for each token the sum of its choices' rows, `[tokens, dim]`.
 
-    Sums are in promote(float32, rows). places int64 `[tokens, top_k]`; places >= n have no row and contribute nothing.
+    Sums are in the wider of float32 and the dtype of rows. places int64 `[tokens, top_k]`; places >= n have no row and
+    contribute nothing.
     """
     missing = rows.shape[0] < places.numel()
     total = _at(rows, places[:, 0], missing).to(promoted(rows.dtype))
@@ -189,7 +190,7 @@ def weigh_backward(
 
 
 class Kernels(NamedTuple):
-    """Functions called by dispatchers to move and add rows. `apply_blocks` replaces them by compiled functions."""
+    """Functions with which dispatchers move and add rows. `apply_blocks` replaces them with compiled functions."""
 
     plan: Callable[..., DispatchPlan] = plan_rows
     spread: Callable[..., tuple[Tensor, DispatchPlan]] = spread_rows
@@ -224,7 +225,7 @@ def combine(rows: Tensor, weights: Tensor, plan: DispatchPlan, kernels: Kernels 
     """rows `[n, dim]` sorted by expert, weights `[tokens, top_k]` -> weighted sums `[tokens, dim]`.
 
     n is at most tokens * top_k; choices with places >= n contribute nothing. The result has the dtype of rows. Sums are
-    in promote(float32, rows), one choice at a time, so no `[tokens, top_k, dim]` exists in the promoted dtype.
+    in the wider of float32 and this dtype. They add one choice at a time, so no wide `[tokens, top_k, dim]` exists.
     """
     return _Combine.apply(rows, weights, plan.order, plan.places, kernels)
 

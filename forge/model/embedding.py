@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class Embedding(nn.Module):
-    """One vector per token, times `scale`; also the output head of a model with tied embeddings."""
+    """One vector per token, times `scale`. In a model with tied embeddings it is also the output head."""
 
     def __init__(self, vocab_size: int, dim: int, scale: float = 1.0):
         super().__init__()
@@ -30,7 +30,7 @@ class Embedding(nn.Module):
     def output(self, hidden: Tensor, labels: Tensor | None, loss: nn.Module) -> Tensor:
         """Compute `Head.forward` with the embedding's weight.
 
-        No module hooks run, so under FSDP the weight must belong to the root's unit.
+        Module hooks do not run. Under FSDP the weight must therefore belong to the root's unit.
         """
         # Cast explicitly to the weight's compute dtype, because no hook does.
         return loss(hidden.to(self.weight.dtype), self.weight, labels)

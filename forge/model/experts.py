@@ -19,7 +19,7 @@ _grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._gr
 
 
 class Experts(nn.Module):
-    """All experts of a layer; one weight for each projection, gate and up fused.
+    """All experts of a layer. Each projection has one weight for all experts; gate and up are fused.
 
     w13 `[n_experts, inputs * hidden_dim, dim]`, for an activation with `inputs` inputs: the gate's rows, then up's.
     w2 `[n_experts, dim, hidden_dim]`. With `bias` also w13_bias `[n_experts, inputs * hidden_dim]` and w2_bias
@@ -138,8 +138,8 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 def bias_of_rows(rows: Tensor, bias: Tensor, groups: RowGroups) -> Tensor:
     """bias `[groups, out]` -> for each row the bias of its group, `[n, out]`; zeros past the last group.
 
-    The look-up is in promote(float32, bias): its backward sums the gradients of a group's rows, and the sum needs this
-    precision. The result has the dtype of `rows`. Gradients past the last group are ignored.
+    The look-up is in the wider of float32 and the bias's dtype, because its backward sums the gradients of a group's rows.
+    The result has the dtype of `rows`. Gradients past the last group are ignored.
     """
     index = torch.arange(rows.shape[0], device=rows.device)
     # Rows past the last group have index `groups`, the padding.

@@ -1,4 +1,4 @@
-"""Count the parameters and FLOPs of a built model, including users' own module classes."""
+"""Count the parameters and FLOPs of a built model. It may contain users' own module classes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class ParameterCounts:
 def parameter_counts(model: nn.Module) -> ParameterCounts:
     """Count the parameters of `model`, which may be on the meta device.
 
-    A module's attribute `idle_parameters` is the number of parameters not used by a token: those of experts not chosen.
+    A module's attribute `idle_parameters` is the number of its parameters that a token does not use: those of experts not
+    chosen.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     idle = sum(getattr(module, "idle_parameters", 0) for module in model.modules())
@@ -36,7 +37,7 @@ def flops_per_token(module: nn.Module, seq_len: int) -> float:
 
 
 def matrix_flops(module: nn.Module, seq_len: int) -> float:
-    """Return 6 * (elements of the module's own matrices used by a token) + the FLOPs of its submodules.
+    """Return 6 FLOPs per element of the module's own matrices that a token uses, plus the FLOPs of its submodules.
 
     Per element, forward has a multiply and an add, and backward twice as many. Parameters with fewer than two
     dimensions (norms, biases) and look-ups do not count.

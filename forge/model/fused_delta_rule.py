@@ -2,9 +2,9 @@
 
 Forward is one custom operator and its gradient another, so a compiler sees single nodes and needs only their shapes.
 
-fla separates documents by `cu_seqlens`, whose length depends on the data: the host would synchronise with the device
-once per layer, and the compiler would see new shapes. Instead, the first token of a document has a decay of exp(RESET),
-nearly 0. fla accepts any decay, because no exponent in its kernels is above 0.
+fla separates documents by `cu_seqlens`, whose length depends on the data. With it, the host would synchronise with the
+device once per layer, and the compiler would see new shapes. Instead, the first token of a document has a decay of
+exp(RESET), nearly 0. fla accepts any decay, because no exponent in its kernels is above 0.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def fused_delta_rule(
     resets: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `recurrent_delta_rule` by fla's kernels.
+    """Compute `recurrent_delta_rule` with fla's kernels.
 
-    Outputs have the dtype of v, the last state the dtype of `log_decay`.
+    Outputs have the dtype of v. The last state has the dtype of `log_decay`.
     """
     if resets is not None:
         log_decay = log_decay.masked_fill(resets[..., None, None], RESET)
@@ -88,7 +88,7 @@ def _gradient(
     beta: Tensor,
     state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Recompute forward and run its backward, because an operator cannot keep the graph of its forward."""
+    """Return the gradients of the inputs. Runs forward again, because an operator cannot keep the graph of its forward."""
     with _autograd():
         inputs = [x.detach().requires_grad_() for x in (q, k, v, log_decay, beta, state)]
         results = kernel_for(log_decay)(*inputs)
@@ -115,7 +115,7 @@ _operator.register_autograd(_backward, setup_context=_keep)
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Enable autograd in the body of an operator's implementation, where PyTorch has disabled it."""
+    """Enable autograd in the body. PyTorch disables it inside an operator's implementation."""
     keys = torch._C.DispatchKey
     with ExitStack() as stack:
         for key in (keys.AutogradFunctionality, keys.ADInplaceOrView):

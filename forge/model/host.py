@@ -35,7 +35,10 @@ class HostReads:
             _current.reset(token)
 
     def read(self, x: Tensor) -> Any:
-        """Return `x.tolist()`. Forward records the value; recomputation returns the record without a synchronisation."""
+        """Return `x.tolist()`. Forward records the value.
+
+        Recomputation returns the recorded value without a synchronisation.
+        """
         if self._next == len(self._values):
             self._values.append(x.tolist())
         self._next += 1

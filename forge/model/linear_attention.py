@@ -4,8 +4,8 @@ Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464) has the projections and gate
 head. Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692) has a decay for each key channel of a head; low-rank
 projections compute decays and gates.
 
-In place of attention over all keys, each head has a state of fixed size, which tokens decay, correct and read
-(forge/model/delta_rule.py), so a layer's work is linear in the sequence. Queries, keys and values first pass a short
+In place of attention over all keys, each head has a state of fixed size. Tokens decay, correct and read the state
+(forge/model/delta_rule.py). A layer's work is therefore linear in the sequence. Queries, keys and values first pass a short
 causal convolution along the sequence; the output is normalised and gated. There is no position embedding: the
 recurrence itself depends on the order of the tokens.
 
@@ -43,7 +43,7 @@ class Recurrence(Protocol):
     """The parameterless inner part of `LinearAttention`: all operations across tokens."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
-        """Return the mask with the table for the recurrence.
+        """Return the mask with the table that the recurrence needs.
 
         Called once per forward. The table is the age of every token (see `ages`), or None if each sequence is one
         document. Only dtype, device and sizes of x `[batch, seq, dim]` are used.
@@ -61,10 +61,10 @@ class Recurrence(Protocol):
         """Run the recurrence over the tokens. Return, for each token and head, the vector read from the head's state.
 
         q, k `[batch, seq, heads, key_dim]`, v `[..., value_dim]`, beta `[batch, seq, heads]`, log_decay `[..., 1 or
-        key_dim]`.
+        key_dim]`. The result has the shape of v. size: tokens per chunk.
 
-        The result has the shape of v. v is in the compute dtype, all other inputs are in promote(float32, compute), and
-        the result may be in either dtype. size: tokens per chunk.
+        v is in the compute dtype, all other inputs are in the wider of float32 and the compute dtype. The result may be
+        in either dtype.
         """
 
 
@@ -162,7 +162,7 @@ class ShortConvolution(nn.Module):
 
 
 class Decay(nn.Module):
-    """Computes log decays of each head: -exp(a_log) softplus(a + dt_bias), in promote(float32, compute).
+    """Computes log decays of each head: -exp(a_log) softplus(a + dt_bias), in the wider of float32 and the compute dtype.
 
     As in Mamba 2 (Dao and Gu 2024, "Transformers are SSMs"), exp(a_log) is a rate, one per head, and the softplus is a
     time step, `channels` per head. With a bound, as in Kimi K3 (2607.24653), log decays are -bound sigmoid(exp(a_log)
@@ -205,7 +205,7 @@ class Decay(nn.Module):
 
 
 class LocalRecurrence:
-    """Convolution and recurrence of sequences held whole by this process."""
+    """Convolution and recurrence of sequences that are whole on this process."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         table = None if mask.documents is None else ages(mask.documents)
@@ -240,7 +240,7 @@ def causal_convolution(x: Tensor, weight: Tensor, age: Tensor | None) -> Tensor:
     """Convolve along the sequence, each channel separately, within documents.
 
     x `[batch, size - 1 + seq, channels]`, beginning with the tokens before the sequence; weight `[channels, size]`; age
-    `[batch, seq]` from `ages` -> `[batch, seq, channels]`. Sums are in promote(float32, x.dtype).
+    `[batch, seq]` from `ages` -> `[batch, seq, channels]`. Sums are in the wider of float32 and x's dtype.
     """
     size, exact = weight.shape[1], promoted(x.dtype)
     seq = x.shape[1] - size + 1
@@ -253,5 +253,5 @@ def causal_convolution(x: Tensor, weight: Tensor, age: Tensor | None) -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x `[..., key_dim]` divided by its length."""
+    """Return x `[..., key_dim]` divided by its L2 norm."""
     return x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()

@@ -1,7 +1,7 @@
 """The output head and the loss, fused over chunks of tokens, so the logits of a whole batch never exist.
 
 Forward computes the gradients of head and hidden states chunk by chunk, while the chunk's logits exist; backward only
-scales them. All operations except matrix products are in promote(float32, compute). No host sync.
+scales them. All operations except matrix products are in the wider of float32 and the compute dtype. No host sync.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FusedLoss(nn.Module):
         self.z_loss_coef = z_loss_coef
         self.chunk_tokens = chunk_tokens
         self.soft_cap = soft_cap
-        # An extension point: `compile.loss` replaces it by a compiled function.
+        # An extension point: `compile.loss` replaces it with a compiled function.
         self.chunk = chunk_loss
         self.observer: Callable[[Tensor], None] | None = None
         """Called with each chunk's cross-entropies `[n]`, in the order of tokens."""
@@ -41,7 +41,7 @@ class FusedLoss(nn.Module):
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor | None) -> Tensor:
         """hidden `[batch, seq, dim]`, head_weight `[vocab, dim]`, labels int64 `[batch, seq]` -> `[3]`.
 
-        Without labels: logits `[batch, seq, vocab]` in promote(float32, compute).
+        Without labels: logits `[batch, seq, vocab]` in the wider of float32 and the compute dtype.
         """
         if labels is None:
             return head_logits(hidden, head_weight, self.soft_cap)
@@ -66,7 +66,7 @@ class FusedLoss(nn.Module):
 
 
 def head_logits(hidden: Tensor, head_weight: Tensor, soft_cap: float) -> Tensor:
-    """hidden `[..., dim]`, head_weight `[vocab, dim]` -> logits `[..., vocab]` in promote(float32, compute)."""
+    """hidden `[..., dim]`, head_weight `[vocab, dim]` -> logits `[..., vocab]` in the wider of float32 and hidden's dtype."""
     logits = F.linear(hidden, head_weight).to(promoted(hidden.dtype))
     return soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
 
@@ -165,9 +165,9 @@ def chunk_loss(
 
     hidden `[chunk, dim]`, weight `[vocab, dim]`, target int64 and valid bool `[chunk, 1]`.
 
-    Returns `[cross_entropy, z_loss]` of the chunk's tokens, `[2, chunk, 1]` in promote(float32, compute), and the
-    gradient of their objective with respect to the logits before the cap, `[chunk, vocab]` in hidden's dtype (None
-    unless `wants_grad`). In rows of ignored positions the gradient is finite but meaningless.
+    Return `[cross_entropy, z_loss]` of the chunk's tokens, `[2, chunk, 1]` in the wider of float32 and the compute dtype.
+    Also return the gradient of their objective with respect to the logits before the cap, `[chunk, vocab]` in hidden's
+    dtype (None unless `wants_grad`). In rows of ignored positions the gradient is finite but meaningless.
     """
     logits = head_logits(hidden, weight, soft_cap)  # [chunk, vocab]
     column, here = vocabulary.locate(target, logits.shape[-1])

@@ -48,9 +48,9 @@ class AttentionMask:
 
 
 def visible(window: int, documents: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return the mask's rule as a function of index tensors (batch, head, query, key).
+    """Return the mask's rule as a function of four index tensors: batch, head, query, key.
 
-    The index tensors broadcast. The result is bool: true where the query sees the key.
+    The index tensors broadcast. The function returns a bool tensor: true where the query sees the key.
     """
 
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def visible(window: int, documents: Tensor | None) -> Callable[[Tensor, Tensor, 
 
 
 def dense_table(window: int, documents: Tensor | None, seq: int, device: torch.device) -> Tensor:
-    """Return whether each query sees each key: bool `[batch, 1, seq, seq]`; batch is 1 without documents.
+    """Return the mask as a bool table `[batch, 1, seq, seq]`: true where a query sees a key. batch is 1 without documents.
 
     Needs seq^2 memory.
     """
@@ -139,15 +139,15 @@ def _tiles(
 
 
 def _whole(index: Tensor) -> Tensor:
-    """Return whether each tile of BLOCK tokens lies wholly within the sequence: bool `[tiles]`.
+    """Return a mask of the tiles of BLOCK tokens that lie wholly within the sequence: bool `[tiles]`.
 
-    A tile reaching past the end never counts as full, so flex_attention evaluates the rule for its pairs.
+    A tile that reaches past the end never counts as full, so flex_attention evaluates the rule for its pairs.
     """
     return torch.arange(BLOCK, len(index) + BLOCK, BLOCK, device=index.device) <= len(index)
 
 
 def _ranges(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (minimum, maximum) of each run of BLOCK tokens of `values` `[batch, tokens]`: two `[batch, tiles]`."""
+    """Return (minimum, maximum) of each BLOCK consecutive tokens of `values` `[batch, tokens]`. Both are `[batch, tiles]`."""
     batch, tokens = values.shape
     # Padding with the last token's value changes neither minimum nor maximum.
     padded = torch.cat([values, values[:, -1:].expand(batch, -tokens % BLOCK)], dim=1).view(batch, -1, BLOCK)

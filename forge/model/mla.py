@@ -2,8 +2,8 @@
 
 Details missing in the paper follow the authors' code.
 
-The keys and values of all heads are projected from one small vector per token, the latent. A further part of the keys,
-with RoPE, is shared by all heads. Generation caches only the latent and this part.
+The keys and values of all heads are projected from one small vector per token, the latent. The keys have a second part,
+with RoPE, which all heads share. Generation caches only the latent and this part.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Rounding(Protocol):
         """Return `rows` `[tokens, dim]` unchanged. The gradient is rounded."""
 
     def compile(self, compiler: Callable[..., Any]) -> None:
-        """Replace the functions of this object by compiled ones."""
+        """Replace this object's functions with compiled ones. compiler: compiles a function."""
 
 
 class Piecewise(nn.Linear):
@@ -49,6 +49,7 @@ class MoE(nn.Module):
     Elango et al. 2026, "Revisiting Efficiency-Accuracy Scaling in Mixture-of-Experts Architectures"). A projection to
     the latent precedes dispatch. A norm, as in Kimi K3, and the projection back follow the weighted sum. Router and
     shared experts read the stream.
+
     `dispatch` and `experts` are extension points: expert parallelism replaces both. `rounding`, if not None, rounds the
     inputs of the experts and the gradients of their weighted sums.
     """

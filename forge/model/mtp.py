@@ -62,8 +62,8 @@ def ahead_of(block: type[nn.Module]) -> type[nn.Module]:
 def look_ahead(tokens: Tensor, labels: Tensor, documents: Tensor | None, depth: int) -> Tensor:
     """Return each module's input token and label at every position: int64 `[batch, seq, depth, 2]`.
 
-    tokens, labels (int64) and documents `[batch, seq]` must be whole sequences. Labels beyond the end of the document
-    or of the sequence are IGNORE.
+    tokens, labels (int64) and documents `[batch, seq]` must be whole sequences. A label beyond the end of its document
+    or of the sequence is IGNORE.
     """
     modules = []
     for distance in range(1, depth + 1):
@@ -95,9 +95,9 @@ def sums_with_ahead(model: Any, x: Tensor, labels: Tensor, ahead: Tensor, shared
 
 
 def hidden_ahead(model: Any, module: int, x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Return the hidden states `[batch, n, dim]` of module number `module` (0: the first) for some tokens of a text.
+    """Run module number `module` (0: the first) for some tokens of a text. Return its hidden states `[batch, n, dim]`.
 
-    x: hidden states of the previous module, `[batch, n, dim]`. tokens: for each position, the token `module` + 1 places
+    x: hidden states of the previous module, `[batch, n, dim]`. tokens: for each position, the token `module` + 1 positions
     later, int64 `[batch, n]`. positions: int64 `[batch, n]`.
     """
     shared = model.shared_inputs(x, x.shape[1], None, positions, None)

@@ -19,8 +19,8 @@ _LABEL, _POSITION, _LAYER, _EXPERT = (
 def token_noise(labels: Tensor, layer: int, n: int, dtype: torch.dtype) -> Tensor:
     """Return standard normal numbers `[batch, seq, n]`, without a generator.
 
-    labels: int64 `[batch, seq]`. The key of a number is (labels of the whole row, position, layer, index). So the noise
-    does not depend on the sample's row in the batch, recomputation, microbatches or the data-parallel layout. A
+    labels: int64 `[batch, seq]`. The key of a number is (labels of the whole row, position, layer, index). The noise
+    therefore does not depend on the sample's row in the batch, recomputation, microbatches or the data-parallel layout. A
     sequence must not be split over processes.
     """
     position = torch.arange(labels.shape[1], device=labels.device)
@@ -43,5 +43,5 @@ def mix(key: Tensor) -> Tensor:
 
 
 def _shifted(key: Tensor, bits: int) -> Tensor:
-    """Shift `key` right and fill with zeros, because PyTorch's own shift repeats the sign bit."""
+    """Shift `key` right and fill with zeros. PyTorch's own shift repeats the sign bit."""
     return (key >> bits) & ((1 << (64 - bits)) - 1)

@@ -14,7 +14,7 @@ from forge.config.model import ModelConfig
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dim, of size `dim`.
 
-    zero_centered: multiply by (1 + weight). Returns the dtype of x; computes in promote(float32, dtype).
+    zero_centered: multiply by (1 + weight). Computes in the wider of float32 and x's dtype. Returns the dtype of x.
     """
 
     def __init__(self, dim: int, eps: float, zero_centered: bool = False):
@@ -42,7 +42,7 @@ def zero_centered_norm(
 ) -> Tensor:
     """Compute `norm` with weight 1 + weight.
 
-    The sum is not rounded to the dtype of x, because bfloat16 has steps of 1/128 near 1.
+    1 + weight is not rounded to the dtype of x, because bfloat16 has steps of 1/128 near 1.
     """
     exact = promoted(x.dtype)
     return norm(x.to(exact), shape, 1.0 + weight.to(exact), eps).to(x.dtype)
@@ -63,5 +63,5 @@ def qk_norm_of(config: ModelConfig, heads: int) -> RMSNorm | None:
 
 
 def promoted(dtype: torch.dtype) -> torch.dtype:
-    """Return promote(float32, dtype), for sums and other operations that need at least float32."""
+    """Return the wider of float32 and `dtype`, for sums and other operations that need at least float32."""
     return torch.promote_types(torch.float32, dtype)

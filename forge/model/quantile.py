@@ -1,9 +1,9 @@
 """Quantile balancing (Kimi Team 2026, arXiv:2607.24653, 2.3.3 and appendix D): solve for the experts' biases once per step.
 
 A token's cutoff is its (k+1)-th highest biased score, the best score not chosen. The required bias of an expert for
-this token is cutoff - score. This bias puts the expert exactly at the cutoff. If an expert's bias is the k / n quantile
-of its required biases over the tokens of a step, then k / n of these tokens choose the expert: an even share for n
-experts and k choices per token.
+this token is cutoff - score: with it, the expert's biased score equals the cutoff. If an expert's bias is the k / n
+quantile of its required biases over the tokens of a step, then k / n of these tokens choose the expert. This is an even
+share for n experts and k choices per token.
 
 The quantile is read from a histogram of BINS equal bins over [lowest bias - 1, highest bias + 1]. All required biases
 lie in this range, because scores are from 0 to 1. Counts are integers, so their sum does not depend on the order, and
@@ -53,6 +53,6 @@ def solve(counts: Tensor, biases: Tensor, top_k: int) -> Tensor:
 
 
 def _bins(bias: Tensor) -> tuple[Tensor, Tensor]:
-    """bias `[..., n_experts]` -> (start of the first bin, width of a bin), both `[..., 1]`."""
+    """bias `[..., n_experts]` -> (start of the first bin, width of one bin), both `[..., 1]`."""
     low, high = bias.amin(-1, keepdim=True) - 1, bias.amax(-1, keepdim=True) + 1
     return low, (high - low) / BINS

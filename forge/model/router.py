@@ -25,9 +25,10 @@ TINY = 1e-20
 
 
 class Router(nn.Module):
-    """Computes scores, choice and weights of experts, in promote(float32, compute). Ties go to the lower index.
+    """Computes scores, choice and weights of experts. Ties go to the expert of lower index.
 
-    With `router_bias` the logits have a learned bias, the parameter logit_bias `[n_experts]`.
+    Computations are in the wider of float32 and the compute dtype. With `router_bias` the logits have a learned bias, the
+    parameter logit_bias `[n_experts]`.
 
     State saved in checkpoints; changes once per optimizer step:
         bias             float32 `[n_experts]`: added to the scores for the choice only (balance = bias or quantile)
@@ -144,7 +145,7 @@ class Router(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return `weights` and the additions to `counts` and `losses`.
 
-        The backward of the returned `weights` also adds the gradients of the balancing losses.
+        In backward, the returned `weights` also add the gradients of the balancing losses.
 
         weights `[batch * seq, top_k]`, logits and scores `[batch, seq, n_experts]`, experts int64 `[batch, seq, top_k]`,
         valid bool `[batch, seq]`.
@@ -172,11 +173,12 @@ class Router(nn.Module):
         return _Attach.apply(weights, loss, self.loss_scale) if loss.requires_grad else weights, sums
 
     def _drop(self, experts: Tensor, weights: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `experts` with n_experts for each choice beyond capacity, and the number of dropped choices.
+        """Drop each choice beyond an expert's capacity: replace its expert with n_experts.
+
+        Return the new `experts`, and the number of dropped choices of `valid` tokens.
 
         experts and weights `[tokens, top_k]`. Choices with the largest weights are kept. The capacity of an expert is
-        capacity_factor times an even share of this forward's choices, rounded up. The number excludes choices of
-        tokens that are not `valid`.
+        capacity_factor times an even share of this forward's choices, rounded up.
         """
         n_experts, flat = self.config.n_experts, experts.flatten()
         capacity = -int(-self.config.capacity_factor * flat.numel() // n_experts)
@@ -259,12 +261,12 @@ def _first_indices(scores: Tensor, k: int) -> Tensor:
 
 
 def _at_experts(scores: Tensor, experts: Tensor) -> Tensor:
-    """Return the scores `[..., top_k]` of the experts, int64 `[..., top_k]`; scores `[..., n_experts]`."""
+    """Return the scores of the chosen experts, `[..., top_k]`. scores `[..., n_experts]`, experts int64 `[..., top_k]`."""
     return _Pick.apply(scores, experts) if torch.compiler.is_compiling() else scores.gather(-1, experts)
 
 
 class _Pick(torch.autograd.Function):
-    """`gather` along the last dim. Backward has no additions at indices, so it fuses with other operators.
+    """`gather` along the last dim. Backward does not scatter with additions, so it fuses with other operators.
 
     The indices of a row must differ.
     """
@@ -285,7 +287,7 @@ class _Pick(torch.autograd.Function):
 
 
 class _Attach(torch.autograd.Function):
-    """Identity of `x` in forward. In backward, `loss` also receives the gradient `scale`."""
+    """Return `x` unchanged in forward. In backward, give `loss` the gradient `scale`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:

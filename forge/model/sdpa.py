@@ -1,4 +1,4 @@
-"""The attention function for sequences held whole by this process. Chooses PyTorch's kernel by mask and device."""
+"""The attention function for sequences that are whole on this process. Chooses PyTorch's kernel by mask and device."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def has_flex(x: Tensor) -> bool:
 def _plain_attention(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, soft_cap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Compute attention in plain operations, in promote(float32, q.dtype).
+    """Compute attention in plain operations, in the wider of float32 and q's dtype.
 
     For soft caps and sinks, which SDPA does not support. Shapes as for `AttentionFunction`; table bool `[batch, 1, seq,
     keys]`.
@@ -105,9 +105,9 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
 
 @functools.cache
 def capped(soft_cap: float) -> Callable[..., Tensor] | None:
-    """Return flex_attention's score_mod for a soft cap; None: no cap.
+    """Return flex_attention's score_mod for a soft cap. None: no cap.
 
-    Each cap has one function object, so each is compiled once.
+    Each cap has one function object, so flex_attention is compiled once per cap.
     """
     if not soft_cap:
         return None

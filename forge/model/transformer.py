@@ -165,8 +165,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Run the model on `[batch, seq]` tokens. The first dimension of every tensor argument is the batch.
 
-        x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` if another part embeds. With attention residuals
-            hidden states are `[1 + saved, batch, seq, dim]`: the stream, then the saved streams.
+        x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` if another part embeds. With attention
+        residuals     hidden states are `[1 + saved, batch, seq, dim]`: the stream, then the saved streams.
         labels: int64 `[batch, seq]`, IGNORE for positions without a target. With experts, parts without a head need
             labels too, because ignored tokens do not count in load balancing.
         positions: int64 `[batch, seq]`, below `seq_len`, used only by RoPE; None: 0, 1, ...
@@ -175,8 +175,9 @@ class Transformer(nn.Module):
             x is not tokens, or not a whole sequence.
 
         Without a head, return hidden states in the shape given for x. With a head and labels, return the three sums of
-        `FusedLoss`. With a head and no labels, return logits `[batch, seq, vocab]` in promote(float32, compute). Raises
-        ValueError if the sequence is longer than the model's `seq_len`.
+        `FusedLoss`. With a head and no labels, return logits `[batch, seq, vocab]` in the wider of float32 and the
+        compute dtype.
+        Raises ValueError if the sequence is longer than the model's `seq_len`.
         """
         saved: list[Tensor] = []
         if self.mixes and not self.embeds:
@@ -241,12 +242,12 @@ class Transformer(nn.Module):
 
     @property
     def routers(self) -> dict[int, Router]:
-        """Return global layer index -> router, for this part; empty in a dense model."""
+        """Return the routers of this part by global layer index. Empty in a dense model."""
         feed_forwards = {int(layer): block.feed_forward for layer, block in self.layers.items()}
         return {layer: moe.router for layer, moe in feed_forwards.items() if isinstance(moe, MoE)}
 
     def set_loss_scale(self, scale: Tensor) -> None:
-        """Set the scale of the balancing losses in the next forwards. scale: a scalar, 1 / (valid tokens of the step)."""
+        """Set the scale of the balancing losses for later forwards. scale: a scalar, 1 / (valid tokens of the step)."""
         scales = [router.loss_scale for router in self.routers.values()]
         if scales:
             torch._foreach_copy_(scales, [scale.to(torch.float64)] * len(scales))
@@ -258,7 +259,10 @@ class Transformer(nn.Module):
         return matrix_flops(self, seq_len) + product * (tied + len(self.ahead))
 
     def heads(self) -> dict[str, int]:
-        """Return parameter name -> number of heads, for query, key and value projections. Their rows are grouped by head."""
+        """Return the number of heads of each query, key and value projection, by parameter name.
+
+        The rows of these parameters are grouped by head.
+        """
         attentions: dict[str, Any] = {layer: block.attention for layer, block in self.layers.items()}
         return {
             f"layers.{layer}.attention.{leaf}.weight": number
@@ -274,7 +278,7 @@ class Transformer(nn.Module):
         return initial_values(self, self.config)
 
     def reset_buffers(self, dtype: torch.dtype) -> None:
-        """Reset every buffer for computing in `dtype`: RoPE tables in promote(float32, dtype), router state."""
+        """Reset every buffer for computing in `dtype`: RoPE tables, in the wider of float32 and `dtype`, and router state."""
         device = self.rope_cos.device
         cos, sin = rope_tables(self.config, self.seq_len)
         # Rounded once from float64, because a float32 table converted to float64 would keep float32's errors.

@@ -1,4 +1,4 @@
-"""Collect garbage only at fixed steps, because an automatic collection on one rank delays all ranks waiting for it."""
+"""Collect garbage only at fixed steps. An automatic collection on one rank would delay all ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forge.hook import Hook
 
 
 class Collector(Hook):
-    """Replaces automatic collections during a run by one collection every `interval` steps; 0: automatic collection.
+    """Replaces automatic collections during a run with one collection every `interval` steps; 0: automatic collection.
 
     Objects made before the run (modules, model, optimizer) are collected once and then frozen, so later collections
     skip them. Every rank collects at the same steps, so all ranks pause together. A collection covers only young

@@ -1,4 +1,7 @@
-"""Goodput: the wall time of a run over all its starts, by kind. Only steps that are not repeated later are useful."""
+"""Goodput: the wall time of a run by kind, over all its starts (launches).
+
+Only steps that no later start repeats are useful.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class Past:
     until: datetime | None = None
 
     def add(self, kind: str, until: datetime) -> None:
-        """Add the time from `self.until` to `until` to `kind`."""
+        """Add the time between `self.until` and `until` to the total of `kind`. Set `self.until` to `until`."""
         if self.until is not None:
             more = max(0.0, (until - self.until).total_seconds())
             self.seconds[kind] = self.seconds.get(kind, 0.0) + more
@@ -77,7 +80,7 @@ class Ledger:
             self._seconds["down"] += max(0.0, start - past.until.timestamp())
 
     def enter(self, phase: str, step: int) -> None:
-        """Count the time of the ended phase, and begin `phase` of step `step`."""
+        """Add the time of the ended phase to its kind. Begin `phase` of step `step`."""
         ended = self._phase
         self.seconds()  # adds the time of the ended phase
         in_step = phase in ("data", "step", "first step")
@@ -90,7 +93,7 @@ class Ledger:
             self.write()
 
     def seconds(self) -> dict[str, float]:
-        """Return kind -> seconds, up to now."""
+        """Return the seconds of each kind, up to now."""
         kind = "save" if self._phase == "end" else self._phase
         if self._phase == "step":
             kind = "repeated steps" if self._step <= self._made_before else "steps"

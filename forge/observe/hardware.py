@@ -50,8 +50,8 @@ _PEAK_TFLOPS: dict[str, tuple[float, float, float, float | None, float | None]] 
 def peak_flops(device: torch.device, dtype: torch.dtype | str) -> float | None:
     """Return the dense peak of `device` for matrix products in `dtype`, in FLOP/s; None if unknown.
 
-    dtype: a torch dtype or its name, or `float8` for any float8 format. float32 means TF32 if torch is set to use TF32
-    for float32 products.
+    dtype: a torch dtype or its name, or `float8` for any float8 format. float32 means TF32 if torch uses TF32 for float32
+    products.
     """
     return card_peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "", dtype)
 
@@ -76,7 +76,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return the peak memory in GiB: on CUDA the allocator's reserved memory, else the resident memory of the process."""
+    """Return the peak memory in GiB: on CUDA the allocator's reserved memory, otherwise the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
     return most_resident() / GIB
@@ -89,7 +89,7 @@ def most_resident() -> int:
 
 
 def process_age_s(pid: int | None = None) -> float:
-    """Return the seconds since process `pid` (None: this process) was started, imports included; 0 without /proc."""
+    """Return the seconds since the start of process `pid` (None: this process), before its imports. 0 without /proc."""
     try:
         # Fields of proc(5): the 22nd is the start in clock ticks since boot; the second may contain spaces and
         # brackets.

@@ -1,4 +1,4 @@
-"""metrics.jsonl and events.jsonl: append-only files with one JSON object per line; robust to torn lines and full disks."""
+"""metrics.jsonl and events.jsonl: append-only files with one JSON object per line. Robust to torn lines and full disks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class JsonLines:
-    """Appends objects to the file `path`, opened at the first append. After `append` returns, SIGKILL loses no lines."""
+    """Appends objects to the file `path`, which the first append opens. After `append` returns, SIGKILL loses no lines."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -69,7 +69,10 @@ class JsonLines:
         self._warned = False
 
     def append(self, **fields: Any) -> None:
-        """Write one line. If the disk is full, warn, keep the line, and write it with the next line."""
+        """Write one line with the object `fields`.
+
+        If the disk is full, warn, and write the line together with the next one.
+        """
         self._unwritten += encode(fields)
         try:
             descriptor = self._open()
@@ -83,7 +86,7 @@ class JsonLines:
             self._warned = True
 
     def sync(self) -> None:
-        """Sync all lines to disk, so a crash of the node loses none. A failure is logged."""
+        """Sync all lines to disk. A crash of the node then loses none. A failure is logged."""
         try:
             os.fsync(self._open())
         except OSError as error:
@@ -113,10 +116,10 @@ class JsonLines:
         return self._descriptor
 
     def cut(self, after_step: int, aside: bool = False) -> Path | None:
-        """Drop all lines with a `step` greater than `after_step`, so a resumed run writes no step twice.
+        """Drop all lines with a `step` greater than `after_step`, so that a resumed run writes no step twice.
 
-        Torn and unreadable lines are also dropped, and so are lines still waiting for room on the disk. The new file
-        replaces the old file atomically. With `aside`, keep the old file and return its new name.
+        Also drop torn and unreadable lines, and lines still waiting for room on the disk. The new file replaces the old
+        file atomically. With `aside`, keep the old file and return its new name; otherwise return None.
         """
         self.close()
         written = self.path.read_bytes() if self.path.exists() else b""
@@ -161,7 +164,7 @@ class JsonLines:
 
 
 def warn_of_gap(path: Path, step: int, interval: int) -> None:
-    """Warn that training lines are missing if the file's last line is more than `interval` steps before `step`.
+    """Warn about missing training lines if the file's last line is more than `interval` steps before `step`.
 
     interval: the configured number of steps between lines. If two of the last ten lines are further apart, their
     distance is used instead.

@@ -22,7 +22,7 @@ UP_AND_CLEAR = "\033[{}A\033[J"
 
 
 class TrainingLine(NamedTuple):
-    """A training line of the metrics, for the terminal. fields: as in metrics.jsonl."""
+    """A training line of the metrics, for the terminal. fields: those of the line in metrics.jsonl."""
 
     fields: Mapping[str, Any]
     total_steps: int
@@ -61,7 +61,7 @@ class Means:
 class LiveHandler(logging.StreamHandler[TextIO]):
     """A log handler that writes messages to a terminal and keeps the live view below them.
 
-    A log record with a TrainingLine as `progress` is shown in the view instead of as a message.
+    A log record with a TrainingLine in its attribute `progress` updates the view and is not written as a message.
     """
 
     def __init__(self, stream: TextIO):
@@ -100,9 +100,9 @@ class LiveHandler(logging.StreamHandler[TextIO]):
             return 80
 
     def _view(self, progress: TrainingLine, columns: int) -> list[str]:
-        """Return the lines of the view, each shorter than the terminal's width.
+        """Return the lines of the view.
 
-        The terminal would wrap longer lines.
+        Each is shorter than the terminal's width `columns`, because the terminal wraps longer lines.
         """
         step, total = progress.fields["step"], progress.total_steps
         width = columns - 1

@@ -1,4 +1,4 @@
-"""Log messages: rank 0's on the terminal, every rank's in a separate file."""
+"""Log messages: those of rank 0 on the terminal, those of every rank in a file of its own."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _add(handler: logging.Handler) -> None:
 
 
 class _RankFile(logging.FileHandler):
-    """A file handler that reports a full disk once, in one line. The standard handler prints a traceback each time."""
+    """A file handler that reports a full disk once, in one line. The standard handler prints a traceback for each message."""
 
     def __init__(self, path: Path):
         super().__init__(path, encoding="utf-8")

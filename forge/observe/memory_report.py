@@ -1,4 +1,4 @@
-"""Memory table of this rank, logged after the first step.
+"""Memory table of this rank, logged after its first step.
 
 Bytes are counted from shards and optimizer state, so the table is correct for every engine and layout.
 """
@@ -27,7 +27,7 @@ _NOTES = {
 
 
 class MemoryReport(Hook):
-    """Logs the table after the first step, and writes its bytes as an event by `report_event(kind, **fields)`.
+    """Logs the table after the first step. Also writes its bytes as an event, by `report_event(kind, **fields)`.
 
     Activations are the peak memory of the first step minus parameters, gradients and optimizer state. The peak is
     measured by the allocator's counters on CUDA, and by the growth of the process on the CPU, which is less exact.
@@ -44,7 +44,7 @@ class MemoryReport(Hook):
     def count_state(
         self, of_model: Mapping[str, int], optimizer: Iterable[tuple[str, Shard, Tensor]]
     ) -> None:
-        """Count this rank's state.
+        """Count the bytes of this rank's state.
 
         of_model: kind -> bytes of the model. optimizer: the optimizer's tensors, as (slot, shard, values).
         """
@@ -100,7 +100,7 @@ class MemoryReport(Hook):
 
 
 def _resident() -> int:
-    """Return the resident bytes of this process; without /proc, their peak."""
+    """Return the resident memory of this process in bytes. Without /proc, return its peak."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:

@@ -72,14 +72,14 @@ class MetricsWriter(Hook):
         self._restart_means()
 
     def set_step(self, tokens: int, flops_per_token: float) -> None:
-        """Set the tokens per step and FLOPs per token from the next step on."""
+        """Set the tokens per step and FLOPs per token, for the next step and later ones."""
         self._tokens_per_step = tokens
         self._mfu_of_rate = mfu_of_rate(
             self._config, self._device, self._products, self._world_size, flops_per_token
         )
 
     def wants_routers(self, step: int) -> bool:
-        """Return whether the router values of `step` are written."""
+        """Return whether the router report of `step` is needed, for a training line or a monitor line."""
         return self.is_due(step) or is_monitored(self._config.metrics, step)
 
     def before_data(self, step: int) -> None:
@@ -92,10 +92,10 @@ class MetricsWriter(Hook):
         self._step_data_s = time.perf_counter() - self._step_began
 
     def after_step(self, step: int) -> None:
-        """Count this step's wall time.
+        """Measure this step's wall time.
 
         The time of evaluations and saves after the step counts as a pause. On a GPU the host waits for a step's work
-        during the next step, so a mean over several steps is exact, but shifted by one step.
+        during the next step. A mean over several steps is therefore exact, but shifted by one step.
         """
         assert self._step_began is not None
         self._step_ended = time.perf_counter()
@@ -116,7 +116,7 @@ class MetricsWriter(Hook):
             self._restart_means()
 
     def writes(self, result: StepResult) -> bool:
-        """Return whether this rank writes a training line for `result`."""
+        """Return whether this rank writes a training line for the step of `result`."""
         return self._log is not None and (self.is_due(result.step) or result.skipped)
 
     def publish(self, step: int, fields: Mapping[str, Any]) -> None:
@@ -209,7 +209,7 @@ class MetricsWriter(Hook):
             tracker.scalars(step, values)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a training line is due at `step`, regardless of the step's result."""
+        """Return whether a training line is due at `step` by its number alone, for any result of the step."""
         return self._is_multiple(step, self._config.metrics.log_interval) or self._map_is_due(step)
 
     def _map_is_due(self, step: int) -> bool:
@@ -261,7 +261,7 @@ class MetricsWriter(Hook):
         log.info("%s", progress.text(), extra={"progress": progress})
 
     def _steps_left(self, result: StepResult) -> float:
-        """Return the number of remaining steps, in steps of the current size."""
+        """Return the number of remaining steps, counted in steps of the current size."""
         total = self._phases.tokens_after(self._config.train.steps)
         return max(0, total - result.tokens) / self._phases.at(result.tokens).tokens
 
@@ -273,7 +273,7 @@ class MetricsWriter(Hook):
 def mfu_of_rate(
     config: Config, device: torch.device, products: str, world_size: int, flops_per_token: float
 ) -> float | None:
-    """Return the MFU if all ranks together process one token per second; None if the peak of `products` is unknown."""
+    """Return the MFU of all ranks together at one token per second; None if the peak of `products` is unknown."""
     peak = config.metrics.peak_tflops * 1e12 or peak_flops(device, products)
     return flops_per_token / (peak * world_size) if peak else None
 
@@ -295,7 +295,7 @@ def history(path: Path) -> Iterator[tuple[int, dict[str, float | None]]]:
 
 
 def flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, e.g. `train.steps`, value) of a configuration."""
+    """Yield (dotted key, value) of a configuration, e.g. ("train.steps", 100). before: prefix of the keys."""
     for key, value in section.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{before}{key}.")

@@ -3,8 +3,8 @@
 Every number is a sum, a count or a maximum over this rank's data, so the ranks' numbers combine to those of one
 process. A mean is a sum divided by a count, both summed over ranks, so duplicated work cancels out. All numbers are in
 one device vector, summed by one all-reduce over all ranks. A maximum has one row per rank: each rank writes its own
-row, and the other ranks have zeros there. After the all-reduce, the maximum over rows is taken. There is no
-synchronisation with the device.
+row, and the other ranks have zeros there. After the all-reduce, the maximum over rows is taken. Nothing synchronises
+with the device.
 
     activations  after each block: root mean square and largest absolute value; for each feed-forward the fraction of
                  dead units (open for less than 0.1 % of the tokens) and of saturated units (open for more than 99.9 %).
@@ -52,8 +52,8 @@ class Monitors:
     """The monitors `chosen` of a model. Each monitored step starts with `begin`.
 
     parts: this rank's pipeline stages. names: the parameters of the whole model. n_layers: number of layers of the
-    whole model. units: the largest number of units of a feed-forward. world: (this rank, number of ranks). tp: (rank,
-    number of ranks) within tensor parallelism. compiled: True if blocks are compiled. Attention and feed-forward units
+    whole model. units: the largest hidden size of a feed-forward. world: (this rank, number of ranks). tp: (rank, number of
+    ranks) within tensor parallelism. compiled: True if blocks are compiled. Attention and feed-forward units
     are then inside the graphs and are not measured.
     """
 
@@ -199,9 +199,9 @@ class Monitors:
         return torch.ones(len(self._maxima["activations"]))
 
     def _add_squares(self, name: str, tensors: Sequence[tuple[Shard, Tensor]]) -> None:
-        """Add the sum of squares of each shard's tensor to the row of its parameter.
+        """Add the sum of squares of each shard's tensor to the row of its parameter. name: the monitor.
 
-        Each element counts on only one rank.
+        Only one rank counts an element with replicas.
         """
         kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
         for shard, tensor in tensors:
@@ -220,8 +220,8 @@ class Monitors:
     def _watch(self, layer: int, block: Any) -> None:
         """Register hooks on a block.
 
-        The hooks only keep tensors; these are measured after the block returns, because activation checkpointing would
-        record any computation inside the block.
+        The hooks only store tensors. `_measure` measures them after the block returns, because activation checkpointing
+        would record any computation inside the block.
         """
         seen = self._seen[layer] = []
         if "attention" in self._chosen and not self._compiled and hasattr(block.attention, "attend"):
@@ -246,7 +246,7 @@ class Monitors:
 
     @torch.no_grad()
     def _measure(self, layer: int, _block: nn.Module, _inputs: Any, output: Any) -> None:
-        """Measure a block's output and the tensors kept by its hooks."""
+        """Measure a block's output and the tensors that its hooks have stored."""
         kept, self._seen[layer][:] = list(self._seen[layer]), []
         if torch._C._current_graph_task_id() != -1:
             return  # recomputation in backward
@@ -307,7 +307,7 @@ class Monitors:
 
 
 class _WatchedAttention:
-    """The attention function `attend`; also keeps queries, keys and mask for `_measure_attention`."""
+    """The attention function `attend`. It also stores queries, keys and mask for `_measure_attention`."""
 
     def __init__(self, attend: Any, seen: list[tuple[Any, ...]]):
         self._attend, self._seen = attend, seen
@@ -350,7 +350,7 @@ def _keep_scores(
     labels: Tensor | None,
     noise: Tensor | None,
 ) -> Any:
-    """Call `route`, and keep the router's scores.
+    """Call `route` and return its result. Also store the router's scores in `seen`.
 
     The scores are computed again, because `route` may be compiled. Selective checkpointing must not see the computation,
     because recomputation does not repeat it.
@@ -363,7 +363,7 @@ def _keep_scores(
 
 @functools.lru_cache(maxsize=8)
 def chosen_queries(seq: int, split: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the indices of this rank's measured queries and their positions in the sequence; both int64 `[n]`.
+    """Return the indices of this rank's measured queries, and their positions in the sequence. Both are int64 `[n]`.
 
     The sequence is divided into QUERIES equal parts, and the last position of each part is measured. In a sequence of
     fewer than QUERIES tokens, all positions are measured.
@@ -380,7 +380,7 @@ def _counted(shards: Sequence[Shard]) -> Iterator[Shard]:
 
 
 def _add(place: Sequence[Tensor], value: Tensor, count: int) -> None:
-    """Add `value` and `count` to `place`, the pair (sum, count) on the device.
+    """Add `value` and `count` in place to `place`, the pair (sum, count) on the device.
 
     `count` is a host number and becomes a kernel argument, so no copy to the device is needed.
     """
@@ -394,7 +394,10 @@ def _raise_to(place: Tensor, value: Tensor) -> None:
 
 
 def _views(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """Make one float64 vector of zeros. Return (name -> its part of the vector, viewed as `shapes[name]`; the vector)."""
+    """Make one float64 vector of zeros. Return a dict of views of its parts, and the vector.
+
+    shapes: name -> shape of the view. The views cover the vector in order.
+    """
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     parts = flat.split(sizes)
@@ -402,7 +405,7 @@ def _views(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple
 
 
 def _by_layer(count: Tensor, **values: Tensor) -> dict[str, dict[str, float]]:
-    """Return layer -> name -> value for the measured layers, i.e. those with a count above 0."""
+    """Return layer -> name -> value. Only measured layers are included: those with a count above 0."""
     return {
         str(layer): {name: float(of_layers[layer]) for name, of_layers in values.items()}
         for layer in range(len(count))

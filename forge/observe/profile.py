@@ -39,7 +39,7 @@ class StepProfiler(Hook):
         self._span = ExitStack()
 
     def before_step(self, step: int) -> None:
-        """Start the profile at the first selected step. Begin a span named after the step."""
+        """At the first selected step, start the profile. Begin a span named after the step."""
         if not self._chosen or not self._first <= step <= self._last:
             return
         if self._profile is None:

@@ -77,7 +77,7 @@ class StepTimes:
     """Times of steps and of the pauses between them, to estimate the remaining time.
 
     The estimate uses the mean of the last `window` steps, so slow steps at the start are forgotten. The first step
-    compiles and warms up, so it counts only until there is a second step. Pauses are evaluations, samples and saves, at
+    compiles and warms up. It counts only until there is a second step. Pauses are evaluations, samples and saves, at
     regular intervals. The mean pause per step is updated only after a long pause, because it would fall between two
     long pauses.
     """
@@ -94,7 +94,7 @@ class StepTimes:
         self._seconds.append(seconds)
 
     def pause(self, seconds: float) -> None:
-        """Count the time between two steps."""
+        """Add a pause of `seconds` seconds between two steps."""
         self._paused += seconds
         # A long pause completes an interval. Between long pauses the mean would fall, as if there were no more pauses.
         if seconds * self._count >= self._paused:
@@ -134,7 +134,7 @@ class ProgressLine:
         print(text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
 
     def close(self) -> float:
-        """Clear the line; return the seconds since the constructor."""
+        """Clear the line. Return the seconds since the constructor."""
         if self._terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
         return time.monotonic() - self._began

@@ -73,8 +73,8 @@ class RunPhases(Hook):
 class Reporter:
     """Writes the run's reports, on the first rank only.
 
-    began: start of this process on the monotonic clock; None: now. fallback: the applied entry of `parallel.fallbacks`;
-    "": none.
+    began: start of this process on the monotonic clock; None: now. fallback: the entry of `parallel.fallbacks` that was
+    applied; "": none.
     """
 
     def __init__(self, directory: RunDirectory, world: World, began: float | None = None, fallback: str = ""):
@@ -97,10 +97,7 @@ class Reporter:
             self.phases.listen(self._ledger.enter)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append a line to events.jsonl.
-
-        If `kind` is a `Cause`, it is also the event's `cause`, unless given in `fields`.
-        """
+        """Append a line to events.jsonl. If `kind` is a `Cause`, it is also the event's `cause`, unless `fields` has one."""
         if self._events is not None:
             cause = {"cause": kind} if isinstance(kind, Cause) else {}
             self._events.append(time=utc_now(), event=kind, **cause | fields)
@@ -120,7 +117,7 @@ class Reporter:
             self.event("layout_fallback", world_size=world.size, override=self._fallback)
 
     def begun(self, step: int, path: Path | None, *, new: bool) -> None:
-        """Report that training starts after `step` steps.
+        """Report that training starts after step `step`.
 
         path: the resumed checkpoint, or None. new: False if the run resumes from its own checkpoint.
         """
@@ -129,7 +126,7 @@ class Reporter:
         self.running(step)
 
     def running(self, step: int | None = None) -> None:
-        """Write the state `running` to status.json. step: total number of steps made; None: unchanged."""
+        """Write the state `running` to status.json. step: total number of steps made; None: leave it unchanged."""
         self.step = self.step if step is None else step
         self._write_status("running", "", None)
 

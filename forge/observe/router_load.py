@@ -63,7 +63,7 @@ def expert_map(counts: Sequence[Sequence[float]]) -> NDArray[np.uint8]:
 
 
 def colors(counts: Sequence[Sequence[float]]) -> NDArray[np.uint8]:
-    """Return the colours of counts `[layers, experts]`: red, green, blue, uint8 `[layers, experts, 3]`.
+    """Return the colours of counts `[layers, experts]` as red, green and blue: uint8 `[layers, experts, 3]`.
 
     White: an even share; blue: less; red: more. Colours saturate at a quarter of the even share and at four times the
     even share.

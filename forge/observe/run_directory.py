@@ -25,7 +25,7 @@ _held: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
 
 
 class RunDirectory:
-    """The run directory `root`, with the paths inside it. Rank 0 calls `acquire`; then ranks on other nodes call `find`."""
+    """The run directory `root`, with the paths inside it. Rank 0 calls `acquire`. Then ranks on other nodes call `find`."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -74,9 +74,9 @@ class RunDirectory:
         return holder
 
     def find(self, holder: str) -> None:
-        """Check, on another node, that this directory is the one locked by `holder`, and is writable.
+        """Check, on another node, that `holder` has locked this directory, and that the directory is writable.
 
-        Raises UserError (exit 2).
+        holder: the result of `acquire`. Raises UserError (exit 2) otherwise.
         """
         try:
             seen = self._lock_path.read_text()
@@ -91,7 +91,10 @@ class RunDirectory:
             _require_writable(folder)
 
     def holder(self) -> str | None:
-        """Return a description of the process holding the lock. None: the lock is free, or the file system has no locks."""
+        """Return a description of the process that holds the lock.
+
+        None: the lock is free, or the file system has no locks.
+        """
         try:
             descriptor = os.open(self._lock_path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -146,7 +149,10 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _require_writable(folder: Path) -> None:
-    """Make `folder` and write a probe to it. Raises UserError. The probe file has no name, so it cannot be left behind."""
+    """Make `folder` and write a probe to it. Raises UserError if either fails.
+
+    The probe file has no name, so none is left behind.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -161,7 +167,7 @@ def _require_writable(folder: Path) -> None:
 
 
 def _holder(descriptor: int) -> str | None:
-    """Return the description written by the last holder; None if it released the lock or has not written yet."""
+    """Return the last holder's description of itself; None if it released the lock or has not written yet."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
         return f"process {holder['pid']} on {holder['host']} since {holder['started']}"

@@ -18,7 +18,7 @@ _FLUSH_SECONDS = 10
 class Board:
     """A TensorBoard writer for rank 0, used as a context manager. Writes to `folder` if `enabled`.
 
-    after_step: TensorBoard hides the points of earlier starts after this step, because these steps are trained again.
+    after_step: TensorBoard hides earlier starts' points after this step, because the run repeats the later steps.
     The writer is made at its first use, because its import is slow. After any failure the board is off, with one warning.
     """
 
@@ -48,7 +48,7 @@ class Board:
             self._try("flush")
 
     def discard_after(self, step: int) -> None:
-        """Hide all points after `step`, because these steps are trained again."""
+        """Hide all points after `step`, because the run repeats these steps."""
         self.close()
         self._after_step = step
 

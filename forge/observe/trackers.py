@@ -155,7 +155,7 @@ class Tracker:
         self._do(lambda: self._write(step, numbers))
 
     def discard_after(self, step: int, history_ends: bool) -> None:
-        """Continue the curves after `step`, because the run restarts there.
+        """Continue the curves from `step`, because the run restarts there.
 
         history_ends: True if the repeated steps may differ from the steps sent before. If steps after `step` were sent,
         the service's run is then marked as superseded, and a new one begins.
@@ -163,7 +163,7 @@ class Tracker:
         self._do(lambda: self._restart(step, history_ends))
 
     def close(self) -> None:
-        """Send the remaining points, waiting at most PATIENCE_S seconds, and end the thread."""
+        """Send the remaining points and end the thread. Wait at most PATIENCE_S seconds."""
         if self._thread is not None:
             self._do(self._close)
             self._work.put(None)
@@ -257,7 +257,7 @@ def make_trackers(
 ) -> list[Tracker]:
     """Return a tracker for each non-empty entry of `wanted`.
 
-    wanted: kind, a key of SERVICES -> project (wandb) or experiment (mlflow); empty: no tracker.
+    wanted: key of SERVICES -> project (wandb) or experiment (mlflow); "": no tracker.
     """
     return [
         Tracker(kind, SERVICES[kind](where, folder), folder, name, config, history)

@@ -32,9 +32,9 @@ def build_optimizer(
     """Make the optimizer `config.name`, with an average of the weights if `config.ema` is above 0. May be collective.
 
     group: ranks that together hold every element of the parameters, with the same list of shards on each rank; None:
-    only this process. Optimizers of whole matrices exchange parts of matrices over this group. compiled: how to compile
-    AdamW's update, also within Muon; None: do not compile. copies: parameter -> the same elements in the
-    compute dtype. The compiled update writes both.
+    only this process. Optimizers of whole matrices exchange parts of matrices over this group. compiled: compiler settings
+    for AdamW's update, also within Muon; None: do not compile. copies: parameter -> the same elements in the
+    compute dtype. The compiled update writes parameters and copies.
     """
     shards = with_scales(shards, config)
     if compiled is None:

@@ -1,8 +1,8 @@
 """AdamW over shards, with one fused kernel per group of shards. A flag on the device can skip a step.
 
 Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. The arithmetic is PyTorch's own
-(torch.optim.adamw.adamw with fused=True). The arithmetic runs on local shards instead of DTensors, so one code path
-serves every engine. Moments are allocated at the start, so a checkpoint can be loaded into them.
+(torch.optim.adamw.adamw with fused=True). It runs on local shards, not on DTensors, so one code path serves every
+engine. Moments are allocated at the start, so a checkpoint can be loaded into them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ WIDENED_ELEMENTS = 1 << 26
 class AdamW:
     """The update theta <- theta - lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * theta).
 
-    Moments have the dtype promote(float32, storage) or, if `optimizer.moment_dtype` is bfloat16 or int8, that format
-    with stochastic rounding. Arithmetic is always in promote(float32, storage). Parameters matching a glob of
-    `optimizer.no_decay` have no weight decay.
+    Arithmetic is in the wider dtype of float32 and storage. Moments have the same dtype by default. If
+    `optimizer.moment_dtype` is bfloat16 or int8, moments have that format, with stochastic rounding. Parameters matching a
+    glob of `optimizer.no_decay` have no weight decay.
     """
 
     def __init__(self, shards: list[Shard], config: OptimizerConfig, group: ProcessGroup | None = None):
@@ -83,14 +83,14 @@ class AdamW:
                 self.moments.write(shard, slot, moment)
 
     def follow(self, config: OptimizerConfig) -> None:
-        """Use weight_decay, betas and eps of `config` from the next step on."""
+        """Use weight_decay, betas and eps of `config`, beginning with the next step."""
         self._config = config
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
         return self.moments.tensors()
 
     def state(self) -> dict[str, int]:
-        """Return the number of updates, without skipped steps. Synchronises with the device."""
+        """Return the number of updates, not counting skipped steps. Synchronises with the device."""
         # Counters of parameters without elements on this rank stay 0; all others are equal.
         return {"updates": int(self._steps.max().item())}
 

@@ -34,8 +34,8 @@ SKIP_BIT = 16
 class CompiledAdamW(AdamW):
     """AdamW with a compiled update.
 
-    Moments are in bfloat16 or in the dtype of the arithmetic. compiled: the configuration of the compiler. copies:
-    parameter -> the same elements in a narrower compute dtype; each step writes both.
+    Moments are in bfloat16 or in the dtype of the arithmetic. compiled: the compiler's settings. copies:
+    parameter -> the same elements in a narrower compute dtype. Each step writes parameters and copies.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class CompiledAdamW(AdamW):
                 self._kernel(*operands, tuple(map(_at_its_start, noise)), numbers)
 
     def _numbers(self, shard: Shard, lr: float, skip: Tensor) -> Tensor:
-        """Return the numbers for `update_elements`, float64 `[9]`, without synchronising with the device."""
+        """Return the scalar arguments of `update_elements`, float64 `[9]`, without synchronising with the device."""
         count = self._steps.max().double() + 1
         (beta1, beta2), rates = self._config.betas, shard.rates
         rate, decay = lr * rates.scale * rates.lr, weight_decay(shard.name, self._config) / rates.lr
@@ -94,7 +94,7 @@ class CompiledAdamW(AdamW):
     def _boxes(
         self, shard: Shard, tensors: Sequence[Tensor | None], skip: Tensor
     ) -> Iterator[tuple[list[Tensor | None], tuple[Tensor, ...]]]:
-        """Yield, for each box, the part `[rows, columns]` of every tensor, and the noise factors of both moments."""
+        """For each box of the shard, yield the views `[rows, columns]` of `tensors` and the noise factors of both moments."""
         assert all(t is None or t.is_contiguous() for t in tensors), "a part would be a copy"
         if (rounding := self.moments.rounding) is None:
             yield [None if t is None else t.view(1, -1) for t in tensors], ()
@@ -121,8 +121,8 @@ def update_elements(
 ) -> None:
     """Update elements `[rows, columns]` in place, like torch.optim.adamw with fused=True, in the dtype of `numbers`.
 
-    rounded: the compute weights, which receive the new values in their own dtype; None: no such weights. noise: for
-    each moment, the factors from `StochasticRounding.factors`; () without rounding. If SKIP_BIT is set in the first
+    rounded: the compute weights, which receive the new values in their own dtype; None: no such weights. noise: the
+    factors of both moments from `StochasticRounding.factors`; () without rounding. If SKIP_BIT is set in the first
     factor, nothing changes. numbers: from `CompiledAdamW._numbers`.
     """
     keep, share, decay_rate, square_share, eps, step_size, root, factor, skip = numbers.unbind()

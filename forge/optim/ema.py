@@ -24,7 +24,7 @@ class WithAverage:
     """Wraps an optimizer and updates the average e <- d e + (1 - d) theta after each update t, counted from 0.
 
     d is the smaller of `decay` and (1 + t) / (10 + t), so the initial weights do not dominate the average. The average
-    has the dtype promote(float32, storage). Skipped steps change nothing.
+    has the wider dtype of float32 and storage. Skipped steps change nothing.
     """
 
     def __init__(self, inner: Optimizer, shards: Sequence[Shard], decay: float):
@@ -51,10 +51,7 @@ class WithAverage:
         return self._inner.state() | {"averaged": int(self._updates.item())}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore `state`, returned by the method of the same name.
-
-        If the key "averaged" is missing, start the average from the current weights.
-        """
+        """Restore a result of `state`. If its key "averaged" is missing, start the average from the current weights."""
         self._inner.load_state({key: value for key, value in state.items() if key != "averaged"})
         self._updates.fill_(float(state.get("averaged", 0)))
         if "averaged" not in state:
@@ -62,7 +59,7 @@ class WithAverage:
                 self._means[shard.name].copy_(shard.data)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the wrapped optimizer's attribute `name`. `follow` also sets the decay of the average."""
+        """Return the attribute `name` of the wrapped optimizer. The returned `follow` also sets the decay of the average."""
         found = getattr(self._inner, name)
         if name != "follow":
             return found

@@ -29,11 +29,11 @@ ZERO = {"exp_avg_sq": -128}
 
 @dataclass
 class Region:
-    """A range of columns of all rows of one box: whole quantisation blocks, or one cut block per row.
+    """A range of columns in all rows of one box: whole quantisation blocks, or one cut block per row.
 
     A cut block is divided by a shard boundary, so the rank has only part of it. codes: int8 `[rows, columns]`. scales:
-    `[rows, blocks]`. saved: this rank saves the scales. agreed: for cut blocks, each row's index among the all-reduced
-    scales, int64 `[rows]`; else empty. pending: values and noise of cut blocks, kept until the scales are known; else
+    `[rows, blocks]`. saved: True if this rank saves the scales. agreed: for cut blocks, each row's index among the
+    all-reduced scales, int64 `[rows]`; else empty. pending: values and noise of cut blocks until the scales are known; else
     empty.
     """
 
@@ -59,9 +59,9 @@ class Region:
         values.copy_(_decode(self.codes.to(values.dtype), self.signed) * self._by_element())
 
     def write(self, values: Tensor, noise: Tensor) -> None:
-        """Encode `values` `[rows, columns]`.
+        """Encode `values` `[rows, columns]`. noise: as for `encode`.
 
-        Blocks divided between ranks need a common scale first: `values` and `noise` are stored in `pending`, to be encoded
+        Cut blocks need a scale common to several ranks. For them, store `values` and `noise` in `pending`, to be encoded
         after the ranks have agreed on `scales`.
         """
         if len(self.agreed):
@@ -72,7 +72,7 @@ class Region:
         self.encode(values, noise)
 
     def encode(self, values: Tensor, noise: Tensor) -> None:
-        """Round each value stochastically to one of the two nearest codes; the expectation is the value.
+        """Round each value stochastically to one of the two nearest codes, such that the expectation is the value.
 
         noise: int32 from 0 to 2^16 - 1. An exactly representable value keeps its code. A positive second moment is not
         rounded to 0, because updates divide by its square root.
@@ -98,8 +98,8 @@ def make_regions(
 ) -> tuple[Shard, list[Region]]:
     """Divide `codes`, laid out like `shard.data`, into regions.
 
-    Return a shard with the scales saved by this rank, and the regions. cut: `cut_blocks` of all ranks' boxes. first:
-    position of the first of these blocks in the all-reduced tensor of scales.
+    Return two results: a shard with the scales that this rank saves, and the regions. cut: `cut_blocks` of all ranks'
+    boxes. first: position of the first of these blocks in the all-reduced tensor of scales.
     """
     regions, boxes, pieces = [], [], [piece for _, piece in shard.pieces(codes)]
     for number, box in enumerate(shard.boxes):
@@ -124,7 +124,10 @@ def make_regions(
 
 
 def cut_blocks(shape: torch.Size, boxes: Iterable[Box]) -> NDArray[np.int64]:
-    """Return the sorted indices of the blocks cut by boundaries of `boxes`: int64. shape: the tensor's global shape."""
+    """Return the indices, int64 and sorted, of the blocks that boundaries of `boxes` cut.
+
+    shape: the tensor's global shape.
+    """
     cut = [blocks for box in boxes for *_, blocks in _divide(shape, box)]
     return np.unique(np.concatenate(cut)) if cut else np.empty(0, dtype=np.int64)
 
@@ -132,8 +135,8 @@ def cut_blocks(shape: torch.Size, boxes: Iterable[Box]) -> NDArray[np.int64]:
 def _divide(shape: torch.Size, box: Box) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
     """Divide the columns of a box into ranges of whole blocks and ranges within a cut block.
 
-    Yield (start, stop, blocks): columns [start, stop) of the global tensor. blocks: for a range within a cut block, the
-    block's index in each row, int64 `[rows]`; for whole blocks, empty.
+    Yield (start, stop, blocks). start, stop: columns [start, stop) of the global tensor. blocks: for a range within a cut
+    block, the block's index in each row, int64 `[rows]`; for whole blocks, empty.
     """
     *counts, columns = shape or (1,)
     *tops, left = box.offsets or (0,)

@@ -24,7 +24,7 @@ class Lion:
     c = beta1 m + (1 - beta1) g. Elements with |c| < `optimizer.eps` use c / eps in place of sign(c), because the sign
     of pure rounding noise would depend on the layout.
 
-    m has the dtype promote(float32, storage) or, if `optimizer.moment_dtype` is bfloat16, bfloat16 with stochastic
+    m has the wider dtype of float32 and storage. If `optimizer.moment_dtype` is bfloat16, m is bfloat16 with stochastic
     rounding.
     """
 
@@ -51,14 +51,14 @@ class Lion:
         write_unless(skip, self._updates, self._updates + 1)
 
     def follow(self, config: OptimizerConfig) -> None:
-        """Use weight_decay, betas and eps of `config` from the next step on."""
+        """Use weight_decay, betas and eps of `config`, beginning with the next step."""
         self._config = config
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
         return self._moments.tensors()
 
     def state(self) -> dict[str, int]:
-        """Return the number of updates, without skipped steps. Synchronises with the device."""
+        """Return the number of updates, not counting skipped steps. Synchronises with the device."""
         return {"updates": int(self._updates)}
 
     def load_state(self, state: dict[str, int]) -> None:

@@ -38,7 +38,7 @@ ROUND_NUMEL = {"cuda": 1 << 24, "cpu": 1 << 19}
 
 @dataclass(frozen=True)
 class MatrixBatch:
-    """Matrices of one shape, computed together on one rank: the matrices of `runs`, one run after another."""
+    """Matrices of one shape that one rank computes together: the matrices of all `runs`, in order."""
 
     shape: tuple[int, ...]
     runs: tuple[MatrixRun, ...]
@@ -59,7 +59,7 @@ class WholeMatrices:
     group: ranks that together hold all matrices, with shards of the same parameters in the same order (`Meshes.stage`);
     None: only this process. dtype: dtype of transfers and of the function's matrices. heads: for each shard, the number
     of matrices into which the rows of a 2-D shard are divided; None: 1. round_numel: maximum number of elements per
-    owner and round (a larger matrix is a round alone); None: ROUND_NUMEL of the shards' device.
+    owner and round (a larger matrix has a round of its own); None: ROUND_NUMEL of the shards' device.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class WholeMatrices:
 
     @property
     def batches(self) -> list[MatrixBatch]:
-        """Return batches of this rank's own matrices, in the order in which `replace` passes them to its function."""
+        """Return batches of the matrices that this rank owns, in the order in which `replace` passes them to its function."""
         return [batch for one in self._rounds for batch in one.batches]
 
     @torch.no_grad()
     def replace(self, tensors: Sequence[Tensor], function: Function) -> None:
-        """Replace every matrix M by `function` of M, in all local parts of `tensors`, in place.
+        """Replace every matrix M with `function` of M, in all local parts of `tensors`, in place.
 
         Collective. tensors: gradients or momenta, one per shard, contiguous and laid out like `shard.data`.
         function(matrices, batch): maps `[batch.count, rows, columns]` to the same shape; called once per batch. Does
@@ -191,7 +191,7 @@ class _Round:
     def scatter(self, results: list[Tensor], held: list[Tensor], empty: Tensor) -> Callable[[], None]:
         """Start the transfer of results to the holders.
 
-        Return a function that completes the writes to `held`. Collective.
+        Return a function that completes the transfer and the writes to `held`. Collective.
         """
         return self._to_holders.start(results, held, empty)
 
@@ -200,8 +200,8 @@ class _Exchange:
     """An all-to-all that moves parts of matrices between ranks.
 
     transfers: this rank's transfers, and possibly others, in the same order on all ranks. source: maps a part to its
-    location in the tensors to read from. target: maps a part to its location in the tensors to write to. travels: at
-    least one rank sends to another rank; equal on all ranks.
+    location in the tensors to read from. target: maps a part to its location in the tensors to write to. travels: True if
+    any rank sends to another rank; equal on all ranks.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from forge.shard import Shard
 
 
 class Moments:
-    """The moments `slots` of `shards`.
+    """The moments of `shards`. slots: names of the moments that each shard has.
 
     narrow: storage dtype, with stochastic rounding; None: `wide_dtype`, without rounding. stored: (slot, parameter
     name) -> tensor, laid out like `shard.data`; initially 0.
@@ -38,7 +38,7 @@ class Moments:
     def draw(self, updates: Tensor) -> None:
         """Generate the noise of the next update.
 
-        updates: number of past updates, a scalar or one for each shard; the largest is used.
+        updates: number of past updates: a scalar, or one number per shard, of which the largest is used.
         """
         if self.rounding is not None:
             self.rounding.draw(updates.max() if updates.dim() else updates)
@@ -59,13 +59,13 @@ class Moments:
         """Complete the writes of an update. Collective."""
 
     def share_loaded(self) -> None:
-        """Share scales loaded from a checkpoint with all ranks that need them.
+        """Send scales loaded from a checkpoint to all ranks that need them.
 
         Call after loading into `tensors`. Collective.
         """
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        """Yield the state like `Optimizer.tensors`."""
+        """Yield (slot, shard, values) of all moments, as in `Optimizer.tensors`."""
         for shard in self._shards:
             for slot in self._slots:
                 yield slot, shard, self.stored[slot, shard.name]
@@ -77,7 +77,7 @@ class Int8Moments(Moments):
     The constructor is collective.
 
     group: ranks that together hold all elements; None: only this process. A shard boundary may cut a block. The ranks
-    with parts of the block then need a common scale: one all-reduce per update computes the scales of all cut blocks.
+    that share the block then need a common scale: one all-reduce per update computes the scales of all cut blocks.
     The rank with the block's first element saves its scale.
     """
 
@@ -133,7 +133,10 @@ class Int8Moments(Moments):
             yield f"{slot}_scale", scales, scales.data
 
     def _agree(self, known: Iterable[tuple[Region, Tensor]]) -> None:
-        """Set the scales of all cut blocks to the maximum over ranks. Collective. known: (region, local maxima `[rows]`)."""
+        """All-reduce the scales of all cut blocks to their maximum over ranks. Collective.
+
+        known: pairs of a region and its local maxima `[rows]`.
+        """
         if not len(self.maxima):
             return
         self.maxima.zero_()

@@ -119,7 +119,7 @@ class Muon:
         self._logits = logits
 
     def _update(self, shard: Shard, skip: Tensor) -> Tensor:
-        """Add the gradient to the momentum; return the input of the orthogonalisation, laid out like `shard.data`."""
+        """Add the gradient to the momentum. Return the tensor to orthogonalise, laid out like `shard.data`."""
         mean = self._moments.read(shard, "momentum")
         # In a skipped step, the mean itself takes the gradient's place, so nothing changes and all values are finite.
         new = torch.where(skip > 0, mean, gradient(shard).to(mean.dtype))
@@ -133,14 +133,14 @@ class Muon:
         return result if self._rows is None else self._rows.normalize(result, batch, skip)
 
     def _factor(self, shard: Shard, heads: int) -> float:
-        """Return the factor on the learning rate for the shape of the shard's matrices (`adjust_lr`)."""
+        """Return the factor of the learning rate that `adjust_lr` gives for the shape of the shard's matrices."""
         rows, columns = shard.global_shape[-2] // heads, shard.global_shape[-1]
         if self._keys.adjust_lr == "original":
             return sqrt(max(1, rows / columns))
         return 0.2 * sqrt(max(rows, columns))
 
     def follow(self, config: OptimizerConfig) -> None:
-        """Use weight_decay, betas, eps and muon.momentum of `config` from the next step on."""
+        """Use weight_decay, betas, eps and muon.momentum of `config`, beginning with the next step."""
         self._config, self._keys = config, config.muon
         self._rest.follow(config)
         if self._rows is not None:
@@ -154,7 +154,7 @@ class Muon:
         yield from self._rest.tensors()
 
     def state(self) -> dict[str, Any]:
-        """Return the number of updates, without skipped steps. Synchronises with the device."""
+        """Return the number of updates, not counting skipped steps. Synchronises with the device."""
         return self._rest.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -164,10 +164,10 @@ class Muon:
 
 
 class _RowMoments:
-    """Second moments of the rows of orthogonalised matrices, each held by the matrix's owner.
+    """Second moments of the rows of orthogonalised matrices. Each is stored on the owner of its matrix.
 
-    shards: one per matrix parameter, with the parameter's name and shape without the last dimension; boxes are the rows
-    of this rank's own matrices.
+    shards: one per matrix parameter, with the parameter's name and its shape without the last dimension. Boxes are the rows
+    of the matrices that this rank owns.
     """
 
     def __init__(self, shards: list[Shard], batches: list[MatrixBatch], decay: float):
@@ -193,10 +193,10 @@ class _RowMoments:
         }
 
     def normalize(self, matrices: Tensor, batch: MatrixBatch, skip: Tensor) -> Tensor:
-        """Divide each row of `[n, rows, columns]` by the square root of its moment, then restore each matrix's norm.
+        """Divide each row of `[n, rows, columns]` by the square root of its moment. Then restore each matrix's norm.
 
-        The paper instead scales to norm 0.2 sqrt(rows * columns); for an orthogonal matrix under match_rms_adamw, the
-        two scales are equal.
+        The paper scales to norm 0.2 sqrt(rows * columns). For an orthogonal matrix under match_rms_adamw, the two scales
+        are equal.
         """
         moments = torch.cat(self._of_batch[id(batch)])
         wide = matrices.to(moments.dtype)
@@ -211,7 +211,7 @@ class _RowMoments:
 
 
 def _is_muons(shard: Shard) -> bool:
-    """Return whether Muon updates this parameter: a matrix, or a stack of expert matrices, inside a block.
+    """Return whether Muon updates this parameter. True for a matrix, or a stack of expert matrices, inside a block.
 
     Routers and convolutions are excluded. Raises UserError (exit 2) for a parameter inside a block that is neither a
     vector, a matrix nor a stack of expert matrices.
@@ -230,7 +230,7 @@ def _is_muons(shard: Shard) -> bool:
 
 
 def _least_update(shard: Shard, dtype: torch.dtype) -> float:
-    """Return the size below which an element of an orthogonal update may be rounding noise.
+    """Return the threshold below which an element of an orthogonal update may be rounding noise.
 
     Cautious weight decay ignores the sign of smaller elements, because the sign of rounding noise depends on the
     layout. Typical elements of an orthogonal matrix are of size 1 / sqrt(longer side).

@@ -40,18 +40,18 @@ class Optimizer(Protocol):
         """
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        """Yield (slot, shard, values) for all tensors.
+        """Yield (slot, shard, values) for all tensors. slot: name of the kind of state, e.g. the first moment.
 
         shard: the parameter's shard, or a separate shard for state of another shape. Checkpoints save each tensor as
-        `optimizer.<parameter>.<slot>` and load into `values` in place. So all tensors must exist from the start, laid
-        out like `shard.data`.
+        `optimizer.<parameter>.<slot>` and load into `values` in place. All tensors must therefore exist from the start,
+        laid out like `shard.data`.
         """
 
     def state(self) -> dict[str, Any]:
         """Return the state that is not in `tensors`: JSON, equal on all ranks. May synchronise with the device."""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore `state`, returned by the method of the same name. Ignore unknown keys, e.g. of a former weight average."""
+        """Restore a result of `state`. Ignore unknown keys, e.g. of a former weight average."""
 
 
 OptimizerClass: TypeAlias = Callable[[list[Shard], OptimizerConfig, ProcessGroup | None], Optimizer]
@@ -99,7 +99,7 @@ def own_decay(name: str, config: OptimizerConfig) -> float | None:
 
 
 def with_scales(shards: Sequence[Shard], config: OptimizerConfig) -> list[Shard]:
-    """Return `shards` with the learning-rate factors of `optimizer.groups`."""
+    """Return `shards` with the learning-rate factors (lr_scale) of `optimizer.groups`."""
     scales = [_of_groups(shard.name, config, "lr_scale") for shard in shards]
     return [
         shard if scale is None else replace(shard, rates=replace(shard.rates, scale=scale))
@@ -108,7 +108,7 @@ def with_scales(shards: Sequence[Shard], config: OptimizerConfig) -> list[Shard]
 
 
 def _of_groups(name: str, config: OptimizerConfig, key: str) -> float | None:
-    """Return the value of `key` from the last matching group with `key` set; None without such a group."""
+    """Return `key` of the last group of `optimizer.groups` that matches `name` and sets `key`; None without one."""
     for group in reversed(config.groups):
         value: float | None = getattr(group, key)
         if value is not None and any(fnmatchcase(name, glob) for glob in group.names):
@@ -117,20 +117,23 @@ def _of_groups(name: str, config: OptimizerConfig, key: str) -> float | None:
 
 
 def wide_dtype(shard: Shard) -> torch.dtype:
-    """Return the dtype of the update's arithmetic: promote(float32, the parameter's storage dtype)."""
+    """Return the dtype of the update's arithmetic: the wider of float32 and the parameter's storage dtype."""
     return torch.promote_types(torch.float32, shard.parameter.dtype)
 
 
 def write_unless(skip: Tensor, target: Tensor, values: Tensor) -> None:
-    """Copy `values`, cast, into `target`. If the device scalar `skip` is 1.0, leave every bit of `target` unchanged."""
+    """Copy `values` into `target`, cast to its dtype.
+
+    If the device scalar `skip` is 1.0, leave every bit of `target` unchanged.
+    """
     torch.where(skip.to(target.device) > 0, target, values.to(target.dtype), out=target)
 
 
 def update_groups(shards: Sequence[Shard], config: OptimizerConfig, max_numel: int) -> list[list[Shard]]:
     """Group shards of equal weight decay and rates for multi-tensor kernels.
 
-    Groups with the default weight decay come first. A group is closed once it has `max_numel` elements, to bound
-    temporaries. Shards without elements are left out.
+    Groups with the default weight decay come first. A group is closed once it has `max_numel` elements, to bound the memory
+    of temporary tensors. Shards without elements are left out.
     """
     kinds: dict[Any, list[list[Shard]]] = {}
     filled: dict[Any, int] = {}  # elements of the last group

@@ -43,9 +43,9 @@ def orthogonalize_(matrices: Tensor, steps: int, method: Method = "newton_schulz
 
 
 def _iterate_(matrices: Tensor, coefficients: list[tuple[float, float, float]], room: float) -> None:
-    """Apply one polynomial per step to matrices `[n, rows, columns]`, or to one `[rows, columns]`, in place.
+    """Apply one polynomial per step, in place. matrices: `[n, rows, columns]`, or one matrix `[rows, columns]`.
 
-    Matrices are first divided by their Frobenius norm times `room`.
+    Matrices are first divided by their Frobenius norm times `room`. coefficients: (a, b, c) of each step.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     add_product = torch.addmm if matrices.ndim == 2 else torch.baddbmm

@@ -1,4 +1,6 @@
-"""The holders of each matrix, i.e. the ranks with its parts, and its owner, the holder that computes on it.
+"""The holders of each matrix and its owner.
+
+Holders are the ranks with its parts; the owner is the holder that computes on it.
 
 Owners are chosen to balance the work over all ranks. An owner computes in several rounds, to limit its memory.
 """
@@ -46,8 +48,8 @@ PartTransfer: TypeAlias = tuple[MatrixPart, int, int]
 class Holders:
     """The ranks holding a matrix.
 
-    of_box: box of the matrix -> ranks holding the box, in the same order on all ranks. numels: rank -> number of held
-    elements.
+    of_box: box of the matrix -> ranks holding the box, in the same order on all ranks. numels: rank -> number of elements
+    that it holds.
     """
 
     def __init__(self, of_box: dict[Box, list[int]]):
@@ -107,7 +109,7 @@ class MatrixRun:
 def parts_of(
     boxes: Sequence[Box], shape: torch.Size, number: int, heads: int
 ) -> Iterator[tuple[MatrixPart, tuple[int, slice]]]:
-    """Yield (part, (index of its box, slice of the box's first dimension)) for all parts of matrices in `boxes`.
+    """Yield (part, (index of its box in `boxes`, slice of the box's first dimension)) for all parts of matrices in `boxes`.
 
     number: index of the shard. shape: the shard's global shape. heads: number of matrices into which the rows of a 2-D
     shard are divided.
@@ -133,9 +135,9 @@ def parts_of(
 def find_runs(
     shards: Sequence[Shard], heads: Sequence[int], group: dist.ProcessGroup | None
 ) -> list[MatrixRun]:
-    """Return runs of consecutive matrices of `shards` with the same holders, in order.
+    """Return runs of consecutive matrices of `shards` with the same holders, in order. Collective.
 
-    `choose_owners` sets owners. Collective.
+    The runs have no owners yet; `choose_owners` sets them.
     """
     everyones = gather_shard_boxes(shards, group)
     runs = []
@@ -195,7 +197,7 @@ def choose_owners(runs: Sequence[MatrixRun]) -> list[MatrixRun]:
 
 
 def divide_into_rounds(runs: Sequence[MatrixRun], round_numel: int) -> list[list[MatrixRun]]:
-    """Divide runs into rounds. In each round an owner has at most `round_numel` elements, or a single matrix."""
+    """Divide runs into rounds. In each round an owner has at most `round_numel` elements, or a single larger matrix."""
     rounds: list[list[MatrixRun]] = []
     current: Counter[int] = Counter()  # owner -> its latest round
     filled: Counter[int] = Counter()  # owner -> elements in its latest round

@@ -1,10 +1,10 @@
 """Stochastic rounding to bfloat16: small changes of a moment are kept on average instead of being lost.
 
-bfloat16 has 8 significant bits. With beta2 = 0.999 a moving average changes by less than half of its last bit per step,
-so rounding to nearest would never change it. With stochastic rounding, a value between two neighbouring
-bfloat16 numbers is rounded up with a probability proportional to its distance from the lower number. So the expectation
-is exact (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015). The standard deviation of the error is
-about 6 % of the value of a slow average, for any beta: a slower average makes smaller errors, and forgets them more
+bfloat16 has 8 significant bits. With beta2 = 0.999 a moving average changes by less than half of its last bit per step.
+Rounding to nearest would therefore never change it. With stochastic rounding, a value between two neighbouring
+bfloat16 numbers is rounded up with a probability proportional to its distance from the lower number. The expectation
+is then exact (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015). The standard deviation of the error
+is about 6 % of the value of a slow average, for any beta: a slower average makes smaller errors, and forgets them more
 slowly.
 """
 
@@ -28,7 +28,7 @@ _POSITION = -7046029254386353131
 class StochasticRounding:
     """Rounds `slots` of the optimizer state of `shards`, with layout-independent noise, in two cheap passes.
 
-    An element's noise is the exclusive or of one uniform number per dimension. Each number is a hash of (name, slot,
+    The noise of an element is the xor of one uniform number per dimension. Each number is a hash of (name, slot,
     dimension, global index along the dimension, number of updates). Noise is uniform, and independent between any two
     elements.
     """

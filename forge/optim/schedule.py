@@ -9,7 +9,7 @@ from forge.config.schema import ScheduleConfig
 
 
 def planned_rate(config: Config, phases: Phases, step: int, tokens: int) -> float:
-    """Return the learning rate of update `step`, counted from 1: `learning_rate` with the phase's peak.
+    """Return the learning rate of update `step`, counted from 1. It is `learning_rate` with the peak of the phase.
 
     tokens: number of tokens trained before the update. With `schedule.unit = "tokens"` the schedule counts tokens up to
     the end of the update.
@@ -47,7 +47,7 @@ def learning_rate(schedule: ScheduleConfig, *, lr: float, step: int, steps: int)
 
 
 def warmup_steps(schedule: ScheduleConfig, steps: int) -> int:
-    """Return the number of warm-up steps; by default 1 % of `steps`, at most 2000 (a common choice in long runs)."""
+    """Return the number of warm-up steps. The default is 1 % of `steps`, at most 2000 (a common choice in long runs)."""
     return min(2000, steps // 100) if schedule.warmup_steps is None else schedule.warmup_steps
 
 
@@ -69,7 +69,9 @@ def _shape(schedule: ScheduleConfig) -> str:
 
 
 def _remaining(shape: str, done: float) -> float:
-    """Return the factor f(p) of `learning_rate`, which falls from 1 to 0. done: p, the completed fraction of the decay.
+    """Return the factor f(p) of `learning_rate`, which falls from 1 to 0. shape: of the decay.
+
+    done: p, its completed fraction.
 
     linear: 1 - p. cosine: (1 + cos(pi p)) / 2 (Loshchilov and Hutter 2017, arXiv:1608.03983, without
     restarts). sqrt: 1 - sqrt(p) (the best decay after a plateau in Hägele et al. 2024, arXiv:2405.18392).

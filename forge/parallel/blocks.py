@@ -128,7 +128,7 @@ def apply_blocks(model: Transformer, layout: Layout) -> None:
 
 
 class BlockPolicy:
-    """Chooses which forwards of a block are recomputed or offloaded, and which are compiled."""
+    """The rule for a model's blocks: which forwards are recomputed or offloaded, and which are compiled."""
 
     def __init__(self, layout: Layout):
         self._recomputation = layout.activation_checkpoint
@@ -141,9 +141,9 @@ class BlockPolicy:
         self._compiler = compiler_for(layout.compile) if layout.compile.enabled else None
 
     def wrap(self, block: Any, layer: int) -> None:
-        """Wrap forwards of `block`, number `layer` of the model, for compilation, and recomputation or offload.
+        """Wrap forwards of `block`, number `layer` of the model, for compilation, recomputation and offload.
 
-        The module docstring gives the order, from the inside out.
+        The module docstring gives the order of the wrappers, from the inside out.
         """
         chosen = self._recomputation
         is_chosen = chosen.mode in BY_BLOCK and layer % chosen.every == 0
@@ -162,7 +162,10 @@ class BlockPolicy:
             block.forward = self._lighten(block, block.forward)
 
     def _lighten(self, module: nn.Module, forward: Any) -> Any:
-        """Return `forward`, a forward of `module`, wrapped to keep less memory for backward."""
+        """Return `forward`, a forward of `module`, wrapped in offload or recomputation.
+
+        It then keeps less memory for backward.
+        """
         if self._offload is not None:
             return self._offload.wrap(module, forward)
         return Recomputed(forward, selective=self._selective)
@@ -198,7 +201,7 @@ class BlockPolicy:
             moe.rounding.compile(compiler)
 
     def _compiler_within_a_checkpoint(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile `function` for use inside a selective checkpoint, which recomputes it as a whole.
+        """Return `function` compiled, for use inside a selective checkpoint, which recomputes it as a whole.
 
         The checkpoint must not see the operators of the compiled code, because compiled code writes in place into the
         results of its matrix products.
@@ -217,7 +220,10 @@ class BlockPolicy:
 
 
 class Recomputed:
-    """`forward` under activation checkpointing: backward runs `forward` again. selective: keep expensive results."""
+    """`forward` under activation checkpointing: backward runs `forward` again.
+
+    selective: True to keep expensive results and recompute only the others.
+    """
 
     def __init__(self, forward: Callable[..., Any], *, selective: bool):
         functools.update_wrapper(self, forward)
@@ -262,7 +268,7 @@ def _overloads(name: str) -> Iterator[Any]:
 
 
 def compiler_for(chosen: Compile) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator like torch.compile: the function is compiled at its first call.
+    """Return a decorator like torch.compile, with the settings of `chosen`. It compiles a function at its first call.
 
     Raises UserError for an unknown backend.
     """
@@ -290,9 +296,9 @@ def compile_chunks(loss: Any, compiler: Callable[..., Any]) -> None:
 
 
 def hiding_gradients(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward`, wrapped to hide each gradient of `module` that has another dtype than its parameter.
+    """Return `forward`, wrapped to hide the gradients of `module` whose dtype differs from their parameter's.
 
-    During the call, `.grad` of such a parameter is None; afterwards it is restored. Parameters in bfloat16 may
+    During the call, `.grad` of such a parameter is None. Afterwards it is restored. Parameters in bfloat16 may
     accumulate gradients in float32 (torch.Tensor.grad_dtype). PyTorch 2.11 to 2.13 refuse to trace such parameters.
     """
     parameters: list[nn.Parameter] = []
@@ -316,7 +322,7 @@ def hiding_gradients(module: nn.Module, forward: Callable[..., Any]) -> Callable
 
 
 def waiting(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward`, wrapped to wait for its first argument if the argument is still being communicated.
+    """Return `forward`, wrapped to wait for its first argument if a collective is still producing it.
 
     Under a user's tensor-parallel plan the embedding may return an AsyncCollectiveTensor, the result of a running
     collective. Compiled code treats it as a plain tensor and fails in backward.
@@ -334,9 +340,8 @@ def cast_at_borders(model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype], p
     """Cast inputs and outputs of each maximal subtree of `model` whose compute dtype is not `policy`.
 
     dtypes: compute dtype of each parameter. policy: compute dtype of all other modules. The subtree receives
-    floating-point arguments in its own compute dtype and returns results in `policy`. If the class of the
-    subtree's root sets `exact_output`, results keep the subtree's dtype. `model` itself never casts: it takes tokens
-    and returns losses.
+    floating-point arguments in its own compute dtype and returns results in `policy`. If the class of the subtree's root
+    sets `exact_output`, the results are not cast. `model` itself never casts, because it takes tokens and returns losses.
     """
     for child in model.children():
         for subtree, compute in maximal_subtrees(child, dtypes):
@@ -348,7 +353,7 @@ def cast_at_borders(model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype], p
 def casting(
     forward: Callable[..., Any], inside: torch.dtype, outside: torch.dtype | None
 ) -> Callable[..., Any]:
-    """Return `forward` with floating-point arguments cast to `inside` and results to `outside` (None: no cast)."""
+    """Return `forward` with floating-point arguments cast to `inside`, and results cast to `outside` (None: not cast)."""
 
     @functools.wraps(forward)
     def cast(*args: Any) -> Any:
@@ -365,7 +370,7 @@ def _to(value: Any, dtype: torch.dtype) -> Any:
 def check_modules(model: Transformer, chosen: ActivationCheckpoint) -> None:
     """Raise UserError if a name in `chosen.modules` is not a child of any block.
 
-    The modes none and memory_budget ignore the names.
+    Under the modes none and memory_budget, which ignore the names, do nothing.
     """
     if chosen.mode not in BY_BLOCK:
         return
@@ -379,7 +384,7 @@ def check_modules(model: Transformer, chosen: ActivationCheckpoint) -> None:
 
 
 def _set_memory_budget(layout: Layout) -> None:
-    """Set the share of activations that the compiler may keep: a PyTorch global, read when a block is compiled.
+    """Set the fraction of activations that the compiler may keep: a PyTorch global, read when a block is compiled.
 
     Raises UserError if tensor parallelism does not work with a memory budget in this PyTorch.
     """

@@ -50,7 +50,7 @@ APPLY: dict[str, Callable[[Transformer, Layout], Any]] = {
     "data": apply_data_parallel,
 }
 STEPS = (*APPLY, "allocate", "initialise")
-# For each optional step: whether a layout needs it.
+# Optional step -> function that returns whether a layout needs the step.
 NEEDED: dict[str, Callable[[Layout], bool]] = {
     "context": lambda layout: layout.meshes.cp.size() > 1,
     "tensor": lambda layout: layout.meshes.tp.size() > 1,
@@ -102,7 +102,7 @@ def build_parallel_model(
 
 
 class Builder:
-    """Applies a layout to `model` on the meta device, in place: each step at most once, in the order of STEPS."""
+    """Applies a layout to `model` on the meta device, in place. Each step runs at most once, in the order of STEPS."""
 
     def __init__(self, model: Transformer, layout: Layout):
         self.model, self.layout = model, layout
@@ -133,7 +133,7 @@ class Builder:
 
 
 def check_names(config: Config, layout: Layout) -> None:
-    """Raise UserError if the configuration names a module missing from the whole model.
+    """Raise UserError if the configuration names a module that the whole model lacks.
 
     Each step checks its own names, but a pipeline stage has only some of the modules.
     """

@@ -70,9 +70,11 @@ def through_experts(
     compute: Callable[[Tensor, RowGroups], Tensor],
     kernels: Kernels,
 ) -> Tensor:
-    """Send rows `[n, dim]`, sorted by expert, to the ranks of their experts, and return the outputs `[n, dim]`.
+    """Send rows `[n, dim]`, sorted by expert, to the ranks of their experts.
 
-    Outputs are in the order of `rows`. Collective over `group`.
+    Return the outputs `[n, dim]`, in the same order.
+
+    Collective over `group`.
 
     sends: number of rows for each rank. receives: number of rows from each rank. arriving: number of rows from each
     rank for each local expert, int64 `[ranks, local experts]`.
@@ -85,10 +87,10 @@ def through_experts(
 
 
 def exchange(numbers: Tensor, group: dist.ProcessGroup, *sizes: list[int]) -> Tensor:
-    """Return the all-to-all of `numbers` over `group`, without autograd.
+    """Return the all-to-all of `numbers` over `group`. Collective. Not differentiable.
 
-    Collective. sizes: two lists, the number of rows to receive from each rank and to send to each rank. Without
-    `sizes`, every rank exchanges equal parts.
+    sizes: two lists, the number of rows to receive from each rank and to send to each rank. Without `sizes`, every
+    rank exchanges equal parts.
     """
     receives, sends = sizes or (None, None)
     return functional.wait_tensor(functional.all_to_all_single(numbers.contiguous(), receives, sends, group))
@@ -154,16 +156,16 @@ class NodeDispatcher:
 
 
 def _counts(experts: Tensor, n_experts: int) -> Tensor:
-    """Return the number of choices of each expert in `experts` (int64): int64 `[n_experts]`.
+    """Count the choices of each expert. experts: int64. Return int64 `[n_experts]`.
 
-    Unlike bincount, the function does not synchronise with the device.
+    Unlike bincount, this function does not synchronise with the device.
     """
     flat = experts.flatten()
     return flat.new_zeros(n_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:-1]
 
 
 def first_visits(nodes: Tensor, n_nodes: int) -> Tensor:
-    """Return `nodes` with every repetition within a row replaced by `n_nodes`, so a token visits a node once.
+    """Return `nodes` with every repetition within a row replaced with `n_nodes`. A token then visits a node once.
 
     nodes: for each token, the nodes of its chosen experts, int64 `[tokens, top_k]`.
     """
@@ -178,13 +180,10 @@ def first_visits(nodes: Tensor, n_nodes: int) -> Tensor:
 def node_sizes_from_counts(
     to_nodes: Tensor, from_nodes: Tensor, leaving: Tensor, arriving: Tensor
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return four lists of numbers of rows.
+    """Return four lists of numbers of rows: to each node, from each node, to and from each rank of this node.
 
-    The lists are: rows to each node, rows from each node, rows to each rank of this node, rows from each rank of this
-    node.
-
-    to_nodes, from_nodes: int64 `[nodes]`. leaving, arriving: int64 `[ranks, local experts]`. Synchronises with the
-    device, except in recomputation.
+    to_nodes, from_nodes: rows, int64 `[nodes]`. leaving, arriving: rows, int64 `[ranks, local experts]`. Synchronises with
+    the device, except in recomputation.
     """
     numbers = [to_nodes, from_nodes, leaving.sum(1), arriving.sum(1)]
     read = iter(host.read(torch.cat(numbers)))

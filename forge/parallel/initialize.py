@@ -23,10 +23,10 @@ LONGEST_SPAN = 1 << 22
 
 
 def initialize(shards: list[Shard], values: dict[str, float | Normal | Uniform], seed: int) -> None:
-    """Fill every shard in place.
+    """Fill every shard in place with its initial values.
 
-    values: parameter name -> constant or distribution. Raises KeyError if a parameter has no entry, so no memory stays
-    uninitialised.
+    values: parameter name -> constant or distribution. Raises KeyError if a parameter has no entry. No memory therefore
+    stays uninitialised.
     """
     for shard in shards:
         start = values[shard.name]
@@ -62,7 +62,7 @@ def fill_random(
 
 
 def _draw(start: int, stop: int, numel: int, seed: int, name: str, device: torch.device) -> Tensor:
-    """Return standard normal values for elements [start, stop) of the flattened tensor `name`: float32 `[stop - start]`."""
+    """Return random elements [start, stop) of the flattened tensor `name`. Standard normal, float32 `[stop - start]`."""
     out = torch.empty(stop - start, dtype=torch.float32, device=device)
     generator = torch.Generator(device)
     for block in range(start // BLOCK, (stop - 1) // BLOCK + 1):

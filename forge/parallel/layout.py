@@ -95,7 +95,7 @@ def make_layout(config: Config, meshes: Meshes) -> Layout:
 def own_box(parameter: DTensor, at: Mapping[str, int] | None = None) -> Box:
     """Return this rank's box (rectangular slice) of the global tensor.
 
-    at: mesh axis -> position, for the box of another rank. Each mesh axis in turn divides the box like torch.chunk, the
+    at: mesh axis -> position, to get the box of another rank. Each mesh axis in turn divides the box like torch.chunk, the
     last axis first. The order matters if FSDP2 and tensor parallelism split the same dimension (`_StridedShard`): FSDP2
     splits the parts left by tensor parallelism, although its axis comes first in the mesh.
     """

@@ -1,13 +1,11 @@
-"""The largest attention logit of each head in a step, over all ranks.
-
-QK-clip (forge/optim/muon.py) bounds these logits.
+"""The largest attention logit of each head in a step, over all ranks. QK-clip (forge/optim/muon.py) bounds these logits.
 
 A wrapper around each attention function takes the maximum over this rank's queries in every forward with gradients. One
 all-reduce per step takes the maximum over ranks. A maximum does not depend on microbatches, on the split of heads,
 sequences and batches, or on recomputation.
 
-The wrapper computes the logits a second time, ROWS queries at a time. The second computation costs half as many FLOPs
-as attention's forward, and memory for the logits of ROWS queries against all keys.
+The wrapper computes the logits a second time, ROWS queries at a time. This takes half as many FLOPs as attention's
+forward, and memory for the logits of ROWS queries against all keys.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class LargestLogits:
 
     by_parameter: name of a query or key projection -> (logits, powers). logits: the largest logit of each head, float64
     `[heads]`, in the order of the parameter's rows; equal on all ranks after `complete`. powers: float64 `[rows of a
-    head]`. Multiplying each row of a head by c ** power, in both projections, multiplies the head's logits by c.
+    head]`. To multiply a head's logits by c, multiply each row of the head by c ** power, in both projections.
     """
 
     def __init__(self, parts: Sequence[Transformer], shards: Sequence[Shard], layout: Layout):
@@ -92,7 +90,7 @@ class LargestLogits:
 
 
 def _powers(attention: Any, shared_keys: bool) -> dict[str, list[float]] | None:
-    """Return projection name -> powers of the rows of a head (see `LargestLogits`); None: unknown kind of attention.
+    """Return projection name -> powers of the rows of a head (see `LargestLogits`); None for an unknown kind of attention.
 
     Rows of queries and keys have power 1/2. If query heads share a key, the key has power 0 and stays unchanged, and
     the query has power 1, as in arXiv:2507.20534. Shared keys are the keys of grouped-query attention and the RoPE part
@@ -109,7 +107,7 @@ def _powers(attention: Any, shared_keys: bool) -> dict[str, list[float]] | None:
 
 
 class ObservedAttention:
-    """An attention function that records its largest logits. largest: float64 `[heads]`, all heads of the model."""
+    """An attention function that records its largest logits. largest: float64 `[heads]`, over all heads of the model."""
 
     def __init__(self, attend: AttentionFunction, largest: Tensor, layout: Layout, split: SequenceSplit):
         self._attend, self._largest, self._split, self._tp = attend, largest, split, layout.meshes.tp

@@ -129,7 +129,7 @@ class _View:
         return DeviceMesh.from_group(groups, device_type, mesh=self._ranks, mesh_dim_names=self._axes)
 
     def group(self, *axes: str, on_cpu: bool = False) -> dist.ProcessGroup:
-        """Return the group of ranks differing from this rank only along the given axes.
+        """Return the group of ranks that differ from this rank only along the given axes.
 
         Collective. on_cpu: see `new_group`.
         """
@@ -140,10 +140,10 @@ class _View:
 
 
 class _Groups:
-    """Makes one process group per set of ranks and reuses it: a group costs connections, memory and start-up time.
+    """Makes one process group per set of ranks and reuses it, because a group costs connections, memory and start-up time.
 
-    The operations of a group run one after another. So groups used inside layers (`in_layers`: tp, ep, cp) are separate
-    from FSDP's background groups on the same ranks.
+    The operations of a group run one after another. Groups used inside layers (`in_layers`: tp, ep, cp) are therefore
+    separate from FSDP's background groups on the same ranks.
     """
 
     def __init__(self, all_on_cpu: bool) -> None:

@@ -50,18 +50,18 @@ def has_all_names(model: nn.Module) -> bool:
 
 
 def for_all_layers(names: Iterable[str]) -> set[str]:
-    """Return `names` with numbers replaced by `*`, to suggest a pattern instead of one name per layer."""
+    """Return `names` with each number replaced with `*`. Messages suggest such a pattern in place of one name per layer."""
     return {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
 
 
 def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Replace the module `name` of `model` by `new`, which takes over the hooks."""
+    """Replace the module `name` of `model` with `new`. Hooks of the old module move to `new`."""
     carry_hooks(model.get_submodule(name), new)
     model.set_submodule(name, new)
 
 
 def carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give `new` all forward hooks and pre-hooks of `old`, in order.
+    """Register all forward hooks and pre-hooks of `old` on `new`, in the same order.
 
     Hooks registered with keyword arguments keep receiving them.
     """

@@ -38,9 +38,9 @@ PLAIN = (Tensor, FakeTensor)
 class HostMemory:
     """Host buffers of offloaded storages, and the stream that copies. On a CPU: no stream, unpinned buffers.
 
-    Buffers are reused, by size. A buffer is free as soon as its tensor is no longer needed, even if a copy from the
-    buffer has not ended, because one stream runs all copies in order. PyTorch's cache of pinned memory would not know
-    this order: it would allocate further buffers while the host is ahead of the device.
+    Buffers are reused, by size. A buffer is free as soon as its tensor is no longer needed. A copy from the buffer may
+    still be running, because one stream runs all copies in order. PyTorch's cache of pinned memory does not know this
+    order: it would allocate more buffers while the host is ahead of the device.
     """
 
     def __init__(self, device: torch.device):
@@ -81,7 +81,7 @@ class HostMemory:
 
 
 class SavedStorage:
-    """A storage saved for backward: uint8 `[size]` on the device, on the host, or both. copied: event of the last copy."""
+    """A storage saved for backward: uint8 `[size]` on the device, on the host, or both. copied: event of the latest copy."""
 
     def __init__(self, memory: HostMemory, on_device: Tensor):
         self._memory = memory
@@ -91,7 +91,7 @@ class SavedStorage:
         self.copied: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Make the compute stream wait for the last copy."""
+        """Make the compute stream wait for the latest copy."""
         self._memory.wait(self.copied)
         self.copied = None
 
@@ -102,7 +102,10 @@ class SavedStorage:
 
 
 class View(NamedTuple):
-    """The object that autograd keeps in place of a saved tensor. place: size, stride and offset in the storage."""
+    """The object that autograd keeps in place of a saved tensor.
+
+    place: size, stride and offset of the tensor in the storage.
+    """
 
     block: SavedBlock
     storage: SavedStorage
@@ -118,9 +121,9 @@ class Distributed(NamedTuple):
 
 
 class SavedBlock:
-    """The storages saved by one forward of a block. Views hold the block and its storages; nothing else does.
+    """The storages saved by one forward of a block. Only the block's Views keep this object and its storages alive.
 
-    before: the storages saved by the previous block. is_weight: returns whether a storage is a parameter's.
+    before: the SavedBlock of the previous block. is_weight: takes a storage's key and returns whether it is a parameter's.
     """
 
     def __init__(self, memory: HostMemory, before: SavedBlock | None, is_weight: Callable[[int], bool]):
@@ -131,7 +134,10 @@ class SavedBlock:
         self.storages: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
 
     def pack(self, tensor: Tensor) -> Tensor | View | Distributed:
-        """Return the object to keep: `tensor` itself if it stays on the device."""
+        """Return the object that autograd keeps in place of `tensor`.
+
+        A tensor that stays on the device is returned itself.
+        """
         if isinstance(tensor, AsyncCollectiveTensor):
             # The operator that saves the result of a collective waits for it too.
             tensor = tensor.trigger_wait()
@@ -165,14 +171,14 @@ class SavedBlock:
         self._of_before = {}
 
     def fetch(self) -> None:
-        """Start copies back to the device of storages that are only on the host."""
+        """Start copies to the device, for storages that are only on the host."""
         missing = [storage for storage in self.storages.values() if storage.on_device is None]
         for storage in missing:
             storage.on_device = torch.empty(storage.size, dtype=torch.uint8, device=self._memory.device)
         self._copy(missing, lambda storage: (storage.on_device, storage.on_host))
 
     def fetch_before(self) -> None:
-        """Fetch the previous block's storages, at the first call."""
+        """Fetch the previous block's storages. Later calls do nothing."""
         before = self._before()
         self._before = lambda: None
         if before is not None:
@@ -186,7 +192,10 @@ class SavedBlock:
 
 
 def unpack(kept: Tensor | View | Distributed) -> Tensor:
-    """Return the saved tensor of `SavedBlock.pack`. The first call in a block fetches the previous block's storages."""
+    """Return the tensor that was passed to `SavedBlock.pack`.
+
+    The first call in a block fetches the previous block's storages.
+    """
     if isinstance(kept, Tensor):
         return kept
     if isinstance(kept, Distributed):
@@ -207,7 +216,7 @@ class Offload:
         self._latest: SavedBlock | None = None
 
     def wrap(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `forward`, a forward of `module`, with offload of the tensors that it saves."""
+        """Return `forward`, a forward of `module`, wrapped to offload the tensors that autograd saves in it."""
 
         @functools.wraps(forward)
         def offloaded(x: Tensor, *args: Any) -> Any:
@@ -229,12 +238,15 @@ def offloads(model: nn.Module) -> set[Offload]:
 
 
 def is_weight(module: nn.Module, key: int) -> bool:
-    """Return whether `key` is the storage of a parameter of `module`. FSDP2 replaces parameters during a forward."""
+    """Return whether `key` is the storage of a parameter of `module`.
+
+    Valid only for this moment, because FSDP2 replaces parameters during a forward.
+    """
     return any(key == own for parameter in module.parameters() for own in _storages(parameter))
 
 
 def _storages(tensor: Tensor) -> Iterator[int]:
-    """Yield the storages of a tensor, e.g. of a DTensor's local tensor."""
+    """Yield the keys of a tensor's storages. A DTensor has the storage of its local tensor."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _storages(getattr(tensor, name))

@@ -100,7 +100,7 @@ def parametrize(
 
 
 def factors(shard: Shard, config: Config) -> tuple[float, Rates]:
-    """Return the factor for the parameter's initial values, and the parameter's `Rates`."""
+    """Return two results: the factor for the parameter's initial values, and the parameter's `Rates`."""
     name, optimizer, model = shard.name, config.optimizer, config.model
     base, deep = optimizer.mup, optimizer.parametrization == "completep"
     width = model.dim / base.base_dim
@@ -148,14 +148,14 @@ def _multiplier(name: str, config: Config, width: float, depth: float) -> float:
 
 
 def _head_growth(config: Config) -> float:
-    """Return head_dim / base_head_dim: the size of a query head relative to the base model's."""
+    """Return head_dim / base_head_dim, the size of a head relative to the base model's."""
     base, latent = config.optimizer.mup.base_head_dim, config.model.latent
     size = config.model.head_dim if latent is None else latent.qk_nope_head_dim + latent.qk_rope_head_dim
     return size / base if base else 1.0
 
 
 def parameter_kinds(model: nn.Module) -> dict[nn.Parameter, Kind]:
-    """Return parameter -> kind for experts, routers and convolutions in `model`. All other parameters are dense.
+    """Return the kind of each parameter of experts, routers and convolutions in `model`. All other parameters are dense.
 
     The gate of shared experts counts as a router with one row.
     """

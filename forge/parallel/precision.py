@@ -2,7 +2,7 @@
 
 Results depend only on the dtypes, not on the units. The policy is the dtype precision.compute. A maximal subtree of
 modules with another compute dtype casts its inputs to this dtype and its outputs back to the policy
-(forge/parallel/blocks.py). So a float32 module leaves the residual stream in bfloat16. FSDP's units follow the same
+(forge/parallel/blocks.py). A float32 module thus leaves the residual stream in bfloat16. FSDP's units follow the same
 subtrees. The units of a block, of the embedding, or of the norm with the head depend on its number of compute dtypes:
 
     one dtype      all modules form one unit
@@ -59,7 +59,7 @@ def compute_dtypes(
     policy: torch.dtype,
     pinned: Collection[nn.Parameter] = frozenset(),
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the compute dtype of each parameter: promote(float32, policy) if pinned, else the policy.
+    """Return the compute dtype of each parameter: `policy`, or for pinned parameters the wider of float32 and `policy`.
 
     Parameters without a floating-point dtype keep their dtype.
     """
@@ -108,9 +108,9 @@ def plan_units(
 
 
 def _parts(model: Transformer) -> list[list[nn.Module]]:
-    """Return the parts of the model: embedding, each block, norm with head.
+    """Return groups of modules: the embedding, each block, and the norm with the head.
 
-    Parts sharing a parameter are joined. A tied embedding is left to the root.
+    Groups that share a parameter are joined. A tied embedding is left to the root.
     """
     parts: list[list[nn.Module | None]] = [[layer] for layer in model.layers.values()]
     if model.config.tie_embeddings:
@@ -122,7 +122,7 @@ def _parts(model: Transformer) -> list[list[nn.Module]]:
 
 
 def _units(part: list[nn.Module], dtypes: dict[nn.Parameter, torch.dtype]) -> list[Unit]:
-    """Return the units of `part`, the experts' units first."""
+    """Return the units of the group of modules `part`, the experts' units first."""
     experts = [module for root in part for module in root.modules() if isinstance(module, Experts)]
     inner = [replace(unit, experts=True) for module in experts for unit in uniform_units([module], dtypes)]
     return inner + uniform_units(part, dtypes, apart=set(_parameters(experts)))
@@ -172,11 +172,11 @@ def uniform_units(
 
 
 def maximal_subtrees(module: nn.Module, keys: dict[nn.Parameter, Any]) -> list[tuple[nn.Module, Any]]:
-    """Return (subtree, key) for the largest subtrees of `module` whose parameters all have one key.
+    """Return (subtree, key) for the largest subtrees of `module` whose parameters all have the same key.
 
-    Subtrees are in the order of modules. No subtree is inside another. Parameters without a key are ignored, and so are
-    subtrees without parameters. Containers without a forward (ModuleList, ModuleDict) are not returned; their children
-    may be.
+    keys: parameter -> key, e.g. its compute dtype. Subtrees are in the order of modules. No subtree is inside another.
+    Parameters without a key are ignored, and so are subtrees without parameters. Containers without a forward (ModuleList,
+    ModuleDict) are not returned; their children may be.
     """
     found = [pair for child in module.children() for pair in maximal_subtrees(child, keys)]
     held = {keys[p] for p in module.parameters() if p in keys}

@@ -1,1 +1,1 @@
-"""Handle stop requests, hangs, stragglers, loss spikes, and replicas that differ."""
+"""Handle stop requests, hangs, stragglers, loss spikes and differing replicas."""

@@ -1,7 +1,7 @@
 """Compare digests of replicated tensors between ranks.
 
-Every rank updates its replicas independently and never sends them again. So a flipped bit on one rank persists, and the
-replicas diverge while the loss may look normal. The check runs before a save and costs one pass over the tensors and
+Every rank updates its replicas independently and never sends them again. A flipped bit on one rank therefore persists, and
+the replicas diverge while the loss may look normal. The check runs before a save and costs one pass over the tensors and
 one small all-gather.
 """
 

@@ -1,4 +1,4 @@
-"""Elastic runs: decide on each rank whether a stop concerns the whole run, this node or another node.
+"""Elastic runs: each rank decides whether a stop concerns the whole run, this node or another node.
 
 `scripts/elastic.py` sets FORGE_NODES, e.g. 2:3, in the environment of its ranks.
 """
@@ -43,13 +43,14 @@ def exit_code_after_stop(
 ) -> int:
     """Return the exit code of a rank after the run has stopped and saved. Collective in an elastic run.
 
-    reason: this rank's reason to stop; None if another rank requested the stop.
+    reason: returns this rank's reason to stop; None if another rank requested the stop. restarts_left: of the launcher.
 
-    If the launcher has restarts left, the exit code of a planned stop is 0, because after any other code the launcher
-    would restart the run at once. Job scripts find the reason in status.json. In an elastic run, a signal to the ranks
-    of some nodes means that these nodes leave, or that all agents are about to repeat the rendezvous. A rank without a
-    signal then waits for its agent's signal, up to `patience_s` seconds. Without such a signal, the exit code is 75, so
-    the agent joins the rendezvous again.
+    If the launcher has restarts left, the exit code of a planned stop is 0. After any other code the launcher would
+    restart the run at once. Job scripts find the reason in status.json.
+
+    In an elastic run, only some ranks may have a signal. Their nodes leave the run, or all agents are about to repeat the
+    rendezvous. A rank without a signal then waits for its agent's signal, up to `patience_s` seconds. Without such a
+    signal, the exit code is 75, so the agent joins the rendezvous again.
     """
     code = FINISHED if restarts_left > 0 else STOPPED
     if not is_elastic():

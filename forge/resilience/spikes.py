@@ -29,7 +29,7 @@ class Limits:
 class SpikeWindow:
     """Loss and gradient norm of the latest steps; part of the training state.
 
-    Limits derive from the median and the median absolute deviation. So a spike in the window does not hide another
+    Limits derive from the median and the median absolute deviation. A spike in the window therefore does not hide another
     spike, and a lasting new level becomes the median. Non-finite numbers are left out. The limits of step n use
     only steps up to n - 2. When step n is launched, every rank has the results of these steps, even just after a resume.
     """
@@ -60,7 +60,7 @@ class SpikeWindow:
         return list(self.entries)
 
     def load(self, state: Iterable[tuple[int, float, float]]) -> None:
-        """Restore `state`, returned by the method of the same name, possibly from a window of another size."""
+        """Restore a result of `state`, which may come from a window of another size."""
         self.entries = [(int(step), float(loss), float(norm)) for step, loss, norm in state][-self.size - 1 :]
 
 

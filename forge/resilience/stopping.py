@@ -33,9 +33,7 @@ _active: StopSignals | None = None
 
 
 class StopSignals:
-    """Context manager. In its body, a signal requests a stop instead of ending the process.
-
-    Use only in the main thread.
+    """Context manager. In its body, a signal requests a stop instead of ending the process. Use only in the main thread.
 
     Before `defer` is called, the first request ends the process at once with exit code 75, because no step has been
     made and nothing is lost. `leaving(reason)` is called first, in another thread.
@@ -46,7 +44,7 @@ class StopSignals:
 
     Entering another instance in the body disables the outer instance.
 
-    Python runs a signal handler in the main thread between two bytecodes, so not while this thread waits in a hanging
+    Python runs a signal handler in the main thread between two bytecodes, and not while this thread waits in a hanging
     collective. Therefore a second thread, woken by the interpreter's C handler, counts the requests, prints the
     messages, and ends the process. The handler itself only sets `reason`.
     """
@@ -58,7 +56,7 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def defer(self) -> None:
-        """From now on, let the run finish its step and save before it stops."""
+        """Change the effect of requests: the run now finishes its step and saves before it stops."""
         self.deferred = True
 
     def __enter__(self) -> StopSignals:
@@ -93,7 +91,7 @@ class StopSignals:
         self.reason = self.reason or signal.Signals(number).name
 
     def _count_requests(self, listening: int) -> None:
-        """Print the effect of each request, and end the process after the third one, or after the first before `defer`.
+        """Print the effect of each request. End the process after the third one, or after the first before `defer`.
 
         listening: read end of a pipe; the interpreter writes the number of each signal to the pipe. Returns when the
         write end is closed.
@@ -152,7 +150,7 @@ os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, aft
 
 
 class TimeLimit:
-    """The time limit of a process: it must have saved and ended `limit_s` seconds after `began` (monotonic clock).
+    """The time limit of a process: it must save and end within `limit_s` seconds after `began` (monotonic clock).
 
     limit_s 0: no limit. `enter` listens to the run's phases, to measure the durations of steps and evaluations.
     """
@@ -169,7 +167,7 @@ class TimeLimit:
         self._phase, self._since = phase, now
 
     def near(self, save_s: float) -> bool:
-        """Return whether the run must stop now. save_s: duration of the slowest save so far; 0: no save yet."""
+        """Return whether the run must stop now. save_s: duration of the slowest save so far in seconds; 0: no save yet."""
         if not self._limit_s:
             return False
         # In the worst case a save is in flight, and the final save has to wait for it.

@@ -1,7 +1,7 @@
 """Find stragglers, i.e. ranks that slow the other ranks down, and the slow phase of each straggler.
 
 Ranks wait for each other in every step, so the step time is equal on all ranks. Only the time of a rank's own work
-differs: waiting for its data, the forward of one block (after its parameters are gathered), and the optimizer. The
+differs: the wait for its data, the forward of one block (after its parameters are gathered), and the optimizer. The
 forward is timed in the first microbatch of each step; on a GPU by CUDA events, without a synchronisation.
 """
 
@@ -122,7 +122,10 @@ class Stragglers(Hook):
             )
 
     def _drain(self, step: int, slow: set[int]) -> None:
-        """Make this rank's node leave the run if the rank has been slow repeatedly. Call on every rank."""
+        """Make this rank's node leave the run if this rank has been slow in several consecutive reports. Call on every rank.
+
+        slow: the slow ranks of this report.
+        """
         self._slow_in_a_row = self._slow_in_a_row + 1 if dist.get_rank() in slow else 0
         if self._slow_in_a_row >= self._drain_after and may_leave():
             log.warning(
@@ -164,8 +167,8 @@ class Stragglers(Hook):
 def slow_ranks(table: Sequence[Sequence[float]], factor: float) -> list[tuple[int, str, float, float]]:
     """Return (rank, phase, the rank's seconds, the median rank's seconds) for each straggler.
 
-    A straggler's delay, compared with the median rank, makes the step more than `factor` times as long and is longer
-    than LEAST_S. table: for each rank, the seconds of data, forward, optimizer and whole step.
+    A straggler's delay is its time minus the median rank's. The delay makes the step more than `factor` times as long,
+    and is longer than LEAST_S. table: for each rank, the seconds of data, forward, optimizer and whole step.
 
     The forward of one block represents all computation: if the rank loses a fraction of this forward, it is assumed to
     lose the same fraction of the step. A forward of 0 means that the rank has timed no forward.

@@ -1,6 +1,6 @@
 """Watchdog: end a hanging process after writing its stacks.
 
-PyTorch's own timeouts end a waiting collective. These timeouts do not detect a sleeping rank, an unresponsive file
+PyTorch's own timeouts end a waiting collective. They do not detect a sleeping rank, an unresponsive file
 system or an endless compilation, and write no stacks. The watchdog's thread knows the current phase of the process and
 the phase's time limit. Every rank has a watchdog. If one rank hangs, the others soon wait for it, so all ranks write
 their stacks at about the same time.
@@ -39,7 +39,7 @@ ALARM_TRIES = 3
 
 
 def bounds(config: Resilience) -> dict[str, tuple[float, str]]:
-    """Return phase -> (time limit in seconds, configuration key); 0: no limit."""
+    """Return a dict from phase to (time limit in seconds, configuration key). A limit of 0 is no limit."""
     keys = {
         "set-up": "setup_timeout_s",
         "first step": "first_step_timeout_s",
@@ -65,16 +65,16 @@ def step_bound(configured: float, seconds: Sequence[float]) -> float:
 
 
 def collective_timeout_s(config: Resilience) -> float:
-    """Return the timeout of collectives in seconds, for hangs not detected by the watchdog.
+    """Return the timeout of collectives in seconds, for hangs that the watchdog does not detect.
 
-    The timeout is longer than the limit of every phase, so the watchdog acts first and its report has the stacks.
+    The timeout is longer than the limit of every phase. The watchdog thus acts first, and its report has the stacks.
     """
     default = 1800.0
     return max(seconds or default for seconds, _ in bounds(config).values()) + 2 * NET_S
 
 
 class Alarm(NamedTuple):
-    """The reason for ending ranks, and their exit code. ranks: the ranks at fault, if known."""
+    """The reason for ending ranks, and the exit code of these ranks. ranks: the ranks at fault, if known."""
 
     reason: str
     exit_code: int

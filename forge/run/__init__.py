@@ -1,1 +1,1 @@
-"""A run's life: launch, resume, roll-back, saves, copies, and reports of how it ended."""
+"""The life of a run: launch, resume, roll-back, saves, copies, and the report of its end."""

@@ -46,7 +46,7 @@ CONTEXT = (
 
 
 def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False) -> None:
-    """Log the keys changed since the checkpoint at `path`.
+    """Log the keys that changed since the checkpoint at `path`.
 
     Raises UserError for a change that prevents the run from continuing. branch: True if checkpoint.resume names this
     checkpoint.
@@ -68,7 +68,7 @@ def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False)
 
 
 def compare_for_init(path: Path, new: Config) -> None:
-    """Log the keys of [model] that differ in the checkpoint of the initial weights, at `path`.
+    """Log the keys of [model] that differ from those of the checkpoint at `path`, which gives the initial weights.
 
     Raises UserError for a difference that changes the function computed by the weights, unless
     `checkpoint.init_changes` lists the key.
@@ -91,10 +91,10 @@ def compare_for_init(path: Path, new: Config) -> None:
 
 
 def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: Config) -> list[str]:
-    """Raise UserError (exit 2) if data or tokenizer differ from those of the checkpoint at `path`.
+    """Compare data and tokenizer with those of the checkpoint at `path`. Return one sentence per accepted change.
 
     before, inputs: fingerprints in the checkpoint and now. new: the run's config. With `checkpoint.allow_changed_data`,
-    changed data are accepted, but not a changed tokenizer. Returns one sentence per accepted change.
+    changed data are accepted, but not a changed tokenizer. Raises UserError (exit 2) for any other change.
     """
     changed = [key for key in sorted(set(before) | set(inputs)) if before.get(key) != inputs.get(key)]
     if not changed:
@@ -129,7 +129,7 @@ def check_data(path: Path, before: dict[str, Any], inputs: dict[str, Any], new: 
 
 
 def _as_written(key: str, there: object, now: object, old: Config, new: Config) -> list[tuple[str, str, str]]:
-    """Translate a changed fingerprint to the keys written by the user. Return (key, old value, new value) of each.
+    """Translate a changed fingerprint to keys of the config. Return (key, old value, new value) of each key.
 
     key, there, now: a key of `input_fingerprints` (forge/data/build.py), with its values in the checkpoint and now.
     Fingerprints differ from the config in two ways: their weights and caps are computed, and the index in data.sources[i]
@@ -171,7 +171,7 @@ def _lines(changes: list[tuple[str, object, object]]) -> str:
 
 
 def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> None:
-    """Raise UserError if `step` is on the plateau of the old schedule, but already in the decay of the new schedule."""
+    """Raise UserError if `step` is before the decay of the old schedule, but already in the decay of the new schedule."""
     if new.schedule.name != "wsd" or new.schedule.unit == "tokens":
         return
     start, before = decay_start(new.schedule, new.train.steps), decay_start(old.schedule, old.train.steps)
@@ -186,7 +186,7 @@ def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> Non
 
 
 def _warn_of_jump(path: Path, step: int, old: Config, new: Config) -> None:
-    """Warn if the learning rate had begun to decay and now rises again, e.g. because train.steps was raised."""
+    """Warn if the learning rate had begun to decay and would now rise again, e.g. because train.steps was raised."""
     if step >= new.train.steps:
         return  # no further step
     start = decay_start(old.schedule, old.train.steps)

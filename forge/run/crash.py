@@ -1,7 +1,7 @@
 """Report the cause of a failed run: the rank and step at fault, and ranks that died without a report.
 
 When a rank dies, the collectives of all other ranks fail or hang. Each of them sees a lost connection but not the
-cause. So every surviving rank answers a roll call in the rendezvous store.
+cause. Every surviving rank therefore answers a roll call in the rendezvous store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PATIENCE_S = 8.0
 
 
 class CrashReporter:
-    """Reports the failures of one start of a run, on all ranks. The constructor is collective, the methods are not."""
+    """Reports failures on all ranks, for one start (launch) of a run. The constructor is collective, the methods are not."""
 
     def __init__(self, reporter: Reporter):
         self._reporter, self._world = reporter, reporter.world
@@ -45,7 +45,7 @@ class CrashReporter:
         self.alarm_s = 1.0 if self._world.size <= 64 else 5.0
 
     def watchdog_ends(self, alarm: Alarm, step: int) -> None:
-        """Report that the watchdog ends this process.
+        """Report that the watchdog ends this process. alarm: the reason.
 
         Either a time limit is exceeded, or another rank has raised an alarm.
         """
@@ -66,7 +66,7 @@ class CrashReporter:
             self._reporter.event(Cause.WATCHDOG, step=step, reason=alarm.reason, roll_call=found.reason)
 
     def failed(self, error: BaseException) -> None:
-        """Report that `error` ends the run on this rank, and raise an alarm that ends the ranks waiting for this rank.
+        """Report that `error` ends the run on this rank. Raise an alarm, which ends the ranks that wait for this rank.
 
         A UserError raises an alarm too. Most UserErrors occur on all ranks, but after an error on only one rank, e.g.
         exhausted memory, the other ranks would wait.
@@ -84,7 +84,10 @@ class CrashReporter:
         self._reporter.ended("failed", *found)
 
     def once(self, work: Callable[[], None], patience_s: float) -> None:
-        """Call `work` on the first rank to call `once`. Other ranks wait for its end, at most `patience_s` seconds."""
+        """Call `work` on one rank only, the first to call `once`.
+
+        Other ranks wait for its end, at most `patience_s` seconds.
+        """
         self._roll_call.once(work, patience_s)
 
     def _find_first(self, own: Alarm, quiet_s: float) -> Alarm:
@@ -134,7 +137,7 @@ def _read(written: bytes) -> Alarm:
 
 
 class RollCall:
-    """One rank's side of a roll call after a failure. Every rank still running enters its own failure in the store.
+    """One rank's side of a roll call after a failure: every rank that still runs writes its own failure to the store.
 
     Not collective. store: must not be used by another thread. name: unique to this start of the run.
     """
@@ -150,7 +153,7 @@ class RollCall:
         return _read(first)
 
     def once(self, work: Callable[[], None], patience_s: float) -> None:
-        """Call `work` if no other rank has called it. Otherwise wait for the end of the other rank's call.
+        """Call `work` if no other rank has called `once`. Otherwise wait for the end of the other rank's `work`.
 
         Raises DistStoreError after waiting `patience_s` seconds.
         """
@@ -164,7 +167,7 @@ class RollCall:
             self._store.set(done, "done")
 
     def raise_alarm(self, alarm: Alarm) -> None:
-        """Raise an alarm: every waiting rank exits. Only the first alarm counts."""
+        """Publish an alarm in the store. Every waiting rank then exits. Only the first alarm counts."""
         self._store.compare_set(f"{self._name}/alarm", "", json.dumps(alarm))
 
     def alarm(self) -> Alarm | None:
@@ -175,7 +178,7 @@ class RollCall:
     def missing(self, patience_s: float, quiet_s: float = 1.0) -> list[int]:
         """Return the ranks that have not answered.
 
-        Waits until all have answered, until no new answer has come for `quiet_s` seconds, or at most `patience_s`
+        Wait until all have answered or until no new answer has come for `quiet_s` seconds, but at most `patience_s`
         seconds.
         """
         missing = [rank for rank in range(self._world) if rank != self._rank]

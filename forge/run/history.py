@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class History:
-    """Loads checkpoints into a trainer and brings the run directory to the same step. All methods are collective."""
+    """Loads checkpoints into a trainer and returns the run directory to the same step. All methods are collective."""
 
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints):
         self._trainer, self._checkpoints = trainer, checkpoints
@@ -63,10 +63,9 @@ class History:
         trainer.hooks.call("after_rollback", point.step)
 
     def _restart(self, start: Start, rollbacks: Sequence[Rollback] = ()) -> None:
-        """Load the checkpoint of `start`, set aside later checkpoints and metrics, and open the data.
+        """Load the checkpoint of `start`, set aside later checkpoints and metrics, and open the data. Collective.
 
-        Collective. rollbacks: new roll-backs to record. If the run starts over, all old checkpoints and metrics are set
-        aside.
+        rollbacks: new roll-backs to record. If the run starts over, all old checkpoints and metrics are set aside.
         """
         trainer, reporter = self._trainer, self._trainer.reporter
         if start.point is not None:

@@ -32,7 +32,7 @@ from forge.train.trainer import Trainer
 
 
 def load_hooks(config: Config) -> list[tuple[str, type[Hook]]]:
-    """Return (import path, class) of each hook enabled by a key or named in `train.hooks`.
+    """Return (import path, class) of each hook that a key enables or `train.hooks` names.
 
     Raises UserError if a hook cannot be loaded or a tracker's package is missing.
     """
@@ -48,10 +48,9 @@ def make_hooks(
     loaded: list[tuple[str, type[Hook]]],
     local: LocalTier | None = None,
 ) -> list[Hook]:
-    """Return all enabled hooks of a run, in calling order.
+    """Return all enabled hooks of a run, in calling order. Collective.
 
-    Collective. local: the node-local states. Hooks that save come last, because a checkpoint follows all other output
-    of its step.
+    local: the node-local states. Hooks that save come last, because a checkpoint follows all other output of its step.
     """
     config, world, directory = trainer.config, trainer.reporter.world, trainer.reporter.directory
     saves = Saves(trainer, checkpoints)

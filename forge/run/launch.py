@@ -97,10 +97,10 @@ def _main(argv: list[str], signals: StopSignals) -> int:
 
 
 def run(config: Config, degrees: Degrees, world: World, signals: StopSignals, fallback: str = "") -> int:
-    """Train with `config` on the joined ranks and return this process's exit code.
+    """Train with `config` on the joined ranks and return this process's exit code. Collective.
 
-    Collective. fallback: the applied entry of `parallel.fallbacks`; "": none. Raises UserError for errors that the user
-    can fix; `status.json` is written first, unless another run has locked the run directory.
+    fallback: the entry of `parallel.fallbacks` that was applied; "": none. Raises UserError for errors that the user
+    can fix. `status.json` is written before, unless another run has locked the run directory.
     """
     hooks = on_every_rank("loading hooks", lambda: load_hooks(config))
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
@@ -126,7 +126,7 @@ def _run_in(
 ) -> int:
     """Train in the locked run directory under the watchdog, and report the end of the run. Return the exit code.
 
-    Collective. fallback: as for `run`. An error is reported too, and raised again.
+    Collective. fallback: as for `run`. An error is also reported, and then raised again.
     """
     setup_logging(world.rank, directory.logs, config.metrics.live)
     if world.size > 1:

@@ -23,7 +23,7 @@ def ranks_per_node(world: World) -> int:
 
 
 def report_nodes(reporter: Reporter) -> None:
-    """Report the nodes of this start and their difference from the previous start's nodes. Collective."""
+    """Report the nodes of this start, and the nodes lost and joined since the previous start. Collective."""
     if not is_elastic():
         return
     name = f"{socket.gethostname()}/{os.getppid()}"
@@ -40,7 +40,7 @@ def report_nodes(reporter: Reporter) -> None:
 
 
 class Recovery(Hook):
-    """Reports downtime and repeated steps after the first step of a restart."""
+    """Reports downtime and repeated steps of a restart, after its first step."""
 
     def __init__(self, reporter: Reporter):
         self._reporter, self._before = reporter, reporter.before
@@ -56,7 +56,10 @@ class Recovery(Hook):
 
 
 def _cost(before: dict[str, Any], resumed: int) -> dict[str, Any]:
-    """Return the seconds since the previous start last wrote its status, and the number of steps to repeat."""
+    """Return the seconds since the previous start last wrote its status, and the number of steps to repeat.
+
+    before: that status. resumed: the step of the checkpoint. Both numbers are None if the status is incomplete.
+    """
     try:
         stood_s = (datetime.now(UTC) - datetime.fromisoformat(before["time"])).total_seconds()
         return {"seconds": round(stood_s, 3), "steps_lost": max(0, int(before["step"]) - resumed)}

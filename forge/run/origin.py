@@ -49,9 +49,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Earlier:
-    """Facts about earlier starts, read from the run directory; filled only on the first rank.
+    """Facts about earlier starts, read from the run directory. Filled in only on the first rank.
 
-    finished: the last start ended with all steps done. saved: the last saved step of the current history; 0: none.
+    finished: True if the last start ended with all steps done. saved: the last saved step of the current history; 0: none.
     """
 
     finished: bool = False
@@ -109,7 +109,7 @@ def write_origin(directory: RunDirectory, origin: Origin | None) -> None:
 def new_history_because(config: Config, directory: RunDirectory, finished: bool) -> str | None:
     """Return the reason why `config` begins a new history in `directory`; None if it continues the current history.
 
-    A history without checkpoints is continued by starting again from the history's origin. finished: the last start
+    A history without checkpoints is continued by starting again from its origin. finished: True if the last start
     completed all steps.
     """
     asked = origin_of(config)

@@ -89,7 +89,7 @@ def _log_plans(
 ) -> None:
     """Log the planned peak memory of the run, and of the run with each of `changes`.
 
-    Plans not ready after `patience_s` seconds are left out.
+    Plans that are not ready after `patience_s` seconds are left out.
     """
     log.info("planning the memory with each of these keys, for at most %.0f s", patience_s)
     configs = [(config, degrees.world)]
@@ -116,9 +116,9 @@ def _log_plans(
 def planned_peaks(
     configs: list[tuple[Config, int]], device: torch.device, patience_s: float
 ) -> list[int | None]:
-    """Plan all configurations at the same time; return the peak memory of each in bytes.
+    """Plan all configurations at the same time. Return the peak memory of each in bytes.
 
-    configs: (configuration, world size) pairs. None in the result: planning failed or took longer than `patience_s`
+    configs: (configuration, world size) pairs. A result is None if planning failed or took longer than `patience_s`
     seconds.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
@@ -168,8 +168,8 @@ def usable_changes(
 ) -> Iterator[tuple[Change, Config]]:
     """Yield valid changes that reduce memory, the best first, each with the changed configuration.
 
-    state_dominates: parameters, gradients and optimizer state use more memory than activations. on_gpu: GPU memory is
-    exhausted, so moving state to the host helps. A change of parallel.dp_shard assumes twice as many processes.
+    state_dominates: True if parameters, gradients and optimizer state use more memory than activations. on_gpu: True if GPU
+    memory is exhausted; moving state to the host then helps. A change of parallel.dp_shard assumes twice as many processes.
     """
     on_state, on_activations = _on_state(config, degrees), _on_activations(config)
     first, second = (on_state, on_activations) if state_dominates else (on_activations, on_state)
@@ -213,7 +213,7 @@ def _on_state(config: Config, degrees: Degrees) -> Iterator[Change]:
 
 
 def _on_host(config: Config, on_gpu: bool) -> Iterator[Change]:
-    """Yield the last resorts: activations in host memory; parameters and optimizer state in host memory.
+    """Yield the changes of last resort: first activations in host memory, then parameters and optimizer state in host memory.
 
     Every microbatch then moves activations or weights over the PCIe bus. Without the parameters on the GPU, the optimizer
     runs on the CPU.

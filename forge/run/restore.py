@@ -33,9 +33,10 @@ def load_training_state(
 ) -> bool:
     """Load parameters and optimizer state from the checkpoint. Collective.
 
-    name: name of `optimizer`. A slot is one kind of optimizer tensor, e.g. `ema`. A slot in STARTS_ALONE starts from zeros if
-    the checkpoint lacks it, and is ignored if the optimizer lacks it. If the checkpoint has the state of another kind of
-    optimizer, load only the parameters and return False; the caller must build a new optimizer.
+    name: name of `optimizer`. A slot is one kind of optimizer tensor, e.g. `ema`. A slot in STARTS_ALONE starts from
+    zeros if the checkpoint lacks it, and is ignored if the optimizer lacks it. If the checkpoint has the state of another
+    kind of optimizer, only the parameters are loaded. The result is then False, and the caller must build a new
+    optimizer.
     """
     fresh = _fresh_slots(point.path, point.state.get("optimizer_name"), optimizer, name)
     if fresh is None:
@@ -61,12 +62,11 @@ def _slot(name: str) -> str | None:
 def _fresh_slots(
     path: Path, saved_name: str | None, optimizer: Optimizer, name: str | None
 ) -> set[str] | None:
-    """Return the slots of `optimizer` missing from the checkpoint at `path`.
+    """Return the slots of `optimizer` that the checkpoint at `path` lacks. Collective.
 
-    None: the checkpoint has the state of another kind of optimizer. Collective.
-
-    Two optimizers are of one kind if their names are equal (`name` None: not compared) and their slots differ only by
-    STARTS_ALONE. Logs ignored state. Raises UserError (exit 77) if the checkpoint cannot be read.
+    None: the checkpoint has the state of another kind of optimizer. Two optimizers are of one kind if their names are equal
+    (`name` None: not compared) and their slots differ only by STARTS_ALONE. Logs ignored state. Raises UserError (exit 77)
+    if the checkpoint cannot be read.
     """
 
     def slots() -> set[str]:

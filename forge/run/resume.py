@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint continued by a run, and its JSON state.
+    """The checkpoint that a run continues, and its JSON state.
 
     fetch: copies the checkpoint's files to this node (see `load`).
     """
@@ -44,11 +44,11 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class Start:
-    """The point of a run's start, or the target of a roll-back.
+    """The state from which a run starts, or the target of a roll-back.
 
     point: the checkpoint; None: step 0. kept: the last step in the run directory that remains valid; later checkpoints
-    and metrics are set aside. -1: no step in the directory belongs to this run. origin: how the run begins, for
-    origin.json, if it begins now; None: it continues. replaces: True if the directory may hold an earlier run, whose
+    and metrics are set aside. -1: no step in the directory belongs to this run. origin: the origin to write to origin.json
+    if a new history begins; None: the history continues. replaces: True if the directory may hold an earlier run, whose
     files must be set aside.
     """
 
@@ -61,9 +61,9 @@ class Start:
 def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier) -> Start:
     """Find the start from `checkpoint.resume` and the run directory, and verify its checkpoint. Collective.
 
-    Raises UserError with exit 77 if checkpoints exist or existed but none is usable, or if the named checkpoint is
-    damaged. Raises UserError with exit 2 if the named checkpoint does not exist, or if the config changes a key fixed
-    by the checkpoint.
+    Raises UserError with exit code 77 if checkpoints exist or existed but none is usable, or if the named checkpoint is
+    damaged. Raises UserError with exit code 2 if the named checkpoint does not exist, or if the config changes a key that
+    the checkpoint fixes.
     """
     wanted, verify = config.checkpoint.resume, config.checkpoint.verify
     asked, replaced, saved = on_first_rank(

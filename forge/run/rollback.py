@@ -35,10 +35,10 @@ def find_rollback_point(
     directory: RunDirectory,
     report_event: Callable[..., None],
 ) -> ResumePoint:
-    """Return the newest good checkpoint before the first bad step.
+    """Return the newest good checkpoint before the first bad step. Collective.
 
-    Without one, return the run's starting checkpoint (origin.json), if it is good and earlier.
-    Collective. Raises UserError (exit 1) without such a checkpoint, or after too many roll-backs.
+    Without one, return the run's starting checkpoint (origin.json), if it is good and earlier than the first bad step.
+    Raises UserError (exit 1) if there is no such checkpoint either, or after too many roll-backs.
     """
     limit, verify = config.resilience.max_rollbacks, config.checkpoint.verify
     origin = on_first_rank("reading origin.json", lambda: _origin(directory))
@@ -78,9 +78,9 @@ def find_rollback_point(
 def sync_rollback_history(
     directory: RunDirectory, start: Start, progress: Progress, new: Sequence[Rollback] = ()
 ) -> None:
-    """Merge the roll-backs in `progress` (loaded from `start`) with those in `rollbacks.json`.
+    """Merge the roll-backs in `progress` (loaded from `start`) with those in `rollbacks.json`. Collective.
 
-    Collective. Afterwards `progress` and the file contain the union, followed by the `new` roll-backs.
+    Afterwards `progress` and the file contain the union, followed by the `new` roll-backs.
     """
     own = start.kept >= 0
 
@@ -116,7 +116,7 @@ def read_rollbacks(directory: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _origin(directory: RunDirectory) -> Origin | None:
-    """Return the content of origin.json: how the run began. If it cannot be read, log a warning and return None."""
+    """Return the content of origin.json, i.e. how the run began. If it cannot be read, log a warning and return None."""
     try:
         return read_origin(directory)
     except UserError as error:

@@ -58,7 +58,7 @@ class Saves(Hook):
         self._saved_step = step
 
     def prepare(self, step: int) -> None:
-        """Write all pending output about the step, and compare replicas. Collective.
+        """Before a save of `step`, write all pending output about it and compare replicas. Collective.
 
         Raises RollbackRequired if the state is known to be bad.
         """
@@ -82,7 +82,7 @@ class Saves(Hook):
                 self.save()
 
     def save(self) -> None:
-        """Start a checkpoint of the current step, and return once the state has been copied. Collective.
+        """Start a checkpoint of the current step. Return once the state has been copied. Collective.
 
         Raises UserError (exit 1) on every rank after checkpoint.max_failed_saves failed saves in a row.
         """
@@ -105,9 +105,9 @@ class Saves(Hook):
         return tensors, state, self._files, layout
 
     def save_and_wait(self) -> None:
-        """Save the current step, unless already saved, and wait until the checkpoint is on disk.
+        """Save the current step, unless it is already saved. Wait until the checkpoint is on disk. Collective.
 
-        Collective. Raises UserError (exit 1) on failure.
+        Raises UserError (exit 1) if the save fails.
         """
         self._wait()
         step = self._trainer.progress.step
@@ -152,7 +152,7 @@ class Saves(Hook):
 
 
 def _files(config: Config, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Return relative path -> content of the files that make a checkpoint self-contained: config.toml, tokenizer."""
+    """Return the files that make a checkpoint self-contained (config.toml, tokenizer), as relative path -> content."""
     files = {"config.toml": to_toml(config).encode()}
     if tokenizer is not None:
         with tempfile.TemporaryDirectory() as folder:

@@ -42,9 +42,9 @@ class Tiers:
     """The checkpoints of a run and, with `checkpoint.local_interval`, its node-local states. Methods are collective.
 
     A state belongs to one history, i.e. one sequence of optimizer steps (forge/run/origin.py), of one run. Its path is
-    PLACE/RUN/HISTORY/step-N: the private folder `checkpoint.local_dir`, the run's name with a hash of its path, and a
-    random number chosen when the history begins. The file `local-states` in the run directory has the number and all
-    private folders, so a start with another configuration can still remove the states.
+    PLACE/RUN/HISTORY/step-N. PLACE is the private folder `checkpoint.local_dir`. RUN is the run's name with a hash of its
+    path. HISTORY is a random number chosen when the history begins. The file `local-states` in the run directory records
+    this number and all private folders. A start with another configuration can therefore still remove the states.
     """
 
     def __init__(self, config: Config, checkpoints: Checkpoints, directory: RunDirectory):
@@ -60,7 +60,7 @@ class Tiers:
             self._open(self._number)
 
     def find_start(self, earlier: Earlier, reporter: Reporter) -> Start:
-        """Return the start of the run from the newest complete checkpoint, on the nodes or on shared storage.
+        """Find the newest complete checkpoint, on the nodes or on shared storage, and return the run's start from it.
 
         Collective. Raises UserError like `resume.find_start`.
         """
@@ -99,7 +99,7 @@ class Tiers:
         return step
 
     def _follow(self, start: Start) -> None:
-        """Keep the local states of the history that `start` continues; remove the run's local states of other histories.
+        """Keep the local states of the history that `start` continues, and remove the run's other local states.
 
         Collective.
         """
@@ -185,7 +185,7 @@ class LocalSaves(Hook):
 
 
 def _holds_unmarked_states(folder: Path) -> bool:
-    """Return whether `folder` holds only node-local states of an earlier forge without marker files.
+    """Return whether `folder` has only node-local states of an earlier forge version without marker files.
 
     Such a folder contains only folders of runs, and these contain only folders of histories.
     """
@@ -207,10 +207,10 @@ def mirror_url(config: Config) -> str:
 
 
 def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier) -> None:
-    """Restore the newest mirrored checkpoint if the run directory has lost every usable checkpoint.
+    """If the run directory has lost every usable checkpoint, restore the newest mirrored checkpoint. Collective.
 
-    Collective. Raises UserError like `restore`. Also raises UserError (exit 2) if the run would start over and
-    overwrite the copies of its earlier checkpoints.
+    Raises UserError like `restore`. Also raises UserError (exit 2) if the run would start over and overwrite the copies of
+    its earlier checkpoints.
     """
     kept, folder = config.checkpoint, checkpoints.folder
     if not kept.mirror:

@@ -40,11 +40,11 @@ class Cause(StrEnum):
 
     @property
     def mark(self) -> dict[str, object]:
-        """Return the `extra` argument for a log call, to mark the message with this cause."""
+        """The `extra` argument of a log call that marks the message with this cause."""
         return {"cause": self}
 
     def of(self, *ranks: int) -> dict[str, object]:
-        """Return the `extra` argument of a log call with this cause and the ranks at fault."""
+        """Return the `extra` argument of a log call that marks the message with this cause and the ranks at fault."""
         return {"cause": self, "ranks": ranks}
 
     OUT_OF_MEMORY = (

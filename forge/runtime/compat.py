@@ -57,7 +57,7 @@ def communication_memory(
     """Allocate the CUDA tensors of the body in NCCL symmetric memory. Every rank of `groups` registers this memory.
 
     NCCL's kernels then need fewer multiprocessors. With `symmetric`, the function needs CUDA and is collective. Without
-    `symmetric`, the function does nothing. Raises UserError if NCCL cannot allocate such memory on the GPU.
+    `symmetric`, it does nothing. Raises UserError if NCCL cannot allocate such memory on the GPU.
     """
     if not (symmetric and groups):
         yield
@@ -88,14 +88,14 @@ def training_device(local_rank: int) -> torch.device:
 
 
 def communication_backend(device: torch.device) -> str:
-    """Return the process-group backend for tensors on `device`. The backend always includes gloo, for objects."""
+    """Return the process-group backend for tensors on `device`. It always includes gloo, for objects."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def split_group(world: dist.ProcessGroup, sets: list[list[int]], backend: str | None) -> dist.ProcessGroup:
-    """Split `world`, which must have an NCCL communicator, into the groups of ranks `sets`, all at once.
+    """Split `world`, which must have an NCCL communicator, into the groups of ranks `sets`, all at once. Collective.
 
-    Return this rank's group. Collective. backend: the part of `world`'s backend for the groups, e.g. "cuda:nccl"; None:
+    Return this rank's group. backend: the part of `world`'s backend that the groups get, e.g. "cuda:nccl"; None:
     the whole backend. PyTorch 2.11 always uses the whole backend.
     """
     options: dict[str, Any] = {}
@@ -130,9 +130,9 @@ def all_to_all(
 
 
 def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send `x` to the next rank of the ring and return the previous rank's `x`.
+    """Send `x` to the next rank of the ring and return the `x` of the previous rank. Collective. Not differentiable.
 
-    Collective, without autograd. Does not wait: the first use of the result waits.
+    Does not wait: the first use of the result waits.
     """
     rank, ranks = group.rank(), group.size()
     sends, receives = [0] * ranks, [0] * ranks
@@ -141,7 +141,10 @@ def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def arrived(x: Tensor) -> Tensor:
-    """Wait until `x`, a plain tensor or a functional collective's result, can be used, and return it. Without autograd."""
+    """Wait until `x` can be used, and return it. Not differentiable.
+
+    x: a plain tensor or the result of a functional collective.
+    """
     return x.wait() if isinstance(x, collectives.AsyncCollectiveTensor) else x
 
 
@@ -156,13 +159,13 @@ def fsdp_parameter_groups(model: FSDPModule) -> list[Any]:
 
 
 def end_fsdp_backward(model: FSDPModule) -> None:
-    """Run FSDP2's end-of-backward work for the root `model`, under the flags currently set on it."""
+    """Run FSDP2's end-of-backward work for the root `model`, with the flags that are set on it now."""
     model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 @torch.enable_grad()
 def backward_starts_at_functions() -> bool:
-    """Return whether a backward can start at a torch.autograd.Function inside a graph. In PyTorch 2.11 it cannot."""
+    """Return whether a backward can start at a torch.autograd.Function inside a graph. PyTorch 2.11 cannot do this."""
     x = torch.ones((), requires_grad=True)
     node: Any = _Same.apply(x).grad_fn
     try:
@@ -183,7 +186,7 @@ class _Same(torch.autograd.Function):
 
 
 def keep_buffers_of_compiled_backward() -> None:
-    """Allow backwards through compiled functions, e.g. flex_attention, with retain_graph=True.
+    """Make retain_graph=True work for backwards through compiled functions, e.g. flex_attention.
 
     Call before the functions are compiled.
     """
@@ -206,10 +209,10 @@ def share_memory(group: dist.ProcessGroup) -> None:
 
 
 def weigh_meshes_as_nothing() -> bool:
-    """Make the compiler's memory budget count tensor parallelism's device meshes as zero bytes.
+    """Make the compiler's memory budget count the device meshes of tensor parallelism as zero bytes.
 
-    Since PyTorch 2.12, meshes are among the values saved for backward. PyTorch 2.13 has a setting for the size of
-    meshes. Return False under 2.12, without this setting; otherwise True.
+    Since PyTorch 2.12, meshes are among the values saved for backward. PyTorch 2.13 has a setting for their size. Return
+    False under PyTorch 2.12, which lacks this setting; otherwise True.
     """
     key = "unsafe_treat_script_objects_as_zero_size"
     if hasattr(torch._functorch.config, key):

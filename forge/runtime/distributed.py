@@ -1,4 +1,4 @@
-"""Work done by one rank for all ranks, and errors raised by all ranks together."""
+"""Work that one rank does for all ranks, and errors that all ranks raise together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class RanksFailed(UserError):
-    """Raised on every rank of a group if work failed on any of them. The failed rank's log has the traceback."""
+    """Raised on every rank of a group if work failed on any rank. The failed rank's log has the traceback."""
 
     def __init__(self, message: str, cause: Cause = Cause.ERROR):
         super().__init__(message, FAILED, cause)
@@ -29,8 +29,8 @@ class RanksFailed(UserError):
 def on_first_rank(what: str, work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """Run `work` on the first rank of `group` (None: all ranks) and return its result on every rank.
 
-    Collective. If `work` raises, every rank raises: a UserError unchanged, any other exception as RanksFailed, with
-    `what` in its message. The result must be picklable. Only one thread at a time may use a group.
+    Collective. If `work` raises a UserError, every rank raises it. If it raises another exception, every rank raises
+    RanksFailed, with `what` in its message. The result must be picklable. Only one thread at a time may use a group.
     """
     outcome: list[Any] = [_attempt(what, work) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(outcome, src=dist.get_process_group_ranks(group)[0], group=group)
@@ -42,9 +42,9 @@ def on_first_rank(what: str, work: Callable[[], Result], group: dist.ProcessGrou
 def gather_from_ranks(
     what: str, work: Callable[[], Result], group: dist.ProcessGroup | None = None
 ) -> list[Result]:
-    """Run `work` on every rank of `group`; return all results, in rank order, on every rank.
+    """Run `work` on every rank of `group`. Return the results of all ranks, in rank order, on every rank.
 
-    Collective. If `work` raises on any rank, every rank raises, like in `on_first_rank`.
+    Collective. If `work` raises on any rank, every rank raises, as in `on_first_rank`.
     """
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, _attempt(what, work), group=group)
@@ -55,7 +55,7 @@ def gather_from_ranks(
 def on_every_rank(what: str, work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """Run `work` on every rank of `group` and return this rank's own result, without sending it.
 
-    Collective. If `work` raises on any rank, every rank raises, like in `on_first_rank`.
+    Collective. If `work` raises on any rank, every rank raises, as in `on_first_rank`.
     """
     own: list[Result] = []
     gather_from_ranks(what, lambda: own.append(work()), group)
@@ -106,7 +106,7 @@ _BROKEN_CONNECTION = re.compile(r"gloo/transport/|Connection (?:closed|reset) by
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Return the cause of a run ending with `error`. Parses only the text of PyTorch's errors, never forge's."""
+    """Return the cause of a run's end by `error`. Parses only the text of PyTorch's errors, never that of forge's."""
     if isinstance(error, UserError):
         return error.cause
     if isinstance(error, OSError):

@@ -1,4 +1,7 @@
-"""Errors of the user, in contrast to defects of forge: reported as one sentence and an exit code, without a traceback."""
+"""Errors of the user, in contrast to defects of forge.
+
+They are reported as one sentence and an exit code, without a traceback.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class UserError(Exception):
     """Ends the program with `message` on rank 0 and `exit_code` on every rank.
 
     The message names the given value, the allowed values and the next action. Secrets in the message's URLs are
-    redacted. cause None: derived from the exit code.
+    redacted. cause: None: derived from the exit code.
     """
 
     def __init__(self, message: str, exit_code: int = BAD_CONFIG, cause: Cause | None = None):
@@ -89,7 +92,7 @@ _SECRET = re.compile(
 
 
 def redact(text: str) -> str:
-    """Return `text` with the secrets of all URLs replaced by REDACTED.
+    """Return `text` with the secrets of all URLs replaced with REDACTED.
 
     Secrets are user and password, and secret query values, e.g. `sig=...`.
     """
@@ -110,5 +113,5 @@ def redact_all(value: Any) -> Any:
 
 
 def is_redacted(url: str) -> bool:
-    """Return whether this URL contains redacted secrets, so it cannot be opened."""
+    """Return whether this URL has redacted secrets. Such a URL cannot be opened."""
     return f"://{HIDDEN}@" in url or any(match[0].endswith(f"={HIDDEN}") for match in _SECRET.finditer(url))

@@ -52,10 +52,10 @@ def read_json(text: str | bytes) -> Any:
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
-    """Lock an open file with flock. Return False if the file system has no locks.
+    """Lock an open file with flock. Return True, or False if the file system has no locks.
 
-    shared: take a shared lock. If another process holds the lock: with `wait`, wait for its release; without `wait`,
-    raise BlockingIOError. Raises OSError if the file cannot be locked.
+    shared: take a shared lock. wait: if another process holds the lock, wait for its release; otherwise raise
+    BlockingIOError. Raises OSError if the file cannot be locked.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))

@@ -1,4 +1,4 @@
-"""Load classes and functions named by import path in a configuration."""
+"""Load classes and functions by their import paths in a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rendezvous address under Slurm, a unique name for each start, and Gloo's network interface."""
+"""Rendezvous address under Slurm, a unique name for each start (launch) of a run, and Gloo's network interface."""
 
 from __future__ import annotations
 
@@ -52,13 +52,14 @@ def _first_host(environment: Mapping[str, str]) -> str:
 
 
 def name_start(store: Store, rank: int, size: int, timeout: timedelta) -> str:
-    """Agree on a unique name for this start.
+    """Agree on a unique name for this start of the run. Collective, over the store.
 
-    Collective, over the store. The name is a nonce of rank 0. A store that outlives a start may still hold nonces of
-    earlier ranks, so rank 0 must know that all ranks of this start have its nonce. Each rank writes a nonce of its own,
-    and rank 0 repeatedly publishes a list of all nonces in the store. A rank that finds its own nonce in the list takes
-    rank 0's nonce from the list, and increments a counter named after rank 0's nonce. When all other ranks have done
-    so, rank 0 returns too. Raises UserError (exit 1) after `timeout`.
+    Raises UserError (exit 1) after `timeout`.
+
+    The name is a nonce of rank 0. A store that outlives a start may still hold nonces of earlier ranks, so rank 0 must know
+    that all ranks of this start have its nonce. Each rank writes a nonce of its own, and rank 0 repeatedly publishes a
+    list of all nonces in the store. A rank that finds its own nonce in the list takes rank 0's nonce from the list, and
+    increments a counter named after rank 0's nonce. When all other ranks have done so, rank 0 returns too.
     """
     own, end = uuid4().hex, time.monotonic() + timeout.total_seconds()
     keys = [f"nonce-of-rank-{one}" for one in range(size)]
@@ -83,11 +84,11 @@ def name_start(store: Store, rank: int, size: int, timeout: timedelta) -> str:
 def choose_gloo_interface(
     store: Store, rank: int, size: int, meeting_host: str, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Set GLOO_SOCKET_IFNAME if Gloo would publish an address unreachable from other nodes.
+    """Set GLOO_SOCKET_IFNAME if Gloo would publish an address that other nodes cannot reach.
 
     Call on every rank. Gloo listens on the address of the node's own name, and e.g. Debian's /etc/hosts maps this name
-    to 127.0.1.1. The chosen interface has the route to `meeting_host`; on `meeting_host` itself, the route to the last
-    rank's node.
+    to 127.0.1.1. The chosen interface has the route to `meeting_host`. On `meeting_host` itself, it has the route to the
+    last rank's node.
     """
     if rank == size - 1:
         store.set("address-of-the-last-rank", _own_address(meeting_host))
@@ -101,7 +102,7 @@ def choose_gloo_interface(
 
 
 def _address(host: str) -> str:
-    """Return the IPv4 address of `host`; like Gloo, 127.0.0.1 for an unknown name."""
+    """Return the IPv4 address of `host`. For an unknown name, return 127.0.0.1 like Gloo."""
     try:
         return socket.gethostbyname(host)
     except OSError:

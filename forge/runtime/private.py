@@ -1,8 +1,8 @@
 """Private folders, accessible only to this user: for the block cache, and for node-local states.
 
 Their usual locations, /tmp and /dev/shm, are open to every user of the node. Another user could make such a folder
-first, and put links or blocks into it. So forge uses a folder only if this user owns it, it is a real directory of mode
-0700, and it has forge's marker file. Inside, forge removes only real directories with names made by forge.
+first, and put links or blocks into it. forge therefore uses a folder only if this user owns it, it is a real directory of
+mode 0700, and it has forge's marker file. Inside, forge removes only real directories with names made by forge.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _TEXT = b"forge keeps temporary data here and removes it. Do not put other files
 class PrivateFolder:
     """The private folder `path`, made if it does not exist. Several processes may make it at the same time.
 
-    An empty folder of this user becomes private. So does a folder without a marker if `adopts(path)` recognises the
-    content of an earlier forge version, which wrote no markers. key: the configuration key of the folder, for messages.
-    Raises UserError for a folder that is a link, belongs to another user, is open to other users, or holds other files.
+    An empty folder of this user becomes private. A folder without a marker also becomes private if `adopts(path)`
+    recognises the content of an earlier forge version, which wrote no markers. key: the configuration key of the folder,
+    for messages.
+    Raises UserError for a folder that is a link, belongs to another user, is open to other users, or has other files.
     """
 
     def __init__(self, path: Path, key: str, adopts: Callable[[Path], bool] = lambda path: False):

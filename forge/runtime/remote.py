@@ -117,17 +117,16 @@ def give_up_on(event: threading.Event) -> None:
 
 
 def waiting_for() -> str:
-    """Return, as text, the current waits of this process's threads for stores, the longest first; empty without waits."""
+    """Return a text about this process's threads that wait for stores now, the longest wait first. Empty without waits."""
     waits = list(_waits.values())
     return "; ".join(waits[:3]) + (f"; and {len(waits) - 3} more" if len(waits) > 3 else "")
 
 
 def with_retries(what: str, work: Callable[[], Result]) -> Result:
-    """Return `work()`.
+    """Return `work()`. After a transient error, call `work` again, with growing random pauses.
 
-    After a transient error, call it again, with growing random pauses. what: the URL and the operation, for messages.
-    Raises UserError at once for any other error, after RETRY_S seconds of transient errors, and once the event of
-    `give_up_on` is set.
+    what: the URL and the operation, for messages. Raises UserError at once for any other error, after RETRY_S seconds of
+    transient errors, and once the event of `give_up_on` is set.
     """
     what = redact(what)
     given_up: threading.Event = getattr(_thread, "given_up", None) or threading.Event()
@@ -159,7 +158,7 @@ def with_retries(what: str, work: Callable[[], Result]) -> Result:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a store's error may be transient, by its type, else by its HTTP status, else by its errno.
+    """Return whether a store's error may be transient: by its type, otherwise by its HTTP status, otherwise by its errno.
 
     File systems translate errors, so the original errors (`raise ... from`) are also examined: fsspec reports an
     unreachable server as FileNotFoundError, and s3fs reports an unknown status as EIO.
@@ -197,7 +196,7 @@ def _status(error: BaseException) -> int | None:
 def read_whole(url: str) -> bytes:
     """Return the content of a small object.
 
-    Raises FileNotFoundError if it does not exist; other errors like `with_retries`.
+    Raises FileNotFoundError if it does not exist, else errors like `with_retries`.
     """
     files = filesystem_of(url)
 
@@ -240,7 +239,7 @@ class RemoteFile:
     """A remote object, read in blocks.
 
     key: identifies the object's content in a cache; equal keys mean equal bytes. expected: returns the recorded digest
-    of a block; None: the object must keep its version (ETag or modification time) since opening. In both cases a
+    of a block. None: the object must keep its version (ETag or modification time) since opening. In both cases a
     changed object raises UserError with its URL.
     """
 
@@ -334,7 +333,7 @@ class _Reader(io.RawIOBase):
 
 
 def find_objects(url: str) -> dict[str, int]:
-    """Return URL -> size in bytes of the object `url`, or of all objects below it, ordered by URL."""
+    """Return the size in bytes of the object `url`, or of each object below it. Keys are URLs, in order."""
     files = filesystem_of(url)
 
     def find() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Write to stderr without waiting for its reader.
 
 If the reader of a pipe hangs, the pipe fills up and the next write blocks forever: the process would neither train nor
-stop. O_NONBLOCK does not help, because other processes share the pipe. So a separate thread writes.
+stop. O_NONBLOCK does not help, because other processes share the pipe. A separate thread therefore writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PATIENCE_S, MOST = 1.0, 1000
 class PatientStream:
     """A text stream on a file descriptor. `write` returns when the text is written, or after PATIENCE_S seconds.
 
-    While the reader is stuck, texts are kept and `write` returns at once. Texts beyond MOST are dropped. When the
+    While the reader is stuck, texts are kept in memory and `write` returns at once. Texts beyond MOST are dropped. When the
     reader reads again, a line reports the number of dropped lines. Errors of the descriptor are ignored, because the
     reader may no longer exist.
     """
@@ -87,9 +87,9 @@ stderr = PatientStream(2)
 
 
 def patient(stream: TextIO | None) -> TextIO | PatientStream:
-    """Return a stream that writes to `stream` without waiting for its reader.
+    """Return a stream that writes to `stream` without waiting for its reader. None: stderr.
 
-    stream None: stderr. A stream without a file descriptor is returned unchanged.
+    A stream without a file descriptor is returned unchanged.
     """
     if stream is None:
         return stderr

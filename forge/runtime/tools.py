@@ -1,4 +1,4 @@
-"""Tools that training code starts by module name. Modules outside `forge/tools/` import nothing from that folder."""
+"""Tools that training code starts by module name. Modules outside `forge/tools/` must not import from that folder."""
 
 PLANNER = "forge.tools.plan.command:plan"
 PEAK_PLANNER = "forge.tools.plan.peak"

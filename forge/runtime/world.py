@@ -35,8 +35,8 @@ _PR_SET_PDEATHSIG = 1
 class World:
     """The position of this process among all ranks.
 
-    restarts_left: number of restarts still allowed by the launcher. local_size: number of processes on this node; 0:
-    unknown. bound: Slurm may have bound one GPU to this process.
+    restarts_left: number of restarts that the launcher still allows. local_size: number of processes on this node; 0:
+    unknown. bound: True if Slurm may have bound one GPU to this process.
     """
 
     rank: int
@@ -250,9 +250,9 @@ def _fresh(store: dist.Store, world: World, timeout: timedelta, environment: Map
     """Return a view of `store` without the keys written before a restart.
 
     torchrun keeps one store over all restarts, but PyTorch assumes a new store each time: a group could connect to the
-    address of a dead worker and hang. The view adds a new prefix at each start. On one node, the prefix is the number
-    of restarts. On several nodes, the ranks agree on a prefix (`name_start`): the agents' numbers of restarts may differ,
-    because an agent does not count a change of nodes as a restart.
+    address of a dead worker and hang. The view adds a new prefix at each start (launch). On one node, the prefix is the
+    number of restarts. On several nodes, the ranks agree on a prefix (`name_start`): the agents' numbers of restarts may
+    differ, because an agent does not count a change of nodes as a restart.
     """
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
         return dist.PrefixStore(f"start-{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

@@ -45,7 +45,7 @@ class Diagnosis:
 class AnomalyPolicy:
     """Decides how training continues after each step.
 
-    Every rank has its own policy, and all make equal decisions. compute_gradients: the trainer's method.
+    Every rank has its own policy, and all ranks make equal decisions. compute_gradients: the trainer's method.
     `report_event(kind, **fields)` writes an event.
     """
 
@@ -65,7 +65,7 @@ class AnomalyPolicy:
         self._limits = Limits()
 
     def examine(self, step: int, batch: Batch, sums: Sums, report: GradientReport) -> GradientReport:
-        """Record a step before its update, for `process_result` to examine the step's result later.
+        """Record a step before its update. `process_result` examines the step's result later.
 
         Return `report`. If `resilience.spikes` = skip and the step is a spike, the device sets `skip` in the returned
         report.
@@ -80,8 +80,8 @@ class AnomalyPolicy:
     def process_result(self, result: StepResult) -> bool:
         """Act on the result of the last examined step. Collective if the step was skipped.
 
-        The gradients of the next step are already computed. Return True if a diagnosis discarded them, so the caller
-        must compute them again. Raises RollbackRequired if a roll-back is needed.
+        The gradients of the next step are already computed. Return True if a diagnosis discarded them; the caller must then
+        compute them again. Raises RollbackRequired if a roll-back is needed.
         """
         progress, skipped = self._progress, result.skipped
         diagnose = skipped and self._config.rerun_skipped_steps

@@ -54,7 +54,7 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
 def held_out_losses(
     model: ParallelModel, sources: Mapping[str, Source], config: Config, meshes: Meshes, device: torch.device
 ) -> dict[str, float]:
-    """Return source name -> mean cross-entropy over all valid tokens of `evaluate.sequences` windows. Collective.
+    """Return the mean cross-entropy of each source, over all valid tokens of `evaluate.sequences` windows. Collective.
 
     Losses and tokens are summed over batches and ranks before the division, so every token has equal weight in any
     layout. Raises UserError on every rank if any rank could not read its data.

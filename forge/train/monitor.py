@@ -36,7 +36,7 @@ def make_monitors(config: Config, model: ParallelModel, meshes: Meshes, device: 
 
 
 def most_units(config: ModelConfig) -> int:
-    """Return the largest hidden size of any dense or shared-expert feed-forward."""
+    """Return the largest hidden size of any dense or shared-expert feed-forward in the model."""
     shared = config.moe.n_shared_experts * config.moe.expert_dim if config.moe is not None else 0
     return max(config.ffn_dim, shared)
 

@@ -1,4 +1,4 @@
-"""The hook that applies phases. The loader applies a phase's data keys."""
+"""The hook that applies phases to model and optimizer. The loader applies a phase's data keys."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PhaseChanges(Hook):
 
 
 def apply_plan(plan: StepPlan, before: StepPlan | None, models: Iterable[Any], optimizer: Optimizer) -> None:
-    """Set the sliding windows and the optimizer keys that differ between `plan` and `before`.
+    """Set the sliding windows of `models` and the keys of `optimizer` that differ between `plan` and `before`.
 
     before: the previous step's plan; None: set all values.
     """

@@ -1,4 +1,4 @@
-"""Step results, copied from device to host and read one step late, without a synchronisation."""
+"""Step results. They are copied from device to host without a synchronisation, and read one step late."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from forge.parallel.step.routers import RouterReport
 class StepResults:
     """A queue with the result of at most one step.
 
-    All ranks push and pop equal numbers in the same order, so they make equal decisions. A result includes router
-    values if `with_routers(step)` is true.
+    All ranks push and pop equal numbers in the same order, so they make equal decisions. A result includes the router
+    report if `with_routers(step)` is true.
     """
 
     def __init__(self, device: torch.device, with_routers: Callable[[int], bool]):
@@ -43,7 +43,7 @@ class StepResults:
     def pop(self) -> StepResult | None:
         """Wait for the device and return the result of the last pushed step; None if it was popped before.
 
-        The next step may already have been launched, but not its update, so the model is still in the state after the
+        The next step may already have been launched, but not its update. The model is then still in the state after the
         returned step.
         """
         began = time.perf_counter()
@@ -68,7 +68,7 @@ class StepResults:
         )
 
     def clear_save_request(self) -> None:
-        """Forget all requests for a save so far. Call at each checkpoint."""
+        """Forget all requests for a save so far. Call when a checkpoint is saved."""
         self.save_requested = False
 
     def clear(self) -> None:
@@ -77,7 +77,7 @@ class StepResults:
 
 
 class DelayedRead:
-    """A queue of small device vectors being copied to the host.
+    """A queue of small device vectors that are being copied to the host.
 
     `push` of step n starts a copy into pinned memory and returns at once. `pop` then returns step n - 1, whose copy is
     complete once the device has begun step n. All ranks push and pop in the same order, so they decide on equal values

@@ -38,10 +38,10 @@ class LossCounter:
         self._inputs, self._done = inputs, 0
 
     def count(self, losses: Tensor) -> None:
-        """Add the losses `[n]` of the forward's next n tokens, in row-major order of `[batch, seq]`.
+        """Add the losses `[n]` of the next n tokens of the forward, in row-major order of `[batch, seq]`.
 
-        The losses of the main prediction come first. Each multi-token prediction module then passes its losses of all
-        tokens.
+        The losses of the main prediction come first. The losses of each multi-token prediction module follow, for all
+        tokens again.
         """
         inputs, first = self._inputs, self._done
         assert inputs is not None and inputs.sources is not None

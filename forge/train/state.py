@@ -31,7 +31,7 @@ class Progress:
 
     order: the global sample order, with the ranges skipped by roll-backs. step: number of optimizer steps, including
     skipped steps. next_sample: the first global sample of the next step. tokens: number of trained token positions.
-    skipped_in_a_row: skipped steps since the last good step. spikes: window of recent losses and gradient norms.
+    skipped_in_a_row: skipped steps since the last good step. spikes: detector with the recent losses and gradient norms.
     """
 
     order: Order
@@ -43,15 +43,15 @@ class Progress:
     spikes: SpikeWindow = field(default_factory=SpikeWindow)
 
     def advance(self, plan: StepPlan) -> None:
-        """Count one step."""
+        """Add one step of sizes `plan` to the counts."""
         self.step += 1
         self.next_sample = self.order.nth(self.next_sample, plan.windows)
         self.tokens += plan.tokens
 
     def rollback_to(self, saved: dict[str, Any], pass_over: bool) -> Rollback:
-        """Return the `Rollback` from this step to a checkpoint with the JSON state `saved`.
+        """Return the `Rollback` from this step to a checkpoint with the JSON state `saved`. Do not change this object.
 
-        Changes nothing. pass_over: skip the samples read since that checkpoint.
+        pass_over: skip the samples read since that checkpoint.
         """
         then = Progress(self.order)
         then.load(saved)
@@ -60,7 +60,7 @@ class Progress:
         return Rollback(first, end, drawn, from_step=self.step, to_step=then.step)
 
     def pass_over(self, rollbacks: Sequence[Rollback]) -> None:
-        """Skip the samples of `rollbacks` from now on. rollbacks: all roll-backs of the run so far."""
+        """Exclude the samples of `rollbacks` from the order. rollbacks: all roll-backs of the run so far."""
         self.rollbacks = list(rollbacks)
         self.order = self.order.passing_over(rollbacks)
         self.next_sample = self.order.nth(self.next_sample, 0)
@@ -88,12 +88,12 @@ class Progress:
 
 
 def model_tensors(model: ParallelModel) -> dict[str, tuple[Shard, Tensor]]:
-    """Return checkpoint name -> (shard, values) for all parameters and router state."""
+    """Return (shard, values) of all parameters and router state, by checkpoint name."""
     return {f"model.{shard.name}": (shard, shard.data) for shard in [*model.shards, *model.buffers]}
 
 
 def all_tensors(model: ParallelModel, optimizer: Optimizer) -> dict[str, tuple[Shard, Tensor]]:
-    """Return checkpoint name -> (shard, values) for all tensors of a checkpoint."""
+    """Return (shard, values) of all tensors of a checkpoint, by checkpoint name."""
     slots = {f"optimizer.{shard.name}.{slot}": (shard, values) for slot, shard, values in optimizer.tensors()}
     return model_tensors(model) | slots
 

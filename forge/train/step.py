@@ -16,7 +16,7 @@ from forge.parallel.step.routers import RouterReport
 def optimizer_step(
     model: ParallelModel, optimizer: Optimizer, batch: Batch, lr: float, max_norm: float
 ) -> tuple[Sums, GradientReport, RouterReport | None]:
-    """Make one step on the global batch; skip a non-finite step. Collective.
+    """Make one step on the global batch. Skip the update if a gradient or the loss is not finite. Collective.
 
     batch: this data rank's part of the global batch. Return the sums of losses, the gradient report and the routers'
     report.
@@ -41,10 +41,10 @@ def apply_gradients(
     max_norm: float,
     around_update: AbstractContextManager[object] | None = None,
 ) -> RouterReport | None:
-    """Clip the gradients, update parameters and routers unless `report.skip`, and discard the gradients.
+    """Clip the gradients, update parameters and routers unless `report.skip`, and discard the gradients. Collective.
 
-    Collective. max_norm: bound of the global gradient norm; 0: no clipping. around_update: context manager for only the
-    optimizer's update. Return the routers' report.
+    max_norm: bound of the global gradient norm; 0: no clipping. around_update: context manager entered for the
+    optimizer's update only. Return the routers' report.
     """
     clip_gradients(model.shards, report.norm, max_norm, optimizer)
     if model.largest_logits and hasattr(optimizer, "bound_logits"):

@@ -104,9 +104,9 @@ class Trainer:
         return self.signals.reason or "another rank was asked to stop"
 
     def step(self) -> None:
-        """Make one optimizer step.
+        """Make one optimizer step. Collective.
 
-        Collective. The host waits until the device has finished the previous step, not this step.
+        The host waits until the device has finished the previous step. It does not wait for this step.
         """
         config, step, plan = self.config, self.progress.step + 1, self.plan
         lr = planned_rate(config, self.phases, step, self.progress.tokens)
@@ -140,7 +140,7 @@ class Trainer:
         return sums, report
 
     def process_last_result(self) -> bool:
-        """Wait for the last step's result and act on it, unless already done.
+        """Wait for the last step's result and act on it, unless this has been done.
 
         Collective. Call before an evaluation or a save. Return True if the current gradients were discarded and must be
         recomputed. Raises RollbackRequired if a roll-back is needed.
@@ -153,7 +153,7 @@ class Trainer:
 
     @property
     def plan(self) -> StepPlan:
-        """Return the plan of the next step."""
+        """The sizes, mixture and settings of the next step (`StepPlan`)."""
         return self.phases.at(self.progress.tokens)
 
     @property
@@ -162,7 +162,7 @@ class Trainer:
         return self.progress.step >= self.config.train.steps or self.results.stop_requested
 
     def is_due(self, interval: int) -> bool:
-        """Return whether to do periodic work now: after every `interval` steps and after the last step. 0: never."""
+        """Return whether periodic work is due: after every `interval` steps and after the last step. `interval` 0: never."""
         step = self.progress.step
         return interval > 0 and (step % interval == 0 or step == self.config.train.steps)
 
@@ -175,7 +175,7 @@ class Trainer:
         self._wants_save = True
 
     def renew_optimizer(self) -> None:
-        """Replace the optimizer by a new one, which starts from the current weights."""
+        """Replace the optimizer with a new one, which starts from the current weights."""
         del self.optimizer  # frees the old moments before the new ones are allocated
         self.optimizer = self._make_optimizer()
 
@@ -194,7 +194,7 @@ class Trainer:
         )
 
     def open_data(self) -> None:
-        """Open this data rank's batches at `progress`. From there on, the config's mixture applies."""
+        """Open this data rank's batches at `progress`. The config's mixture applies from this position."""
         dataset, progress = self.data.dataset, self.progress
         self.batches = Loader(
             dataset.following(progress.order),

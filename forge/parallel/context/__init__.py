@@ -1,8 +1,9 @@
 """Context parallelism: the ranks of the cp axis share every sequence. Each rank holds an early and a late chunk.
 
 Only attention looks across tokens, so only its inner function `Attention.attend` is replaced. Linear-attention layers
-exchange recurrent states instead of keys and values, whatever parallel.context is (forge/parallel/context/states.py).
-Parameters are unchanged: data parallelism shards them over dp_shard x cp and sums their gradients over these ranks.
+exchange recurrent states instead of keys and values, for every value of parallel.context
+(forge/parallel/context/states.py). Parameters are unchanged: data parallelism shards them over dp_shard x cp and sums
+their gradients over these ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FUNCTIONS: dict[str, Callable[[SequenceSplit], AttentionFunction]] = {
 
 
 def apply_context(model: Transformer, layout: Layout) -> None:
-    """Replace each layer's attention function by a function that attends to the tokens of all cp ranks.
+    """Replace each layer's attention function with a function that attends to the tokens of all cp ranks.
 
     Raises UserError for ring attention in compiled blocks on CUDA, and for an attention module without `attend`.
     """
@@ -52,7 +53,7 @@ def apply_context(model: Transformer, layout: Layout) -> None:
 
 
 def check_attention(model: Transformer) -> None:
-    """Raise UserError for an attention module without `attend`, because it would see only this rank's tokens."""
+    """Raise UserError for an attention module without `attend`. Such a module would see only this rank's tokens."""
     for layer, block in model.layers.items():
         attention = getattr(block, "attention", None)
         if not hasattr(attention, "attend"):
@@ -64,7 +65,7 @@ def check_attention(model: Transformer) -> None:
 
 
 def replace_attention(model: Transformer, function: Callable[[Any], Any]) -> None:
-    """Replace each layer's attention function `attend` by `function(attend)`."""
+    """Replace each layer's attention function `attend` with `function(attend)`."""
     for block in model.layers.values():
         attention: Any = block.attention
         if hasattr(attention, "attend"):

@@ -1,6 +1,6 @@
 """Context parallelism by gathering keys and values: during attention, every rank holds a layer's keys and values whole.
 
-One all-gather per layer in forward, one reduce-scatter in backward. Grouped-query attention keeps both messages small:
+Forward makes one all-gather per layer, backward one reduce-scatter. Grouped-query attention keeps both messages small:
 only key/value heads are sent (Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2).
 """
 
@@ -54,9 +54,9 @@ class AllGatherAttention:
         return self._attend(q, k, v, mask, layer.sink_logits())
 
     def _whole(self, *parts: Tensor) -> list[Tensor]:
-        """All-gather `parts`, each `[..., seq / cp, width]`, over the cp ranks in one collective.
+        """All-gather `parts` over the cp ranks in one collective. Return the whole tensors.
 
-        Return a list with each tensor `[..., seq, width]`.
+        parts: each `[..., seq / cp, width]`. Results: each `[..., seq, width]`.
         """
         gathered = compat.all_gather(torch.cat(parts, dim=-1).unsqueeze(0), self.split.group)
         return list(self.split.in_order(gathered).split([part.shape[-1] for part in parts], dim=-1))
@@ -68,7 +68,7 @@ class AllGatherAttention:
 
 
 def lower_right(split: SequenceSplit, tokens: int) -> tuple[Any, ...]:
-    """Return two `CausalBias` masks, one for each chunk of this rank's queries, over all keys up to the chunk's end.
+    """Return two `CausalBias` masks, one for each chunk of this rank's queries. A mask covers all keys up to the chunk's end.
 
     tokens: number of tokens in both chunks together.
     """

@@ -24,7 +24,7 @@ from forge.runtime import compat
 
 
 class Pair(NamedTuple):
-    """A chunk of this rank's queries, and a chunk of the keys now on this rank. The queries may see some of the keys.
+    """A chunk of this rank's queries and a chunk of the keys now on this rank. The queries may see some of the keys.
 
     queries, keys: 0 for the early chunk, 1 for the late chunk. table: mask of the keys visible to each query; None:
     all.
@@ -38,8 +38,8 @@ class Pair(NamedTuple):
 class RingAttention:
     """Attention of this rank's queries to the keys and values of all ranks, one rank at a time, this rank first.
 
-    kernel: computes attention of one chunk to another. None: flex_attention if it has kernels for the device, else
-    `PlainKernel`.
+    kernel: computes attention of a chunk of queries to a chunk of keys. None: flex_attention if it has kernels for the
+    device, else `PlainKernel`.
     """
 
     def __init__(self, split: SequenceSplit, kernel: PlainKernel | FlexKernel | None = None):
@@ -182,9 +182,9 @@ def _block_of(pair: Pair, q: Tensor, kv: Tensor, soft_cap: float) -> tuple[slice
 class AttentionBlock(NamedTuple):
     """A block of queries, keys and values for a kernel. Kernels also return the logsumexp, for merging blocks.
 
-    q `[batch, heads, rows, head_dim]`, k and v `[batch, kv_heads, columns, head_dim or v_dim]`. Results are in
-    promote(float32, q.dtype). A row without visible keys has out = 0 and lse = -inf. The CPU's fused kernel is not
-    used, because it returns lse = 0 for such rows and would give them the weight of a key with score 0.
+    q `[batch, heads, rows, head_dim]`, k and v `[batch, kv_heads, columns, head_dim or v_dim]`. Results have the wider
+    dtype of float32 and q's. A row without visible keys has out = 0 and lse = -inf. The CPU's fused kernel is not used:
+    it returns lse = 0 for such rows, and would give them the weight of a key with score 0.
     table: a BlockMask for flex_attention, else bool `[batch or 1, 1, rows, columns]`; None: every query sees every key.
     """
 
@@ -196,7 +196,7 @@ class AttentionBlock(NamedTuple):
 
 
 class PlainKernel:
-    """Attention in plain tensor operations. For each head, rows x columns scores are in memory."""
+    """Attention in plain tensor operations. It holds the scores of all rows and columns of a head in memory."""
 
     flex = False
     make_table = staticmethod(dense_part)
@@ -237,7 +237,7 @@ class PlainKernel:
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
     """Stack the query heads of each key/value head as rows.
 
-    The result is `[batch, kv_heads, group * rows, head_dim]` in promote(float32, q.dtype).
+    Return `[batch, kv_heads, group * rows, head_dim]`, in the wider dtype of float32 and q's.
     """
     return q.to(promoted(q.dtype)).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
 
@@ -260,8 +260,8 @@ def _scores(rows: Tensor, k: Tensor, table: Tensor | None, soft_cap: float) -> t
 class FlexKernel:
     """Attention by PyTorch's flex_attention; methods as in `PlainKernel`.
 
-    flex_attention's backward cannot take the `lse` and `delta` of all keys. So `backward` recomputes the block and
-    differentiates it alone. The gradient passed for the block's logsumexp accounts for the other blocks.
+    flex_attention's backward cannot take the `lse` and `delta` of all keys. `backward` therefore recomputes the block and
+    differentiates it alone. The gradient that it passes for the block's logsumexp accounts for the other blocks.
     """
 
     flex = True

@@ -27,9 +27,9 @@ from forge.runtime import compat
 class SequenceSplit:
     """The split of each sequence over the context-parallel ranks of `group`.
 
-    A rank's part is its two chunks. With one rank the part is the whole sequence, and nothing is sent. pieces: number
-    of equal pieces into which sequence parallelism (tp) divides each part. depth: number of multi-token prediction
-    modules.
+    A rank's part of the sequence is its two chunks. With one rank the part is the whole sequence, and nothing is sent.
+    pieces: number of equal pieces into which sequence parallelism (tp) divides each part. depth: number of multi-token
+    prediction modules.
     """
 
     def __init__(self, group: dist.ProcessGroup, pieces: int = 1, depth: int = 0):
@@ -71,7 +71,7 @@ class SequenceSplit:
         return torch.cat([torch.stack(heads), torch.stack(tails[::-1])], dim=-2)
 
     def local_part(self, batch: Batch) -> Batch:
-        """Return this rank's part of `batch`. All cp ranks pass the same tensors `[batch, seq]`."""
+        """Return the two chunks of `batch` on this rank. All cp ranks pass the same tensors `[batch, seq]`."""
         if self.depth and torch.is_grad_enabled():
             batch = replace(batch, ahead=look_ahead(batch.tokens, batch.labels, batch.documents, self.depth))
         if self.ranks == 1:

@@ -25,7 +25,7 @@ from forge.runtime import compat
 
 
 class PassedStates:
-    """A `Recurrence` on this rank's two chunks. Each chunk starts from the state after all earlier tokens.
+    """A `Recurrence` on this rank's two chunks. Each chunk starts from the state after all earlier tokens of the sequence.
 
     Calls are collective over the cp ranks.
     """
@@ -67,9 +67,9 @@ class PassedStates:
         return outputs(chunks, states, q.shape[1]).reshape(v.shape)
 
     def _before(self, x: Tensor, tokens: int) -> Tensor:
-        """Return the last `tokens` tokens before each chunk, `[2 batch, tokens, channels]`; zeros before the sequence.
+        """Return the `tokens` tokens before each of this rank's chunks, `[2 batch, tokens, channels]`.
 
-        Collective. x `[batch, seq / cp, channels]`.
+        Zeros stand before the sequence. Collective. x `[batch, seq / cp, channels]`.
         """
         ends = x.unflatten(1, (2, -1))[:, :, max(0, x.shape[1] // 2 - tokens) :]
         # A chunk shorter than the window is sent whole, and the window then spans several chunks.
@@ -101,6 +101,6 @@ def _halves(x: Tensor) -> Tensor:
 
 
 def _apply(maps: Tensor, state: Tensor) -> Tensor:
-    """Apply maps `[..., key_dim, key_dim + value_dim]` to the state `[..., key_dim, value_dim]`."""
+    """Apply maps `[..., key_dim, key_dim + value_dim]` to the state `[..., key_dim, value_dim]`. Return the new state."""
     transition, addition = maps.split([state.shape[-2], state.shape[-1]], dim=-1)
     return transition @ state + addition

@@ -18,7 +18,7 @@ from forge.runtime import compat
 
 
 class UlyssesAttention:
-    """Attention over the whole sequence: each rank computes heads / cp heads, by `inner`.
+    """Attention over the whole sequence. Each rank computes heads / cp heads, with the attention function `inner`.
 
     Calls are collective over the cp ranks. cp must divide the number of query heads. If cp does not divide the number
     of key/value heads, these are repeated, so every rank gets the key/value heads of its query heads.

@@ -42,15 +42,15 @@ class DataParallel(Protocol):
         """Give this rank uninitialised storage for its part of the model."""
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Call before each forward followed by a backward; in a pipeline, just before the backward.
+        """Prepare for a backward. Call before each forward that has a backward; in a pipeline, just before the backward.
 
-        last: the backward is the last one of the optimizer step.
+        last: True for the last backward of the optimizer step.
         """
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Take over weight gradients computed separately from input gradients by a pipeline schedule.
+        """Take over weight gradients that a pipeline schedule computed separately from input gradients.
 
-        Call after each such computation. last: the computation is the last one of the optimizer step.
+        Call after each such computation. last: True for the last one of the optimizer step.
         """
 
     def start_gradient_sync(self) -> None:
@@ -60,10 +60,9 @@ class DataParallel(Protocol):
         """Complete the reductions. Afterwards the gradients of `shards` are sums over data ranks."""
 
     def after_update(self, copied: Collection[Tensor] = ()) -> None:
-        """Make the model use the new values of `shards`.
+        """Make the model use the new values of `shards`. Call after each write to `shards`.
 
-        Call after each write. copied: parameters of `shards`. The caller has already written their compute weights
-        (`copies`).
+        copied: parameters of `shards` whose compute weights (`copies`) the caller has already written.
         """
 
     def zero_gradients(self) -> None:
@@ -98,7 +97,7 @@ def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
 
 
 def _alone(layout: Layout) -> bool:
-    """Return whether FSDP's meshes have only this rank, both for dense parameters and for experts."""
+    """Return whether each of FSDP's meshes, for dense parameters and for experts, has only this rank."""
     meshes = layout.meshes
     return meshes.fsdp.size() == 1 and (layout.model.moe is None or meshes.fsdp_experts.size() == 1)
 
@@ -106,9 +105,9 @@ def _alone(layout: Layout) -> bool:
 def _buffers_take_no_more_memory(layout: Layout) -> bool:
     """Return whether contiguous buffers take no more memory than fsdp2.
 
-    The result is True if the buffers' gradients are no wider than fsdp2's, and no configuration key (float8,
-    cpu_offload, reshard_after_forward) lets fsdp2 hold less than the buffers. fsdp2 accumulates gradients in `storage`.
-    Between microbatches it holds them in the wider of `storage` and `reduce`.
+    True if the buffers' gradients are no wider than fsdp2's, and no configuration key (float8, cpu_offload,
+    reshard_after_forward) lets fsdp2 hold less than the buffers. fsdp2 accumulates gradients in `storage`. Between
+    microbatches it holds them in the wider of `storage` and `reduce`.
     """
     gradient = torch.promote_types(promoted(layout.compute), layout.reduce)
     held = layout.storage

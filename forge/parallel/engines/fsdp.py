@@ -119,13 +119,13 @@ class FullySharded:
             unit.set_reshard_after_backward(last or not stays, recurse=False)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Reduce weight gradients that a pipeline schedule has computed separately, like the hooks of a backward."""
+        """Reduce weight gradients that a pipeline schedule computed separately, as the hooks of a backward do."""
         for group in compat.fsdp_parameter_groups(self._root):
             group.post_backward()
         compat.end_fsdp_backward(self._root)
 
     def start_gradient_sync(self) -> None:
-        """Do nothing: FSDP2 has reduced all units during the last backward and waited for them at its end."""
+        """Do nothing. FSDP2 reduces all units during the last backward and waits for them at its end."""
 
     def finish_gradient_sync(self) -> None:
         if self._replicated:
@@ -200,7 +200,7 @@ def _degree(mesh: DeviceMesh) -> int:
 
 
 def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
-    """Return how FSDP2 shards an expert parameter: along dimension 0, the experts, or along dimension 1.
+    """Return FSDP2's placement of an expert parameter: split along dimension 0 (the experts) or 1.
 
     Dimension 1 is used if there are fewer experts than ranks and `ranks` divides the size of dimension 1.
     """
@@ -216,10 +216,10 @@ def _defers(layout: Layout) -> bool:
 def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: bool) -> bool | int:
     """Return FSDP2's `reshard_after_forward`: True, False, or the number of ranks to reshard over.
 
-    `auto` frees a sharded unit's gathered parameters after forward, except those of the last units of forward (`last`),
-    which backward uses first. In a pipeline `auto` never frees gathered parameters, because every microbatch would
-    gather them again. If the key is a number, experts are freed: FSDP2 cannot reshard over fewer ranks if parameters
-    are also split over ep. degree: number of ranks sharding the unit.
+    `auto` frees a sharded unit's gathered parameters after forward. Exceptions are the last units of forward (`last`),
+    which backward uses first, and every unit in a pipeline, where every microbatch would gather the parameters again. If
+    the key is a number, experts are freed: FSDP2 cannot reshard over fewer ranks if parameters are also split over ep.
+    degree: number of ranks sharding the unit.
     """
     choice = layout.parallel.reshard_after_forward
     if isinstance(choice, int) and experts:
@@ -314,7 +314,7 @@ def replicated_parameters(
 
 
 def units_without(units: Sequence[Unit], parameters: set[nn.Parameter]) -> list[Unit]:
-    """Return `units` without the modules that have only `parameters`. Units left without modules are dropped."""
+    """Return `units` without the modules whose parameters are all in `parameters`. Units left without modules are dropped."""
     kept = []
     for unit in units:
         modules = tuple(

@@ -46,9 +46,8 @@ MULTIPLE = 16
 def apply_float8(model: nn.Module, layout: Layout) -> None:
     """Convert the linear layers of `model`, and with a block format its routed experts, to float8 products, in place.
 
-    With `float8_dispatch`, also round the rows of each dispatch.
-
-    Layers in `float8_exclude` and layers of unsuitable size stay in precision.compute; the log names them.
+    With `float8_dispatch`, also round the rows of each dispatch. Layers in `float8_exclude` and layers of unsuitable size
+    stay in precision.compute; the log names them.
 
     Raises UserError if the hardware has no kernel and float8_emulate is false, if tensor parallelism cuts a block, if no
     layer is left to convert, or if a pattern in `float8_exclude` matches no module.
@@ -89,7 +88,7 @@ def apply_float8(model: nn.Module, layout: Layout) -> None:
 def _gather(
     model: nn.Module, layers: Iterable[str], experts: Iterable[str], form: Format, layout: Layout
 ) -> None:
-    """Make FSDP2 gather weights as codes of `form` where possible, and log their number.
+    """Make FSDP2 gather weights as codes of `form` where possible, and log the number of these weights.
 
     Raises UserError if float8_all_gather is true and no weight can be gathered in float8.
     """
@@ -113,7 +112,7 @@ def _gather(
 
 
 def compute_in_float8(model: nn.Module, precision: Precision, device_type: str) -> None:
-    """Make `model`, which is not distributed, compute its matrix products in `precision.float8`, in place.
+    """Make `model` compute its matrix products in `precision.float8`, in place. The model must not be distributed.
 
     Raises UserError if the hardware has no kernel and float8_emulate is false.
     """
@@ -163,7 +162,7 @@ def emulates(precision: Precision, device_type: str) -> bool:
 def choose_layers(model: nn.Module, precision: Precision) -> tuple[dict[str, nn.Linear], dict[str, str]]:
     """Choose the linear layers of `model` to convert.
 
-    Return two dictionaries: name -> layer to convert, and name -> reason for leaving a layer out.
+    Return two dicts: name -> layer to convert, and name -> reason why a layer is not converted.
     """
     chosen: dict[str, nn.Linear] = {}
     left_out: dict[str, str] = {}
@@ -216,7 +215,7 @@ def check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def _refuse_cut_blocks(layers: dict[str, nn.Linear], form: Format, tp: int) -> None:
-    """Raise UserError if tensor parallelism cuts a block: its scale would differ from the scale in one process."""
+    """Raise UserError if tensor parallelism cuts a block. The scale of a cut block would differ from that in one process."""
     split = {}
     for name, layer in layers.items():
         weight = layer.weight

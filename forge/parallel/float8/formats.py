@@ -58,11 +58,11 @@ class Format:
     powers: bool
 
     def along(self, dim: int) -> tuple[int, int]:
-        """Return (rows, columns) of an activation's block, for a product summing over `dim`, -1 or -2."""
+        """Return (rows, columns) of an activation's block, for a product that sums over dimension `dim`, -1 or -2."""
         return (1, self.block) if dim == -1 else (self.block, 1)
 
     def of_weight(self, dim: int) -> tuple[int, int]:
-        """Return (rows, columns) of a weight's block, for a product summing over `dim`, -1 or -2."""
+        """Return (rows, columns) of a weight's block, for a product that sums over dimension `dim`, -1 or -2."""
         return (self.block, self.block) if self.square else self.along(dim)
 
     def quantise(self, x: Tensor, block: tuple[int, int]) -> Quantised:
@@ -86,7 +86,10 @@ class Format:
         return _joined(_cut(codes.to(dtype), block) * factors, codes.shape)
 
     def rounded(self, x: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return x quantised and dequantised, in `dtype`."""
+        """Return x after quantising and dequantising, in `dtype`.
+
+        Each tile of `block[0]` x `block[1]` elements has one scale.
+        """
         return self.dequantise(self.quantise(x, block), block, dtype)
 
 

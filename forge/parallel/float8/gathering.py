@@ -75,7 +75,7 @@ class ShardedWeight(torch.Tensor):
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Return (codes as uint8, scales) of this shard, and (dim,): the dimension summed over by the next product."""
+        """Return (codes as uint8, scales) of this shard, and (dim,): the dimension over which the next product sums."""
         # A graph task id other than -1 means backward.
         dim = -1 if self.form.square or torch._C._current_graph_task_id() == -1 else -2
         values = self._tensor.to(mp_policy.param_dtype or self._tensor.dtype)
@@ -97,7 +97,7 @@ class ShardedWeight(torch.Tensor):
 
 
 class GatheredWeight(torch.Tensor):
-    """A whole weight as codes and scales, for products summing over dimension `summed`, -1 or -2.
+    """A whole weight as codes and scales, for products that sum over dimension `summed`, -1 or -2.
 
     Shape and dtype are those of the dequantised weight.
     """
@@ -139,7 +139,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def may_gather_in_blocks(form: Format, layout: Layout | Config) -> bool:
-    """Return whether FSDP2 can gather weights of `form` as codes and scales, if shards consist of whole blocks."""
+    """Return whether FSDP2 can gather weights of `form` as codes and scales, provided that shards consist of whole blocks."""
     if layout.precision.float8_all_gather is False or layout.parallel.data_parallel != "fsdp2":
         return False
     if layout.parallel.tp > 1 or layout.parallel.ep > 1 or layout.compile.enabled:
@@ -148,9 +148,9 @@ def may_gather_in_blocks(form: Format, layout: Layout | Config) -> bool:
 
 
 def gather_in_blocks(weights: dict[str, tuple[nn.Module, str]], form: Format, layout: Layout) -> list[str]:
-    """Make FSDP2 gather `weights` as codes and scales, in place.
+    """Make FSDP2 gather `weights` as codes and scales where possible, in place. Return the names of these weights.
 
-    Return the names of the weights chosen. weights: parameter name -> (module, attribute).
+    weights: parameter name -> (module, attribute). A weight is left unchanged if a shard would not have whole blocks.
     """
     if not may_gather_in_blocks(form, layout):
         return []

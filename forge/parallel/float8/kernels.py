@@ -177,7 +177,10 @@ def _whole_blocks(x: Tensor, form: Format) -> Tensor:
 
 
 def _padded(x: Tensor, columns: int, rows: int) -> Tensor:
-    """Pad x `[..., m, k]` with zeros until k is a multiple of `columns` and m a multiple of `rows`. Contiguous."""
+    """Pad x `[..., m, k]` with zeros until k is a multiple of `columns` and m a multiple of `rows`.
+
+    The result is contiguous.
+    """
     pad = (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows)
     return F.pad(x, pad) if any(pad) else x.contiguous()
 

@@ -79,10 +79,9 @@ def grouped(
 
 
 class AddInParts(torch.autograd.Function):
-    """Add bias / parts on each of `parts` ranks.
+    """Add bias / parts to the output on each of `parts` ranks. The sum of the outputs then contains the bias once.
 
-    The outputs are then summed over the ranks, so the sum contains the bias once. In backward, every rank gets the
-    gradient of the whole bias.
+    In backward, every rank gets the gradient of the whole bias.
     """
 
     @staticmethod

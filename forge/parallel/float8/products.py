@@ -6,12 +6,12 @@ A linear layer y = x W^T has three products, each summing over a different dimen
     input gradient   dx = dy W     over the outputs   dy in 1 x B, W along its rows
     weight gradient  dW = dy^T x   over the tokens    dy and x along the tokens of each sequence
 
-So x, dy and (under mxfp8) W are quantised twice, once for each product they are used in. Blocks of tokens begin at the
-start of a sequence. The blocks do not depend on the microbatch, nor on the layout, if every rank has whole blocks.
+Each operand is quantised separately for each of its two products: x, dy and, under mxfp8, W. Blocks of tokens begin at
+the start of a sequence. If every rank has whole blocks, the blocks depend neither on the microbatch nor on the layout.
 
 For routed experts, output and input gradient are each one grouped product over all experts. The weight gradient is
-computed from unquantised values: blocks along the tokens of an expert would depend on the set of arriving tokens, so on
-the layout and the microbatch. torchao's recipe MXFP8_RCEIL_WGRAD_WITH_HP also uses unquantised values.
+computed from unquantised values. Blocks along the tokens of an expert would depend on the set of arriving tokens, and so
+on the layout and the microbatch. torchao's recipe MXFP8_RCEIL_WGRAD_WITH_HP also uses unquantised values.
 
 Implementations of `Products`: `Emulated` in this file, for any device, and the GPU's kernels in kernels.py.
 """
@@ -50,7 +50,7 @@ class Products(Protocol):
 
 
 class Emulated:
-    """Products of dequantised values in promote(float32, dtype).
+    """Products of dequantised values, computed in the wider of float32 and the operand's dtype.
 
     A dequantised MX value is exact in float32; a blockwise value is rounded once. Both are exact in float64.
     """
@@ -85,7 +85,7 @@ class Emulated:
 
 
 def quantised_weight(weight: Tensor, form: Format, dim: int) -> Quantised:
-    """Return the codes and scales of weight `[..., out, in]` for a product summing over `dim`.
+    """Return the codes and scales of weight `[..., out, in]` for a product that sums over dimension `dim`.
 
     Codes gathered by FSDP2 are used unchanged.
     """

@@ -59,13 +59,16 @@ class RoundedRows:
         return _RoundGradients.apply(rows, self.round)
 
     def send(self, rows: Tensor, group: dist.ProcessGroup, receives: list[int], sends: list[int]) -> Tensor:
-        """All-to-all of rounded `rows`, as `compat.all_to_all`. Forward sends codes. Collective."""
+        """All-to-all of rounded `rows`, with the arguments of `compat.all_to_all`. Forward sends codes. Collective."""
         return _Send.apply(rows, group, receives, sends, self._exchange_codes, exchange)
 
     def send_back(
         self, rows: Tensor, group: dist.ProcessGroup, receives: list[int], sends: list[int]
     ) -> Tensor:
-        """All-to-all of `rows`, whose gradients are rounded, as `compat.all_to_all`. Backward sends codes. Collective."""
+        """All-to-all of `rows`, with the arguments of `compat.all_to_all`. Collective.
+
+        Backward rounds the gradient and sends it as codes.
+        """
         return _Send.apply(rows, group, receives, sends, exchange, self._exchange_codes)
 
     def _exchange_codes(
@@ -75,7 +78,7 @@ class RoundedRows:
         return self.decode(codes, rows.shape[1], rows.dtype)
 
     def compile(self, compiler: Callable[..., Any]) -> None:
-        """Replace the functions by compiled ones."""
+        """Replace this object's functions with compiled ones. compiler: compiles a function."""
         self.encode, self.decode, self.round = map(compiler, (self.encode, self.decode, self.round))
 
 
@@ -119,7 +122,7 @@ class _RoundGradients(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """An all-to-all with separate functions for forward and backward, both with the signature of `exchange`."""
+    """An all-to-all with separate functions for forward and backward. Both have the signature of `exchange`."""
 
     @staticmethod
     def forward(

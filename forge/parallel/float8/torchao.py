@@ -1,6 +1,6 @@
 """torchao's two float8 recipes, tensorwise and rowwise.
 
-torchao replaces linear layers by its own, which scale and round the operands. torchao is imported only if one of these
+torchao replaces linear layers with its own, which scale and round the operands. torchao is imported only if one of these
 recipes is used.
 """
 
@@ -24,9 +24,9 @@ from forge.runtime.errors import UserError
 def convert_with_torchao(
     model: nn.Module, chosen: dict[str, nn.Linear], recipe: str, *, emulate: bool, gather: bool
 ) -> None:
-    """Replace the layers `chosen` of `model` by torchao's float8 layers, in place.
+    """Replace the layers `chosen` of `model` with torchao's float8 layers, in place.
 
-    gather: FSDP gathers their weights in float8.
+    gather: True if FSDP gathers their weights in float8.
     """
     with quiet():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -44,7 +44,7 @@ def convert_with_torchao(
 def scale_refresher(model: nn.Module) -> Callable[[], None]:
     """Return a function that computes the float8 scales of all weights of `model`, an FSDP model, in one all-reduce.
 
-    Call the function on all ranks after each change of the parameters. Before the first call, FSDP computes each scale
+    Call the function on all ranks after each change of the parameters. Before its first call, FSDP computes each scale
     separately in forward, with the same result. If FSDP does not gather weights in float8, the function does nothing.
     """
     gathers = "enable_fsdp_float8_all_gather"
@@ -58,7 +58,7 @@ def scale_refresher(model: nn.Module) -> Callable[[], None]:
 def gathers_in_float8(chosen: dict[str, nn.Linear], layout: Layout) -> bool:
     """Return whether FSDP gathers the chosen weights in float8.
 
-    Raises UserError if float8_all_gather is true and some rank holds no rows of a weight.
+    Raises UserError if float8_all_gather is true and some rank would have no rows of a weight.
     """
     wanted, parallel, mesh = layout.precision.float8_all_gather, layout.parallel, layout.meshes.fsdp
     if layout.precision.float8 != "tensorwise" or wanted is False:
@@ -77,7 +77,7 @@ def gathers_in_float8(chosen: dict[str, nn.Linear], layout: Layout) -> bool:
 
 
 def _holders(rows: int, ranks: int) -> int:
-    """Return the number of ranks holding rows if torch.chunk splits `rows` rows over `ranks`.
+    """Return the number of ranks that get at least one row if torch.chunk splits `rows` rows over `ranks` ranks.
 
     Chunks are equal, except that the last ones are shorter or empty.
     """

@@ -108,7 +108,7 @@ class PipelinedModel(ParallelModel):
         return done.outputs.get((self.plan.stages[-1].index, 0))
 
     def _logits(self, inputs: Batch) -> Tensor:
-        """Return logits `[batch, seq, vocab]` on all pp ranks: the rank of the last stage broadcasts them. Collective."""
+        """Return logits `[batch, seq, vocab]` on all pp ranks. The rank of the last stage broadcasts them. Collective."""
         scores = self._forward(inputs)
         if scores is None:
             shape = (*inputs.tokens.shape, self._config.vocab_size)
@@ -125,7 +125,7 @@ class PipelinedModel(ParallelModel):
         return run
 
     def activation_shape(self, inputs: Batch, layer: int) -> tuple[int, ...]:
-        """Return the shape of the activation received, for `inputs`, by the stage whose first layer is `layer`.
+        """Return the shape of the activation that a stage receives for `inputs`. layer: the stage's first layer.
 
         `[batch, this rank's piece of the sequence, dim]`; with attention residuals `[streams, batch, ...]`.
         """
@@ -251,7 +251,7 @@ class _ProgramRun:
 class Messages:
     """Activations and their gradients between stages. A tensor is sent only if the neighbour stage is on another rank.
 
-    Each tensor is kept under the action that needs it. For F, the tensor is the input of the action's stage; for B, the
+    Each tensor is stored under the action that needs it. For F, the tensor is the input of the action's stage; for B, the
     gradient of the stage's output. Only `take` waits, and only for the tensor it returns.
     """
 
@@ -263,11 +263,11 @@ class Messages:
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
     def put(self, user: Action, tensor: Tensor) -> None:
-        """Keep `tensor` until `take` or `send`. user: the action that needs the tensor."""
+        """Store `tensor` until `take` or `send`. user: the action that needs the tensor."""
         self._here[user] = compat.arrived(tensor)
 
     def take(self, user: Action) -> Tensor:
-        """Return the tensor put or received for `user`, and forget it. Waits for a tensor still being received."""
+        """Return the tensor put or received for `user`, and remove it. Waits for a tensor that is still being received."""
         if user in self._here:
             return self._here.pop(user)
         work, tensor = self._receiving.pop(user)
@@ -275,7 +275,7 @@ class Messages:
         return tensor
 
     def send(self, user: Action) -> None:
-        """Start sending the tensor kept by `put` for `user`, to the rank of `user.stage`."""
+        """Start sending the tensor stored by `put` for `user` to the rank of `user.stage`."""
         tensor = self._here.pop(user).contiguous()
         work = self._isend(tensor, **self._with(user.stage, "group_dst"))
         assert work is not None
@@ -298,8 +298,8 @@ class Messages:
     def _with(self, stage: int, key: str) -> dict[str, Any]:
         """Return the keyword arguments of a send or receive between this rank and the rank of `stage`.
 
-        The arguments are the group of the two ranks and, under `key` (group_src or group_dst), the other rank's index
-        in the group.
+        They are the group of the two ranks and the other rank's index in this group. key: group_src or group_dst, the
+        name of the index.
         """
         group = self._groups[self._rank_of[stage]]
         return {"group": group, key: 1 - group.rank()}

@@ -63,7 +63,7 @@ class PipelinePlan:
 def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
     """Return the stages and the schedule, and log them.
 
-    Raises UserError for mistakes in a schedule's CSV file; the configuration's checks have covered everything else.
+    Raises UserError for mistakes in a schedule's CSV file. The configuration's checks have found all other mistakes.
     """
     name, pp, whole = config.pipeline.schedule, degrees.pp, whole_backward_because(config)
 
@@ -102,7 +102,7 @@ def plan_pipeline(config: Config, degrees: Degrees) -> PipelinePlan:
 
 
 def whole_backward_because(config: Config) -> str | None:
-    """Return the reason for not splitting backward into input and weight gradients; None if it can be split.
+    """Return the reason why backward cannot be split into input and weight gradients; None if it can be split.
 
     A checkpointed block would be recomputed for the input and again for every weight, and selective checkpointing
     raises at a second recomputation. The backward of a compiled block cannot be split: it would run as a whole each
@@ -141,7 +141,7 @@ class Costs:
 
 
 def make_stages(config: Config, stages: int = 0) -> list[Stage]:
-    """Divide the layers among stages. stages: number of stages, used if the configuration does not determine it."""
+    """Divide the layers among stages. stages: number of stages, read only if the configuration does not determine it."""
     chosen, n_layers = config.pipeline.layers_per_stage, config.model.n_layers
     if isinstance(chosen, tuple):
         counts = list(chosen)
@@ -156,14 +156,14 @@ def make_stages(config: Config, stages: int = 0) -> list[Stage]:
 
 
 def split_evenly(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of each stage. The numbers differ by at most 1, larger numbers first."""
+    """Return the number of layers of each stage. The numbers differ by at most 1, in descending order."""
     return [layers // stages + (index < layers % stages) for index in range(stages)]
 
 
 def split_by_cost(costs: Costs, stages: int) -> list[int]:
-    """Return the number of layers of each stage, at least 1, minimising the cost of the most expensive stage.
+    """Return the number of layers of each stage, at least 1, such that the most expensive stage costs least.
 
-    Ties: choose the most even split (smallest sum of squared costs), then the split with more layers in the first
+    Among equal splits, take the most even one (smallest sum of squared costs), then the one with more layers in the first
     stages.
     """
     n_layers = len(costs.layers)
@@ -177,7 +177,7 @@ def split_by_cost(costs: Costs, stages: int) -> list[int]:
     def best(
         price: Callable[[int], float], total_of: Callable[[float, float], float]
     ) -> tuple[float, list[int]]:
-        """Return the cheapest split: its total, and the first layer after each stage.
+        """Return the cheapest split: its total price, and the end of each stage (its last layer plus 1).
 
         price: maps the cost of a stage to its price. total_of: combines the prices of stages, e.g. to their maximum.
         Uses dynamic programming from the last stage backwards.
@@ -185,7 +185,7 @@ def split_by_cost(costs: Costs, stages: int) -> list[int]:
 
         @cache
         def rest(index: int, begin: int) -> tuple[float, list[int]]:
-            """Solve for the stages from number `index` on, beginning with layer `begin`."""
+            """Return the cheapest split of the layers from `begin` over the stages from number `index`."""
             if index == stages - 1:
                 return price(cost_of(index, begin, n_layers)), [n_layers]
             totals = {

@@ -98,7 +98,7 @@ class Schedule:
     def programs(self) -> list[list[Action]]:
         """Return each rank's order of computations and messages.
 
-        Both ranks of a pair list their messages in the same order. A receive is placed when its sender has just sent,
+        Two ranks list the messages between them in the same order. A receive is listed when its sender has just sent,
         so each message is as early as possible. Ranks cannot deadlock, even if a backend matches messages only by
         order.
         """
@@ -120,7 +120,7 @@ class Schedule:
 
     @cached_property
     def _sequence(self) -> list[tuple[int, Action]]:
-        """Return (rank, action) for all actions, each after the actions it needs.
+        """Return (rank, action) for all actions. Each action comes after the actions whose results it needs.
 
         Ranks take turns, with one action each if possible. Raises UserError for a deadlock.
         """
@@ -204,7 +204,7 @@ def make_schedule(name: str, ranks: int, stages: int, microbatches: int) -> Sche
 def place(stage: int, ranks: int, *, v_shaped: bool) -> int:
     """Return the rank of a stage.
 
-    Stages are assigned to ranks 0, 1, ... in turn, round after round. With a V shape, every second round goes in
+    Stages are assigned to ranks 0, 1, ... in turn, round after round. With a V shape, every second round is in
     descending order.
     """
     turn, rank = divmod(stage, ranks)
@@ -238,7 +238,7 @@ def read_schedule(path: Path, ranks: int, microbatches: int) -> Schedule:
 
 
 def find_fault(schedule: Schedule) -> str | None:
-    """Return a fault of the schedule, or None if every stage processes every microbatch exactly once.
+    """Return a sentence about a fault of the schedule. Return None if every stage processes every microbatch exactly once.
 
     Raises UserError for a deadlock.
     """

@@ -23,7 +23,7 @@ class Tied:
 
     first, last: this rank's shards of the two copies; None on ranks without that stage.
     ends: the pp ranks of both stages.
-    watched: detect and count unexpected changes of the last stage's copy between two updates, e.g. a flipped bit.
+    watched: True: count unexpected changes of the last stage's copy between two updates, e.g. a flipped bit.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Tied:
             self._copied = self._bits() if self._watched else None
 
     def take_changes(self) -> Tensor:
-        """Return the number of unexpected changes of the last stage's copy since the last call; 0 on other ranks. Scalar."""
+        """Return the number of unexpected changes of the last stage's copy since the last call. Scalar; 0 on other ranks."""
         self._count_changes()
         if self._copied is not None:
             self._copied = self._bits()  # report each change once
@@ -87,10 +87,10 @@ class Tied:
     def _move(
         self, source: Tensor | None, target: Tensor | None, *, sender: int, receiver: int
     ) -> Tensor | None:
-        """Send `source` from rank `sender`, the only rank with it, to rank `receiver`; return the tensor on `receiver`.
+        """Send `source` from rank `sender` to rank `receiver`. Return the tensor on these two ranks, None on others.
 
-        target: a tensor like `source` on the receiving rank, None on others. If sender and receiver are one rank,
-        nothing is sent. Ranks with neither tensor return None.
+        source: a tensor on `sender`, None on others. target: a tensor of the same shape and dtype on `receiver`, None on
+        others. If sender and receiver are one rank, nothing is sent.
         """
         if source is not None and target is None:
             dist.send(source.contiguous(), group=self._group, group_dst=receiver)

@@ -1,8 +1,8 @@
 """Differentiable collectives for forwards: each pairs the collective of forward with the collective of its gradient.
 
 Tensor parallelism splits activations `[batch, seq, ...]` along the sequence (dimension 1) or keeps them whole on every
-rank. If the ranks divide the work on a whole tensor, each rank has a partial gradient, and these must be summed. If all
-ranks do the same work, each has the whole gradient. Below, pieces are `[batch, seq / tp, ...]`.
+rank. If the ranks divide the work on a whole tensor, each rank has a partial gradient, and the partial gradients must be
+summed. If all ranks do the same work, each has the whole gradient. Below, pieces are `[batch, seq / tp, ...]`.
 
 These are functional collectives: torch.compile traces them, and CommDebugMode sees them.
 """
@@ -24,7 +24,7 @@ SEQUENCE = 1
 
 
 def gather_for_parts(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """All-gather pieces of the sequence, for work split over the ranks. Backward reduce-scatters the gradient."""
+    """All-gather pieces of the sequence, for work that the ranks divide. Backward reduce-scatters the gradient."""
     return _Paired.apply(x, mesh, _all_gather, _reduce_scatter)
 
 
@@ -37,7 +37,7 @@ def gather_for_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def share(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the replicated `x`, for work split over the ranks. Backward all-reduces the gradient."""
+    """Return the replicated `x` unchanged, for work that the ranks divide. Backward all-reduces the gradient."""
     return _Paired.apply(x, mesh, _unchanged, sum_over)
 
 
@@ -57,7 +57,7 @@ def own_piece(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def sum_over(x: Tensor, ranks: DeviceMesh | dist.ProcessGroup) -> Tensor:
-    """All-reduce `x`, without autograd."""
+    """Return the all-reduced sum of `x` over `ranks`. Not differentiable."""
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", ranks))
 
 

@@ -38,10 +38,10 @@ def sum_gradients(shards: Sequence[Shard], ranks: dist.ProcessGroup) -> None:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """The gradient norm of a step, and all ranks' decisions about the step: device scalars, equal on all ranks.
+    """The gradient norm of a step, and decisions about the step: device scalars, equal on all ranks.
 
-    norm: L2 norm of the whole gradient, float64. skip: 1.0 if the step must leave the model unchanged (a gradient or
-    the loss is not finite), else 0.0, float32. stop: number of ranks requesting the end of the run after this step,
+    norm: L2 norm of the whole gradient, float64. skip: float32, 1.0 if the step must leave the model unchanged because a
+    gradient or the loss is not finite, else 0.0. stop: number of ranks requesting the end of the run after this step,
     float64. save: number of ranks requesting a checkpoint, float64.
     """
 
@@ -56,8 +56,8 @@ def report_gradients(shards: list[Shard], loss: Tensor, *, stop: bool, save: boo
 
     Collective over all ranks: one small all-reduce.
 
-    loss: a device scalar. If it is not finite on any rank, all ranks skip the step. Each element of the global gradient
-    is counted on only one rank, so the norm does not depend on the layout.
+    loss: a device scalar. If it is not finite on any rank, all ranks skip the step. stop, save: this rank's requests. Each
+    element of the global gradient is counted on only one rank, so the norm does not depend on the layout.
     """
     entries = torch.zeros(4, dtype=torch.float64, device=loss.device)
     # `fill_` runs a kernel. An assignment would copy from the host and synchronise with the device.
@@ -108,7 +108,7 @@ def clip_gradients(shards: list[Shard], norm: Tensor, max_norm: float, optimizer
 
 
 def _present(shards: list[Shard]) -> dict[torch.dtype, list[Tensor]]:
-    """Return this rank's existing gradients by dtype, because multi-tensor kernels take one dtype.
+    """Return this rank's existing gradients, grouped by dtype, because a multi-tensor kernel takes one dtype.
 
     Gradients of offloaded parameters are on the CPU.
     """

@@ -58,8 +58,8 @@ class ParallelModel:
     file.
 
     parts: this rank's pipeline stages; without a pipeline, the whole model as the only part. shards: this rank's shards
-    of the parameters. buffers: the balancing state of routers, saved in checkpoints with the parameters. copies:
-    `Shard.parameter` -> the same elements in the model's compute weights; empty if the engine keeps no such copies.
+    of the parameters. buffers: the balancing state of routers, saved in checkpoints with the parameters. copies: from each
+    `Shard.parameter` to its elements in the model's compute weights; empty if the engine has no separate compute weights.
     """
 
     def __init__(self, parts: Sequence[Transformer], engines: Sequence[DataParallel], layout: Layout):
@@ -81,7 +81,10 @@ class ParallelModel:
         self.micro_batch_size = layout.micro_batch_size
 
     def observe_losses(self, observer: LossObserver | None) -> None:
-        """Call `observer` with the loss of every token, from the next forward on; None: no observer. Not collective."""
+        """Call `observer` with the loss of every token, beginning with the next forward. Not collective.
+
+        observer: None: stop the calls.
+        """
         self._loss_observer = observer
         part: Any
         for part in self.parts:
@@ -105,7 +108,7 @@ class ParallelModel:
     def forward_backward(self, batch: Batch, tokens: Tensor) -> Sums:
         """Accumulate the gradient of (sum of losses / tokens) over all microbatches. Collective.
 
-        Return the sums of losses over the global batch.
+        tokens: from `count_tokens`. Return the sums of losses over the global batch.
         """
         microbatches = [self._split.local_part(micro) for micro in batch.microbatches(self.micro_batch_size)]
         # A batch without valid tokens has loss 0 and gradient 0, not 0/0.
@@ -197,11 +200,11 @@ class ParallelModel:
         raise NotImplementedError
 
     def _forward(self, inputs: Batch) -> Tensor | None:
-        """Return the result of the whole model's forward; None if the last layer is on another rank."""
+        """Run the whole model's forward. Return its result; None if the last layer is on another rank."""
         raise NotImplementedError
 
     def _logits(self, inputs: Batch) -> Tensor:
-        """Return, on every rank, the result of the whole model's forward for inputs without labels."""
+        """Run the whole model's forward for inputs without labels. Return the logits on every rank."""
         raise NotImplementedError
 
 

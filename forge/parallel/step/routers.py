@@ -1,7 +1,7 @@
 """The balancing state of all routers.
 
-Each rank counts its own tokens, and every rank updates the state from the same sums of integers. The state is in module
-buffers, whole on every rank. So it does not depend on the data-parallel engine.
+Each rank counts its own tokens. Every rank then updates the state from the same sums of integers. The state is in module
+buffers, whole on every rank, so it does not depend on the data-parallel engine.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Routers:
     def update(self, skip: Tensor) -> RouterReport | None:
         """Update the balancing state by one step, unless `skip` (device scalar) is 1, and reset the counts.
 
-        Collective: one all-reduce over the ranks of this stage for all layers together, another for the histograms of
-        quantile balancing, and another over the pp ranks. Return the report, or None without routers.
+        Collective: one all-reduce over the ranks of this stage for all layers together, and one over the pp ranks. Quantile
+        balancing adds an all-reduce of histograms. Return the report, or None without routers.
         """
         if not self._layers:
             return None
@@ -61,7 +61,7 @@ class Routers:
         return RouterReport(values, self._layers)
 
     def _update_own(self, skip: Tensor) -> Tensor:
-        """Update the layers on this rank; return their rows of the report. Collective over the ranks of this stage."""
+        """Update the layers on this rank. Return their rows of the report. Collective over the ranks of this stage."""
         routers = list(self._own.values())
         counted = torch.stack([router.counts for router in routers])
         losses = torch.stack([router.losses for router in routers])

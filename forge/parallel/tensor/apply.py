@@ -4,8 +4,8 @@ With sequence parallelism, each block makes two all-gathers and two reduce-scatt
 without it, two all-reduces in each direction. Modules and their styles: forge/parallel/tensor/plan.py. Experts stay
 whole (forge/parallel/expert.py).
 
-Partial gradients: some parameters are whole on every rank, but each rank computes their gradient from its part of the
-activations only (norms and routers on pieces of the sequence, QK-norm on some of the heads). These gradients are summed
+Partial gradients: some parameters are whole on every rank, but each rank computes their gradient from only its part of the
+activations. Norms and routers see pieces of the sequence; QK-norm sees some of the heads. These gradients are summed
 over the tp ranks once per step, in one collective (`sum_gradients`).
 
 Loss: each rank computes the logits of its own rows of the vocabulary; logits are not gathered. For each token, the
@@ -76,7 +76,7 @@ def apply_tensor(model: Transformer, layout: Layout) -> None:
 
 
 def partial_shards(model: nn.Module, shards: Sequence[Shard]) -> list[Shard]:
-    """Return the shards with partial gradients, to be summed over the tp ranks; empty without tensor parallelism."""
+    """Return the shards whose gradients must be summed over the tp ranks. Empty without tensor parallelism."""
     modules = {n: m for n, m in model.named_modules() if getattr(m, "partial_gradients", False)}
     names = {f"{name}.{own}" for name, module in modules.items() for own, _ in module.named_parameters()}
     return [shard for shard in shards if shard.name in names]
@@ -123,8 +123,8 @@ def _overlap_collectives(mesh: DeviceMesh) -> None:
 class TensorLoss(FusedLoss):
     """FusedLoss for a head whose weight is a DTensor over `mesh`. Sums and logits are equal on all ranks. Collective.
 
-    pieces: hidden states are pieces of the sequence. first_row: the first row of this rank's part of the vocabulary;
-    None: the vocabulary is not divided, so the weight is gathered and every rank computes the whole loss.
+    pieces: True if hidden states are pieces of the sequence. first_row: the first row of this rank's part of the
+    vocabulary. None: the vocabulary is not divided; the weight is gathered and every rank computes the whole loss.
     """
 
     def __init__(self, plain: FusedLoss, mesh: DeviceMesh, *, pieces: bool, first_row: int | None):
@@ -146,7 +146,7 @@ class TensorLoss(FusedLoss):
 
 
 class SplitVocabulary(Vocabulary):
-    """A split vocabulary. This rank has the rows from `first_row` on, and their logits. Methods are collective."""
+    """A vocabulary split over ranks. This rank has the rows from `first_row`, and their logits. Methods are collective."""
 
     def __init__(self, mesh: DeviceMesh, first_row: int):
         self.mesh = mesh

@@ -34,9 +34,9 @@ from forge.parallel.step.collectives import (
 class ModulePlace:
     """The position of a module in the model.
 
-    stream: the placement of the residual stream, in pieces of the sequence or whole on every rank. input, output: the
-    placements of a linear layer's input (all features) and output. partial: on each rank, the module processes only
-    some of the tokens or heads.
+    stream: the placement of the residual stream: in pieces of the sequence, or whole on every rank. input, output: the
+    placements of a linear layer's input (all features) and output. partial: True if the module processes only some of the
+    tokens or heads on each rank.
     """
 
     mesh: DeviceMesh
@@ -97,7 +97,7 @@ def local_projection_norm(plain: ProjectionNorm, place: ModulePlace) -> nn.Modul
 
 
 class LocalRouter(Router):
-    """A router of this rank's piece of the sequence; its weight is whole on every rank."""
+    """A router for this rank's piece of the sequence. Its weight is whole on every rank."""
 
     partial_gradients = True
 
@@ -114,7 +114,7 @@ class LocalRouter(Router):
 
 
 class LocalMix(DepthMix):
-    """The mix over depth (`DepthMix`) of this rank's tokens; its query is whole on every rank."""
+    """The mix over depth (`DepthMix`) for this rank's tokens. Its query is whole on every rank."""
 
     def __init__(self, plain: DepthMix, place: ModulePlace):
         with torch.device("meta"):
@@ -127,7 +127,7 @@ class LocalMix(DepthMix):
 
 
 class LocalJoin(Join):
-    """The projection `Join` of this rank's tokens; its weight is whole on every rank."""
+    """The projection `Join` for this rank's tokens. Its weight is whole on every rank."""
 
     def __init__(self, plain: Join, place: ModulePlace):
         with torch.device("meta"):
@@ -141,7 +141,7 @@ class LocalJoin(Join):
 
 
 class LocalSharedGate(SharedGate):
-    """The gate of shared experts, for a piece of the sequence or all of it; its weight is whole on every rank."""
+    """The gate of shared experts, for a piece of the sequence or all of it. Its weight is whole on every rank."""
 
     def __init__(self, plain: SharedGate, place: ModulePlace):
         with torch.device("meta"):
@@ -155,7 +155,7 @@ class LocalSharedGate(SharedGate):
 
 
 class LocalConvolution(ShortConvolution):
-    """The convolution of this rank's channels (`split`), or of all channels."""
+    """The convolution of this rank's channels if `split`, else of all channels."""
 
     def __init__(self, plain: ShortConvolution, place: ModulePlace, *, split: bool):
         with torch.device("meta"):
@@ -168,7 +168,7 @@ class LocalConvolution(ShortConvolution):
 
 
 class LocalDecay(Decay):
-    """The decays of this rank's heads (`split`), or of all heads."""
+    """The decays of this rank's heads if `split`, else of all heads."""
 
     def __init__(self, plain: Decay, place: ModulePlace, *, split: bool):
         with torch.device("meta"):
@@ -181,7 +181,7 @@ class LocalDecay(Decay):
 
 
 class LocalEmbedding(Embedding):
-    """An embedding with some rows of the vocabulary on each rank (`split`), or all.
+    """An embedding. If `split`, each rank has some rows of the vocabulary, otherwise all.
 
     first_row: number of this rank's first row; None: every rank has all rows. Collective if split.
     """
@@ -251,7 +251,8 @@ class LocalNarrow(LocalLinear):
 class SharedLatents(Latents):
     """Gathers the latents' pieces of the sequence in one collective.
 
-    partial: the heads are split over ranks, so gradients are summed over the ranks; otherwise every rank has all heads.
+    partial: True if the heads are split over ranks; gradients are then summed over the ranks. False: every rank has all
+    heads.
     """
 
     def __init__(self, plain: Latents, place: ModulePlace):
@@ -270,7 +271,7 @@ class SharedLatents(Latents):
 
 
 class LocalSinks(Sinks):
-    """The sink logits of this rank's heads (`split`), or of all heads."""
+    """The sink logits of this rank's heads if `split`, else of all heads."""
 
     def __init__(self, plain: Sinks, place: ModulePlace, *, split: bool):
         with torch.device("meta"):

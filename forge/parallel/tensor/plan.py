@@ -120,7 +120,7 @@ PARTS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {
 
 
 def plan_for(model: nn.Module, layout: Layout) -> TensorPlan:
-    """Return module name -> style for all modules matched by the plan.
+    """Return a dict from module name to style, for all modules that the plan matches.
 
     The plan is `parallel.tp_plan` or, if that is "auto", the model's own. Raises UserError for a pattern matching no
     module, a style unsuitable for its module, a plan that cannot be imported, and inconsistent projections of one
@@ -149,7 +149,7 @@ def plan_for(model: nn.Module, layout: Layout) -> TensorPlan:
 
 
 def _is_foreign(name: str, module: nn.Module, plan: TensorPlan) -> bool:
-    """Return whether `module` has direct parameters, but neither an entry in STYLES nor a ParallelStyle."""
+    """Return whether `module` has direct parameters that no style covers: no entry in STYLES, no ParallelStyle, no expert."""
     path = name.split(".")
     around = (plan.get(".".join(path[:end])) for end in range(1, len(path)))
     own = next(module.parameters(recurse=False), None) is not None
@@ -197,7 +197,7 @@ def _check_style(key: str | None, name: str, module: nn.Module, style: Any, layo
 
 
 def _check_part(name: str, part: nn.Module, plan: TensorPlan, tp: int) -> None:
-    """Check that the projections of a submodule are all whole, or split as colwise inputs and a rowwise output.
+    """Check a submodule: all projections must be whole, or all split as colwise inputs and a rowwise output.
 
     Raises UserError otherwise, or if tp does not divide the heads.
     """
@@ -225,12 +225,12 @@ def _check_part(name: str, part: nn.Module, plan: TensorPlan, tp: int) -> None:
 
 
 def _take_stream(part: nn.Module, place: ModulePlace) -> nn.Module:
-    """Leave the input of a submodule unchanged, because its projections gather their own inputs."""
+    """Return the submodule `part` unchanged, because its projections gather their own inputs."""
     return part
 
 
 def _take_whole_input(part: nn.Module, place: ModulePlace) -> nn.Module:
-    """Gather a submodule's input once, as one DTensor for all projections, so the input's gradient is summed only once."""
+    """Gather a submodule's input once, as one DTensor for all projections. The input's gradient is then summed only once."""
     others = (None,) * (len(inspect.signature(part.forward).parameters) - 1)
     style = PrepareModuleInput(
         input_layouts=(place.stream, *others),
@@ -322,9 +322,9 @@ def styles_of(module: nn.Module) -> dict[str | None, Apply]:
 
 
 def input_of(model: nn.Module, name: str, stream: Placement) -> Placement:
-    """Return the placement of the input of linear layer `name`: `stream`, or replicated.
+    """Return the placement of the input of linear layer `name`: `stream` in latent attention, else replicated.
 
-    Each rank has all features of its tokens in both cases.
+    Each rank has all features of its tokens in both cases. The output projection of latent attention is replicated, too.
     """
     parent, _, leaf = name.rpartition(".")
     latent = isinstance(model.get_submodule(parent), LatentAttention) and leaf != "wo"

@@ -3,8 +3,8 @@
     meeting (on any permanent machine)  <-  agents, one per node  ->  ranks (train.py)
 
 The rendezvous removes an agent whose heartbeat has stopped. The remaining agents then kill their ranks, meet again and
-restart the ranks, which resume the run on the remaining nodes. When a new agent arrives, the other agents stop their ranks,
-which save first, and all agents meet. An agent beyond the largest number of nodes waits as a spare.
+restart the ranks, which resume the run on the remaining nodes. When a new agent arrives, the other agents stop their ranks.
+The ranks save before they exit, and all agents meet. Beyond the largest number of nodes, an agent waits as a spare.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Node:
     """Settings of an agent.
 
     least, most: smallest and largest number of nodes. processes: ranks on this node. meeting: "HOST:PORT" of the rendezvous
-    server. restarts: limit of restarts after failed ranks. lost_after_s: a node without a heartbeat for this many seconds
-    counts as lost. gather_s: seconds to wait for further nodes once `least` nodes have arrived. patience_s: seconds to wait
-    for `least` nodes.
+    server. restarts: how often failed ranks are restarted at most. lost_after_s: seconds without a heartbeat after which a
+    node counts as lost. gather_s: seconds to wait for more nodes after `least` nodes have arrived. patience_s: seconds to
+    wait for `least` nodes.
     """
 
     least: int
@@ -66,7 +66,7 @@ class Node:
 
 
 def layouts(argv: Sequence[str], node: Node) -> dict[int, str]:
-    """Return number of nodes -> description of the run's layout, for `node.least` to `node.most` nodes.
+    """Return a dict from a number of nodes, `node.least` to `node.most`, to a description of the run's layout.
 
     argv: arguments of train.py. Raises UserError if the config is invalid or a number of nodes has no layout.
     """
@@ -88,7 +88,7 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
     """Run the ranks of this node with train.py's arguments `argv`. Return the exit code of the run.
 
     0: finished. 75: the run or this node was stopped. Otherwise the exit code of the first failed rank. Raises UserError if
-    no meeting answers at `node.meeting`, if the meeting has another secret, or if too few nodes arrive in time.
+    no rendezvous server answers at `node.meeting`, if it has another secret, or if too few nodes arrive in time.
     """
     store = _meet(node.meeting)
     os.environ.pop(VARIABLE, None)  # do not hand the secret to the ranks
@@ -159,7 +159,7 @@ def exit_code_at_end(argv: Sequence[str]) -> int:
     """Return the agent's exit code after all ranks exited with 0: 75 if the run was stopped before its last step, else 0.
 
     Stopped ranks, e.g. after `resilience.time_limit_s`, also exit with 0, because PyTorch's agent restarts ranks with any
-    other code. The state in status.json tells the two cases apart.
+    other exit code. The state in status.json tells the two cases apart.
     """
     state = read_object(_directory(argv).status).get("state")
     return STOPPED if state == "stopped" else FINISHED
@@ -185,7 +185,7 @@ def _meet(address: str, timeout: timedelta = timedelta(minutes=5)) -> SignedStor
 
 
 def _is_over(store: dist.Store) -> bool:
-    """Wait up to ten seconds for a report of the run's end by an agent. Return whether there was a report."""
+    """Wait up to ten seconds for any agent to report the end of the run. Return whether an agent did."""
     try:
         store.set_timeout(timedelta(seconds=10))
         store.get(OVER)
@@ -195,7 +195,7 @@ def _is_over(store: dist.Store) -> bool:
 
 
 def _share_clock(offset_s: float) -> None:
-    """Make PyTorch's rendezvous on this node use the meeting's clock: this node's clock plus `offset_s` seconds.
+    """Make PyTorch's rendezvous on this node use the rendezvous server's clock: this node's clock plus `offset_s`.
 
     The rendezvous compares time stamps of different nodes, and their clocks may differ by hours.
     """

@@ -1,4 +1,7 @@
-"""PyTorch's rendezvous with two extensions: detect lost members, and wait for the run's lock if a lost member holds it."""
+"""PyTorch's rendezvous with two extensions: detect lost members, and wait for the run's lock if a lost member holds it.
+
+A member is an agent that takes part in the current round.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ class Rendezvous(DynamicRendezvousHandler):
         """Return a handler for the rendezvous in `store`.
 
         nodes: smallest and largest number of nodes. lost_after_s, gather_s, patience_s: as in `Node`. holder: returns the
-        holder of the run directory's lock; None: the lock is free.
+        holder of the run directory's lock, or None if the lock is free.
         """
         timeout = RendezvousTimeout(join=timedelta(seconds=patience_s), last_call=timedelta(seconds=gather_s))
         handler = cls.from_backend(
@@ -86,7 +89,10 @@ class Rendezvous(DynamicRendezvousHandler):
                 return info
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of nodes waiting to join, plus 1 if a member is lost. Above 0, PyTorch ends the round."""
+        """Return the number of nodes waiting to join, plus 1 if a member is lost.
+
+        PyTorch ends the round if the result is above 0.
+        """
         return super().num_nodes_waiting() + self.has_lost_member()
 
     def has_lost_member(self) -> bool:

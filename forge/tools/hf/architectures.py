@@ -165,14 +165,14 @@ class Architecture:
         return "moe.n_experts" in self.keys
 
     def default(self, key: str) -> Any:
-        """Return the value of `key` for a config.json without this key. Raises KeyError if the key is required."""
+        """Return the value of `key` for a config.json that lacks it. Raises KeyError if the key is required."""
         return self.defaults[key] if key in self.defaults else DEFAULTS[key]
 
 
 class ConfigJson:
-    """A config.json in which missing keys have the architecture's defaults. Errors name the file `source`.
+    """A config.json in which missing keys have the architecture's defaults. Error messages name the file `source`.
 
-    Reading a required but missing key raises UserError.
+    Reading a missing key without a default raises UserError.
     """
 
     def __init__(self, values: dict[str, Any], architecture: Architecture, source: Path | str):
@@ -192,5 +192,5 @@ class ConfigJson:
             raise UserError(f"{self.source}: lacks {key}, which {self.architecture.name} needs") from None
 
     def error(self, key: str, why: str) -> UserError:
-        """Return, without raising it, a UserError about the value of `key`."""
+        """Return (not raise) a UserError about the value of `key`."""
         return UserError(f"{self.source}: {key} = {self[key]!r}: {why}")

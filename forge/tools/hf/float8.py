@@ -48,7 +48,9 @@ class Scaled(NamedTuple):
 def with_scales(
     stored: Mapping[str, Stored], quantization: dict[str, Any], source: Path
 ) -> dict[str, Stored | Scaled]:
-    """Return name -> tensor of a folder, with the two tensors of each float8 weight combined under the weight's name.
+    """Return the tensors of a folder by name.
+
+    The two tensors of each float8 weight become one entry, under the weight's name.
 
     quantization: quantization_config in the config.json `source`. Raises UserError (exit 2) if weight_block_size is not two
     sizes, if scales are missing, or if the shapes of weight and scales do not match.

@@ -15,7 +15,7 @@ ReportProgress: TypeAlias = Callable[[str, int, int], None]
 
 
 class Conversion(NamedTuple):
-    """The result of a conversion. architecture: class of transformers. with_tokenizer: whether a tokenizer is included."""
+    """The result of a conversion. architecture: class of transformers. with_tokenizer: True if the result has a tokenizer."""
 
     architecture: str
     with_tokenizer: bool
@@ -29,7 +29,7 @@ def no_progress(activity: str, done: int, total: int) -> None:
 def new_folder(output: Path, needed: int) -> Iterator[Path]:
     """Yield an empty temporary folder beside `output`. The caller fills it and renames it to `output`.
 
-    At the end of the body, remove the temporary folder unless it was renamed. needed: bytes of free space required. Raises
+    At the end of the body, remove the temporary folder unless it was renamed. needed: required free space in bytes. Raises
     UserError if `output` exists and is not empty (exit 2), or if the file system has too little space (exit 1).
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

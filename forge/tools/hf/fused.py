@@ -21,14 +21,14 @@ from forge.config.model import ModelConfig
 
 
 class Rows(NamedTuple):
-    """Rows of a fused tensor. Divide its rows into `groups` equal blocks; take rows `start` to `stop` - 1 of each block."""
+    """Rows of a fused tensor. Divide all rows into `groups` equal blocks, and take rows `start` to `stop` - 1 of each."""
 
     groups: int
     start: int
     stop: int
 
     def of(self, theirs: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return a copy of this object's rows of transformers' tensor `theirs`, reshaped to `shape`."""
+        """Return a copy of these rows of `theirs`, a tensor of transformers, reshaped to `shape`."""
         return theirs.unflatten(0, (self.groups, -1))[:, self.start : self.stop].reshape(shape).contiguous()
 
 
@@ -49,7 +49,7 @@ class HFPlace(NamedTuple):
 
 
 def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
-    """Return forge's tensor name below `layers.N` -> place in gpt-oss, for the layer `layer`.
+    """Return a dict from forge's tensor name, below `layers.N`, to its place in gpt-oss, for the layer `layer`.
 
     Tensors with the usual name and layout of transformers are left out.
     """
@@ -72,7 +72,7 @@ def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
 
 
 def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
-    """Return forge's tensor name below `layers.N` -> place in Qwen3-Next, for the layer `layer`.
+    """Return a dict from forge's tensor name, below `layers.N`, to its place in Qwen3-Next, for the layer `layer`.
 
     Tensors with the usual name and layout of transformers are left out.
     """
@@ -109,7 +109,7 @@ def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
 def join(parts: list[Tensor], rows: list[Rows], shape: tuple[int, ...]) -> Tensor:
     """Fuse forge's tensors `parts` into one tensor of transformers of shape `shape`. Part i fills the rows `rows[i]`.
 
-    If the parts do not fill a group of rows, its last rows are zeros.
+    Rows at the end of a group that no part fills are zeros.
     """
     runs = [
         part.reshape(place.groups, place.stop - place.start, -1)

@@ -120,8 +120,8 @@ def _dequantized(
 ) -> tuple[Mapping[str, Stored | Blocks | Scaled], dict[str, Any]]:
     """Return `stored` with one entry per quantized weight, and `values` with quantization_config set to None.
 
-    Reading such an entry dequantizes the weight. values: content of the config.json `source`. Raises UserError for weights
-    packed by compressed-tensors.
+    Reading such an entry dequantizes the weight. values: content of the config.json `source`. Raises UserError if
+    compressed-tensors has packed the weights.
     """
     quantization = values.get("quantization_config")
     if not isinstance(quantization, dict):
@@ -150,8 +150,8 @@ def _config(
 ) -> Config:
     """Return the config of the imported checkpoint: model, tokenizer, and placeholders for the other required keys.
 
-    The data are synthetic. precision.compute is `dtype`, the dtype of the embedding. float16 becomes float32, because
-    forge does not support float16.
+    The data section is synthetic. precision.compute is `dtype`, the dtype of the embedding. float16 becomes float32,
+    because forge does not support float16.
     """
     longest = values.get("max_position_embeddings")
     if type(longest) is not int or longest < 1:
@@ -179,9 +179,11 @@ def _match(
     stored: Mapping[str, Stored | Blocks | Scaled],
     ignored: tuple[str, ...],
 ) -> dict[str, torch.dtype]:
-    """Check that the tensors of transformers are complete and have the right shapes. Return forge's tensor name -> dtype.
+    """Check that no tensor of transformers is missing or has a wrong shape.
 
-    Raises UserError, naming the first problems, e.g. missing or unknown tensors.
+    Return the dtype of each tensor of forge, by name.
+
+    Raises UserError that names the first problems, e.g. missing or unknown tensors.
     """
     problems: list[str] = []
     dtypes: dict[str, torch.dtype] = {}
@@ -221,7 +223,7 @@ def _match(
 
 
 def _read(stored: list[Stored | Blocks | Scaled], shape: tuple[int, ...]) -> Tensor:
-    """Read the tensors `stored`, equal in dtype and shape, one after another into a new tensor of shape `shape`."""
+    """Read the tensors `stored`, one after another, into a new tensor of shape `shape`. All have one dtype and shape."""
     out = torch.empty(shape, dtype=DTYPES[stored[0].dtype])
     for part, one in zip(out.view(len(stored), -1), stored, strict=True):
         one.read_into(part)
@@ -229,7 +231,7 @@ def _read(stored: list[Stored | Blocks | Scaled], shape: tuple[int, ...]) -> Ten
 
 
 class _LazyTensor(ShardTensor):
-    """A tensor for DCP, made when DCP writes it and freed after the write. make: returns the values."""
+    """A tensor for DCP. It is made when DCP writes it, and freed after the write. make: returns the values."""
 
     _make: Callable[[], Tensor]
 

@@ -88,7 +88,10 @@ def read_model(
 
 
 def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) -> dict[str, Any]:
-    """Return the keys of config.json for `model`. seq_len: longest intended sequence, for max_position_embeddings."""
+    """Return the keys of config.json for `model`.
+
+    seq_len: longest intended sequence in tokens, for max_position_embeddings.
+    """
     flat = _flat(model)
     written: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     names = KEYS | dict(architecture.keys)
@@ -134,9 +137,9 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
 
 
 def choose_architecture(model: ModelConfig) -> Architecture:
-    """Return the first architecture in ARCHITECTURES that computes `model`.
+    """Return the first architecture in ARCHITECTURES that can express `model`.
 
-    Raises UserError (exit 2) if there is none, with the unsupported keys of the nearest architecture.
+    If there is none, raises UserError (exit 2) that lists the unsupported keys for the nearest architecture.
     """
     differences = {}
     for architecture in ARCHITECTURES:
@@ -152,7 +155,7 @@ def choose_architecture(model: ModelConfig) -> Architecture:
 
 
 def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
-    """Return a text for each key of `model` changed by a round trip through `architecture`: key, value, changed value."""
+    """Return a text for each key of `model` that a round trip through `architecture` changes: key, value, changed value."""
     try:
         back = ModelConfig.model_validate(read_model(write_model(model, architecture, 1), architecture))
     except UserError:
@@ -215,9 +218,9 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
 
 
 def _flat(model: ModelConfig) -> dict[str, Any]:
-    """Return dotted key below [model] -> value.
+    """Return the keys of [model] as a flat dict, from dotted key to value.
 
-    moe.normalize_top_k is False with top_k = 1, because transformers does not normalise the weight of a single expert.
+    With top_k = 1, moe.normalize_top_k is False: transformers does not normalise the weight of a single expert.
     """
     tables = ("mla", "moe", "linear_attention")
     flat = {key: getattr(model, key) for key in ModelConfig.model_fields if key not in tables}
@@ -257,9 +260,9 @@ def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_dense(config: ConfigJson, n_layers: int) -> tuple[int, int]:
-    """Return moe.n_dense_layers and moe.every for the layers with experts in `config`.
+    """Return moe.n_dense_layers and moe.every such that they describe the layers with experts in `config`.
 
-    Raises UserError if no such values describe these layers.
+    Raises UserError if no such values exist.
     """
     key = config.architecture.keys.get("moe.n_dense_layers")
     if key == "mlp_only_layers":

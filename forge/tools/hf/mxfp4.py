@@ -45,7 +45,7 @@ class Blocks(NamedTuple):
 
 
 def with_blocks(stored: Mapping[str, Stored]) -> dict[str, Stored | Blocks]:
-    """Return name -> tensor of a folder, with the two tensors of each MXFP4 weight combined under the weight's name.
+    """Return the tensors of a folder by name. The two tensors of each MXFP4 weight become one entry, under the weight's name.
 
     Raises UserError (exit 2) if scales are missing, or if the shapes of blocks and scales do not match.
     """

@@ -68,7 +68,7 @@ def read_rope(config: ConfigJson) -> dict[str, Any]:
     rope_theta: always. rope_scaling: if positions are scaled. sliding_rope_theta: if different from rope_theta.
     rope_fraction: for an architecture with partial_rope.
 
-    Raises UserError (exit 2) for a scaling missing in forge.
+    Raises UserError (exit 2) for a kind of scaling that forge lacks.
     """
     key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     scaling = dict(config[key] or {}) if key in config else {}
@@ -127,7 +127,10 @@ def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict
 
 
 def _attention_factor(scaling: dict[str, Any], factor: float) -> float | None:
-    """Return YaRN's attention factor by the rules of transformers; None: the factor of the paper, forge's default."""
+    """Return YaRN's attention factor by the rules of transformers.
+
+    None stands for the factor of the paper, forge's default.
+    """
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     own, over_all = scaling.get("mscale"), scaling.get("mscale_all_dim")

@@ -40,14 +40,14 @@ class Stored(NamedTuple):
         out.view(self.shape).copy_(self.file.get_tensor(self.name))
 
     def read_bytes(self) -> Tensor:
-        """Return the elements, of one byte each, as a uint8 tensor of the stored shape."""
+        """Return a tensor of one-byte elements as uint8, in the stored shape."""
         return self.file.get_tensor(self.name).view(torch.uint8).clone()
 
 
 def find_tensors(folder: Path) -> dict[str, Stored]:
-    """Return name -> tensor for a folder with `model.safetensors`, or with several files and an index.
+    """Return the tensors of a folder by name. The folder has `model.safetensors`, or several files and an index.
 
-    Read and check all headers, but no data. Raises UserError (exit 2) for a missing or damaged file.
+    Reads and checks all headers, but no data. Raises UserError (exit 2) for a missing or damaged file.
     """
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)
@@ -72,7 +72,10 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """Open a file and return name -> tensor. Raises UserError if the header is damaged or does not match the file's size."""
+    """Open a file and return its tensors by name.
+
+    Raises UserError if the header is damaged or does not match the file's size.
+    """
     try:
         opened = safe_open(file, "pt")
     except (OSError, SafetensorError) as error:
@@ -87,7 +90,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 class Planned(NamedTuple):
-    """A tensor to write."""
+    """Name, dtype and shape of a tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -101,10 +104,11 @@ class Planned(NamedTuple):
 def write_tensors(
     folder: Path, planned: Sequence[Planned], tensors: Iterable[Tensor], limit: int
 ) -> Iterator[int]:
-    """Write the tensors to files in `folder`, with an index if there are several files.
+    """Write the tensors to files in `folder`, with an index if there are several files. Yield each written tensor's bytes.
 
-    Yield the size of each written tensor in bytes. tensors: yields the values of `planned`, in order. A tensor is requested
-    after the previous tensor is written. limit: size limit of a file in bytes; a larger tensor gets a file of its own.
+    tensors: iterator over the values of `planned`, in order. The next tensor is requested after the previous one is
+    written.
+    limit: size limit of a file in bytes; a larger tensor gets a file of its own.
     """
     parts: list[list[Planned]] = [[]]
     room = limit

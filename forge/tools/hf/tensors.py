@@ -27,14 +27,14 @@ class Weight:
     """A tensor of forge and its counterpart in transformers.
 
     ours: name of forge's tensor, of shape `shape`; None: forge has no such tensor, and an export writes `fill`.
-    theirs: names of transformers' tensors, each of shape `their_shape`; concatenated, they are forge's tensor. Empty:
+    theirs: names of transformers' tensors, each of shape `their_shape`. Their concatenation is forge's tensor. Empty:
         transformers has no such tensor, and an import writes zeros.
     is_state: the tensor is a state in forge, not a parameter. dtype: forge's dtype of a state.
     heads: number of heads (or experts) with paired rows. Transformers stores the two rows of a pair as neighbours; forge
         stores the first rows of all pairs, then the second rows. 0: both store rows in the same order.
     first: first paired row of a head. All later rows of the head are paired, too.
     rows: the rows of transformers' tensor that hold forge's tensor; None: all. transposed: the last two dims are swapped.
-    is_copy: a further copy of `ours`. An export writes the copy; an import ignores it.
+    is_copy: a second copy of `ours` in transformers. An export writes the copy; an import ignores it.
     gain: name of a second tensor of transformers. forge's tensor is the product of `theirs` and this tensor, computed in
         float32 or wider.
     """
@@ -70,7 +70,7 @@ class Weight:
         return list(ours.reshape(len(self.theirs), *self.their_shape).unbind())
 
     def joined(self, out: Tensor) -> Tensor:
-        """Return forge's tensor. out: the tensors in `theirs`, concatenated, of shape `read_shape`."""
+        """Convert `out`, the concatenation of the tensors in `theirs`, to forge's tensor. out: of shape `read_shape`."""
         if self.rows is not None:
             return self.rows.of(out, self.shape)
         if self.transposed:
@@ -78,7 +78,7 @@ class Weight:
         return self._with_pairs(out, -1, 2) if self.heads else out
 
     def _with_pairs(self, rows: Tensor, *sizes: int) -> Tensor:
-        """Reorder the paired rows of each head: view them as two dims of sizes `sizes`, and swap these dims.
+        """Reorder the paired rows of each head: view these rows as two dims of sizes `sizes`, and swap the two dims.
 
         sizes: (2, -1) changes forge's order into that of transformers; (-1, 2) changes it back.
         """
@@ -150,7 +150,7 @@ def weights_of(model: ModelConfig, architecture: Architecture) -> list[Weight]:
 
 
 def modules_ahead(names: Container[str], n_layers: int) -> int:
-    """Return the number of multi-token prediction modules in a folder of transformers: layers beyond `n_layers`.
+    """Return the number of multi-token prediction modules in a folder of transformers, i.e. of layers beyond `n_layers`.
 
     names: the tensor names in the folder.
     """
@@ -160,7 +160,7 @@ def modules_ahead(names: Container[str], n_layers: int) -> int:
 
 
 def _in_order(weights: list[Weight]) -> list[Weight]:
-    """Sort so that Weights with one tensor of Hugging Face transformers are adjacent, ordered by their rows in it."""
+    """Sort Weights. Those that share a tensor of transformers become adjacent, ordered by their rows in this tensor."""
     first = {theirs: n for n, weight in reversed(list(enumerate(weights))) for theirs in weight.theirs}
 
     def key(numbered: tuple[int, Weight]) -> tuple[int, int]:
@@ -184,7 +184,9 @@ def their_tensors(weights: list[Weight], read: Callable[[Weight], Tensor]) -> It
 def _parameter(
     model: ModelConfig, architecture: Architecture, name: str, shape: tuple[int, ...], prefix: str, inner: str
 ) -> Iterator[Weight]:
-    """Yield the Weight of parameter `name` in module `inner` of a layer, then Weights of related tensors missing in forge.
+    """Yield the Weight of parameter `name` in module `inner` of a layer.
+
+    Then yield Weights of related tensors missing in forge.
 
     A related tensor is e.g. a bias, exported as zeros. prefix: the layer's name in transformers.
     """
@@ -218,7 +220,7 @@ def _mix(name: str, dim: int) -> list[Weight]:
 
 
 def _rotated(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return projection -> (number of heads, first row of a head rotated by RoPE)."""
+    """Return a dict from projection to two numbers: its number of heads, and the first row of a head rotated by RoPE."""
     if model.latent is None:
         return {"attention.wq": (model.n_heads, 0), "attention.wk": (model.n_kv_heads, 0)}
     queries = (model.n_heads, model.latent.qk_nope_head_dim)
@@ -236,7 +238,7 @@ def _zeros(theirs: str, *shape: int) -> Weight:
 def _router_state(
     model: ModelConfig, architecture: Architecture, name: str, tensor: Tensor, prefix: str
 ) -> Weight:
-    """Return the Weight of a router's state: the bias on the choice of experts, or the counts (absent in transformers)."""
+    """Return the Weight of a router's state: the bias on the choice of experts, or the counts, which transformers lacks."""
     shape = tuple(tensor.shape)
     if not name.endswith(".bias") or architecture.router_bias is None:
         return Weight(name, shape, (), shape, is_state=True, dtype=tensor.dtype)

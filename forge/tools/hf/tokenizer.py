@@ -37,7 +37,7 @@ _ALSO_COPIED = ("added_tokens.json", "chat_template.jinja")
 
 
 def export_files(folder: Path) -> dict[str, bytes]:
-    """Return name -> content of files for AutoTokenizer, with the ids of forge's tokenizer in `folder`.
+    """Return the content of files for AutoTokenizer, by name. They give the ids of forge's tokenizer in `folder`.
 
     Encoding differs in one case: AutoTokenizer encodes the spelling of a special token in a text as this token. If forge's
     documents begin with a special token, AutoTokenizer begins each text with this token. An existing tokenizer.json is
@@ -58,7 +58,7 @@ def export_files(folder: Path) -> dict[str, bytes]:
 
 
 def import_files(folder: Path) -> dict[str, bytes]:
-    """Return name -> content of the tokenizer files in a Hugging Face folder, for `load_tokenizer`.
+    """Return the content of the tokenizer files in a Hugging Face folder, by name, for `load_tokenizer`.
 
     A tokenizer.json and a SentencePiece model with equal numbers of tokens count as one tokenizer in two formats. The
     SentencePiece model then takes precedence, because reading it needs no extra package. Return an empty dict if the folder
@@ -87,7 +87,7 @@ def _described(folder: Path) -> dict[str, bytes]:
 
 
 def _with_begin(files: dict[str, bytes], name: str) -> bytes:
-    """Return the content of tokenizer.json, changed if necessary to begin texts with the same token as forge's documents.
+    """Return the content of tokenizer.json, changed if necessary: texts must begin with the same token as forge's documents.
 
     forge follows add_bos_token in the settings file; transformers follows the post-processor in tokenizer.json.
     """
@@ -129,7 +129,7 @@ def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
     """Return the tokenizer.json of a SentencePiece BPE model, and its begin and end tokens.
 
     SentencePiece repeatedly merges the two neighbours whose joint piece has the highest score, leftmost first. The list of
-    merges therefore has all splits of each piece into two pieces, in descending order of the joint piece's score. Raises
+    merges therefore has all splits of each piece into two pieces, in descending order of the piece's score. Raises
     UserError for a model that tokenizer.json cannot express.
     """
     from sentencepiece import sentencepiece_model_pb2 as protocol
@@ -194,7 +194,7 @@ def _tokenizer_json(
     """Return a tokenizer.json with BPE over the whole text, and byte tokens for characters outside `vocab`.
 
     special: tokens without text. whole: strings always encoded as one token. begin: token added before a text; None: none.
-    escaped: replace spaces by U+2581. prefixed: add a space before a text.
+    escaped: replace spaces with U+2581. prefixed: add a space before a text.
     """
     prepend: list[Json] = [{"type": "Prepend", "prepend": _SPACE}] if prefixed else []
     replace = [

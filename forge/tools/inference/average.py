@@ -24,7 +24,7 @@ from forge.shard import Shard
 def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
     """Write the mean of the weights of `paths`, checkpoints of one model, to the new folder `output`.
 
-    Return the number of tensors.
+    Return the number of averaged and copied tensors.
 
     ema: average the exponential moving averages (`optimizer.ema`) instead of the weights. State without a moving average,
     e.g. a router's bias, is averaged directly.

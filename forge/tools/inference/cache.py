@@ -1,7 +1,7 @@
 """`CachedScores`: next-token logits of growing texts, with a KV cache.
 
 The Transformer is the training model. During a forward, two of its extension points are replaced. Every layer's attention
-function stores keys and values. The loss returns the logits of the last token of each text.
+function stores keys and values. The loss is replaced by a module that returns the logits of the last token of each text.
 
 Shorter texts are padded at the end, so a token's place in the cache is its position in the text. Texts of different
 lengths can therefore form one batch, with the model's own attention mask. Later tokens overwrite the padding before any
@@ -32,9 +32,9 @@ _GROWTH = 128
 class CachedScores:
     """Next-token logits (`NextScores`) of `model`, an unsharded Transformer in this process.
 
-    A call computes only the last token of each text if all texts are as in the previous call, or one token longer.
-    Otherwise the call rebuilds the cache. The model sees the last `model.seq_len` tokens of a text, at positions 0, 1, ...,
-    as without a cache. A longer text is therefore recomputed for every further token, because all positions change.
+    If every text equals its previous call's text or has one more token, a call computes only the last tokens. Otherwise the
+    call rebuilds the cache. The model sees the last `model.seq_len` tokens of a text, at positions 0, 1, ..., as without a
+    cache. Each further token of a longer text shifts all positions, so the whole text is recomputed.
 
     Memory per text, token and layer: 2 * kv_heads * head_dim numbers, or kv_lora_rank + qk_rope_head_dim with latent
     attention. A linear-attention layer has one state per text and head. Raises UserError for an attention module without
@@ -57,7 +57,10 @@ class CachedScores:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Return the logits of the next token of each text, `[texts, vocab]`, promote(float32, compute)."""
+        """Return the logits of the next token of each text, `[texts, vocab]`.
+
+        Dtype: the wider of float32 and the compute dtype.
+        """
         seen = [list(text[-self._model.seq_len :]) for text in texts]
         before, self._texts = self._texts, []  # the cache is invalid if this call fails
         device = next(self._model.parameters()).device
@@ -89,8 +92,8 @@ class CachedScores:
 class _LayerCache:
     """The attention function of one layer. Stores keys and values, `[texts, kv_heads, places, head_dim]` each.
 
-    places: positions of the next call's tokens, one token per text. The tokens attend to the stored keys. None: the next
-    call has whole texts.
+    places: None if the next call has whole texts. Otherwise the positions of the next call's tokens, one token per text;
+    the tokens attend to the stored keys.
     """
 
     def __init__(self, inner: AttentionFunction):
@@ -120,8 +123,8 @@ class _LayerCache:
     ) -> Tensor:
         """Attend like `LatentAttention`, and cache the latents instead of keys and values.
 
-        A single query per text attends to the cached latents directly (absorbed projections). In two cases the latents are
-        expanded into keys and values instead: for whole texts, and under a float8 block format.
+        A single query per text attends to the cached latents directly (absorbed projections). For whole texts, and under a
+        float8 block format, the latents are expanded into keys and values.
         """
         latent, key = (kept.squeeze(1) for kept in self._kept(latent.unsqueeze(1), key.unsqueeze(1)))
         # In float8, the up-projection must quantise latents and weights as in training, so it cannot be absorbed.
@@ -154,7 +157,7 @@ def _with_room(kept: Tensor, places: int) -> Tensor:
 
 
 class _LastScores(nn.Module):
-    """A replacement of the loss: returns the logits of one token per text, without computing those of other tokens."""
+    """A replacement of the loss. Returns the logits of one token per text, and does not compute those of other tokens."""
 
     def __init__(self, last: Tensor, soft_cap: float):
         super().__init__()

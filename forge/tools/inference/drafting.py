@@ -26,9 +26,9 @@ from forge.tools.inference.states import TextStates
 class DraftedScores:
     """Next-token logits (`NextScores`) for one text. model: an unsharded Transformer in this process, with [model.mtp].
 
-    forwards: number of the model's forwards so far; with accepted drafts, smaller than the number of generated tokens. The
-    model sees the last `model.seq_len` tokens of the text, as without drafts. A longer text is read again for every further
-    token.
+    forwards: number of the model's forwards so far. With accepted drafts it is smaller than the number of generated tokens.
+    The model sees the last `model.seq_len` tokens of the text, as without drafts. A longer text is recomputed for every
+    further token.
 
     Raises ValueError for a model without multi-token prediction modules.
     """
@@ -53,7 +53,10 @@ class DraftedScores:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Return the logits of the next token, `[1, vocab]`, promote(float32, compute). texts: exactly one text."""
+        """Return the logits of the next token, `[1, vocab]`. texts: exactly one text.
+
+        Dtype: the wider of float32 and the compute dtype.
+        """
         (text,) = (list(text[-self._model.seq_len :]) for text in texts)
         known = _common(text, self._read)
         if known < len(text) or len(text) not in self._scores:
@@ -61,9 +64,9 @@ class DraftedScores:
         return self._scores[len(text)]
 
     def _advance(self, text: list[int], known: int) -> None:
-        """Run one forward on the tokens of `text` from index `known` on.
+        """Run one forward on the tokens of `text` from index `known` to the end.
 
-        If only the last token is new, first draft further tokens; the forward then reads these as well.
+        If only the last token is new, draft further tokens first. The same forward then reads these tokens as well.
         """
         known = _back_to(known, self._trunk)
         draft = self._draft(text) if known == len(text) - 1 and known > 0 else []
@@ -144,7 +147,7 @@ class _TextCache:
 
 
 class _Hidden(nn.Module):
-    """A replacement of the loss: keeps the hidden states in `seen`, and returns the logits of the last `count` tokens."""
+    """A replacement of the loss. Stores the hidden states in `seen`, and returns the logits of the last `count` tokens."""
 
     def __init__(self, count: int, soft_cap: float):
         super().__init__()
@@ -158,7 +161,7 @@ class _Hidden(nn.Module):
 
 
 def _back_to(place: int, caches: list[Any]) -> int:
-    """Return the last position, at most `place`, at which every cache in `caches` can continue reading.
+    """Return the last position, at most `place`, from which every cache in `caches` can continue.
 
     All caches must have read the same tokens.
     """

@@ -28,8 +28,8 @@ class Measured:
     """The loss of a model on token data.
 
     loss: mean cross-entropy in nats over `tokens` labels, including the special tokens of documents. sequences: number of
-    windows read. text_bytes: bytes of UTF-8 of the labels' text, without special tokens; None if unknown. bytes_from: source
-    of this number, "dataset.json" (counted by prepare_data) or "decoding" (of the labels).
+    windows read. text_bytes: bytes of UTF-8 of the labels' text, without special tokens; None if unknown.
+    bytes_from: source of text_bytes: "dataset.json" (counted by prepare_data) or "decoding" (of the labels).
     """
 
     loss: float
@@ -44,7 +44,7 @@ class Measured:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The bits of all labels divided by the bytes of their text, comparable between tokenizers; None if unknown."""
+        """The bits of all labels divided by the bytes of their text; None if unknown. Comparable between tokenizers."""
         return self.loss * self.tokens / log(2.0) / self.text_bytes if self.text_bytes else None
 
 
@@ -119,8 +119,8 @@ def _decoded_bytes(source: Source, tokenizer: Tokenizer, first: int, last: int, 
     """Decode tokens first + 1 to last, document by document. Return the size of the text in bytes of UTF-8.
 
     masked: leave out the first token of each document, which is not a label under data.document_mask. If tokens `first` and
-    first + 1 are in one document, decode both together and subtract the bytes of token `first`, because tokenizers drop a
-    space at the start of a text.
+    first + 1 are in one document, both are decoded together, and the bytes of token `first` are subtracted. The reason is
+    that tokenizers drop a space at the start of a text.
     """
     total = 0
     document: list[int] = []

@@ -56,7 +56,7 @@ def open_checkpoint(
 
     compute: overrides precision.compute, e.g. "float32". context: overrides train.seq_len, in tokens. verify: if False,
     check tensor files only by name and size. trust: allow the import of a class named by model.kind. float8: if True,
-    compute with the run's float8 keys (emulated if the hardware lacks kernels), otherwise in precision.compute.
+    compute with the run's float8 keys, emulated if the hardware lacks kernels. If False, compute in precision.compute.
 
     Raises UserError with exit code 2 if there is no checkpoint, if its config is invalid or needs trust, or if float8 is
     requested for a run without float8. Raises UserError with exit code 77 if no checkpoint is intact.
@@ -120,7 +120,7 @@ def _for_inference(config: Config, compute: str | None, context: int | None) -> 
 
 
 def _build(config: Config, device: torch.device, found: Path, *, float8: bool) -> Any:
-    """Return the model with uninitialised weights, each in the dtype that training computes with.
+    """Return the model with uninitialised weights, each in the dtype in which training computes.
 
     float8: multiply in `precision.float8`. Raises UserError, before any allocation, if the tensors of the checkpoint
     `found` do not match its config.

@@ -19,10 +19,10 @@ NextScores = Callable[[Sequence[Sequence[int]]], Tensor]
 class Sampling:
     """The rule for choosing a token from logits.
 
-    temperature: above 0, draw from softmax(logits / temperature); at 0, take the likeliest token, with the lowest id
-    among equals. top_k: draw only from the k likeliest tokens; 0: all. top_p: of these, draw only from the smallest set
-    of likeliest tokens with total probability top_p. seed: the draw for position n of a text depends only on (seed, n)
-    and the logits.
+    temperature: above 0, draw from softmax(logits / temperature). At 0, take the likeliest token, with the lowest id among
+    equals. top_k: draw only from the k likeliest tokens; 0: all. top_p: of the remaining tokens, draw only from the
+    smallest set of likeliest tokens with total probability top_p. seed: the random number for position n of a text
+    depends only on (seed, n).
     """
 
     temperature: float = 0.0
@@ -66,7 +66,7 @@ def generate(
 
 
 def recomputed(model_call: Callable[[Tensor], Tensor], seq_len: int) -> NextScores:
-    """Return a `NextScores` without cache: each call recomputes the last `seq_len` tokens of every text. Works on any layout.
+    """Return a `NextScores` without cache. Each call recomputes the last `seq_len` tokens of every text. Works on any layout.
 
     model_call: maps tokens, int64 on the CPU `[texts, seq]`, to logits `[texts, seq, vocab]`.
     """
@@ -120,8 +120,8 @@ class TextStream:
     """Decode new tokens after a prompt incrementally: return their text as soon as it is final.
 
     The text of a token depends on earlier tokens: a character may take several tokens, and a tokenizer may drop a space
-    at the start of a text. New tokens are therefore decoded together with the last emitted ones, and an incomplete character
-    waits. A character begun by the prompt and completed by new tokens belongs to the new text.
+    at the start of a text. New tokens are therefore decoded together with the last emitted ones. The text of an incomplete
+    character is held back. A character begun by the prompt and completed by new tokens belongs to the new text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
@@ -137,7 +137,7 @@ class TextStream:
         return "" if not new or new.endswith("\ufffd") else self._emit(new)
 
     def end(self) -> str:
-        """End the text: return its rest, with U+FFFD for an incomplete character."""
+        """End the text. Return the text held back so far, with U+FFFD for an incomplete character."""
         return self._emit(self._new_text()) if self._waiting else ""
 
     def _new_text(self) -> str:

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, from a forward with the model's loss replaced by a scoring module."""
+"""Log-probabilities of given tokens. The forward runs with a scoring module in place of the model's loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forge.model.loss import IGNORE, head_logits
 def replaced(
     model: Any, loss: nn.Module, attend: Sequence[AttentionFunction] | None = None
 ) -> Iterator[None]:
-    """Within the `with` block, replace the loss of `model` and, given `attend`, the attention function of each layer."""
+    """In the body, replace the loss of `model`. If `attend` is given, also replace each layer's attention function."""
     attentions = [block.attention for block in model.layers.values()] if attend is not None else []
     own_loss, own = model.loss, [attention.attend for attention in attentions]
     try:
@@ -35,8 +35,8 @@ def replaced(
 def token_scores(model: Any, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each label, and whether the label is the likeliest token. Both are `[batch, seq]`.
 
-    tokens, labels: int64 `[batch, seq]`; labels are the next tokens. Log-probabilities are in nats, of dtype
-    promote(float32, compute). For the label IGNORE they are 0. The second result is bool.
+    tokens, labels: int64 `[batch, seq]`; labels are the next tokens. Log-probabilities are in nats; for the label IGNORE
+    they are 0. Their dtype is the wider of float32 and the compute dtype. The second result is bool.
     """
     with replaced(model, _TokenScores(model.loss.chunk_tokens, model.config.logit_soft_cap)):
         scores = model(tokens, labels)
@@ -44,7 +44,9 @@ def token_scores(model: Any, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Te
 
 
 class _TokenScores(nn.Module):
-    """A replacement of the loss: returns the log-probability of each label, and 1 if the label is the likeliest token.
+    """A replacement of the loss.
+
+    Returns the log-probability of each label, and 1 if the label is the likeliest token, else 0.
 
     Logits are computed for `chunk_tokens` tokens at a time.
     """
@@ -54,7 +56,10 @@ class _TokenScores(nn.Module):
         self._chunk_tokens, self._soft_cap = chunk_tokens, soft_cap
 
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
-        """Return scores `[2, batch, seq]`. hidden: `[batch, seq, dim]`. head_weight: `[vocab, dim]`. labels: int64."""
+        """Return `[2, batch, seq]`: the log-probability of each label, and 1 if the label is the likeliest token.
+
+        hidden `[batch, seq, dim]`, head_weight `[vocab, dim]`, labels int64 `[batch, seq]`.
+        """
         rows, wanted = hidden.flatten(0, 1), labels.flatten()
         parts = []
         for x, label in zip(rows.split(self._chunk_tokens), wanted.split(self._chunk_tokens), strict=True):

@@ -23,9 +23,9 @@ class Places(NamedTuple):
 class StateCache:
     """The `Recurrence` of one linear-attention layer, with a cached state per text. The caller sets `places` and `last`.
 
-    places: positions of one new token per text; forward reads these tokens and advances the cached states. A text without
-    a new token keeps its state. None: forward reads whole texts, padded at the end, and caches the state after the last
-    token of each text.
+    places: None if forward reads whole texts, padded at the end; it then caches the state after the last token of each
+    text. Otherwise the positions of one new token per text; forward reads these tokens and advances the cached states. A
+    text without a new token keeps its state.
 
     last: position of the last token of each text, int64 `[texts]`; used for whole texts.
     """
@@ -71,15 +71,15 @@ class StateCache:
         return out
 
     def _advances(self, places: Places) -> Tensor:
-        """Return which texts are longer than in the previous call: bool `[texts, 1, 1]`."""
+        """Return a mask of the texts with a new token since the previous call, bool `[texts, 1, 1]`."""
         return (places.of_text > self._seen)[:, None, None]
 
 
 class TextStates:
     """The `Recurrence` of one linear-attention layer, for one text. Reads tokens `begin` to `end` - 1.
 
-    Reading starts from the cached state at `begin`. kept: number of most recent tokens whose states are cached. Up to this
-    many tokens can be taken back.
+    Reading starts from the cached state at `begin`. kept: number of most recent tokens whose states are cached. At most
+    this many tokens can be taken back.
     """
 
     def __init__(self, inner: Recurrence, kept: int):

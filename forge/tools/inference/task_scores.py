@@ -1,4 +1,4 @@
-"""A hook for scores on lm-eval's tasks during training. Imported only if `evaluate.tasks` is not empty."""
+"""A hook that scores the model on lm-eval's tasks during training. Imported only if `evaluate.tasks` is not empty."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def run_tasks(
 ) -> dict[str, dict[str, Any]]:
     """Run tasks on an opened checkpoint. Return task or group -> metric -> value, with the names of lm-eval.
 
-    num_fewshot: examples before each question; None: as the task says. limit: number of first questions per task; None: all.
-    Raises UserError for an unknown task, or for a model without a tokenizer.
+    num_fewshot: examples before each question; None: the task's own number. limit: number of first questions per task;
+    None: all. Raises UserError for an unknown task, or for a model without a tokenizer.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"--include-path {include_path}: is not a folder")
@@ -73,7 +73,7 @@ def evaluate_tasks(
 ) -> dict[str, dict[str, Any]]:
     """Run the tasks with `scorer`. Return task or group -> metric -> value, with the names of lm-eval.
 
-    On ranks with LOCAL_RANK other than 0, return {}. Collective if the scorer's model is.
+    Ranks with a LOCAL_RANK other than 0 return {}. Collective if the scorer's model is.
     """
     found = simple_evaluate(
         scorer,
@@ -134,7 +134,7 @@ class Scorer(TemplateLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each text, in nats.
 
-        A text is cut into disjoint windows. The first token of a window is predicted only from the token before it.
+        A text is cut into disjoint windows. The model predicts the first token of a window from only the token before it.
         """
         windows: list[tuple[Any, list[int], list[int]]] = []
         owners: list[int] = []
@@ -152,7 +152,7 @@ class Scorer(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return the log-probability of each continuation, and whether greedy decoding would generate the continuation.
+        """Return, per request, the continuation's log-probability in nats, and True if greedy decoding would generate it.
 
         Raises UserError if a continuation is longer than the model's context.
         """
@@ -232,7 +232,8 @@ class Scorer(TemplateLM):
 def _sampling(options: dict[str, Any]) -> Sampling:
     """Return the sampling rule for the `options` of a task.
 
-    Decoding is greedy unless the task sets do_sample = true, or sets a temperature and leaves do_sample out.
+    Decoding is greedy by default. It is random if the task sets do_sample = true, or sets a temperature and omits
+    do_sample.
     """
     temperature = float(options.get("temperature") or 0.0)
     if options.get("do_sample") is False:

@@ -1,4 +1,4 @@
-"""A hook for text samples from the model during training. Imported only if `evaluate.sample_interval` is set."""
+"""A hook that writes text samples of the model during training. Imported only if `evaluate.sample_interval` is set."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 class TextSamples(Hook):
     """Continue `evaluate.sample_prompt` every `evaluate.sample_interval` steps, and write the text to the metrics.
 
-    Nothing is sampled if the data has no tokenizer. An empty prompt needs a token at the beginning or end of documents;
-    without such a token, a warning at the start replaces the samples.
+    Nothing is sampled if the data has no tokenizer. An empty prompt needs a token at the beginning or end of documents.
+    Without such a token, the hook warns at the start and writes no samples.
 
     An error on all ranks gives a warning, and the run continues. After an error on some ranks only, these ranks wait for
     the other ranks until the watchdog ends all ranks. Without this wait, collectives of different operations would be
@@ -58,9 +58,9 @@ class TextSamples(Hook):
 
 
 def write_sample(trainer: Trainer, tokenizer: Tokenizer, prompt: list[int], step: int) -> str:
-    """Return the text of the prompt and its continuation. prompt: at least one token id.
+    """Generate a continuation of `prompt`, and return the text of both. prompt: at least one token id.
 
-    Collective. All ranks draw the same tokens.
+    Collective. All ranks draw the same tokens. step: added to the seed run.seed.
     """
     config, model = trainer.config, trainer.model
     steps = generate(

@@ -1,4 +1,4 @@
-"""Plan the needs of a run before it starts.
+"""Plan the memory, traffic and step time of a run before it starts.
 
-The real model and step run on fake tensors, for any world size, in one CPU process.
+One CPU process runs the real model and step on fake tensors, for any world size.
 """

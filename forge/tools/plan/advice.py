@@ -1,6 +1,7 @@
-"""Find overrides that make a plan fit. `usable_changes` gives the candidates, as it does after an out-of-memory error.
+"""Find overrides of configuration keys with which a plan fits the GPU memory.
 
-The effect of a candidate is measured by a new plan.
+The candidates come from `usable_changes`, as in the advice after an out-of-memory error. A new plan measures the effect of
+each candidate.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MOST = 5
 
 @dataclass(frozen=True)
 class Remedy:
-    """Overrides to free memory. needed: bytes on the fullest rank with all overrides."""
+    """Overrides that free memory. needed: bytes on the fullest rank after all overrides are applied."""
 
     overrides: list[str]
     needed: int
@@ -45,7 +46,10 @@ def remedy_for(made: Plan) -> Remedy | None:
 
 
 def _next(made: Plan, tried: set[str]) -> tuple[str, Plan] | None:
-    """Return the first override freeing memory, with its plan; None if no override does. Add planned overrides to `tried`."""
+    """Plan untried overrides in turn. Return the first that frees memory, with its plan; None if no override does.
+
+    Adds every planned override to `tried`.
+    """
     state = sum(made.worst.state.values())
     on_gpu = made.hardware is not None and bool(made.hardware.card)
     dominates = 2 * state > made.worst.peak.size

@@ -1,8 +1,8 @@
 """Attention as it runs on a GPU, for plans made on a CPU.
 
 GPU attention runs in fused kernels: PyTorch's own, or flex_attention. A kernel keeps queries, keys, values, the output
-and its logsumexp for backward, and computes only the scores inside the mask. A CPU has no such kernels. `attend` stands
-for every kernel: one operator with the number of scores as an argument, returning fake tensors. Block tables of
+and its logsumexp for backward. It computes only the scores inside the mask. A CPU has no such kernels, so the operator
+`attend` replaces each of them. It takes the number of scores as an argument and returns fake tensors. The block tables of
 flex_attention are small and not planned. Document lengths are unknown, so each sequence counts as one document.
 """
 
@@ -23,7 +23,10 @@ from forge.parallel.context.ulysses import UlyssesAttention
 
 
 def on_gpu(attend: Any) -> Any:
-    """Return an attention function for fake tensors, with the memory and FLOPs of `attend` on a GPU."""
+    """Return an attention function for fake tensors, with the memory and FLOPs that `attend` has on a GPU.
+
+    Linear attention and user-defined functions are returned unchanged.
+    """
     if isinstance(attend, SdpaAttention):
         return PlannedAttention()
     if isinstance(attend, AllGatherAttention):
@@ -36,7 +39,7 @@ def on_gpu(attend: Any) -> Any:
 
 
 class PlannedAttention(SdpaAttention):
-    """Attention for plans. The mask's table is the number of visible scores per head; None: causal over the sequence."""
+    """Attention for plans. The mask's `table` is the number of visible scores per head; None for causal attention."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         seq = x.shape[1]
@@ -80,9 +83,9 @@ def visible_scores(window: int, _documents: Any, queries: Tensor, keys: Tensor) 
 
 
 class PlannedKernel(FlexKernel):
-    """The kernel of one step of ring attention, for plans.
+    """The kernel that ring attention calls once per step, for plans.
 
-    In place of a mask, an AttentionBlock's `table` is the number of visible scores per head. None: all are visible.
+    The `table` of an AttentionBlock is the number of visible scores per head, not a mask. None: all scores are visible.
     """
 
     make_table = staticmethod(visible_scores)
@@ -94,7 +97,7 @@ class PlannedKernel(FlexKernel):
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: int | None) -> tuple[Tensor, Tensor]:
     """Return fake tensors: the output of attention `[batch, heads, rows, v_dim]` and its logsumexp `[batch, heads, rows]`.
 
-    scores: number of scores per head inside the mask; None: all pairs of a query and a key.
+    scores: number of scores per head inside the mask; None: every query sees every key.
     """
     out, lse = planned_attention(q, k, v, q.shape[2] * k.shape[2] if scores is None else scores)
     return out, lse

@@ -40,9 +40,9 @@ class Collective:
 
 
 def collective_of(func: Any, args: Any, kwargs: Any = None) -> Collective | None:
-    """Return the collective called by the operator `func`; None if `func` is no collective.
+    """Return the collective called by the operator `func`; None if `func` is not a collective.
 
-    A collective missing in NAMES has its operator's name as kind.
+    The collective's kind is looked up in NAMES. An operator missing there gives its own name as the kind.
     """
     if func.namespace not in _NAMESPACES or (name := func._overloadpacket.__name__) in _NOT_SENT:
         return None
@@ -66,7 +66,7 @@ def _group_name(leaves: list[Any]) -> str:
 
 
 def axes_of(meshes: Meshes) -> dict[str, str]:
-    """Return name of a process group -> its axis. If several axes share a group, the first axis in `named` counts."""
+    """Return a dict from the name of a process group to its mesh axis. If axes share a group, the first in `named` counts."""
     d = meshes.degrees
     fsdp = "dp_shard" if d.cp == 1 else "dp_shard x cp"
     named: list[tuple[str, Any]] = [

@@ -25,7 +25,7 @@ from forge.tools.plan.show import (
 def plan(config: Config, command: CommandLine) -> int:
     """Print the plan of `config` or, with --search, the best layouts. Return the exit code.
 
-    The code is DOES_NOT_FIT if known hardware has too little memory, FINISHED otherwise.
+    The code is DOES_NOT_FIT if the hardware is known and has too little memory. Otherwise the code is FINISHED.
 
     Raises UserError (exit 2) for an invalid layout or an unknown name of hardware.
     """
@@ -72,10 +72,10 @@ def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) 
 
 
 def largest(config: Config) -> Config:
-    """Return `config` without phases. Step sizes are those of the phase with the largest microbatch.
+    """Return `config` without phases, with the step sizes of the phase that needs the most memory.
 
-    This phase needs the most memory. train.steps becomes the run's tokens divided by the tokens of such a step, rounded
-    up. If `config` has no phases, return it unchanged.
+    This is the phase with the largest microbatch. train.steps becomes the run's tokens divided by the tokens of such a
+    step, rounded up. A `config` without phases is returned unchanged.
     """
     if not config.phase:
         return config
@@ -87,7 +87,7 @@ def largest(config: Config) -> Config:
 
 
 def phases_as_json(config: Config) -> list[dict[str, Any]]:
-    """Return the first token, the first step and the step sizes of each phase of the run."""
+    """Return one object per phase of the run: its first token, its first step and its step sizes."""
     phases, total = Phases(config), Phases(config).tokens_after(config.train.steps)
     return [
         {
@@ -104,7 +104,7 @@ def phases_as_json(config: Config) -> list[dict[str, Any]]:
 
 
 def phases_as_text(config: Config, plan: Plan) -> str:
-    """Return one line per phase, after a line naming the steps to which the plan's numbers apply."""
+    """Return a heading and one line per phase. The heading names the steps to which the plan's numbers apply."""
     lines = [
         f"  from token {one['from_token']:,} (step {one['from_step']:,}): {one['global_batch_size']} sequences of "
         f"{one['seq_len']} tokens, microbatches of {one['micro_batch_size']}, peak learning rate {one['lr']:.3g}"

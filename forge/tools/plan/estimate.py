@@ -27,7 +27,7 @@ FUSED = 0.44
 
 @dataclass(frozen=True)
 class Pace:
-    """Actual duration divided by planned duration, for computation and for collectives."""
+    """Factors from planned to actual duration: one for computation, one for collectives."""
 
     compute: float
     links: float
@@ -41,7 +41,7 @@ PACES = (Pace(0.87, 0.75), Pace(1.0, 1.0), Pace(1.15, 1.4))
 class Spent:
     """Seconds by cause. compute: computation. waiting: exposed collectives. background: overlapped collectives.
 
-    node, network: seconds during which bytes of exposed and overlapped collectives occupy NVLink and the NIC.
+    node, network: seconds during which collectives, exposed or overlapped, occupy NVLink and the NIC.
     host: seconds during which offloaded activations occupy the link to host memory.
     """
 
@@ -57,7 +57,7 @@ class Spent:
         return max(self.compute + self.waiting, self.background, self.node, self.network, self.host)
 
     def with_exposed_copies(self) -> Spent:
-        """Return the time with the exposed part of `host` in `waiting`."""
+        """Return a copy with `waiting` at least the part of `host` that computation does not hide."""
         return replace(self, waiting=max(self.waiting, self.host - self.compute))
 
     def __add__(self, other: Spent) -> Spent:
@@ -66,7 +66,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Times of one rank. forward, backward: by number of the traced microbatch. update: the rest of the step."""
+    """Times of one rank's step. forward, backward: traced microbatch -> time. update: the rest of the step."""
 
     forward: dict[int, Spent] = field(default_factory=dict)
     backward: dict[int, Spent] = field(default_factory=dict)
@@ -78,7 +78,7 @@ def time_of(
 ) -> StepTime:
     """Return the time of the traced step.
 
-    config: of the run. The trace has neither the run's compilation nor its float8 products; both effects are estimated.
+    config: the run's own. The trace runs without compilation and without float8 products, so both effects are estimated.
     ranks_of: name of a process group -> its ranks.
     """
     spent: dict[tuple[str, int], Spent] = defaultdict(Spent)
@@ -114,7 +114,7 @@ def _place(phase: str, microbatch: int) -> tuple[str, int]:
 
 
 def _as_run(work: Work, moment: Moment, config: Config, float8: Collection[str]) -> Work:
-    """Return `work` with the effects of compilation and of float8, both missing in the trace.
+    """Return `work` corrected for compilation and float8. The trace has neither.
 
     float8: the result of `products_in_float8`.
     """
@@ -130,7 +130,7 @@ def _as_run(work: Work, moment: Moment, config: Config, float8: Collection[str])
 
 
 def seconds_of(work: Work, hardware: Hardware) -> float:
-    """Return the seconds of one operator: launch overhead, plus the longer of computing and moving bytes.
+    """Return the seconds of one operator: launch overhead, plus the longer of compute time and memory time.
 
     Roofline model: Williams et al., 2009.
     """

@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def fake_ranks(rank: int, world: int) -> Iterator[None]:
-    """In the body, the default process group is fake: this process is `rank` of `world`. No other process exists."""
+    """Make a fake default process group for the body: this process is `rank` of `world`. No other process exists."""
     compat.forget_meshes()
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
@@ -65,8 +65,8 @@ def fake_ranks(rank: int, world: int) -> Iterator[None]:
 def _send(*args: Any, **kwargs: Any) -> Any:
     """Send a message like `dist.isend`, but report completion at once.
 
-    The fake process group itself never reports completion, and the sender keeps a tensor until its send completes. Without
-    this function all sent tensors would count as live for the whole step.
+    The fake process group never reports completion, and the sender keeps a tensor until its send completes. Without this
+    function all sent tensors would count as live for the whole step.
     """
     work: Any = dist.isend(*args, **kwargs)
     return SimpleNamespace(wait=work.wait, is_completed=lambda: True)
@@ -75,8 +75,8 @@ def _send(*args: Any, **kwargs: Any) -> Any:
 class FakeRank:
     """The model and optimizer of one rank. Construct and use it inside `fake_ranks`.
 
-    load: tokens received by this rank's experts, relative to an equal load of all experts. card: plan attention
-    and norms as on a GPU. optimizer: False leaves out the optimizer's state and work.
+    load: tokens received by this rank's experts, divided by their number under an equal load of all experts.
+    card: plan attention and norms as on a GPU. optimizer: False leaves out the optimizer's state and work.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class FakeRank:
                     )
 
     def state_bytes(self) -> dict[str, int]:
-        """Return the memory report of this rank, without activations."""
+        """Return the bytes of this rank's memory by kind, as in the memory report, but without activations."""
         report = MemoryReport(CPU)
         report.count_state(self.model.memory(), self.optimizer.tensors())
         return report.bytes
@@ -132,7 +132,7 @@ class FakeRank:
         return sum(len(buffer.buckets) for buffer in buffers)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Return the bytes of host memory for a save, and the bytes of this rank's tensors in a checkpoint.
+        """Return two numbers of bytes: the host memory for a save, and the size of this rank's tensors in a checkpoint.
 
         The second number counts each tensor whole, including the shards of other ranks.
         """
@@ -143,7 +143,7 @@ class FakeRank:
         return host, whole
 
     def offloaded_bytes(self) -> int:
-        """Return the bytes of host memory for activations."""
+        """Return the bytes of host memory allocated for offloaded activations."""
         memories = {offload.memory for part in self.model.parts for offload in offloads(part)}
         return sum(getattr(memory, "bytes", 0) for memory in memories)
 
@@ -161,7 +161,7 @@ class FakeRank:
     def update(self, microbatches: int) -> None:
         """Run only the optimizer's part of a step, with fake gradients.
 
-        As in a step, a batch of `microbatches` microbatches stays in memory meanwhile.
+        A batch of `microbatches` microbatches stays in memory meanwhile, as in a full step.
         """
         with _explained(), self._watched():
             self.trace.begin()
@@ -177,9 +177,9 @@ class FakeRank:
             del batch
 
     def batch_bytes(self, microbatches: int) -> int:
-        """Return the input bytes of `microbatches` microbatches: their tensors and, with cp, this rank's parts of them.
+        """Return the bytes of a batch of `microbatches` microbatches. With cp, add this rank's slices of the batch.
 
-        Tensors and parts stay allocated for a whole step.
+        The batch and the slices stay allocated for a whole step.
         """
         with self._fake:
             batch = self._batch(1)
@@ -211,13 +211,16 @@ class FakeRank:
         return tokens * moe.top_k
 
     def _share_of_nodes(self) -> float:
-        """Return rows sent to nodes divided by rows sent to experts. A row goes once to each node (`visited_nodes`)."""
+        """Return the number of rows sent to nodes, divided by the number of rows sent to experts.
+
+        A row is sent once to each node that holds any of its experts (`visited_nodes`).
+        """
         moe = self.config.model.moe
         return 1.0 if moe is None else visited_nodes(moe, self.degrees.ep_nodes) / moe.top_k
 
 
 class PlannedHostMemory(HostMemory):
-    """Host memory of a planned GPU: buffers without memory, counted in `bytes`. Copies are counted in `trace`."""
+    """Host memory of a planned GPU. Its buffers have no memory. `bytes` counts their sizes, and `trace` counts the copies."""
 
     def __init__(self, trace: Trace):
         super().__init__(CPU)
@@ -226,7 +229,10 @@ class PlannedHostMemory(HostMemory):
         self._trace = trace
 
     def allocate(self, size: int) -> Any:
-        """Return a buffer. PyTorch rounds the size of a pinned buffer up to a power of two (CachingHostAllocator.h)."""
+        """Return a buffer for `size` bytes. Add its size to `bytes`.
+
+        PyTorch rounds the size of a pinned buffer up to a power of two (CachingHostAllocator.h).
+        """
         self.bytes += 1 << (size - 1).bit_length()
         return SimpleNamespace(nbytes=size)
 
@@ -245,14 +251,14 @@ class _NoOptimizer:
 
 
 def _leave(*_: Any) -> None:
-    """Initialize no parameter: fake tensors have no values."""
+    """Skip the initialization of parameters, because fake tensors have no values."""
 
 
 def _loads(rows: int, load: float, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
-    """Return rows sent to each rank and rows received from each rank, for equally used experts.
+    """Return two lists, one element per rank: rows sent to it and rows received from it. All experts are used equally.
 
-    rows: total rows that this rank sends. load: received rows relative to an equal load. leaving: rows per expert,
-    `[ranks, local experts]`; only the number of ranks is read.
+    rows: total rows that this rank sends. load: received rows divided by their number under an equal load.
+    leaving: rows per expert, `[ranks, local experts]`; only the number of ranks is read.
     """
     ranks = leaving.shape[0]
     sends = _divided(rows, ranks)
@@ -262,10 +268,10 @@ def _loads(rows: int, load: float, leaving: Tensor, _arriving: Tensor) -> tuple[
 def _node_loads(
     rows: int, share: float, load: float, to_nodes: Tensor, _from: Tensor, leaving: Tensor, _arriving: Tensor
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return four lists: rows sent to and received from each node, rows sent to and received from each rank of a node.
+    """Return four lists: rows sent to and received from each node, then rows sent to and received from each rank of a node.
 
-    rows: total rows that this rank sends to experts. share: from `FakeRank._share_of_nodes`. load: rows received from ranks,
-    relative to an equal load.
+    rows: total rows that this rank sends to experts. share: from `FakeRank._share_of_nodes`. load: rows received from
+    ranks, divided by their number under an equal load.
     """
     nodes, ranks = to_nodes.shape[0], leaving.shape[0]
     sends, here = _divided(round(share * rows), nodes), _divided(rows, ranks)
@@ -278,7 +284,7 @@ def _divided(rows: int, ranks: int) -> list[int]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise UserError if the body reads the values of a fake tensor. The message names the line."""
+    """Raise UserError if the body reads the values of a fake tensor. The message names the source line that does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,4 +1,4 @@
-"""Find the matrix products computed in float8 on the given hardware, and the layers left in precision.compute."""
+"""Find the matrix products that the given hardware computes in float8, and the layers that stay in precision.compute."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
 class PlainProducts:
     """`Products` for fake tensors: multiply unquantised operands with the operators of `precision.compute`.
 
-    A weight gathered as float8 codes has no copy in `precision.compute`. A tensor with all strides 0, and so without
-    memory, replaces the copy.
+    A weight gathered as float8 codes has no copy in `precision.compute`. The product then takes a tensor without memory
+    (all strides 0) in place of the copy.
     """
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class PlainProducts:
 
 
 def use_plain_products(model: nn.Module) -> None:
-    """Replace, in place, the products of layers and experts in a block format by `PlainProducts`.
+    """Replace, in place, the products of layers and experts in a block format with `PlainProducts`.
 
     FSDP2 still gathers float8 codes and scales.
     """

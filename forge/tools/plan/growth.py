@@ -18,10 +18,10 @@ Times: TypeAlias = tuple[StepTime, ...] | None
 
 @dataclass(frozen=True)
 class Growth:
-    """The difference between the plans `large` and `small`, and how often the whole model's plan adds the difference.
+    """The difference between the plans `large` and `small`, with the number of times the whole model's plan adds it.
 
-    of_peaks: number of additions to peaks of memory. of_kept: number of additions to the activations kept for backward.
-    steps: number of additions to every other quantity.
+    of_peaks: number of times for peaks of memory. of_kept: for the activations kept for backward.
+    steps: for every other quantity.
     """
 
     small: StagePlan
@@ -34,7 +34,7 @@ class Growth:
 def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None) -> StagePlan:
     """Return the plan of a rank with layers `names`: `growths[0].large`, plus the multiplied differences of all `growths`.
 
-    whole: number of buckets in the whole model, assumed equal in size; None for an engine without buckets.
+    whole: number of buckets in the whole model; None for an engine without buckets. All buckets are assumed equal in size.
     """
     first, large = growths[0], growths[0].large
 
@@ -88,9 +88,9 @@ def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None
 
 
 def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, int, bool]]:
-    """Return (axis, kind, bytes, hideable) -> calls of the whole model, from the first growth.
+    """Count the collectives of the whole model: (axis, kind, bytes, hideable) -> calls. Only the first growth is read.
 
-    The other growths are of attention residuals and add no collective. whole: number of buckets; None without buckets.
+    The other growths come from attention residuals and add no collective. whole: number of buckets; None without buckets.
     """
     small, large, steps = growths[0].small, growths[0].large, growths[0].steps
 
@@ -129,14 +129,14 @@ def _named(place: tuple[str, str], moment: Moment, names: list[str]) -> Moment:
 def _each(
     first: Times, second: Times, combine: Callable[[StepTime, StepTime], StepTime]
 ) -> tuple[StepTime, ...] | None:
-    """Combine the times of two plans, one for each element of `estimate.PACES`. None if either plan has no times."""
+    """Call `combine` on the times of two plans, once per element of `estimate.PACES`. None if either plan has no times."""
     if first is None or second is None:
         return None
     return tuple(combine(a, b) for a, b in zip(first, second, strict=True))
 
 
 def _times(growths: list[Growth]) -> Times:
-    """Return the times of the whole model at each pace."""
+    """Return the times of the whole model, one for each element of `estimate.PACES`; None if `growths` have no times."""
     large = growths[0].large.times
     if large is None:
         return None
@@ -170,7 +170,7 @@ def _time(large: StepTime, growths: list[tuple[StepTime, StepTime, float]]) -> S
 
 
 def with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
-    """Return the plan `one` with `microbatches` more microbatches in flight, each keeping `size` bytes."""
+    """Return the plan `one` with `microbatches` more microbatches in flight. Each keeps `size` bytes for backward."""
     peaks = dict(one.peaks)
     for place, peak in one.peaks.items():
         if place[0] in ("forward", "backward"):
@@ -181,7 +181,8 @@ def with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
 def with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
     """Return the plan `one` with the state bytes of `whole`, a plan traced with all layers of the rank.
 
-    Peaks grow by the difference of all lasting tensors, including those outside checkpoints, e.g. int8's indices of blocks.
+    Peaks grow by the difference of all lasting tensors. This includes tensors outside checkpoints, e.g. the block indices
+    of int8 optimizer state.
     """
     lasting, own = (max(peak.kinds.get("state", 0) for peak in plan.peaks.values()) for plan in (whole, one))
     peaks = {place: peak.with_more("state", lasting - own) for place, peak in one.peaks.items()}
@@ -192,7 +193,7 @@ def with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
 
 
 def with_update(one: StagePlan, update: StagePlan) -> StagePlan:
-    """Return the sum of two plans: `one`, traced without the optimizer's part of a step, and `update`, that part alone."""
+    """Return the sum of two plans. `one` lacks the optimizer's part of a step, and `update` has only this part."""
     one = with_more(one, 1, update.kept)
     peaks, flops = dict(one.peaks), Counter(one.flops)
     for place, peak in update.peaks.items():
@@ -205,7 +206,10 @@ def with_update(one: StagePlan, update: StagePlan) -> StagePlan:
 
 
 def _of_other_sizes(traced: StagePlan, fixed: Mapping[Any, int]) -> dict[tuple[str, str, bool], list[int]]:
-    """Return (axis, kind, hideable) -> bytes of each call, ascending, for the collectives in `traced` but not in `fixed`."""
+    """Return the sizes of the collectives in `traced` that are missing in `fixed`.
+
+    The dict maps (axis, kind, hideable) to the bytes of each call, ascending.
+    """
     found: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
     for (axis, kind, size, hidden), number in sorted(traced.collectives.items()):
         if (axis, kind, size, hidden) not in fixed:

@@ -1,4 +1,4 @@
-"""GPUs known to the planner: TOML files in `cards/`, or the user's own."""
+"""GPUs known to the planner, described in TOML files: those of `cards/`, or a file of the user."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Hardware(Section):
         return round(self.host_memory_gib * GIB)
 
     def reached(self, kind: str, dtype: str) -> float:
-        """Return the share of the peak reached by operators of this kind. kind: of `Work`."""
+        """Return the fraction of the peak FLOP/s that operators of this kind achieve in `dtype`. kind: see `Work.kind`."""
         if kind == "attention":
             return self.attention_efficiency
         return self.float8_efficiency if dtype == "float8" else self.efficiency
@@ -113,7 +113,7 @@ class Hardware(Section):
 
 
 def rate_at(curve: Sequence[tuple[float, float]], size: float) -> float:
-    """Return the interpolated rate of a curve at `size`. Outside the measured sizes, return the rate at the nearest end."""
+    """Interpolate a curve of (size, rate) points at `size`. Beyond either end, return the rate at that end."""
     if size <= curve[0][0]:
         return curve[0][1]
     for (left, slow), (right, fast) in pairwise(curve):

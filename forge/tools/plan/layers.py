@@ -1,9 +1,9 @@
 """`plan_stages`: the plans of all pipeline stages, extrapolated from traces of small models.
 
-Two small models of different depth are traced. Their difference is the cost of one layer. It is taken at each point of
-the step separately, because the peak of the full model may occur at another point than the peaks of the small models. A
-long pipeline is traced as three ranks: first, middle and last. Another rank may have more microbatches in flight than its
-traced counterpart; the memory of the additional microbatches is then added.
+Two small models of different depth are traced. Their difference is the cost of one layer. Each point of the step has its
+own difference, because the full model may peak at another point than the small models. A long pipeline is traced as three
+ranks: first, middle and last. A real rank may have more microbatches in flight than its traced counterpart. The memory of
+these microbatches is then added.
 
 With attention residuals, attention and feed-forward each read a mix of streams: one saved by each earlier residual block,
 and the current one. The smaller model is traced twice more, with two residual blocks instead of one. These traces give the
@@ -39,7 +39,7 @@ def plan_stages(
 ) -> list[StagePlan]:
     """Return a plan for each rank of the pp axis.
 
-    load: tokens received by the experts of a rank, relative to an equal load of all experts.
+    load: tokens received by a rank's experts, divided by their number under an equal load of all experts.
     """
     config = with_experts_first(config, degrees)
     few = few_layers(config, degrees)
@@ -58,10 +58,10 @@ def plan_stages(
 
 
 def with_experts_first(config: Config, degrees: Degrees) -> Config:
-    """Return `config` with the first dense layers replaced by layers with experts, if `few_layers` needs this.
+    """Return `config` with its first dense layers replaced by layers with experts, if `few_layers` needs this.
 
-    Without a pipeline, return `config` unchanged. The replacement is accurate for models like DeepSeek's, whose dense layers
-    cost as many FLOPs as their layers with experts.
+    Without a pipeline, return `config` unchanged. The replacement is accurate for models like DeepSeek's: their dense
+    layers cost as many FLOPs as their layers with experts.
     """
     moe = config.model.moe
     if degrees.pp == 1 or moe is None or not moe.n_dense_layers or few_layers(config, degrees) is not None:
@@ -94,7 +94,10 @@ class Few:
 
 
 def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
-    """Return the two small models. None if the layers are too few or too different, so that all must be traced."""
+    """Return the two small models to trace.
+
+    Return None if the layers are too few or too different. The caller then traces all layers.
+    """
     n_layers = config.model.n_layers
     every = kinds_of_layers(config)
     kinds, ahead = every[:n_layers], every[n_layers:]
@@ -121,7 +124,7 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
 
 
 def _least(config: Config) -> int:
-    """Return the number of repeated periods of the first small model.
+    """Return the number of times the first small model repeats the period of layers.
 
     With activation offload, up to three layers are in memory during backward of a layer.
     """
@@ -129,7 +132,7 @@ def _least(config: Config) -> int:
 
 
 def traced_layers(config: Config, degrees: Degrees) -> int:
-    """Return the number of layer forwards traced for a plan: layers times microbatches, as a measure of its cost."""
+    """Return a measure of a plan's cost: the number of traced layer forwards, i.e. layers times microbatches."""
     config = with_experts_first(config, degrees)
     few, fewer = few_layers(config, degrees), fewer_microbatches(config, degrees)
     traced: tuple[Few, ...] = few or (Few(config.model.n_layers, config.model.n_layers),)
@@ -141,7 +144,7 @@ def traced_layers(config: Config, degrees: Degrees) -> int:
 
 
 def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tuple[Few, Few] | None:
-    """Return the two small models for a run without a pipeline; None if the layers have no repeated period.
+    """Return the two small models for a run without a pipeline; None if the kinds of layers do not repeat.
 
     kinds, ahead: from `kinds_of_layers`, for the trunk's layers and for the MTP modules.
     """
@@ -192,7 +195,8 @@ def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tup
 def kinds_of_layers(config: Config) -> list[Any]:
     """Return an integer for each layer and MTP module.
 
-    Equal for layers with equal modules, shapes and settings, if activation checkpointing applies to all of them or none.
+    Two layers have the same integer if their modules, shapes and settings are equal and activation checkpointing applies to
+    both or to neither.
     """
     every = config.activation_checkpoint.every
     key = f"{config.model.model_dump_json()} {config.train.seq_len} {every}"
@@ -215,7 +219,7 @@ def _describe(layer: nn.Module, index: int) -> str:
 
 
 def _settings(module: nn.Module, index: int) -> list[tuple[str, str]]:
-    """Return the module's attributes that are numbers or strings, except its own position `index`."""
+    """Return (name, value) of the module's attributes that are numbers or strings, except its own position `index`."""
     return [
         (name, str(value))
         for name, value in vars(module).items()
@@ -269,7 +273,7 @@ def _trace(
 
 
 def _shares_work(config: Config, degrees: Degrees) -> bool:
-    """Return whether the optimizer assigns whole tensors to ranks. A rank's work then does not grow evenly with layers."""
+    """Return whether the optimizer assigns whole tensors to ranks. A rank's work is then not linear in its layers."""
     optimizer = config.optimizer
     return degrees.world > degrees.pp and (optimizer.name == "muon" or optimizer.moment_dtype == "int8")
 
@@ -319,7 +323,8 @@ def _growth(config: Config, few: tuple[Few, Few], small: StagePlan, large: Stage
 def two_blocks(few: Few) -> tuple[Few, Few]:
     """Return two versions of the small model `few`, both with two blocks of attention residuals.
 
-    In the first version the second block has almost half of the layers. In the second version it has only two layers.
+    In the first version the second block has almost half of the layers. In the second version the second block has two
+    layers.
     """
     return replace(few, block_size=few.layers // 2 + 1), replace(few, block_size=few.layers - 2)
 
@@ -327,12 +332,12 @@ def two_blocks(few: Few) -> tuple[Few, Few]:
 def _growths_by_streams(
     config: Config, few: tuple[Few, Few], small: StagePlan, less: StagePlan, more: StagePlan
 ) -> list[Growth]:
-    """Return the growth per residual block and the growth per residual stream read by a mix.
+    """Return two growths: one per residual block, and one per residual stream read by a mix.
 
-    The caller adds both to the growth per layer (`_growth`), traced with one residual block.
+    The caller adds both to the growth per layer (`_growth`), which is traced with one residual block.
 
-    more, less: plans of the two models of `two_blocks`. The mixes of `more` read more streams, because its second block
-    is longer.
+    more, less: plans of the two models of `two_blocks`. The second block of `more` is longer, so its mixes read more
+    streams.
     """
     model, steps = config.model, _growth(config, few, small, small).steps
     read, read_by_larger = (streams_read(one.layers, one.block_size) for one in few)
@@ -355,7 +360,7 @@ def streams_read(n_layers: int, block_size: int) -> int:
 
 
 def in_flight(schedule: Schedule, rank: int) -> int:
-    """Return the largest number of a rank's forwards waiting for their backward at any time in `schedule`."""
+    """Return the peak number of a rank's microbatches between their forward and their backward in `schedule`."""
     number = most = 0
     for action in schedule.order[rank]:
         number += _opens(action)
@@ -377,7 +382,7 @@ def _extrapolate(
 ) -> StagePlan:
     """Return the plan of a rank with layers `names`, from the `growths` of small models.
 
-    The optimizer's part of a step is traced with all layers of the rank if it does not grow evenly with layers.
+    If the optimizer's work is not linear in the number of layers, its part of a step is traced with all layers of the rank.
     """
     apart = _shares_work(config, degrees)
     if not growths[0].large.buckets and not apart:

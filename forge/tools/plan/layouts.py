@@ -54,8 +54,8 @@ EXPERT_CALLS = {"none": 4, "selective": 4, "full": 6, "offload": 4}
 class CandidateLayout:
     """A layout with rough estimates. seconds: of a step. activations: bytes. state: bytes, a lower bound.
 
-    Layouts with equal keys share corrections of their estimates. There are three keys, from general to specific:
-    `sizes` has the degrees and the micro batch size, `shapes` adds the recomputation mode and engine, `signature` adds
+    Planned layouts correct the estimates of layouts with an equal key. There are three keys, from general to specific.
+    `sizes` has the degrees and the micro batch size. `shapes` adds the recomputation mode and engine. `signature` adds
     the schedule.
     """
 
@@ -103,13 +103,16 @@ class CandidateLayout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the layout is simple, and FSDP2 alone or with expert parallelism. A search tries these first."""
+        """Whether the layout is simple and without cp or tp: FSDP2, with or without ep. A search tries these first."""
         return self.is_simple and self.degrees.cp == self.degrees.tp == 1
 
 
 @dataclass(frozen=True)
 class Model:
-    """Numbers of the whole model. experts: parameters of experts, included in `parameters`. flops: per token of a step."""
+    """Numbers of the whole model. flops: per token of a step.
+
+    experts: parameters of routed experts, a part of `parameters`.
+    """
 
     parameters: int
     experts: int
@@ -127,8 +130,9 @@ def layouts(
 ) -> list[CandidateLayout]:
     """Return the legal layouts on `world` ranks that may fit the hardware, by increasing estimated seconds.
 
-    At most MOST layouts, plus two exceptions: the config's own layout, if legal, and, for each recomputation mode, the
-    fastest PLAIN plain layouts and the fastest PLAIN other simple ones. any_memory: also return layouts that cannot fit.
+    Return at most MOST layouts. Two kinds are returned in addition: the config's own layout, if legal, and, for each
+    recomputation mode, the fastest PLAIN plain layouts and the fastest PLAIN other simple ones.
+    any_memory: also return layouts that cannot fit.
     """
     model = Model.of(config)
     rough: list[CandidateLayout] = []
@@ -184,9 +188,9 @@ def _degrees(config: Config, world: int) -> Degrees | None:
 
 
 def _legal(layout: CandidateLayout, config: Config, world: int) -> CandidateLayout | None:
-    """Return the layout with checked degrees; None if a run would refuse the layout.
+    """Return the layout with checked degrees. None if a run would refuse the layout or its pipeline stages are uneven.
 
-    Changes to values that `config` already has are dropped.
+    The returned layout has only the changes that differ from `config`.
     """
     changes = {key: value for key, value in layout.changes.items() if value != value_of(config, key)}
     changed = with_changes(config, changes)
@@ -239,9 +243,9 @@ def _all_changes(config: Config, world: int, hardware: Hardware) -> Iterator[Cha
 
 
 def _accumulations(config: Config, engine: str, *, several: bool) -> Iterator[Changes]:
-    """Yield pairs of values for the keys RESHARD and DEFER, the config's own pair first.
+    """Yield pairs of values for the keys RESHARD and DEFER, beginning with the config's own pair.
 
-    Further pairs trade memory for traffic. They exist only for FSDP2 with several microbatches per step.
+    With FSDP2 and several microbatches per step (`several`), also yield the pairs that trade memory for traffic.
     """
     own = {key: value_of(config, key) for key in (RESHARD, DEFER)}
     yield own
@@ -259,7 +263,10 @@ def _even(config: Config, degrees: Degrees) -> bool:
 
 
 def traceable(layout: CandidateLayout) -> bool:
-    """Return whether a search can afford to trace the layout: few layers represent all, or the model has at most eight."""
+    """Return whether a search can afford to trace the layout.
+
+    True if a few layers represent the model, or if it has at most eight layers.
+    """
     config, degrees = layout.config, layout.degrees
     return config.model.n_layers <= 8 or few_layers(with_experts_first(config, degrees), degrees) is not None
 
@@ -282,7 +289,7 @@ def least_state(config: Config, degrees: Degrees, model: Model) -> float:
 
 
 def rough_activations(config: Config, degrees: Degrees) -> float:
-    """Return roughly the bytes kept for backward on a rank. Gathered parameters are not included (`gathered_bytes`)."""
+    """Estimate the bytes kept for backward on a rank. `gathered_bytes` counts gathered parameters, this function does not."""
     train, mode = config.train, config.activation_checkpoint.mode
     n_layers = config.model.n_layers
     numbers = train.micro_batch_size * train.seq_len / (degrees.cp * degrees.tp) * config.model.dim
@@ -307,8 +314,8 @@ def _fills_hosts(config: Config, degrees: Degrees, hardware: Hardware) -> bool:
 def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
     """Return the bytes of gathered parameters and unreduced gradients held by FSDP2 at once; 0 for other engines.
 
-    By default FSDP2 holds the parameters and gradients of two layers. It holds the parameters of all layers if it keeps
-    parameters after forward. It holds the gradients of all layers if it reduces them only after the last microbatch.
+    By default FSDP2 holds the parameters and gradients of two layers. If it does not reshard after forward, it holds the
+    parameters of all layers. If it reduces gradients only after the last microbatch, it holds the gradients of all layers.
     """
     parallel, pipelined = config.parallel, degrees.pp > 1
     if parallel.data_parallel != "fsdp2":
@@ -322,7 +329,7 @@ def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
 
 
 def held_parameters(degrees: Degrees, model: Model) -> float:
-    """Return the number of parameters in a rank's memory when FSDP2's shards are all gathered."""
+    """Return the number of parameters in a rank's memory while FSDP2 has gathered all of its shards."""
     # The ep axis includes the tp ranks, so experts are divided by ep alone.
     return (model.parameters - model.experts) / (degrees.tp * degrees.pp) + model.experts / (
         degrees.pp * max(degrees.ep, 1)
@@ -385,7 +392,7 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
 
 
 def with_changes(config: Config, changes: Changes) -> Config:
-    """Return `config` with the values of `changes`, whose keys are written `section.key`."""
+    """Return `config` with the values of `changes`, a dict from `section.key` to a value."""
     updates: dict[str, Changes] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")

@@ -30,7 +30,7 @@ class Cost:
     network: float = 0.0
 
     def times(self, factor: float) -> Cost:
-        """Return the cost over links slower by `factor`."""
+        """Return the cost over links that are `factor` times slower."""
         return Cost(factor * self.seconds, factor * self.node, factor * self.network)
 
 
@@ -45,7 +45,7 @@ class Span:
 
     @classmethod
     def of(cls, ranks: list[int], hardware: Hardware) -> Span:
-        """Return the span of `ranks`; node n begins at rank n times `cards_per_node`."""
+        """Return the span of `ranks`. Node n holds `cards_per_node` consecutive ranks, from n * cards_per_node."""
         per_node = Counter(rank // hardware.cards_per_node for rank in ranks).values()
         return cls(len(ranks), len(per_node), max(per_node, default=0), min(per_node, default=0))
 
@@ -75,7 +75,7 @@ def cost_of(call: Collective, ranks: list[int], hardware: Hardware) -> Cost:
 
 
 def bandwidth(hardware: Hardware) -> tuple[float, float]:
-    """Return the achieved bandwidth of one rank, inside its node and to other nodes, in bytes per second."""
+    """Return two achieved bandwidths of one rank, in bytes per second: inside its node, and to other nodes."""
     node, cluster = hardware.node, hardware.cluster
     return (
         1e9 * node.gb_per_s * node.efficiency,

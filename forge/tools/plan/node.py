@@ -1,6 +1,6 @@
 """Measure GPUs and links of one or more nodes, with one process per GPU.
 
-Every check also compares its result with the exact value. `node_report.py` compares the measured rates with planned ones.
+Every check also compares its result with the exact value. `node_report.py` compares measured rates with planned ones.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def measure_rank(world: World, sizes: Sizes) -> RankChecks:
 
 
 def describe(world: World) -> RankChecks:
-    """Return the facts about this rank's node and device, without checks."""
+    """Return a RankChecks with this rank's node and device, but without checks."""
     record = RankChecks(world.rank, socket.gethostname(), world.local_size or 1)
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
@@ -116,7 +116,7 @@ def describe(world: World) -> RankChecks:
 def median_s(action: Callable[[], object], clock: Callable[[], float], least: float = 0.05) -> float:
     """Return the median seconds of a call of `action`, after two warm-up calls.
 
-    least: keep timing calls until their sum reaches this many seconds; at least five calls.
+    Time at least five calls, and continue until their total reaches `least` seconds. clock: returns the time in seconds.
     """
     action()
     action()
@@ -183,7 +183,7 @@ def _memory(device: torch.device, _dtype: torch.dtype, sizes: Sizes) -> Timed:
 
 
 def _error(found: Tensor, exact: Tensor) -> str:
-    """Return a sentence if `found` differs from `exact` by more than TOLERANCE or is not finite; otherwise empty.
+    """Return a sentence if `found` is not finite or differs from `exact` by more than TOLERANCE; otherwise an empty string.
 
     Both are `[rows, columns]`. The error of an element is relative to its exact size plus the root mean square of its
     row. Rows differ in size: the first rows of causal attention average few values, and are much larger than the last.
@@ -237,7 +237,7 @@ def _collective(
 
 
 def _groups(world: World) -> list[tuple[str, list[int]]]:
-    """Return (name, ranks) of the groups to measure: this rank's node, and all ranks if there are several nodes.
+    """Return (name, ranks) of the groups to measure: this rank's node and, if there are several nodes, all ranks.
 
     A group of one process is left out.
     """
@@ -260,7 +260,10 @@ def attention_flops(sizes: Sizes) -> float:
 
 
 def _nvidia_smi() -> dict[str, dict[str, str]]:
-    """Return GPU UUID (without the prefix `GPU-`) -> field -> value from nvidia-smi. Empty if nvidia-smi cannot run."""
+    """Query nvidia-smi. Return a dict from GPU UUID, without the prefix `GPU-`, to a dict from field to value.
+
+    Return an empty dict if nvidia-smi cannot run.
+    """
     command = ["nvidia-smi", f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout

@@ -25,8 +25,8 @@ MEMORY = 0.98
 class Check:
     """The rates of one check over all ranks, in `unit`. status: ok, slow, wrong, or no figure.
 
-    planned: the planned rate; None if the hardware is unknown. ratio: `slowest` divided by `planned`. least: the required
-    ratio. rank, host: of the slowest rank.
+    planned: the planned rate; None if the hardware is unknown. ratio: `slowest` divided by `planned`. least: the smallest
+    ratio that passes. rank, host: of the slowest rank.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Check:
 
 
 def is_collective(name: str) -> bool:
-    """Return whether the check measures a collective, by its name, e.g. "all_gather in a node"."""
+    """Return whether the check named `name` measures a collective, e.g. "all_gather in a node"."""
     return name.partition(" ")[0] in COLLECTIVES
 
 
@@ -97,7 +97,7 @@ def _check(
 
 
 def planned_s(name: str, records: Sequence[RankChecks], sizes: Sizes, hardware: Hardware) -> float:
-    """Return the planned seconds of one call of a check."""
+    """Return the planned seconds of one call of the check named `name`."""
     if is_collective(name):
         kind, _, place = name.partition(" ")
         ranks = records[0].gpus if place == IN_A_NODE else len(records)
@@ -116,7 +116,10 @@ def planned_s(name: str, records: Sequence[RankChecks], sizes: Sizes, hardware: 
 def problems_of(
     records: Sequence[RankChecks], checks: Sequence[Check], hardware: Hardware | None, gpus: int
 ) -> list[str]:
-    """Return a sentence for each failed device, result and rate. gpus: expected number on each node; 0: any number."""
+    """Return a sentence for each bad device, wrong result and slow rate.
+
+    gpus: required number on each node; 0: any number.
+    """
     found = [
         f"{host}: {number} GPUs are checked, not {gpus}: look at nvidia-smi, or give --gpus {number}"
         for host, number in {record.host: record.gpus for record in records}.items()

@@ -18,7 +18,7 @@ from forge.model.norm import RMSNorm, zero_centered_norm
 
 
 def use_fused_norms(model: nn.Module) -> None:
-    """Replace, in place, the computation of each RMS norm of `model` by one operator, like the CUDA kernel.
+    """Replace, in place, the computation of each RMS norm of `model` with one operator, like the CUDA kernel.
 
     CUDA has a fused kernel only for a weight in the input's dtype. Other norms keep PyTorch's operators.
     """

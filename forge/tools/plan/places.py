@@ -1,4 +1,4 @@
-"""Compute which boxes (parts of tensors) another rank holds, from its mesh coordinates and without communication."""
+"""Compute which boxes (slices of a tensor) another rank holds, from its mesh coordinates and without communication."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ RankPlace: TypeAlias = Mapping[str, int]
 def known_everywhere(
     shards: Sequence[Shard], engines: Sequence[DataParallel], degrees: Degrees
 ) -> list[Shard]:
-    """Return `shards` with `boxes_on` set: a function from a rank to its boxes, used by optimizers.
+    """Return copies of `shards` with `boxes_on` set. `boxes_on(rank)` returns the boxes that `rank` holds of the tensor.
 
-    engines: the engines holding the shards.
+    Optimizers call it. engines: the engines holding the shards.
     """
     at = functools.cache(partial(place_of, degrees=degrees))
     boxes_at = {name: function for engine in engines for name, function in _functions(engine)}
@@ -55,7 +55,7 @@ def place_of(rank: int, degrees: Degrees) -> RankPlace:
 
 
 def _functions(engine: Any) -> Iterator[tuple[str, Callable[[RankPlace], tuple[Box, ...]]]]:
-    """Yield (parameter name, function) for an engine. The function maps the coordinates of a rank to its boxes."""
+    """Yield (parameter name, function) for an engine. The function takes the coordinates of a rank and returns its boxes."""
     if not hasattr(engine, "buffers"):
         yield from ((shard.name, partial(_of_units, shard.parameter)) for shard in engine.shards)
         return

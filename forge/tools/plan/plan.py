@@ -76,19 +76,19 @@ class Plan:
 
     @property
     def fits_hosts(self) -> bool | None:
-        """Whether a node's host memory is enough; None if it is unknown."""
+        """Whether the host memory of every node is enough; None if the size of host memory is unknown."""
         if self.hardware is None or not self.hardware.host_memory_gib:
             return None
         return self.host_bytes <= self.hardware.host_memory_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Whether the plan fits GPUs and hosts of the hardware; None if the hardware is unknown."""
+        """Whether the plan fits the memory of GPUs and hosts; None if the hardware is unknown."""
         return self.fits_gpus and self.fits_hosts is not False
 
 
 def local_states(plan: Plan, stage: StagePlan) -> int:
-    """Return the host memory of one rank for checkpoint.local_interval, in bytes; 0 if this key is 0.
+    """Return the bytes of host memory that checkpoint.local_interval needs on one rank; 0 if this key is 0.
 
     A rank holds three states of its own (two complete states and one being written), three of each peer, and a buffer.
     With checkpoint.local_dir only the buffer is in memory.
@@ -101,9 +101,9 @@ def local_states(plan: Plan, stage: StagePlan) -> int:
 
 
 def smallest_world(config: Config) -> Degrees:
-    """Return the degrees for the smallest number of processes accepted by `config`.
+    """Return the degrees for the smallest number of processes with which `config` can run.
 
-    Raises the UserError of the first number tried if none is accepted.
+    If no number is accepted, raises the UserError of the first number tried.
     """
     parallel = config.parallel
     unit = parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
@@ -135,7 +135,7 @@ def make_plan(config: Config, degrees: Degrees, hardware: Hardware | None = None
 def crowded_bytes(config: Config, degrees: Degrees, hardware: Hardware | None = None) -> int | None:
     """Return the bytes needed by the fullest rank if its experts receive CROWDED times their even share of tokens.
 
-    None without expert parallelism: each rank then has all experts, and its load is constant.
+    Return None without expert parallelism: each rank then has all experts, so its load is constant.
     """
     if degrees.ep == 1:
         return None

@@ -49,7 +49,7 @@ SPARE, SMALL_SPARE = 3 * GIB, 0.05
 
 @dataclass(frozen=True)
 class Found:
-    """A layout with its plan."""
+    """A layout and its plan."""
 
     changes: Changes
     plan: Plan
@@ -75,9 +75,9 @@ class Found:
 def search(
     config: Config, world: int, hardware: Hardware, *, tries: int = TRIES, processes: int | None = None
 ) -> list[Found]:
-    """Plan up to `tries` layouts on `world` ranks. Return the layouts fitting with room to spare, the fastest first.
+    """Plan up to `tries` layouts on `world` ranks. Return the layouts that fit with memory to spare, the fastest first.
 
-    If none has room to spare, return the layouts that fit. If none fits, return the layout with the least memory.
+    If no layout has memory to spare, return the layouts that fit. If none fits, return the layout with the least memory.
     processes: by default one per core, eight at most. Raises UserError if no layout is valid or can be planned.
     """
     left = layouts(config, world, hardware)
@@ -128,7 +128,7 @@ def search(
 
 
 def _in_order(found: list[Found]) -> list[Found]:
-    """Sort layouts by step time. Among layouts within a factor EQUAL of the fastest, put fewer axes first."""
+    """Sort layouts by step time. Layouts within a factor EQUAL of the fastest are sorted by number of axes, fewest first."""
     limit = EQUAL * min((one.speed.step_s for one in found), default=0.0)
 
     def key(one: Found) -> tuple[bool, int, float]:
@@ -141,12 +141,12 @@ def _in_order(found: list[Found]) -> list[Found]:
 
 
 def has_room(found: Found, hardware: Hardware) -> bool:
-    """Return whether the layout fits and leaves GPU memory to spare: see `usable_bytes`."""
+    """Return whether the layout fits in the host memory and in the usable part of the GPU memory (`usable_bytes`)."""
     return found.fits and found.needed <= usable_bytes(hardware)
 
 
 def usable_bytes(hardware: Hardware) -> float:
-    """Return the GPU's memory in bytes, minus SPARE or, on a small GPU, minus its fraction SMALL_SPARE."""
+    """Return the GPU's memory in bytes minus a reserve: SPARE bytes or, on a small GPU, the fraction SMALL_SPARE."""
     return hardware.memory_bytes - min(SPARE, SMALL_SPARE * hardware.memory_bytes)
 
 
@@ -163,9 +163,9 @@ def _progress(asked: int, tries: int, fitting: list[Found]) -> str:
 class Corrections:
     """Correct estimates: multiply them by the median of plan / estimate over the most similar planned layouts.
 
-    The most similar layouts are those with an equal signature. If no such layout is planned yet, the next criterion
-    applies: equal shapes; equal sizes; equal recomputation mode, and both or neither pipelined; equal recomputation mode;
-    any layout.
+    The most similar layouts are those with an equal signature. If none of them is planned yet, the next criterion of this
+    list applies: equal shapes; equal sizes; equal recomputation mode, and both or neither pipelined; equal recomputation
+    mode; any layout.
     """
 
     def __init__(self, tried: list[tuple[CandidateLayout, Found]]):
@@ -227,7 +227,7 @@ def _promising(
 def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
     """Return the layouts of the first round: the config's own, and two plain FSDP layouts per recomputation mode.
 
-    Of the two, one has the least estimated memory, the other the least estimated time. If a mode has no plain layout, e.g.
+    One of the two has the least estimated memory, the other the least estimated time. If a mode has no plain layout, e.g.
     with more GPUs than sequences, take its other simple layouts. If `left` has none of these layouts, return up to ROUND
     layouts of different sizes (`_next`).
     """
@@ -244,8 +244,8 @@ def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
 def _next(left: list[CandidateLayout], number: int, layers: int = LAYERS) -> list[CandidateLayout]:
     """Return up to `number` layouts of different sizes, in the order of `left`, with at most `layers` traced layers in total.
 
-    Sizes are the degrees and the micro batch size. One layout per size is enough for a round, because its plan
-    corrects the estimates of all layouts of these sizes.
+    Sizes are the degrees and the micro batch size. A round plans one layout per size, because its plan corrects the
+    estimates of all layouts of this size.
     """
     chosen: dict[Any, CandidateLayout] = {}
     for layout in left:
@@ -259,7 +259,11 @@ def _next(left: list[CandidateLayout], number: int, layers: int = LAYERS) -> lis
 
 @contextmanager
 def _pool(processes: int | None) -> Iterator[Any]:
-    """Yield a function (layouts, hardware) -> results of `_attempt` in the order of `layouts`, on `processes` processes."""
+    """Yield a function that takes (layouts, hardware), calls `_attempt` for each layout on `processes` processes, and waits.
+
+    The function returns the results in the order of `layouts`. processes: None: one per core, eight at most. 1: call in
+    this process.
+    """
     number = processes or min(8, cores())
     if number == 1:
         yield lambda chosen, hardware: [_attempt(layout, hardware) for layout in chosen]
@@ -291,11 +295,10 @@ def _attempt(layout: CandidateLayout, hardware: Hardware) -> Found | None:
 def fewest_ranks(
     config: Config, world: int, hardware: Hardware, limit: int = 64, *, processes: int | None = None
 ) -> int | None:
-    """Try 2, 4, 8, ... times `world` ranks. Return the first number with a layout that fits.
+    """Try 2, 4, 8, ... times `world` ranks. Return the first number of ranks with a layout that fits.
 
-    Return None if no number up to `limit` times `world` has such a layout.
-
-    Only the layouts with the smallest estimated memory are planned.
+    Return None if no number up to `limit` times `world` has such a layout. Only the layouts with the smallest estimated
+    memory are planned.
     """
     size = 2 * world
     with _pool(processes) as pool:

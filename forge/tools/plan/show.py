@@ -83,10 +83,7 @@ def _peak_as_json(peak: Peak) -> dict[str, Any]:
 
 
 def _flops(stage: StagePlan) -> dict[str, Any]:
-    """Return the FLOPs of each phase.
-
-    The phases of a microbatch have a dict, submodule -> FLOPs. The optimizer's update has one number.
-    """
+    """Return the FLOPs of each phase: a dict from submodule to FLOPs for forward and backward, one number for the update."""
     flops: dict[str, Any] = {}
     for (phase, part), number in stage.flops.items():
         flops |= {phase: flops.get(phase, {}) | {part: number}} if part else {phase: number}
@@ -183,7 +180,10 @@ def _table_of_collectives(stage: StagePlan) -> list[str]:
 
 
 def _shared_nic(stage: StagePlan) -> list[str]:
-    """Return a line naming the axes whose collectives share a NIC, so their times add up. Empty for fewer than two axes."""
+    """Return a line naming the axes that share a NIC; the times of their collectives add up.
+
+    Empty for fewer than two axes.
+    """
     axes = sorted(
         {axis for axis, *_ in stage.collectives if axis in stage.spans and stage.spans[axis].nodes > 1}
     )
@@ -225,7 +225,7 @@ def layout_as_json(found: Found) -> dict[str, Any]:
 def search_as_text(
     config: Config, world: int, hardware: Hardware, found: list[Found], fewest: int | None
 ) -> str:
-    """Return the layouts of a search as text, in the order of `found`. fewest: from `fewest_ranks`, if none fits."""
+    """Return the layouts of a search as text, in the order of `found`. fewest: from `fewest_ranks`, if no layout fits."""
     has = f"{hardware.memory_gib:g} GiB"
     if found[0].plan.fits_hosts is False:
         has += f" and {hardware.host_memory_gib:,.0f} GiB of host memory"
@@ -253,13 +253,16 @@ def search_as_text(
 
 
 def _shares(speed: Speed) -> dict[str, float]:
-    """Return cause -> share of a step's time. The column `limit` of a search names the cause with the largest share."""
+    """Return a dict from cause to its fraction of a step's time.
+
+    The column `limit` of a search names the cause with the largest fraction.
+    """
     parts = {"compute": speed.compute_s, "communication": speed.communication_s, "bubble": speed.idle_s}
     return {name: seconds / speed.step_s for name, seconds in parts.items()}
 
 
 def _estimate(plan: Plan, speed: Speed) -> str:
-    """Return two lines: step time, speed and duration of the run; then the parts of a step.
+    """Return two lines. The first has step time, speed and duration of the run. The second has the parts of a step.
 
     docs/internals/plan-accuracy.md compares estimates with published runs.
     """

@@ -20,10 +20,10 @@ from forge.tools.plan.links import message_seconds
 
 @dataclass(frozen=True)
 class Speed:
-    """The estimated speed of a run. step_s: seconds of a step, between step_s_low and step_s_high.
+    """The estimated speed of a run. step_s: seconds of a step. step_s_low, step_s_high: bounds of step_s.
 
-    compute_s, communication_s, idle_s: parts of a step on the slowest rank: computation, exposed collectives, idle time in
-    the pipeline. bubble: idle share of a step. days: duration of the run. mfu: None if the peak is unknown.
+    compute_s, communication_s, idle_s: seconds that the slowest rank spends in computation, exposed collectives and
+    pipeline idle time. bubble: idle fraction of a step. days: duration of the run. mfu: None if the peak is unknown.
     timeline: actions of each pipeline rank, in seconds; None without a pipeline.
     """
 
@@ -82,7 +82,7 @@ def _step(
 
 
 def _sequential(time: StepTime, microbatches: int) -> tuple[float, float]:
-    """Return the seconds of a step without a pipeline, and the seconds of computation in this step.
+    """Return two numbers of seconds for a step without a pipeline: the whole step, and its computation.
 
     Untraced microbatches count like the middle microbatch of the trace.
     """

@@ -100,9 +100,9 @@ def plan_stage(
 ) -> StagePlan:
     """Trace a step of the first rank at position `pp_rank` of the pp axis, and return the rank's plan.
 
-    microbatches: number to trace; None: enough to represent a step. load: tokens received by the rank's experts,
-    relative to an equal load of all experts. optimizer: trace the step with or without the optimizer's part, or this part
-    alone. With "alone", `kept` is the memory left allocated for the next step, e.g. random numbers.
+    microbatches: number to trace; None: enough to represent a step. load: tokens received by the rank's experts, divided by
+    their number under an equal load. optimizer: trace the step with the optimizer's part, without it, or this part alone.
+    With "alone", `kept` is the memory left allocated for the next step, e.g. random numbers.
     """
     rank, traced = pp_rank * degrees.world // degrees.pp, fewer_microbatches(config, degrees)
     if microbatches is not None:
@@ -190,14 +190,14 @@ def fewer_microbatches(config: Config, degrees: Degrees) -> Degrees:
 
 
 def microbatches_of_steps(config: Config, degrees: Degrees) -> tuple[int, int]:
-    """Return the number of microbatches of the two traced steps: the fewest that the schedule takes, then all."""
+    """Return the numbers of microbatches of two traced steps: the fewest that the schedule accepts, then all."""
     schedule = config.pipeline.schedule
     exact = degrees.pp > 1 and (schedule == "DualPipeV" or schedule.endswith(".csv"))
     return degrees.accumulation if exact else 1, degrees.accumulation
 
 
 def hideable(moment: Moment, call: Collective) -> bool:
-    """Return whether computation can hide `call`: true for background calls in forward and backward."""
+    """Return whether computation can hide `call`. True for background calls in forward and backward."""
     return call.background and moment.phase in ("forward", "backward")
 
 
@@ -206,8 +206,8 @@ def all_calls(
 ) -> Iterator[tuple[Moment, Collective]]:
     """Yield (moment, collective) for every collective of a whole step, from a trace with fewer microbatches.
 
-    Untraced microbatches count like the middle microbatch of the trace. The trace does not assign messages between stages
-    to microbatches. Every microbatch has equally many messages, so their number is scaled.
+    Untraced microbatches count like the middle microbatch of the trace. Messages between stages are not traced per
+    microbatch. Their number is scaled, because every microbatch has equally many.
     """
     left_out, middle = degrees.accumulation - traced.accumulation, traced.accumulation // 2
     for moment, call in calls:
@@ -230,7 +230,7 @@ def _group(name: str) -> dist.ProcessGroup:
 
 
 def _flops(trace: Trace) -> dict[StagePlace, float]:
-    """Return (phase, submodule) -> FLOPs of matrix products and attention, for the middle microbatch and the update."""
+    """Return the FLOPs of matrix products and attention by (phase, submodule), for the middle microbatch and the update."""
     flops: dict[StagePlace, float] = defaultdict(float)
     middle = max(moment.microbatch for moment, _ in trace.work) // 2
     for (moment, work), number in trace.work.items():

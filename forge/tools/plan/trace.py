@@ -1,7 +1,7 @@
 """`Trace`: record live memory, collectives and operators of a step.
 
-A storage is live from the operator allocating it until its last reference is gone. Its current size counts, because FSDP
-frees and restores gathered parameters by resizing their storage. Scratch memory inside a kernel is invisible.
+A storage is live from its allocation by an operator until its last reference is gone. Its current size counts, because
+FSDP frees and restores gathered parameters by resizing their storage. Scratch memory inside a kernel is invisible.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Peak:
 class Trace(TorchDispatchMode):
     """A dispatch mode that records memory, collectives and operators of a step. Enter it after `FakeTensorMode`.
 
-    live: bytes by kind of memory at present. calls: (moment, collective), in the order of the calls.
+    live: kind of memory -> bytes live at present. calls: (moment, collective), in the order of the calls.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class Trace(TorchDispatchMode):
         return "loss" if moment.part in ("head", "norm") else "activations"
 
     def _take_part(self, kind: str, args: Any) -> None:
-        """Count the buffers of a collective as memory of kind `gathered`, but a reduce-scatter's result as `gradients`."""
+        """Count the buffers of a collective as `gathered` memory. The result of a reduce-scatter counts as `gradients`."""
         tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
         for number, tensor in enumerate(tensors):
             summed = kind == "reduce_scatter" and number == 0
@@ -239,8 +239,8 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> 
     """Return the fake result of a grouped product.
 
     a `[n, in]`, b `[groups, in, out]` -> `[n, out]`. a `[out, n]`, b `[n, in]`, in groups -> `[groups, out, in]`.
-    Replaces PyTorch's own function for fake tensors, which refuses inputs that the kernels accept: other dtypes than
-    bfloat16 (PyTorch 2.13), rows that are not a multiple of 16 bytes, and the stride 0 of `PlainProducts`.
+    Replaces PyTorch's own function for fake tensors. That function refuses inputs that the kernels accept: dtypes other
+    than bfloat16 (PyTorch 2.13), rows that are not a multiple of 16 bytes, and the stride 0 of `PlainProducts`.
     """
     groups = [offs.numel()] if b.ndim == 2 else []
     return a.new_empty([*groups, a.shape[0], b.shape[-1]])

@@ -49,10 +49,9 @@ SPARSE = ("gather", "scatter_", "all_gather_copy_in")
 class Work:
     """The cost of one operator. flops: FLOPs. size: bytes read and written.
 
-    kind: `product` or `attention`; for an operator without FLOPs, `memory` (a compiler fuses it with its neighbours) or
-    `copy` (never fused).
-    linear: True for a product of a linear layer; every float8 recipe converts it. experts: True for the product that computes
-    the output or the input gradient of routed experts; only block formats convert it.
+    kind: `product` or `attention`. An operator without FLOPs is `memory` if a compiler fuses it with its neighbours,
+    otherwise `copy`. linear: True for a product of a linear layer; every float8 recipe converts it. experts: True for the
+    output and input-gradient products of routed experts; only block formats convert these.
     """
 
     kind: Literal["product", "attention", "memory", "copy"]

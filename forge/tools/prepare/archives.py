@@ -44,12 +44,13 @@ def read_archive(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (source, member name, text) for each text file of an archive, in the order of the names.
 
-    path: a wheel (.whl) or a Debian package (.deb). sources: source -> extensions of its files; a further .gz is accepted.
-    chosen: returns whether to read the member of this name. left_out: reason -> number of skipped files; updated in place.
+    path: a wheel (.whl) or a Debian package (.deb). sources: source -> extensions of its files; a final .gz is accepted.
+    chosen: called with a member's name; returns whether to read it. left_out: reason -> number of skipped files; updated in
+    place.
 
-    A file is skipped if it is not UTF-8, shorter than LEAST_BYTES, longer than MOST_BYTES, vendored (judged by its folders),
-    generated (by its first lines) or minified (by its longest line). Raises UserError if the archive is damaged, or if a
-    member's name is absolute or contains "..".
+    A file is skipped if it is not UTF-8, shorter than LEAST_BYTES, longer than MOST_BYTES, vendored (judged by its
+    folders), generated (by its first lines) or minified (by its longest line). Raises UserError if the archive is
+    damaged, or if a member's name is absolute or contains "..".
     """
     endings = tuple(
         ending + suffix for found in sources.values() for ending in found for suffix in ("", ".gz")
@@ -98,7 +99,10 @@ def _unfit(content: bytes) -> str:
 
 
 def _members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes | None]]:
-    """Yield (name, decompressed content) of the wanted regular files. content: None if its size is out of bounds."""
+    """Yield (name, decompressed content) of the wanted regular files.
+
+    wanted: called with a name. content: None for a file shorter than LEAST_BYTES or longer than MOST_BYTES.
+    """
     opened = _zip_members if path.suffix == ".whl" else _deb_members
     for name, size, content in opened(path, wanted):
         if size > MOST_BYTES:
@@ -121,7 +125,10 @@ def _zip_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[st
 
 
 def _deb_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, int, IO[bytes]]]:
-    """Yield (name, size, content) of the wanted files in the tar printed by dpkg-deb, without the package's scripts."""
+    """Yield (name, size, content) of the wanted files of a Debian package, read from the tar that dpkg-deb prints.
+
+    The tar does not include the package's installation scripts.
+    """
     command = ["dpkg-deb", "--fsys-tarfile", str(path)]
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:

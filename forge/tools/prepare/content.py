@@ -54,9 +54,9 @@ def plain_name(path: str) -> str:
 def recognise(path: str, key: str, size: int, text_key: str) -> File:
     """Return the file with its kind and compression.
 
-    Compression and Parquet are recognised by the first bytes. JSON lines are recognised by name (.jsonl, .ndjson) or by
-    a first line that is an object with `text_key`; in a .json file also by objects in the first two lines. Other files
-    are text.
+    The first bytes tell compression and Parquet; the name .parquet also counts. A file is JSON lines if its name ends in
+    .jsonl or .ndjson, or if its first line is an object with `text_key`. A .json file is also JSON lines if each of its
+    first two lines is an object. Other files are text.
 
     An unreadable file counts as text; reading its documents reports the error. Raises UserError if a package for reading
     the file is missing.
@@ -110,7 +110,7 @@ def _object(line: bytes) -> dict | None:
 def open_content(file: File, first: int | None = None) -> io.BufferedReader:
     """Open the decompressed content of a text or JSON-lines file. Reading a damaged file raises one of UNREADABLE.
 
-    first: number of bytes on disk to read of a compressed file; None: all.
+    first: for a compressed file, the number of bytes on disk to read; None: all.
     """
     packed: Any = open_binary(file.path) if is_url(file.path) else file.path
     if first is not None:
@@ -126,7 +126,7 @@ def open_content(file: File, first: int | None = None) -> io.BufferedReader:
 
 
 def skip(content: BinaryIO, count: int, file: File) -> None:
-    """Skip `count` bytes of decompressed content. In a compressed file, skipping reads the bytes."""
+    """Skip `count` bytes of decompressed content: seek in a plain file, read and discard in a compressed file."""
     if not file.compression:
         content.seek(count, io.SEEK_CUR)
         return
@@ -135,7 +135,7 @@ def skip(content: BinaryIO, count: int, file: File) -> None:
 
 
 def text_bytes(file: File, text_key: str) -> int:
-    """Estimate the bytes of text in a file. A compressed file is assumed to have the compression ratio of its first MiB."""
+    """Estimate the bytes of text in a file. For a compressed file, use the compression ratio of its first MiB."""
     try:
         if file.kind == "parquet":
             import pyarrow.parquet
@@ -153,7 +153,7 @@ def text_bytes(file: File, text_key: str) -> int:
 
 
 def _read_bytes(content: BinaryIO) -> int:
-    """Return the number of bytes up to the end of the content, or up to the first unreadable byte. Close `content`."""
+    """Read the content to its end or to the first unreadable byte. Return the number of bytes read. Close `content`."""
     found = 0
     with content, suppress(*UNREADABLE):
         while block := content.read(1 << 16):

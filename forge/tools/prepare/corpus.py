@@ -1,4 +1,4 @@
-"""Find text, JSON-lines and Parquet files, in an order independent of the machine."""
+"""Find text, JSON-lines and Parquet files, in the same order on every machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHOWN = 8  # extensions of skipped files named in a note
 class Corpus:
     """Files to read, as pieces. Their order follows the inputs and, within an input, the paths.
 
-    Without a budget the pieces are whole files; with a budget, a sample of all files.
+    Without a budget of bytes, each piece is a whole file. With a budget, the pieces are a sample of all files.
 
     text_bytes: approximate size of the text in the pieces. found_bytes, found_files: size and number of all readable files,
     sampled or not. duplicates: number of files dropped as copies. passed_over: extension -> number of skipped files in the
@@ -77,11 +77,12 @@ def find_corpus(
     """Find all files below `inputs`, drop copies, and sample `max_bytes` of their text (`sample`; None: all).
 
     In a directory, files with one of the `extensions` count, compressed (.gz, .zst) or not. A .json file counts only if it
-    holds JSON lines. The search skips hidden directories, __pycache__, links to directories, and links to files outside of
-    the directory. A file named as an input counts whatever its extension. If text files have equal content, or several paths
-    lead to one file, only the first is kept. option: command-line option named in messages.
+    has JSON lines. The search skips hidden directories, __pycache__, links to directories, and links to files outside of
+    the directory. An input that is itself a file counts with any extension. If text files have equal content, or several
+    paths lead to one file, only the first is kept. option: command-line option named in messages.
 
-    Raises UserError if an input is missing or unreadable, if no file is found, or if a package for reading a file is missing.
+    Raises UserError if an input is missing or unreadable, if no file is found, or if a package for reading a file is
+    missing.
     """
     files, corpus = _list_files(inputs, extensions, text_key, option)
     kept = _drop_copies(files)
@@ -103,7 +104,7 @@ def find_corpus(
 def _list_files(
     inputs: Sequence[str | Path], extensions: Sequence[str], text_key: str, option: str
 ) -> tuple[list[File], Corpus]:
-    """Return the files to read, and a Corpus with only the unreadable and the skipped files filled in."""
+    """Return the files to read, and a Corpus. Only the Corpus's lists of unreadable and skipped files are filled in."""
     files: list[File] = []
     corpus = Corpus([])
     seen: set[str] = set()
@@ -152,7 +153,10 @@ def _add(file: File, is_named: bool, files: list[File], corpus: Corpus) -> None:
 def _list_objects(
     url: str, endings: tuple[str, ...], text_key: str, files: list[File], corpus: Corpus, seen: set[str]
 ) -> None:
-    """Add the object at `url` to `files`; if `url` is a prefix, add the objects below it by the rules for directories."""
+    """Add the object at `url` to `files`. If `url` is a prefix, add the objects below it by the rules for directories.
+
+    Also updates `corpus` and `seen`. Raises UserError if there is no object.
+    """
     found = find_objects(url)
     if not found:
         raise UserError(f"--input {url}: no such object, and none below it")
@@ -174,7 +178,7 @@ def _extension(key: str) -> str:
 
 
 def _refuse_array(file: File) -> None:
-    """Raise UserError if a .json file is an array. Read as text, all its documents would become one document."""
+    """Raise UserError if a .json file has one array. Read as text, the array's documents would become a single document."""
     try:
         with open_content(file) as content:
             is_array = content.peek(1)[:1] == b"["
@@ -200,7 +204,7 @@ def _walk(root: Path, unreadable: list[Bad]) -> list[tuple[str, str]]:
 
 
 def _drop_copies(files: list[File]) -> list[File]:
-    """Return `files` without text files equal to an earlier one. Only files of equal size are read for the comparison."""
+    """Return `files` without text files whose content equals an earlier one. Only files of equal size are read."""
     sizes = Counter(file.size for file in files if file.kind == "text")
     kept, seen = [], set()
     for file in files:

@@ -13,9 +13,9 @@ _ROWS_AT_ONCE = 1024  # Parquet rows held in memory
 
 
 class Bad(NamedTuple):
-    """An unreadable document. where: file, and line or row in the file.
+    """An unreadable document. where: its file, and its line or row in the file.
 
-    many: True if the number of documents is unknown: a folder, or the rest of a file, is unreadable.
+    many: True if an unknown number of documents is unreadable: a folder, or the rest of a file.
     """
 
     where: str
@@ -24,7 +24,7 @@ class Bad(NamedTuple):
 
 
 class Document(str):
-    """The text of a JSON line or a Parquet row. metadata: other keys of the line or row -> values."""
+    """The text of a JSON line or a Parquet row. metadata: values of the line's or row's other keys, by key."""
 
     metadata: Mapping[str, Any]
 
@@ -35,10 +35,10 @@ class Document(str):
 
 
 def read_documents(piece: Piece, text_key: str, keys: Sequence[str] = ()) -> Iterator[str | Bad]:
-    """Yield the documents of a piece in order; a Bad for each unreadable one. Blank documents are left out.
+    """Yield the documents of a piece in order, and a Bad for each unreadable document. Blank documents are left out.
 
-    A document is the content of a text file, or the value of `text_key` in a JSON line or a Parquet row. keys: further
-    keys of lines and rows to keep; if given, the results are `Document`s.
+    A document is the content of a text file, or the value of `text_key` in a JSON line or a Parquet row. keys: other keys
+    of the line or row to keep as metadata; if given, the results are `Document`s.
     """
     read = {"text": _read_text, "lines": _read_lines, "parquet": _read_parquet}[piece.file.kind]
     for document in read(piece, text_key, keys):
@@ -47,7 +47,7 @@ def read_documents(piece: Piece, text_key: str, keys: Sequence[str] = ()) -> Ite
 
 
 def reason_of(error: Exception) -> str:
-    """Return a one-line reason for a failed read."""
+    """Return one line that tells the user why a read failed."""
     return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -153,9 +153,9 @@ def _read_parquet(piece: Piece, text_key: str, keys: Sequence[str]) -> Iterator[
 
 
 def _rows(piece: Piece, rows: int) -> Iterator[tuple[int, int]]:
-    """Convert the piece's ranges of bytes to ranges of rows, in proportion; the file has `rows` rows. Skip empty ranges.
+    """Yield a range of rows (begin, end) for each of the piece's ranges of bytes, in proportion. Skip empty ranges.
 
-    Over all pieces of a file, each row is in exactly one range.
+    rows: number of rows in the file. Over all pieces of a file, each row is in exactly one range.
     """
     for begin, end in piece.ranges():
         first, stop = (rows * place // piece.file.size for place in (begin, end))

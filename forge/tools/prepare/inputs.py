@@ -1,8 +1,8 @@
 """The identity of a chunk's input: a stamp of its files, cheap to compute, and the SHA-256 of its documents.
 
-A worker hashes documents while tokenizing them, so the hash needs no second reading. Files with an unchanged stamp count as
-unchanged, as in git. After a change of the stamp, a worker reads the documents again, without tokenizing, and compares the
-hash.
+A worker hashes documents while it tokenizes them, so the hash needs no second reading. Files with an unchanged stamp count
+as unchanged, as in git. After a change of the stamp, a worker reads the documents again, without tokenizing, and compares
+the hash.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forge.tools.prepare.sample import Piece
 
 
 def stamp_of(chunk: Iterable[Piece | TextPart]) -> str:
-    """Return the stamp of a chunk: a hash of size, inode and times of its files, and of the version (ETag) of URLs."""
+    """Return the stamp of a chunk: a hash of the size, inode and times of its files. For a URL, hash its version (ETag)."""
     digest = hashlib.sha256()
     for path in dict.fromkeys(piece.file.path for piece in chunk):
         if is_url(path):
@@ -40,7 +40,7 @@ def stamp_of(chunk: Iterable[Piece | TextPart]) -> str:
 
 
 class Content:
-    """A SHA-256 over documents in order: the text and metadata of each, or the reason why it is unreadable."""
+    """A SHA-256 over documents in order. It covers text and metadata, or the reason why a document is unreadable."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -66,7 +66,7 @@ class Content:
 def content_of(
     chunk: Iterable[Piece | TextPart], tokenizer: Tokenizer, text_key: str, keys: tuple[str, ...]
 ) -> str:
-    """Read the documents of a chunk and return their hash. tokenizer: determines the cuts of long texts."""
+    """Read the documents of a chunk and return their hash. tokenizer: decides where long texts are cut."""
     content = Content()
     for piece in chunk:
         for document in (

@@ -27,12 +27,11 @@ from forge.train.state import Progress, Rollback
 class Sample:
     """One sequence of a step.
 
-    sample: global number of the sample. rank: the data rank reading the sequence. source, epoch, window: the sample is
-    number `window` of `source`, read in the source's epoch `epoch` (from 0). part: in a phase with shorter sequences,
-    the index of the sequence in its sample; otherwise None. first_token: index of the sequence's first token in the
-    source. tokens: the first ids of the sequence. text: their text; None without a tokenizer. documents: positions in
-    the sequence at which documents begin. masked: number of labels ignored at document starts, under
-    `data.document_mask`.
+    sample: global number of the sample. rank: the data rank that reads the sequence. source, epoch, window: the sample is
+    number `window` of `source`, in the source's epoch `epoch` (from 0). part: in a phase with shorter sequences, the index
+    of the sequence in its sample; otherwise None. first_token: index of the sequence's first token in the source.
+    tokens: the first ids of the sequence. text: their text; None without a tokenizer. documents: positions in the sequence
+    at which documents begin. masked: number of labels ignored at document starts, under `data.document_mask`.
     """
 
     sample: int
@@ -66,10 +65,9 @@ class Sample:
 def dataset_of_run(config: Config, last: int) -> PackedDataset:
     """Open the dataset in the sample order of the run described by `config`, up to step `last`.
 
-    The run need not have reached this step.
-
-    The mixtures and roll-backs of a run come from its newest checkpoint. Print the skipped ranges and the changes of
-    the mixture. Raises UserError if the run has another seed or sequence length than `config`.
+    The run need not have reached this step. The mixtures and roll-backs of the run come from its newest checkpoint.
+    Prints the skipped ranges and the changes of the mixture. Raises UserError if seed or sequence length of the run differ
+    from `config`.
     """
     dataset = build_dataset(config)
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
@@ -122,9 +120,9 @@ def samples_of_step(
 ) -> Iterator[Sample]:
     """Yield the sequences of step `step` (from 1), by data rank and then in order.
 
-    rank: only the sequences of this data rank; None: of all `ranks`. head, excerpt: number of first ids shown as numbers, and
-    as text. phases: sizes of all steps; None: every step has `global_batch_size` sequences. Earlier steps are assumed to
-    have had these sizes. Raises UserError if the sample order has a source that the dataset lacks.
+    rank: only the sequences of this data rank; None: of all `ranks`. head: number of first ids to keep. excerpt: number of
+    first ids to decode as text. phases: sizes of all steps; None: every step has `global_batch_size` sequences. Earlier
+    steps are assumed to have had these sizes. Raises UserError if the sample order has a source that the dataset lacks.
     """
     tokens_before, first_sample = _begin(dataset, step, global_batch_size, phases)
     sizes = next(
@@ -171,10 +169,9 @@ def _begin(
 
 
 def _token_at(pieces: list[tuple[int, int]], place: int) -> int:
-    """Return the index in the source of the token at position `place` of a sample.
+    """Return the index in the source of the token at position `place` of a sample. In padding, return the last token's index.
 
-    pieces: (first token, number of tokens) of the sample's ranges in the source. For a position in the padding, return the
-    last token.
+    pieces: (first token, number of tokens) of the sample's ranges in the source.
     """
     for first, count in pieces:
         if place < count:
@@ -185,7 +182,7 @@ def _token_at(pieces: list[tuple[int, int]], place: int) -> int:
 
 @dataclass(frozen=True)
 class Reading:
-    """The reads of one source in a range of steps. samples, tokens: numbers read. share: of all samples.
+    """The reads of one source in a range of steps. samples, tokens: numbers read. share: fraction of all samples.
 
     epochs_before, epochs_after: epochs of the source read before and after these steps.
     """

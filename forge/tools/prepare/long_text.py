@@ -98,7 +98,7 @@ def read_part(part: TextPart, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _find_cut(content: BinaryIO, place: int, size: int, tokenizer: Tokenizer) -> int:
-    """Return the first position, from byte `place` on, at which a cut leaves the text's ids unchanged.
+    """Return the first position, at byte `place` or later, at which a cut leaves the text's ids unchanged.
 
     The positions 0 and `size`, the ends of the text, always qualify.
     """

@@ -4,8 +4,8 @@ best_fit    Best-fit decreasing (Ding et al., arXiv 2404.10830). The documents o
             placed from longest to shortest, each into the fullest sequence with enough room.
 document    One document per sequence.
 
-A document longer than a sequence is cut into full sequences and a rest, and the rest is packed like a document. A sequence
-has train.seq_len + 1 tokens, because its last token is only a label.
+A document longer than a sequence is cut into full sequences and a remainder. The remainder is packed like a document. A
+sequence has train.seq_len + 1 tokens, because its last token is only a label.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ WINDOW = 1 << 17
 
 
 def pack(folder: Path, kind: PackingKind, seq_len: int, window: int = WINDOW) -> PlanIndex:
-    """Make the packing plan of the dataset in `folder`, unless it exists, and return its index.
+    """Make the packing plan of the dataset in `folder`, unless it exists. Return the plan's index.
 
-    Memory is proportional to `window`. Raises UserError if the dataset has no document of two tokens or more.
+    window: number of documents packed at a time; memory is proportional to it. Raises UserError if the dataset has no
+    document of two tokens or more.
     """
     dataset = TokenDataset(folder)
     path = folder / f"{plan_name(kind, seq_len)}.json"
@@ -77,7 +78,7 @@ def pack(folder: Path, kind: PackingKind, seq_len: int, window: int = WINDOW) ->
 
 
 def describe_plan(index: PlanIndex, documents: int) -> str:
-    """Return a sentence with a plan's numbers of sequences, cut documents, lost tokens and padding."""
+    """Return a sentence with a plan's numbers of sequences, cut documents, lost tokens and padding tokens."""
     room = index.tokens + index.padded
     lost = f", {index.lost_tokens:,} tokens lost" if index.lost_tokens else ""
     return (

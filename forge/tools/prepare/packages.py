@@ -6,7 +6,7 @@ apt-get downloads without unpacking.
 
     CACHE/SHA256.whl, .deb         a package, identified by its hash
     OUTPUT/text/SOURCE/*.jsonl     the text of a package, one document per line
-    OUTPUT/tokenizer/              trained on this text
+    OUTPUT/tokenizer/              the tokenizer, trained on this text
     OUTPUT/SOURCE/{train,validation}/    the datasets
 """
 
@@ -117,7 +117,7 @@ def read_manifest(path: Path) -> Manifest:
 def make_corpus(manifest: Manifest, size: str, cache: Path, output: Path, workers: int) -> str:
     """Fetch the packages, make tokenizer and datasets below `output`, and return the `corpus_hash` of all datasets.
 
-    Raises UserError if a package is missing or differs from the manifest, or if the result differs from the hash in the
+    Raises UserError if a package is missing or differs from the manifest, or if the result has another hash than the
     manifest.
     """
     if size not in manifest.sizes:
@@ -173,9 +173,10 @@ def corpus_hash(folders: dict[str, Path]) -> str:
 
 
 def fetch(packages: list[Package], cache: Path) -> dict[Package, Path]:
-    """Return package -> file in `cache`. Download a package unless the cached file has the manifest's SHA-256.
+    """Download each package unless `cache` has a file with its SHA-256. Return a dict from package to file.
 
-    Raises UserError if a downloaded file has another SHA-256 or, after all other downloads, if registries lack packages.
+    Raises UserError if a downloaded file has another SHA-256. If the registries lack packages, raises UserError after all
+    other downloads.
     """
     cache = cache.absolute()  # pip and apt-get run in other folders
     cache.mkdir(parents=True, exist_ok=True)
@@ -209,7 +210,7 @@ def fetch(packages: list[Package], cache: Path) -> dict[Package, Path]:
 
 
 def _download(package: Package, folder: Path) -> str:
-    """Download the package's file into `folder` with pip or apt-get. Return the error on failure, empty on success."""
+    """Download the package's file into `folder` with pip or apt-get. Return the error message; empty on success."""
     if package.registry == "pypi":
         command = [
             sys.executable,
@@ -251,7 +252,7 @@ def _share(package: Package, size: str) -> float:
 def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], folder: Path) -> CorpusText:
     """Write the text of all packages below `folder` as JSON lines, unless it exists there unchanged.
 
-    Print for each package the numbers of files and bytes, and reason -> number of skipped files.
+    For each package, print the numbers of files and bytes, and the number of skipped files by reason.
     """
     files: dict[str, list[str]] = {source: [] for source in manifest.sources}
     digest = hashlib.sha256()
@@ -281,7 +282,10 @@ def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], fo
 
 
 def _chosen(package: Package, share: float) -> Callable[[str], bool]:
-    """Return a function that tells from a file's name whether the file is chosen. A hash chooses the fraction `share`."""
+    """Return a function that takes a file's name and returns whether to read the file.
+
+    A hash selects the fraction `share`.
+    """
 
     def chosen(name: str) -> bool:
         place = hashlib.sha256(f"{package.name}/{name}".encode()).digest()
@@ -291,7 +295,7 @@ def _chosen(package: Package, share: float) -> Callable[[str], bool]:
 
 
 def _train_once(text: CorpusText, vocab_size: int, folder: Path) -> None:
-    """Train a tokenizer into `folder`, unless it has one trained on this text with this vocabulary size."""
+    """Train a tokenizer into `folder`, unless `folder` has one with this vocabulary size, trained on this text."""
     made_from = f"{text.sha256} {vocab_size}\n"
     note = folder / _MADE_FROM
     if (folder / MODEL_FILE).exists() and note.exists() and note.read_text() == made_from:

@@ -47,10 +47,11 @@ tokenizer_of = lru_cache(maxsize=1)(load_tokenizer)  # load once per worker proc
 class Tally(BaseModel):
     """Counts for the documents of a chunk, or of all chunks.
 
-    documents: all documents, readable or not. unknown: how many of `tokens` are the unknown token. bad: unreadable documents;
-    examples: the first of them. lost: the first files with an unknown number of unreadable documents. left_out: reason ->
-    number of readable documents left out. text_bytes: split -> UTF-8 bytes. stamp, content: identity of a chunk's input
-    (inputs.py).
+    documents: all documents, readable or not. unknown: how many of `tokens` are the unknown token. bad: number of
+    unreadable documents; examples: the first of them. lost: the first files with an unknown number of unreadable
+    documents.
+    left_out: reason -> number of readable documents left out. text_bytes: split -> UTF-8 bytes. stamp, content: identity
+    of a chunk's input (inputs.py).
     """
 
     documents: int = 0
@@ -81,10 +82,10 @@ class Tally(BaseModel):
         self.add(Tally(documents=1, bad=1, examples=[document], lost=lost))
 
     def require_readable(self, allowed: float, remedy: str) -> None:
-        """Print the first unreadable documents. remedy: end of the error message.
+        """Print the first unreadable documents.
 
         Raises UserError if more than the fraction `allowed` of the documents is unreadable, or if the number of documents
-        in an unreadable file is unknown.
+        in an unreadable file is unknown. remedy: end of the error message.
         """
         if not self.bad:
             return
@@ -105,7 +106,10 @@ class Tally(BaseModel):
 
 
 def split_of(digest: bytes, holdout: float) -> str:
-    """Return the split of a document from its digest. Copies have equal digests and are in the same split."""
+    """Return the split of a document, "train" or "validation", from its digest. Copies have equal digests, so equal splits.
+
+    holdout: fraction of documents in the validation split.
+    """
     return VALIDATION if int.from_bytes(digest, "little") < holdout * 2**64 else TRAIN
 
 
@@ -126,13 +130,16 @@ def hash_chunk(_number: int, chunk: Chunk, how: Encoding) -> str:
 
 
 def is_stamped(chunk: Chunk, number: int, parts: Path) -> bool:
-    """Return whether the part of a chunk exists and has the current stamp of the chunk's files."""
+    """Return whether the part of a chunk exists and its stamp equals the current stamp of the chunk's files."""
     path = part_path(parts, number)
     return path.exists() and read_tally(path).stamp == stamp_of(chunk)
 
 
 def _is_of(chunk: Chunk, number: int, how: Encoding) -> bool:
-    """Return whether the part of a chunk exists and was made from the current documents. May read the documents."""
+    """Return whether the part of a chunk exists and was made from the current documents.
+
+    May read all documents of the chunk.
+    """
     if is_stamped(chunk, number, how.parts):
         return True
     path = part_path(how.parts, number)
@@ -161,7 +168,7 @@ def for_chunks(
     workers: int,
     advance: Callable[[int], None],
 ) -> dict[int, T]:
-    """Call `work` on the chunks `numbers` in `workers` processes. Return chunk number -> result.
+    """Call `work` on the chunks `numbers` in `workers` processes. Return a dict from chunk number to result.
 
     With one worker, call `work` in this process. advance: called with each finished chunk's number. Raises UserError if a
     worker was killed.
@@ -194,10 +201,10 @@ def for_chunks(
 
 @contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
-    """Ignore SIGINT in the body, so that worker processes started there inherit this setting.
+    """Ignore SIGINT in the body. Worker processes started in the body inherit this setting.
 
-    A terminal sends Ctrl-C to all its processes. Workers ignore the signal, and the main process stops each worker after its
-    current chunk. A handler installed by a worker would miss a Ctrl-C during the worker's start. Outside of the main
+    A terminal sends Ctrl-C to all its processes. Workers ignore the signal, and the main process stops each worker after
+    its current chunk. A handler installed by a worker would miss a Ctrl-C during the worker's start. Outside of the main
     thread, e.g. in a Dask worker, do nothing: other threads cannot set handlers, and a Dask worker has no terminal.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -234,7 +241,7 @@ def _make(number: int, chunk: Chunk, how: Encoding) -> None:
 def _encode(
     chunk: Chunk, how: Encoding, tokens: dict[str, _Tokens], traits: dict[str, Traits], tally: Tally
 ) -> None:
-    """Tokenize the documents of a chunk into the `tokens` and `traits` of each document's split. Count them in `tally`.
+    """Tokenize the documents of a chunk. Write each to the entry of `tokens` and `traits` for its split. Count it in `tally`.
 
     Raises UserError if the user's filter fails.
     """
@@ -279,9 +286,9 @@ def _encode(
 
 
 class _Tokens:
-    """Tokenize documents and write their ids to a file: [bos] ids [eos], each marker only if the tokenizer has it.
+    """Tokenize documents and write their ids to a file: [bos] ids [eos]. A marker is left out if the tokenizer lacks it.
 
-    count: ids written. unknown: unknown ids among them.
+    count: number of ids written. unknown: number of unknown ids among them.
     """
 
     def __init__(self, tokenizer: Tokenizer, file: BinaryIO):
@@ -331,7 +338,7 @@ def write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def part_path(parts: Path, number: int) -> Path:
-    """Return the path of the file with a part's document starts and tally. It is written last and completes the part."""
+    """Return the path of the file with a part's document starts and tally. It is the last file written of a complete part."""
     return parts / f"part-{number:05d}.npz"
 
 

@@ -1,7 +1,7 @@
 """Turn text into token shards, in parallel. The result does not depend on the number of worker processes.
 
-The corpus is cut into chunks by size alone. A worker tokenizes a chunk into a part, whose last file completes the part.
-Finally the parts are joined in order. After an interruption, the same command makes only the missing parts.
+The corpus is cut into chunks by size alone. A worker tokenizes a chunk into a part. The part's last file marks it as
+complete. Finally the parts are joined in order. After an interruption, the same command makes only the missing parts.
 
     OUTPUT/.parts/plan.json         options and chunks of the parts
     OUTPUT/.parts/part-00007-train.bin    tokens of chunk 7, one file per split
@@ -71,7 +71,7 @@ _REMEDY = "choose another --output or delete it"
 
 @dataclass(frozen=True)
 class Request:
-    """A request for datasets. holdout: share of documents for OUTPUT/validation, the rest going to OUTPUT/train.
+    """A request for datasets. holdout: fraction of documents for OUTPUT/validation. The others go to OUTPUT/train.
 
     holdout 0: one dataset in OUTPUT. max_bytes: bytes of text to sample; None: all. max_bad_fraction: allowed fraction of
     unreadable documents.
@@ -95,7 +95,7 @@ class Request:
 
     @property
     def targets(self) -> dict[str, Path]:
-        """Split -> folder of its dataset."""
+        """The folder of each split's dataset, by split."""
         if not self.holdout:
             return {TRAIN: self.output}
         return {TRAIN: self.output / TRAIN, VALIDATION: self.output / VALIDATION}
@@ -104,7 +104,7 @@ class Request:
 def prepare(request: Request) -> list[Path]:
     """Make the datasets, unless they exist, and return their folders. With `request.part`, only make parts and return [].
 
-    Raises UserError if the request or the input is invalid, or if the output has a dataset of another request.
+    Raises UserError if the request or the input is invalid, or if the output has a dataset made with other options.
     """
     for cached in (tokenizer_of, known_ngrams):
         cached.cache_clear()  # the tokenizer's or the n-grams' files may have changed since the last call
@@ -181,7 +181,7 @@ def _prepare_part(
 
 
 def _options(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return all options with an influence on the result. dataset.json records them, to recognise an equal request."""
+    """Return all options that influence the result. dataset.json records them, so that a later request can be compared."""
     quality = request.quality
     options = {
         "input": [path if is_url(path) else printable(os.path.abspath(path)) for path in request.inputs],
@@ -239,7 +239,7 @@ def _require_input(folder: Path, found: dict[str, Any]) -> None:
 
 
 def _check_input(request: Request, tokenizer: Tokenizer) -> None:
-    """Raise UserError if finished datasets were made from other content than that of the current input.
+    """Raise UserError if finished datasets were made from other content than the current input.
 
     Documents are read only if a file's stamp has changed. If the input no longer exists, nothing is compared.
     """
@@ -272,9 +272,9 @@ def _find_chunks(request: Request, tokenizer: Tokenizer) -> tuple[list[Chunk], C
 def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) -> tuple[list[Chunk], Corpus]:
     """Cut the corpus into chunks of about 1/256 of its size, at least 1 MiB and at most 128 MiB.
 
-    A text file is one document; a cut inside it leaves its tokens unchanged. cut_texts: False: cut no text file. A
-    compressed file is not cut, because it can be read only from its start. Return the chunks, and the corpus with
-    unreadable large text files added.
+    A text file is one document; a cut inside it leaves its tokens unchanged. cut_texts: False: do not cut text files. A
+    compressed file is not cut, because it can be read only from its start. Return the chunks, and a copy of the corpus that
+    also lists unreadable large text files.
     """
     chunk_bytes = min(max(sum(piece.size for piece in corpus.pieces) // 256, 1 << 20), 128 << 20)
     chunks: list[Chunk] = [[]]
@@ -301,7 +301,7 @@ def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) 
 
 @contextmanager
 def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
-    """Lock the output folder in the body. shared: other processes with `shared` may hold the lock at the same time.
+    """Lock the output folder in the body. shared: allow other processes with `shared` to lock the folder at the same time.
 
     The kernel releases the lock when the process ends. Raises UserError if the lock is taken or the folder not writable.
     """
@@ -327,8 +327,9 @@ def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
 def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], shared: bool = False) -> None:
     """Remove existing parts made from other options or chunks, and write this run's options and chunks to `parts`.
 
-    shared: raise UserError for parts with other options, instead of removing them. Changed documents are found later:
-    `encode_chunk` compares each part with the content of its chunk.
+    shared: raise UserError for parts with other options, and remove nothing. This function does not detect changed
+    documents.
+    `encode_chunk` does: it compares each part with the content of its chunk.
     """
     digest = hashlib.sha256()
     for number, (file, *places) in ((n, piece) for n, chunk in enumerate(chunks) for piece in chunk):
@@ -406,9 +407,9 @@ def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> T
 
 
 def _choose(request: Request, parts: Path, count: int, tally: Tally) -> Kept:
-    """Return (split, chunk) -> mask of documents to keep, without duplicates; empty without quality rules.
+    """Find duplicates. Return (split, chunk) -> mask of documents to keep; empty without quality rules.
 
-    Update `tally`, and print the number of documents left out by reason.
+    Updates `tally`, and prints the number of documents left out by reason.
     """
     if not request.quality.is_on:
         return {}

@@ -1,4 +1,4 @@
-"""Leave out documents rejected by a user's filter, documents sharing passages with given files, and duplicates.
+"""Leave out three kinds of documents: rejected by a user's filter, sharing passages with given files, and duplicates.
 
 All three rules are off by default.
 """
@@ -134,7 +134,7 @@ def known_ngrams(files: tuple[str, ...], n: int, text_key: str) -> frozenset[int
 
 
 def ngrams(text: str, n: int) -> Iterator[int]:
-    """Yield a 64-bit hash for each run of `n` consecutive words, in lower case and without punctuation."""
+    """Yield a 64-bit hash of each `n` consecutive words, in lower case and without punctuation."""
     words = _WORD.findall(text.lower())
     for first in range(len(words) - n + 1):
         yield _hash(" ".join(words[first : first + n]))
@@ -146,15 +146,15 @@ def _hash(text: str) -> int:
 
 @lru_cache(maxsize=1)
 def _coefficients() -> tuple[np.ndarray, np.ndarray]:
-    """Return scale and shift of the hash functions, uint64 `[PERMUTATIONS]` each. Constant, to make signatures comparable."""
+    """Return scale and shift of the hash functions, uint64 `[PERMUTATIONS]` each. Constants make signatures comparable."""
     draws = np.random.default_rng(20240410).integers(0, 1 << 64, (2, PERMUTATIONS), dtype=np.uint64)
     return draws[0] | np.uint64(1), draws[1]
 
 
 def signature(text: str) -> np.ndarray:
-    """Return the MinHash signature of a text, uint32 `[PERMUTATIONS]`, over its runs of five words (Broder, 1997).
+    """Return the MinHash signature of a text, uint32 `[PERMUTATIONS]`, over its sequences of five words (Broder, 1997).
 
-    The expected share of equal numbers in two signatures is the Jaccard similarity of the two sets of runs.
+    The expected fraction of equal numbers in two signatures is the Jaccard similarity of the two sets of sequences.
     """
     words = _WORD.findall(text.lower()) or [text]
     last = max(1, len(words) - _SHINGLE + 1)
@@ -170,7 +170,10 @@ def signature(text: str) -> np.ndarray:
 
 
 def first_of_equal(digests: np.ndarray) -> np.ndarray:
-    """Return, for each element of `digests`, uint64 `[n]`, the index of the first equal element, int64 `[n]`."""
+    """Return the index of the first equal element for each element of `digests`. Shape int64 `[n]`.
+
+    digests: uint64 `[n]`.
+    """
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     return first[inverse]
 
@@ -178,11 +181,12 @@ def first_of_equal(digests: np.ndarray) -> np.ndarray:
 def first_of_similar(signatures: np.ndarray, candidates: np.ndarray) -> np.ndarray:
     """Group similar documents. Return, for each document, the index of the first member of its group, int64 `[n]`.
 
-    signatures: uint32 `[n, PERMUTATIONS]`. candidates: indices of documents to group; any other document is its own group.
+    signatures: uint32 `[n, PERMUTATIONS]`. candidates: indices of documents to group. Any other document has a group of its
+    own.
 
-    A band is one of BANDS equal parts of a signature. Two documents are similar if they agree in all numbers of a band and
-    in at least the share SIMILAR of all numbers. Groups are the connected components of similar documents. Bands are
-    compared one at a time, so memory is one number per document.
+    A band is one of BANDS equal parts of a signature. Two documents are similar if they agree in all numbers of any band
+    and in at least the fraction SIMILAR of all numbers. Groups are the connected components of similar documents. Bands
+    are compared one at a time, so memory is one number per document.
     """
     parent = np.arange(len(signatures))
 

@@ -1,4 +1,4 @@
-"""Sample a corpus: share a budget of bytes among all files. A large file contributes ranges spread over its length."""
+"""Sample a corpus: divide a budget of bytes among all files. From a large file, take ranges spread over its length."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _REACH, _LEAST_REACH = 16, 16 << 20
 
 
 class Piece(NamedTuple):
-    """Ranges of a file's decompressed content: the first `take` of every `step` bytes, from byte `begin` to `end` - 1.
+    """Ranges of a file's decompressed content: the first `take` of every `step` bytes, between byte `begin` and `end` - 1.
 
     With step 0, there is one range, from `begin` to `end` - 1.
 
-    A JSON line belongs to the range with its first byte. Rows of Parquet are divided in proportion to the bytes of the file.
+    A JSON line belongs to the range with its first byte. Rows of Parquet are divided in proportion to the bytes of the
+    file.
     Each range of a text file is a document.
     """
 
@@ -53,7 +54,10 @@ class Piece(NamedTuple):
             yield begin, min(begin + self.take, self.end)
 
     def parts(self, size: int) -> Iterator[Piece]:
-        """Divide the piece into pieces of up to `size` bytes, at least one range each. All documents are kept."""
+        """Divide the piece into pieces of up to `size` bytes, with at least one range each.
+
+        Together they have all documents.
+        """
         span = self.step * max(1, size // self.take) if self.step else size
         for begin in range(self.begin, self.end, span):
             yield self._replace(begin=begin, end=min(begin + span, self.end))
@@ -70,7 +74,7 @@ def sample(files: Sequence[File], max_bytes: int, text_key: str) -> tuple[list[P
     Return the pieces in the order of `files`, the size of the pieces, and the size of all files. Sizes are estimated bytes
     of text.
 
-    Small files, no larger than one range, have a share of the budget in proportion to their total size. They are taken
+    Small files are no larger than one range. Their share of the budget is proportional to their total size. They are taken
     whole, in the order of a hash of their keys, while they fit this share. Larger files divide the rest of the budget in
     proportion to their sizes, as evenly spaced ranges. The sample depends only on keys, sizes and content.
     """

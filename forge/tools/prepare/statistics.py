@@ -69,7 +69,7 @@ def page(folder: Path, tokenizer: Tokenizer | None, samples: int = 5, excerpt: i
 
 
 def document_lengths(dataset: TokenDataset) -> np.ndarray:
-    """Read the document starts and return the number of tokens of each document, int64 `[documents]`."""
+    """Return the number of tokens of each document, int64 `[documents]`. Reads only the document starts."""
     starts, first = [], 0
     for shard in dataset.index.shards:
         found = np.fromfile(join(dataset.path, shard.document_file.name), START_DTYPE)

@@ -1,4 +1,4 @@
-"""Train a lossless SentencePiece tokenizer: decoding gives back every text exactly."""
+"""Train a lossless SentencePiece tokenizer: decoding the ids of a text returns exactly this text."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _train(sentences: Iterator[str], vocab_size: int) -> bytes:
 
 
 def _reason(message: str) -> str:
-    """Return an explanation of SentencePiece's error `message` in terms of the command's options."""
+    """Explain SentencePiece's error `message` in terms of the command's options."""
     if found := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
         return f"needs at least {found[1]}: 256 bytes, 3 specials and the common characters of the text"
     if found := re.search(r"Vocabulary size too high .* value <= (\d+)", message):
@@ -140,9 +140,7 @@ def _require_readable(corpus: Corpus, text_key: str) -> bool:
 def _sentences(corpus: Corpus, text_key: str) -> Iterator[str]:
     """Yield each document in groups of lines, up to _GROUP_CHARACTERS characters a group. Longer lines are cut.
 
-    Unreadable documents are left out.
-
-    Line ends stay in the groups, because pieces may contain them.
+    Unreadable documents are left out. Line ends stay in the groups, because pieces of the vocabulary may contain them.
     """
     for piece in corpus.pieces:
         for document in read_documents(piece, text_key):

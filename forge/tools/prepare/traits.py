@@ -51,7 +51,7 @@ def find_duplicates(
 ) -> tuple[dict[tuple[str, int], np.ndarray], dict[str, int]]:
     """Find duplicates over all parts. Return (split, chunk) -> mask of documents to keep, bool `[n]`, and reason -> count.
 
-    The first of several duplicates is kept; the order is that of `splits`, then of the chunks. Name the held-out split first:
+    The first of several duplicates is kept, in the order of `splits`, then of the chunks. Name the held-out split first:
     copies of its documents are then removed from the training data.
     """
     places = [(split, number) for split in splits for number in range(count)]
@@ -72,12 +72,12 @@ def find_duplicates(
 
 
 def text_bytes(parts: Path, number: int, split: str, kept: np.ndarray) -> int:
-    """Return the text size of the documents with True in `kept`, in bytes of UTF-8. kept: bool `[documents]`."""
+    """Return the text size, in bytes of UTF-8, of the documents to keep. kept: mask, bool `[documents]`."""
     return int(_read(parts, number, split, "documents.npy")["bytes"][kept].sum())
 
 
 def metadata_lines(parts: Path, number: int, split: str, kept: np.ndarray) -> Iterator[bytes]:
-    """Yield the metadata lines of the documents with True in `kept`. kept: bool `[documents]`."""
+    """Yield the metadata lines of the documents to keep. kept: mask, bool `[documents]`."""
     with open(_path(parts, number, split, "metadata.jsonl"), "rb") as lines:
         for line, wanted in zip(lines, kept, strict=True):
             if wanted:
@@ -85,9 +85,9 @@ def metadata_lines(parts: Path, number: int, split: str, kept: np.ndarray) -> It
 
 
 def select(tokens: np.ndarray, starts: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens and starts of the documents with True in `kept`.
+    """Return tokens and starts of the documents to keep.
 
-    starts: offsets of documents in `tokens`. kept: bool `[documents]`.
+    starts: offsets of documents in `tokens`. kept: mask, bool `[documents]`.
     """
     if kept.all():
         return tokens, starts

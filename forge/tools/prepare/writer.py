@@ -74,7 +74,7 @@ class ShardWriter:
     def finish(self, text_bytes: int = 0, origin: dict[str, Any] | None = None) -> DatasetIndex:
         """Complete the last shard, write `dataset.json` and return its content.
 
-        text_bytes: size of the text that all tokens encode, in bytes of UTF-8. origin: how the dataset was made, as JSON.
+        text_bytes: size of the text encoded by all tokens, in bytes of UTF-8. origin: how the dataset was made, as JSON.
         """
         self._close_shard()
         index = DatasetIndex(
@@ -114,7 +114,7 @@ class ShardWriter:
 
 
 class _HashedFile:
-    """A file with a temporary name, hashed while it is written, as a whole and by block.
+    """A file with a temporary name. While it is written, the whole file and each of its blocks are hashed.
 
     `close` syncs the file to disk and renames it.
     """

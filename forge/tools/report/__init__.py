@@ -1,1 +1,1 @@
-"""Reports from run directories: one page about one or several runs, and the diagnosis of a failed run."""
+"""Reports from run directories: a page about one or more runs, and the diagnosis of a failed run."""

@@ -97,7 +97,7 @@ def picture(
 ) -> Picture | None:
     """Return a figure of the curves with a table of their numbers; None if no curve has a point.
 
-    key: prefix of the ids in the SVG, unique in the page. options: keyword arguments of `draw.curves`.
+    key: prefix of the ids in the SVG; must be unique in the page. options: keyword arguments of `draw.curves`.
     """
     drawn = [curve for curve in drawn if curve.points[0]]
     if not drawn:
@@ -111,7 +111,7 @@ def picture(
 
 
 def loss_curves(runs: Sequence[RunRecord]) -> list[Curve]:
-    """Return the curves of the training loss and of each held-out source's loss, for each run."""
+    """For each run, return the curve of the training loss and one curve per held-out source."""
     drawn = []
     for number, run in enumerate(runs):
         of = f"{run.name}: " if len(runs) > 1 else ""
@@ -208,7 +208,7 @@ def _short(value: Any) -> str:
 
 
 def _time(runs: Sequence[RunRecord]) -> PageSection:
-    """Return the section on goodput: the wall-clock time of each run by kind, in seconds."""
+    """Return the section on goodput: the wall-clock time of each run, in seconds, divided by kind of activity."""
     spent = {run.name: run.events_of("goodput")[-1]["seconds"] for run in runs if run.events_of("goodput")}
     section = PageSection("Where the time went")
     if spent:

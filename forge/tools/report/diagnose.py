@@ -36,7 +36,8 @@ WIDTH, SHOWN = 110, 12
 class Incident:
     """An event or log record with a cause.
 
-    ranks: the ranks at fault; if unknown, the rank that wrote the record. ends: whether the incident ended the run.
+    ranks: the ranks at fault. If these are unknown, the rank that wrote the record. ends: True if the incident ended the
+    run.
     """
 
     when: datetime
@@ -64,8 +65,7 @@ def diagnose(path: Path) -> str:
 def read_incidents(run: RunRecord) -> list[Incident]:
     """Return the incidents in all events and logs, sorted by severity of the cause, then by time.
 
-    Causes that can end a run are the most severe. Among the incidents with such a cause, those that ended a run come
-    first.
+    Causes that can end a run are the most severe. Among their incidents, those that ended a run come first.
     """
     of_starts = [one for events in _starts_of(run) for one in _of_start(events, _was_killed(run, events))]
     found = [*of_starts, *_of_logs(run.path / "logs")]
@@ -76,13 +76,16 @@ def read_incidents(run: RunRecord) -> list[Incident]:
 
 
 def named_first(run: RunRecord) -> Cause | None:
-    """Return the cause named first by the diagnosis of `run`; None without a fault."""
+    """Return the cause that the diagnosis of `run` names first; None without a fault."""
     found = [end] if (end := _end(run)) else read_incidents(run)
     return found[0].cause if found else None
 
 
 def _end(run: RunRecord) -> Incident | None:
-    """Return the incident that ended the latest start of the run; None if this start finished well or is running."""
+    """Return the incident that ended the latest start of the run.
+
+    None if this start is running or finished without a fault.
+    """
     events = (_starts_of(run) or [[]])[-1]
     return next((one for one in _of_start(events, _was_killed(run, events)) if one.ends), None)
 
@@ -90,7 +93,7 @@ def _end(run: RunRecord) -> Incident | None:
 def _was_killed(run: RunRecord, events: list[dict[str, Any]]) -> bool:
     """Return whether one start of the run was killed: it reported no end, and none of its processes is running.
 
-    events: the events of this start.
+    events: the events of this start. A start is one launch of the run's processes.
     """
     latest = events[-1:] == run.events[-1:]
     return not any(event["event"] in ENDS for event in events) and not (
@@ -99,7 +102,10 @@ def _was_killed(run: RunRecord, events: list[dict[str, Any]]) -> bool:
 
 
 def _of_start(events: list[dict[str, Any]], killed: bool) -> Iterator[Incident]:
-    """Yield the incidents among the events of one start. killed: also yield an incident for the unreported end."""
+    """Yield the incidents among the events of one start.
+
+    killed: True if the start was killed; then also yield an incident for its end, which the events lack.
+    """
     timed = [(datetime.fromisoformat(event["time"]), event) for event in events if "time" in event]
     for when, event in timed:
         # Some events have the name of a cause. For a failure, earlier versions recorded only the exit code.
@@ -148,9 +154,9 @@ def _head(run: RunRecord) -> str:
 
 
 def silent_end(run: RunRecord) -> str:
-    """Return the state of the run's latest start if this start reported no end; otherwise empty.
+    """Return the state of the run's latest start if this start reported no end; otherwise an empty string.
 
-    The state is "running", "elsewhere" (started on another machine, so unknown here) or "killed".
+    The state is "running", "elsewhere" (started on another machine, so its state is unknown here) or "killed".
     """
     if run.status.get("state") != "running":
         return ""
@@ -173,9 +179,9 @@ def _lives(pid: int) -> bool:
 
 
 def _first(run: RunRecord, incidents: list[Incident]) -> str:
-    """Return the head of the diagnosis: the cause that ended the latest start, its rank and remedy.
+    """Return the first paragraphs of the diagnosis: the cause that ended the latest start, its rank and remedy.
 
-    If no fault ended this start, say so.
+    If no fault ended this start, the text says so.
     """
     silent = silent_end(run)
     holder = read_object(run.path / ".lock")
@@ -218,7 +224,7 @@ def _starts_of(run: RunRecord) -> list[list[dict[str, Any]]]:
 
 
 def _others(incidents: list[Incident]) -> str:
-    """Return all causes over all starts as text, each with ranks, count, first message and remedy."""
+    """Return all causes over all starts as text, each with its ranks, count, first message and remedy."""
     lines = []
     for cause in dict.fromkeys(one.cause for one in incidents):
         own = [one for one in incidents if one.cause is cause]
@@ -248,7 +254,7 @@ def _starts(run: RunRecord) -> str:
 
 
 def _standings(path: Path) -> str:
-    """Return one line per rank with its position in the code when the watchdog ended the rank. Empty without stacks."""
+    """Return one line per rank: its position in the code when the watchdog ended it. Empty without stack files."""
     standings, collectives = read_stacks(path / "logs"), read_collectives(path / "logs")
     odd = odd_ranks(standings)
     lines = []
@@ -263,7 +269,7 @@ def _standings(path: Path) -> str:
 
 
 def _traces(path: Path) -> str:
-    """Return one line per profiler trace: step times in ms, and the four slowest operators. Empty without traces."""
+    """Return one line per profiler trace, with step times in ms and the four slowest operators. Empty without traces."""
     lines = []
     for trace in sorted((path / "profile").glob("rank-*.json.gz")):
         with suppress(OSError, ValueError, EOFError):

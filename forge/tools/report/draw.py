@@ -64,7 +64,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """An event, drawn as a vertical line at a step. kind: one of MARKS."""
+    """An event, drawn as a vertical line at its step. kind: one of MARKS."""
 
     step: float
     kind: str
@@ -101,8 +101,8 @@ def curves(
 ) -> str:
     """Draw curves over steps. Return an SVG element.
 
-    key: prefix of the ids in the SVG. x, unit: labels of the axes. size: width and height in inches. log, log_x: logarithmic
-    axes. share: multiply values by 100, for an axis in per cent from 0 up. marks: events, as vertical lines.
+    key: prefix of the ids in the SVG. x, unit: labels of the axes. size: width and height in inches. log, log_x:
+    logarithmic y and x axis. share: show values in per cent (times 100), from 0 up. marks: events, as vertical lines.
     levels: (name, value) of dashed horizontal lines.
     """
     with matplotlib.rc_context(STYLE):
@@ -137,7 +137,7 @@ def curves(
 
 
 def _mark(axes: Axes, marks: Sequence[Mark]) -> None:
-    """Draw events as vertical lines, each kind with one entry in the legend."""
+    """Draw events as vertical lines. The legend has one entry per kind of event."""
     named: set[str] = set()
     for mark in marks:
         color, dash = MARKS[mark.kind]
@@ -161,8 +161,8 @@ def heat_maps(
 ) -> str:
     """Draw maps side by side, with one colour scale. Return an SVG element.
 
-    key: prefix of the ids in the SVG. log: logarithmic colour scale. even: colour scale for loads relative to an even
-    share, in powers of two; white at 1, blue below, red above. columns: largest number of maps in a row.
+    key: prefix of the ids in the SVG. log: logarithmic colour scale. even: colour scale for loads divided by an even
+    share, in powers of two: white at 1, blue below, red above. columns: largest number of maps in a row.
     """
     columns = min(columns, len(maps))
     rows = -(-len(maps) // columns)
@@ -216,7 +216,7 @@ def _scale(every: np.ndarray, log: bool, even: bool) -> tuple[Normalize, str]:
 
 
 def _edges(steps: Sequence[int]) -> np.ndarray:
-    """Return the borders of cells centred at `steps`, float64 `[steps + 1]`."""
+    """Return the edges between cells centred at `steps`, with both outer edges, float64 `[steps + 1]`."""
     centres = np.asarray(steps, dtype=float)
     if len(centres) == 1:
         return np.array([centres[0] - 0.5, centres[0] + 0.5])
@@ -225,9 +225,10 @@ def _edges(steps: Sequence[int]) -> np.ndarray:
 
 
 def shares(key: str, bars: Mapping[str, Mapping[str, float]], unit: str, absent: str) -> str:
-    """Draw one horizontal bar per run, of at most seven coloured parts and the part `absent` in grey. Return an SVG element.
+    """Draw one horizontal bar per run. Return an SVG element.
 
-    bars: run -> part -> length in `unit`. key: prefix of the ids in the SVG.
+    A bar has at most seven coloured parts, and the part `absent` in grey. bars: run -> part -> length in `unit`.
+    key: prefix of the ids in the SVG.
     """
     names = list(dict.fromkeys(part for parts in bars.values() for part in parts))
     with matplotlib.rc_context(STYLE):
@@ -257,7 +258,7 @@ def shares(key: str, bars: Mapping[str, Mapping[str, float]], unit: str, absent:
 
 @dataclass
 class Lane:
-    """Events of one kind. minutes: their times since the first start of the run."""
+    """Events of one kind. minutes: times of the events, since the first start of the run."""
 
     name: str
     minutes: list[float] = field(default_factory=list)

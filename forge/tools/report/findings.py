@@ -55,7 +55,7 @@ def _diverged(run: RunRecord) -> str:
 
 
 def _layers(run: RunRecord) -> list[str]:
-    """Return a sentence for each layer with updates, gradients or weights far above the median layer's."""
+    """Return a sentence for each layer whose updates, gradients or weights are far above the median over layers."""
     sentences = []
     kinds = {
         "updates": "updates, relative to the weights, are",

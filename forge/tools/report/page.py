@@ -1,4 +1,4 @@
-"""The report on one or several runs: a single HTML file, without scripts and without requests to the network."""
+"""The report on one or more runs: a single HTML file, without scripts and without requests to the network."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; paddi
 def make_page(runs: Sequence[RunRecord], refresh_s: int = 0, extra: Sequence[PageSection] = ()) -> str:
     """Return the report as an HTML page.
 
-    refresh_s: seconds after which a browser reloads the page; 0: never. extra: sections before all others.
+    refresh_s: reload interval of the page in a browser, in seconds; 0: never. extra: sections before all others.
     """
     names = ", ".join(run.name for run in runs)
     sections = [

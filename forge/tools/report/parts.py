@@ -1,4 +1,4 @@
-"""Parts of a page, sections of figures and tables, and their HTML."""
+"""The parts of a page (figures, tables, texts), its sections, and their HTML."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing with a caption, and a table of its numbers. wide: across both columns of the page."""
+    """A drawing with a caption, and a table of its numbers. wide: True to span both columns of the page."""
 
     caption: str
     svg: str
@@ -88,7 +88,7 @@ class Findings:
 
 @dataclass
 class PageSection:
-    """A section of the page: a heading, an introductory sentence (or none), and parts in order."""
+    """A section of the page: a heading, an optional introductory sentence, and parts in order."""
 
     title: str
     intro: str = ""
@@ -104,7 +104,7 @@ class PageSection:
 
 
 def shown(value: Any) -> str:
-    """Return a cell as text; non-integer numbers with four digits."""
+    """Return a cell's value as text. A non-integer number has four digits."""
     if value is None:
         return ""
     if _is_number(value):

@@ -1,4 +1,4 @@
-"""`RunRecord`: the readable content of a run directory, in any state."""
+"""`RunRecord`: the content of a run directory, whether the run is finished, running or killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RunRecord:
     plan: dict[str, Any] = field(default_factory=dict)
 
     def series(self, *keys: str) -> Points:
-        """Return steps and values of the metrics field at the path `keys`, from all lines with a number in this field."""
+        """Return (steps, values) of the metrics field at the path `keys`, from all lines where the field is a number."""
         steps, values = [], []
         for line in self.lines:
             value: Any = line
@@ -46,7 +46,7 @@ class RunRecord:
         return steps, values
 
     def names(self, *keys: str) -> list[str]:
-        """Return the keys of the metrics object at the path `keys`, over all lines, in order of appearance."""
+        """Return the keys of the metrics object at the path `keys`. They come from all lines, in order of appearance."""
         found: dict[str, None] = {}
         for line in self.lines:
             value: Any = line
@@ -57,7 +57,7 @@ class RunRecord:
         return list(found)
 
     def having(self, key: str) -> Iterator[tuple[int, Any]]:
-        """Yield (step, value of `key`) for every metrics line with `key`."""
+        """Yield (step, value of `key`) for every metrics line that has `key`."""
         return ((int(line["step"]), line[key]) for line in self.lines if key in line)
 
     def events_of(self, *kinds: str) -> list[dict[str, Any]]:

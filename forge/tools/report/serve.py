@@ -1,4 +1,4 @@
-"""Serve the report of unfinished runs to browsers of this user on this machine."""
+"""Serve the report of unfinished runs to browsers on this machine, for this user only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PageServer(ThreadingHTTPServer):
     """An HTTP server on the loopback interface, with one page at `url`. make: returns the page as HTML.
 
     Other users of the machine can connect, so the path has a random token. A web page elsewhere can make a browser
-    connect under a foreign host name, so the Host header must name the loopback interface. A lock serialises `make`,
+    connect under another host name, so the Host header must name the loopback interface. A lock serialises `make`,
     because matplotlib's settings are global.
     """
 

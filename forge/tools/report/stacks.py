@@ -1,4 +1,7 @@
-"""Positions of ranks at the time of a watchdog exit: Python stacks, and PyTorch's flight record of the last collectives."""
+"""Positions of ranks in the code when the watchdog ended them.
+
+The sources are Python stacks, and PyTorch's flight record of the last collectives.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Standing:
     """The position of a rank's main thread.
 
     reason: why the watchdog ended the rank. where: function and line, in forge or in the user's code. collective: the
-    collective in progress, in which the thread waits; empty if none.
+    collective in which the thread waits; empty if none.
     """
 
     reason: str
@@ -30,7 +33,7 @@ class Standing:
 
 
 def read_stacks(logs: Path) -> dict[int, Standing]:
-    """Return rank -> position, in rank order, for each rank with a stack file in the folder `logs`."""
+    """Return a dict from rank to position, in rank order, for each rank with a stack file in the folder `logs`."""
     found = {}
     for path in logs.glob("stacks-rank-*.txt"):
         with suppress(OSError):
@@ -57,7 +60,7 @@ def standing(text: str) -> Standing:
 def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
     """Return the ranks that probably delay the others.
 
-    If some ranks wait in a collective and others do not, return the others. Otherwise, if more than half of all ranks share
+    If only some ranks wait in a collective, return the ranks that do not. Otherwise, if more than half of all ranks share
     a position, return the ranks at other positions.
     """
     if len(standings) < 2:
@@ -71,7 +74,7 @@ def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
 
 
 def read_collectives(logs: Path) -> dict[int, str]:
-    """Return rank -> last collective in the rank's flight record, as text: its name, number in its group, and state."""
+    """Return a dict from rank to the last collective in its flight record, as text: name, number in its group, and state."""
     found = {}
     for path in logs.glob("collectives-rank-*"):
         with suppress(OSError, pickle.UnpicklingError, EOFError, ValueError, AttributeError, IndexError):

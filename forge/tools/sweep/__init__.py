@@ -1,1 +1,1 @@
-"""Tools for many runs: sweeps over keys, scaling laws fitted to results, and coordinate checks of the width."""
+"""Tools for many runs: sweeps over keys, scaling laws fitted to results, and coordinate checks across widths."""

@@ -1,7 +1,8 @@
-"""Coordinate check of a parametrization: how activations change in training, by width (arXiv:2203.03466, appendix D.1).
+"""Coordinate check of a parametrization: how much activations change in training, by width (arXiv:2203.03466, appendix D.1).
 
-Under a parametrization with transfer of learning rates, the change of each activation in the first steps is independent of
-the width. If a change grows with the width, the best learning rate of a narrow model is too high for a wide model.
+If a parametrization transfers learning rates across widths, the change of each activation in the first steps does not
+depend on the width. If a change grows with the width, the best learning rate of a narrow model is too high for a wide
+model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ OF_TABLES = {
 
 
 def of_width(config: Config, dim: int) -> Config:
-    """Return `config` with `model.dim = dim` and the sizes inside blocks scaled in proportion.
+    """Return `config` with `model.dim = dim`. Scale the other sizes inside blocks in proportion.
 
     Raises UserError if a scaled size is not an integer.
     """
@@ -56,7 +57,7 @@ def of_width(config: Config, dim: int) -> Config:
 
 
 def changes_of_activations(config: Config, steps: int) -> dict[str, float]:
-    """Train `steps` optimizer steps in one process. Return activation -> root mean square of its change on one batch.
+    """Train `steps` optimizer steps in one process. Return, by activation, the root mean square of its change on one batch.
 
     Steps use the learning rate `optimizer.lr` without a schedule, the global batch of the config, and no clipping.
     """
@@ -81,7 +82,7 @@ def changes_of_activations(config: Config, steps: int) -> dict[str, float]:
 
 
 def growth(sizes: dict[int, float]) -> float:
-    """Return the exponent of growth with width: the slope of log(size) over log(width). sizes: width -> size."""
+    """Return the exponent of growth with width: the slope of log(size) over log(width). sizes: width -> size of a change."""
     xs, ys = zip(*((math.log(width), math.log(size)) for width, size in sizes.items()), strict=True)
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
@@ -91,7 +92,10 @@ def growth(sizes: dict[int, float]) -> float:
 def check_widths(
     config: Config, widths: Sequence[int], steps: int, report: Callable[[int], None] = lambda width: None
 ) -> dict[str, dict[int, float]]:
-    """Return activation -> width -> change (`changes_of_activations`). report: called with each width before its training."""
+    """Call `changes_of_activations` for each width. Return activation -> width -> change.
+
+    report: called with each width before its training.
+    """
     found: dict[str, dict[int, float]] = {}
     for width in widths:
         report(width)

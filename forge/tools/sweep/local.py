@@ -22,14 +22,14 @@ PR_SET_PDEATHSIG = 1
 def run_sweep(
     sweep: Sweep, report: Callable[[list[SweepResult]], None], train: Sequence[str] | None = None
 ) -> list[SweepResult]:
-    """Train all unfinished runs of the sweep. Return the results of all rungs.
+    """Train all unfinished runs of the sweep. Return the results of all rungs (rounds of successive halving).
 
     After each run, write `table.json` to the sweep's folder and call `report` with the results so far. The table depends
     only on the runs, so a killed and restarted sweep ends with an equal table. A failed run has no result. train: the
     command of a run; None: train.py of this checkout.
 
-    Raises UserError if an existing run was made with other values, and (exit 75) if a run was stopped or the time limit was
-    reached.
+    Raises UserError if an existing run was made with other values. Raises UserError with exit code 75 if a run was
+    stopped or the time limit was reached.
     """
     sweep.folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -62,7 +62,8 @@ def _make(
 ) -> None:
     """Train the unfinished runs of one rung, `workers` at a time. before: results of earlier rungs.
 
-    After an exception, e.g. Ctrl-C, stop all running processes and wait for them.
+    began: start of the sweep, from time.monotonic(). After an exception, e.g. Ctrl-C, stop all running processes and wait
+    for them.
     """
     check_runs(sweep, trials)
 
@@ -126,6 +127,6 @@ def _start(sweep: Sweep, trial: Trial, seed: int, train: Sequence[str]) -> subpr
 
 
 def _end_with_parent() -> None:
-    """Make the kernel kill this process when the sweep dies, so that a restarted sweep can lock the run's folder."""
+    """Make the kernel kill this process when the sweep dies. A restarted sweep can then lock the run's folder."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

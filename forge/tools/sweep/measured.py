@@ -19,8 +19,8 @@ from forge.tools.sweep.results import metric_of
 class MeasuredRun:
     """A finished run.
 
-    parameters: number of active parameters per token, with or without embeddings. tokens: number trained on. batch: tokens
-    per step. lr: optimizer.lr. loss: the chosen metric at the end of the run.
+    parameters: number of active parameters per token, with or without embeddings. tokens: number of training tokens.
+    batch: tokens per step. lr: optimizer.lr. loss: the chosen metric at the end of the run.
     """
 
     path: Path
@@ -68,7 +68,7 @@ def _parameters(config: Config, embeddings: bool) -> float:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """Return the run directories among `paths`, and the finished runs inside other folders, e.g. of a sweep.
+    """Return the run directories among `paths`. For any other folder, e.g. of a sweep, return the finished runs inside.
 
     Raises UserError for a folder without a finished run.
     """
@@ -88,7 +88,10 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
 
 
 def best_of_each(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
-    """Return the run with the least loss for each pair (parameters, tokens), because a law should fit well-tuned runs."""
+    """Return the run with the least loss for each pair (parameters, tokens).
+
+    A law should be fitted to well-tuned runs only.
+    """
     best: dict[tuple[float, float], MeasuredRun] = {}
     for run in runs:
         key = run.parameters, run.tokens

@@ -1,4 +1,4 @@
-"""Find the best learning rates and batch sizes, and fit a power law in the model size to each of them."""
+"""Find the best learning rates and batch sizes. Fit a power law in the model size to each of the two."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class PowerLaw:
 
 
 def least_at(values: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Return the vertex of the parabola through the best value and its two neighbours, over the logarithm of the value.
+    """Fit a parabola over log(value) through the best value and its two neighbours. Return the value at its vertex.
 
-    None if the best value is the smallest or the largest: the minimum then lies outside of the tried values.
+    Return None if the best value is the smallest or the largest: the minimum then lies outside of the tried values.
     """
     best: dict[float, float] = {}
     for value, loss in zip(values, losses, strict=True):
@@ -42,7 +42,7 @@ def least_at(values: Sequence[float], losses: Sequence[float]) -> float | None:
 
 
 def fit_power_law(rows: Sequence[Mapping[str, float]], value: str, sizes: Sequence[str]) -> PowerLaw | None:
-    """Fit a power law for the key `value` of the rows, in the keys of `sizes` that vary. None for too few rows."""
+    """Fit the column `value` of `rows` as a power law in those columns of `sizes` that vary. Return None for too few rows."""
     used = [name for name in sizes if len({row[name] for row in rows}) > 1]
     if len(rows) < len(used) + 1 or not used:
         return None

@@ -19,7 +19,10 @@ from forge.tools.sweep.spec import Sweep, Trial, config_of
 
 @dataclass(frozen=True)
 class SweepResult:
-    """A trial and the results of its runs. values: metric of each finished run. states: one per seed. tokens: of all runs."""
+    """A trial and the results of its runs. values: metric of each finished run. states: state of each seed's run.
+
+    tokens: number of tokens of all these runs.
+    """
 
     trial: Trial
     values: list[float]
@@ -59,10 +62,10 @@ def result_of(sweep: Sweep, trial: Trial) -> SweepResult:
 
 
 def check_runs(sweep: Sweep, trials: Iterable[Trial]) -> None:
-    """Raise UserError if an existing run has another configuration than its trial.
+    """Raise UserError if the configuration of an existing run differs from its trial.
 
     Run directories are named by the number of the trial. After an edit of the sweep file, an existing run may have other
-    values.
+    values than the trial of this number.
     """
     for trial in trials:
         for seed in sweep.seeds:
@@ -95,7 +98,7 @@ def metric_of(lines: Sequence[dict[str, Any]], metric: str) -> float | None:
 def rows(results: Iterable[SweepResult], keys: Sequence[str]) -> list[dict[str, Any]]:
     """Return one row per trial and rung, the last rung first. keys: the swept keys.
 
-    In a rung, finished trials come first, from best to worst, then unfinished trials by number.
+    Within a rung, finished trials come first, from best to worst. Unfinished trials follow, by number.
     """
     ranked = sorted(
         results, key=lambda r: (-r.trial.rung, not r.done, r.mean if r.done else 0.0, r.trial.number)
@@ -115,7 +118,7 @@ def rows(results: Iterable[SweepResult], keys: Sequence[str]) -> list[dict[str, 
 
 
 def as_text(table: Sequence[dict[str, Any]]) -> str:
-    """Return the table with aligned columns."""
+    """Return the rows of `table` as text, with aligned columns."""
     head = list(table[0])
     cells = [[_shown(row[name]) for name in head] for row in table]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]

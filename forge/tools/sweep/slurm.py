@@ -14,7 +14,7 @@ from forge.tools.sweep.spec import Sweep, Trial, first_trials, next_trials
 
 
 def pending(sweep: Sweep) -> list[tuple[Trial, int]]:
-    """Return (trial, seed) of each unfinished run of the current rung; empty if all rungs are finished."""
+    """Return (trial, seed) of each unfinished run of the current rung. Empty if all rungs are finished."""
     trials = first_trials(sweep)
     while trials:
         check_runs(sweep, trials)

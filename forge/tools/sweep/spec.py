@@ -75,7 +75,10 @@ class Sweep(Section):
 
 @dataclass(frozen=True)
 class Trial:
-    """One choice of values for the swept keys. steps: steps of its runs in this rung; 0: as in the recipe."""
+    """One choice of values for the swept keys.
+
+    steps: length of its runs in this rung, in steps; 0: train.steps of the recipe.
+    """
 
     number: int
     values: dict[str, Any]
@@ -137,7 +140,7 @@ def config_of(sweep: Sweep, trial: Trial, seed: int | None = None) -> Config:
 
 
 def first_trials(sweep: Sweep) -> list[Trial]:
-    """Return the trials of the first rung, as many as budget_tokens allows. A pure function of the sweep.
+    """Return the trials of the first rung, as many as budget_tokens allows. Equal sweeps give equal trials.
 
     Raises UserError if the budget is too small for one trial.
     """
@@ -169,7 +172,7 @@ def next_trials(sweep: Sweep, trials: list[Trial], results: dict[int, float]) ->
 
 
 def _steps_of_rungs(sweep: Sweep) -> list[int]:
-    """Return the number of steps of a run, for each rung. 0: the recipe's train.steps."""
+    """Return the number of steps of a run in each rung. 0 stands for the recipe's train.steps."""
     if sweep.method != "halving":
         return [0]
     longest = load_config(Trial(0, {}).options(sweep, 0)).train.steps
@@ -188,7 +191,7 @@ def _tokens(sweep: Sweep, trial: Trial) -> int:
 
 
 def _tokens_of_all(sweep: Sweep, tokens: list[list[int]]) -> int:
-    """Return an upper bound of the tokens of a sweep, reached if the most expensive trials survive.
+    """Return an upper bound of a sweep's tokens. The bound is reached if the most expensive trials survive every rung.
 
     tokens: for each rung, the tokens of each trial.
     """

@@ -1,6 +1,6 @@
 """Compare one layout under two checkouts of forge, to show the effect of a code change.
 
-The second process imports the other checkout's `forge`, with this checkout's `forge/tools/verify` in place of its own. Both
+A second process imports the other checkout's `forge`, except for `forge/tools/verify`, which comes from this checkout. Both
 processes thus record with the same code, but run their own models, parallelism and optimizers.
 """
 
@@ -78,7 +78,7 @@ def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) 
 
 
 def record_to(request: str, answer: str) -> None:
-    """Run the pickled request in file `request` and write the recordings to file `answer`.
+    """Run the request pickled in the file `request`. Write the recordings to the file `answer`.
 
     The second process calls this function with the other checkout's forge. The process exits with 1 if a rank fails.
     """
@@ -96,8 +96,8 @@ def compare_records(
 ) -> tuple[Comparison, list[str]]:
     """Compare two recordings of one layout, rank by rank. Return the differences, and the modules in computation order.
 
-    bound: allowed difference of a tensor, relative to its largest element; 0: bitwise equality. The indices of differences
-    are local to the rank.
+    bound: allowed difference of a tensor, relative to its largest element; 0: bitwise equality. The index in a Difference
+    is local to the rank.
     """
     result = Comparison()
     order: list[str] = []
@@ -120,7 +120,7 @@ def compare_records(
 def _tensors(step: RankStep) -> Iterator[tuple[tuple[TensorKey, int], TensorPiece]]:
     """Yield ((key, number), piece) for all tensors of a step on one rank.
 
-    number: counts the boxes of a sharded tensor, and the microbatches of an activation.
+    number: of the box of a sharded tensor, or of the microbatch of an activation. Numbers begin at 0 for each key.
     """
     numbers: Counter[TensorKey] = Counter()
     for key, pieces in step.pieces.items():
@@ -135,9 +135,9 @@ def _tensors(step: RankStep) -> Iterator[tuple[tuple[TensorKey, int], TensorPiec
 def _paired(
     now: dict[tuple[TensorKey, int], TensorPiece], then: dict[tuple[TensorKey, int], TensorPiece]
 ) -> Iterator[tuple[tuple[TensorKey, int], TensorPiece, TensorPiece]]:
-    """Yield (key, piece of `now`, piece of `then`) for each tensor in both recordings with equal shapes.
+    """Yield (key, piece of `now`, piece of `then`) for each tensor that both recordings have in equal shapes.
 
-    Raises UserError if an initial value, a gradient or a parameter is missing or has another shape in one recording.
+    Raises UserError if an initial value, a gradient or a parameter is missing in one recording or has another shape there.
     """
     for place in {**then, **now}:
         (kind, name), _ = place

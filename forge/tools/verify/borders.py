@@ -1,11 +1,11 @@
 """Borders: the inputs and outputs of modules on one rank, with their place in the global batch.
 
 Forward hooks record the first argument and the outputs of every module, in the order in which forwards end. Children
-therefore come before their parents. The origin of a difference is the first module in this order whose output differs
-while its input agrees.
+therefore come before their parents. The origin of a difference is the first module in this order with an equal input and a
+different output.
 
-Shapes tell a rank's part of the global tensor. A cp rank has two chunks of each sequence, and a tp rank may have a piece
-of these chunks. A tp rank has either all features (or heads), or an equal share of them.
+The shape of a local tensor tells which part of the global tensor it is. A cp rank has two chunks of each sequence, and a tp
+rank may have a slice of these chunks. A tp rank has either all features (or heads), or an equal share of them.
 
 A module called several times per microbatch has one border per call: `embedding`, then `embedding (call 2)`.
 """
@@ -32,10 +32,11 @@ HIDDEN = (".experts",)
 
 @dataclass(frozen=True)
 class BatchPart:
-    """A rank's part of the global batch.
+    """The part of the global batch on one rank.
 
     first_row: index of the rank's first sequence in the global batch. positions: positions of the rank's tokens in each
-    sequence, before any division by tp. tp: number of tensor-parallel ranks. tp_rank: index of this rank among these.
+    sequence, before tensor parallelism splits them. tp: number of tensor-parallel ranks. tp_rank: index of this rank in
+    them.
     """
 
     first_row: int
@@ -52,9 +53,10 @@ class BatchPart:
         return cls(first, tuple(positions), meshes.tp.size(), meshes.tp.get_local_rank())
 
     def place(self, row: int, local: torch.Size, whole: torch.Size) -> TensorPlace | None:
-        """Return the place of a local tensor `[batch, seq, ...]` in the global tensor; None if shapes leave it undetermined.
+        """Return the place of a local tensor `[batch, seq, ...]` in the global tensor; None if shapes do not determine it.
 
-        row: index of the tensor's first sequence among this rank's sequences. local, whole: shapes.
+        row: index of the tensor's first sequence among this rank's sequences. local, whole: shapes of the local and of
+        the global tensor.
         """
         if len(local) != len(whole) or len(local) < 2 or local[0] > whole[0]:
             return None
@@ -77,7 +79,7 @@ class BatchPart:
 class Seen:
     """An input or output of a module on this rank.
 
-    name: of the module, with ` (call N)` from the second call in a microbatch on. output: True for an output of the
+    name: of the module; the second and later calls in a microbatch add ` (call N)`. output: True for an output of the
     module, False for its input. row: index of the first sequence of `values` among this rank's sequences.
     """
 
@@ -176,7 +178,7 @@ class _Microbatch:
 
 
 def call_of(name: str) -> str:
-    """Return the name of the recorded input that belongs to the recorded output `name`: `name` without output index.
+    """Remove the output index from the border name `name` of an output. The result names the input of the same call.
 
     All outputs of a call share one input.
     """
@@ -184,7 +186,7 @@ def call_of(name: str) -> str:
 
 
 def parent_of(name: str) -> str:
-    """Return the enclosing module's name, with the call number of the border name `name`; "" for a top-level module."""
+    """Return the border name of the enclosing module, with the call number of `name`; "" for a top-level module."""
     module, call, number = name.partition(" (call ")
     parent = module.rpartition(".")[0]
     return parent + call + number if parent else ""
@@ -196,9 +198,9 @@ def module_of(name: str) -> str:
 
 
 def _local(value: Any) -> Tensor | None:
-    """Return a CPU copy of this rank's part of `value`; None unless `value` is a tensor of two or more dims.
+    """Return a CPU copy of this rank's part of `value`.
 
-    Also None for a DTensor with partial sums.
+    Return None for a tensor of fewer than two dims, a DTensor with partial sums, and any other type.
     """
     if isinstance(value, DTensor):
         if any(placement.is_partial() for placement in value.placements):
@@ -210,7 +212,7 @@ def _local(value: Any) -> Tensor | None:
 
 
 def _recomputing() -> bool:
-    """Return whether a backward is running. A forward is then a recomputation of activation checkpointing."""
+    """Return whether a backward is running. If so, a forward is a recomputation by activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
 
 

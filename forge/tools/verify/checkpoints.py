@@ -1,7 +1,7 @@
 """Save and load checkpoints of verified layouts.
 
-A folder has the checkpoint of one layout, and a file with its tensors unsharded, read back by one rank. A layout loading
-the checkpoint must end up with these tensors, bit for bit.
+A folder has the checkpoint of one layout, and a file of the checkpoint's tensors, unsharded. One rank wrote the file after
+reading the checkpoint back. Another layout that loads the checkpoint must end up with these tensors, bit for bit.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def save_and_read(
 
 
 def keep_whole(folder: str, wholes: dict[str, Tensor]) -> None:
-    """Write the unsharded tensors `wholes` to the file WHOLE in `folder`, for `read_whole`."""
+    """Write the unsharded tensors `wholes` to the file WHOLE in `folder`. `read_whole` reads the file."""
     torch.save(wholes, Path(folder) / WHOLE)
 
 
 def read_whole(folder: str) -> dict[TensorKey, Tensor]:
-    """Return the unsharded tensors of the checkpoint in `folder` as kind `loaded`: the values expected after loading."""
+    """Return the unsharded tensors of the checkpoint in `folder`, under kind `loaded`. A load must yield these values."""
     wholes: dict[str, Tensor] = torch.load(Path(folder) / WHOLE)
     return {("loaded", name): values for name, values in wholes.items()}
 

@@ -2,8 +2,8 @@
 
 The difference of a tensor is the largest difference of its elements, divided by the tensor's scale. The scale is the larger
 of two numbers: the tensor's largest element, and a thousandth of the largest element in all tensors of its kind in the
-step. The second number is for gradients whose exact value is 0: these consist of rounding errors. Initial parameters and
-restored checkpoints must be equal bit for bit.
+step. The second number is for gradients that are exactly 0 in theory: their elements are rounding errors. Initial
+parameters and restored checkpoints must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ COMPLETE = ("initial", "gradient", "parameter", "optimizer", "router", "hooked",
 class Difference:
     """The element of a tensor that differs most, on one rank.
 
-    step: 0 for the initial parameters. rank: -1 if an element of the tensor is on no rank; `found` is then NaN. index: of
-    the element in the global tensor. found, expected: its values. size: the difference relative to the tensor's scale (see
-    the module docstring). digest: True if `found` and `expected` are digests of the whole tensor. part: the rank's part
-    of the global tensor; () if the rank has the whole tensor, or if its part is unknown.
+    step: 0 for the initial parameters. rank: -1 if no rank has the element; `found` is then NaN. index: of the element in
+    the global tensor. found, expected: the element's values on the rank and in the reference. size: the difference
+    relative to the tensor's scale (see the module docstring). digest: True if `found` and `expected` are digests of the
+    whole tensor.
+    part: the rank's part of the global tensor; () if the rank has the whole tensor, or if its part is unknown.
     """
 
     step: int
@@ -59,8 +60,8 @@ class Comparison:
     """The result of comparing tensors.
 
     differences: one per tensor above the tolerance. largest: kind -> largest difference. compared: number of tensors.
-    counted: (step, tensor) -> number of its elements on the ranks, without copies.
-    index_sums: (step, tensor) -> sum of the flat indices of these elements. The sum reveals a missing element if a
+    counted: (step, tensor) -> number of its elements on all ranks; copies of an element count once.
+    index_sums: (step, tensor) -> sum of the flat indices of these elements. The sum reveals a missing element when a
     duplicate of another element makes the count right.
     unplaced: names of tensors excluded from the comparison: activations whose place in the global tensor is unknown, and
     hooks' curves that differ between runs.
@@ -115,8 +116,8 @@ def compare_rank(
 def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, TensorKey], int]) -> Comparison:
     """Merge the comparisons of all ranks. For each tensor, keep the rank with the largest difference.
 
-    expected: the result of `elements`. A tensor with an element on no rank counts as different. This check
-    covers only kinds in COMPLETE that some rank has recorded: layouts may lack inputs and outputs of modules.
+    expected: the result of `elements`. A tensor counts as different if some element is on no rank. This check covers only
+    kinds in COMPLETE that some rank has recorded: layouts may lack inputs and outputs of modules.
     """
     result = Comparison()
     worst: dict[tuple[int, str, str], Difference] = {}
@@ -149,7 +150,7 @@ def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, TensorKey
 
 
 def elements(reference: WholeRecord) -> dict[tuple[int, TensorKey], int]:
-    """Return (step, key) -> number of elements of the tensor, for `merge`."""
+    """Return a dict from (step, key) to the tensor's number of elements, for `merge`."""
     return {
         (number, key): tensor.numel()
         for number, step in enumerate(reference.steps)
@@ -162,7 +163,7 @@ def _held(
 ) -> dict[TensorKey, list[TensorPiece]]:
     """Return all pieces of a step on one rank, including module inputs and outputs.
 
-    Add the names of inputs and outputs whose place in the global tensor is unknown to `result.unplaced`.
+    An input or output whose place in the global tensor is unknown is left out. Its name is added to `result.unplaced`.
     """
     held: dict[TensorKey, list[TensorPiece]] = defaultdict(list, step.pieces)
     for one in step.seen:
@@ -183,7 +184,7 @@ def _held(
 def difference_of(
     equal: Difference, expected: Tensor, pieces: Sequence[TensorPiece], scale: float
 ) -> Difference:
-    """Return the largest difference over a tensor's pieces, the first among equals; `equal` if no element differs.
+    """Return the largest difference over a tensor's pieces, or the first of several largest. Return `equal` if none differs.
 
     equal: a Difference of size 0 with the tensor's name and rank. expected: the whole tensor. scale: divides differences.
     """
@@ -207,7 +208,10 @@ def difference_of(
 
 
 def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
-    """Yield the differences of the last step between the uninterrupted run and the resume from its own checkpoint."""
+    """Compare the last step of the uninterrupted run with the last step after a resume from its own checkpoint.
+
+    Yields one Difference per piece that differs.
+    """
     last = record.steps[-1].pieces
     for (kind, name), pieces in last.items():
         if kind != "resumed":

@@ -1,7 +1,7 @@
 """Digests: three numbers per tensor. A small file of digests from one process can check a run on many ranks.
 
-The first two numbers are inner products of the tensor with two pseudo-random tensors, which depend only on the global
-index. Each rank digests its own elements, and the sum over ranks does not depend on the layout. The relative difference of
+The first two numbers are inner products of the tensor with two pseudo-random tensors. These depend only on the global
+index. Each rank digests its own elements, so the sum over ranks does not depend on the layout. The relative difference of
 two digests is about the relative difference of the tensors. The third number is the tensor's sum of squares, a measure of
 its size.
 """
@@ -33,9 +33,9 @@ Held: TypeAlias = dict[TensorKey, dict[str, tuple[int, Digest]]]
 
 @dataclass(frozen=True)
 class Expected:
-    """The digests of a run in one process. text: its configuration. order: modules in computation order.
+    """The digests of a run in one process. text: the run's configuration. order: modules in computation order.
 
-    steps: per step, tensor -> (shape, digest). steps[0] has the initial parameters.
+    steps: one dict per step, tensor -> (shape, digest). steps[0] has the initial parameters.
     """
 
     text: str
@@ -63,7 +63,7 @@ class Expected:
 
     @classmethod
     def read(cls, file: Path) -> Expected:
-        """Read digests from a file of `write`. Raises UserError for any other file."""
+        """Read digests from a file written by `write`. Raises UserError for any other file."""
         try:
             found: Any = torch.load(file, weights_only=True)
             return cls(found["text"], found["order"], found["steps"])
@@ -90,7 +90,7 @@ def digest(values: Tensor, place: TensorPlace) -> Digest:
 def held_by(record: RankRecord, expected: Expected) -> list[Held]:
     """Return the digests of a rank's recording: one Held per step.
 
-    Activations are left out if shapes do not determine their place in the global tensor.
+    Activations whose place in the global tensor is unknown are left out.
     """
     steps: list[Held] = []
     for step, wholes in zip(record.steps, expected.steps, strict=True):
@@ -114,7 +114,8 @@ def held_by(record: RankRecord, expected: Expected) -> list[Held]:
 def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: float) -> Comparison:
     """Compare the digests of all ranks with the digests of one process.
 
-    Two copies of a piece must also agree with each other. Differences have no index, because digests are of whole tensors.
+    The copies of a piece on several ranks must also agree with each other. A Difference has no index, because a digest
+    covers the whole tensor.
     """
     result = Comparison()
     for number, wholes in enumerate(expected.steps):
@@ -154,8 +155,8 @@ def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: 
 def _pieces(key: TensorKey, ranks: Sequence[Held]) -> Iterator[tuple[int, float, int, Digest]]:
     """Yield (rank, difference, number of elements, digest) for every distinct piece of the tensor `key`.
 
-    digest: of the first copy. rank: the rank whose copy differs most from the first copy. difference: between the
-    digests of these two copies.
+    digest: of the first copy of the piece. rank: the rank with the copy that differs most from the first copy. difference:
+    between the digests of these two copies.
     """
     found: dict[str, tuple[int, float, int, Digest]] = {}
     for rank, held in enumerate(ranks):
@@ -175,7 +176,10 @@ def _all_of(shape: Sequence[int]) -> TensorPlace:
 
 
 def _weights(place: slice | tuple[int, ...], seed: int) -> Tensor:
-    """Return pseudo-random float64 numbers of variance 1 for the indices `place` of one dim, hashed from index and seed."""
+    """Return one pseudo-random float64 number of variance 1 for each index in `place`, hashed from the index and `seed`.
+
+    place: indices of one dim of a global tensor.
+    """
     indices = range(place.start, place.stop) if isinstance(place, slice) else place
     x = torch.tensor(list(indices), dtype=torch.int64) + (seed + 1) * 0x9E3779B1
     for factor, shift in ((0x85EBCA6B, 15), (0xC2B2AE35, 13), (0x27D4EB2F, 16)):

@@ -30,7 +30,7 @@ EARLY = ("before_run", "before_step", "before_data", "after_data", "before_gradi
 
 
 def explain(comparison: Comparison, order: Sequence[str], other: str = "one process") -> Finding:
-    """Return the origin of the first difference in `comparison`, which must have at least one.
+    """Return the likely origin of the differences in `comparison`, which must have at least one.
 
     order: modules in computation order. other: name of the layout whose checkpoint was loaded, for the sentence.
     """
@@ -82,7 +82,7 @@ def explain(comparison: Comparison, order: Sequence[str], other: str = "one proc
 
 
 def _hooks(found: list[Difference]) -> Finding | None:
-    """Return the first hook call with equal inputs and different results; None if there is none.
+    """Return the first hook call with equal inputs and different results, as the origin; None without one.
 
     found: differences of kind `hooked`, with names `CALL before|after KIND PARAMETER`.
     """
@@ -106,7 +106,7 @@ def _curve(found: list[Difference]) -> Finding:
 
 
 def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Finding:
-    """Find the first differing module input or output in computation order, and return its module as the origin.
+    """Return the module of the first differing input or output, in computation order, as the origin.
 
     If the input of this module differs, search the enclosing modules, from the inside out, for the origin.
     """
@@ -128,7 +128,7 @@ def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Findi
 
 
 def _gradient(found: list[Difference], order: Sequence[str]) -> Finding:
-    """Return the differing gradient of the parameter used last in forward.
+    """Return, as the origin, the differing gradient of the parameter that forward uses last.
 
     Backward runs from the end of the model, so this gradient is the first to differ.
     """

@@ -1,4 +1,4 @@
-"""Forwards without gradients: the loss on held-out text, and the logits for generation."""
+"""Forward passes without gradients: the loss on held-out text, and the logits for generation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def held_out_on_rank(
 
 @torch.no_grad()
 def held_out_of(model: Any, config: Config, device: torch.device) -> dict[TensorKey, Tensor]:
-    """Return the numbers of `held_out_on_rank` for a plain model in one process, with one forward per source."""
+    """Return the tensors of `held_out_on_rank` for a plain model in one process, with one forward per source."""
     found = {}
     for name, source in build_validation(config).items():
         sequences = config.evaluate.sequences

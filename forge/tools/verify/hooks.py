@@ -44,7 +44,7 @@ WITH_GRADIENTS = ("after_gradients", "before_optimizer", "after_optimizer")
 
 @dataclass(frozen=True)
 class _OwnDeviceWorld(World):
-    """A World on the device `own_device` instead of the launcher's choice."""
+    """A World on the device `own_device`, not on the device chosen by the launcher."""
 
     own_device: torch.device = CPU
 
@@ -54,7 +54,7 @@ class _OwnDeviceWorld(World):
 
 
 class UserHooks:
-    """The hooks of a configuration. `UserHooks()` is empty, and its methods do nothing."""
+    """The hooks of a configuration. `UserHooks()` has no hooks, and its methods do nothing."""
 
     def __init__(self) -> None:
         self._kinds: list[tuple[str, type[Hook]]] = []
@@ -104,9 +104,9 @@ class UserHooks:
         return hooks
 
     def begin(self, step: int) -> None:
-        """Construct the hooks as at the start of a run (`step` 0) or at a resume after `step` steps; call `before_run`.
+        """Construct the hooks and call `before_run`: at the start of a run (`step` 0) or at a resume after `step` steps.
 
-        A resume loads the state from the last `before_save`. Collective if there are hooks.
+        A resume loads the state saved by the last `before_save`. Collective if there are hooks.
         """
         if not self._kinds:
             return
@@ -150,7 +150,7 @@ class UserHooks:
     def launched(
         self, step: int, lr: float, sums: Tensor, norm: Tensor, routers: Mapping[str, Tensor]
     ) -> None:
-        """Advance the Trainer's progress by one step, and keep the step's result for `process_last_result`.
+        """Advance the Trainer's progress by one step, and store the step's result for `process_last_result`.
 
         sums: the values of a `Sums`. routers: `layers.N` -> row of the router report.
         """
@@ -177,7 +177,7 @@ class UserHooks:
         )
 
     def process_last_result(self) -> None:
-        """Call the hooks' `after_result` with the result of the last step, unless this result was passed before."""
+        """Call the hooks' `after_result` with the result of the last step, once per step."""
         result, self._result = self._result, None
         if result is not None:
             self.call("after_result", result)
@@ -219,7 +219,7 @@ class UserHooks:
 def _of_module(one_process: Any, model: nn.Module, shards: list[Shard]) -> ParallelModel:
     """Wrap the plain module `model` as a ParallelModel, for reading and evaluation only.
 
-    one_process: a ParallelModel to copy; the copy gets `model` and `shards` instead of its own.
+    one_process: a ParallelModel to copy. The copy's own model and shards are replaced with `model` and `shards`.
     """
     found: Any = copy.copy(one_process)
     found.parts, found.shards, found._engines = [model], shards, ()

@@ -1,4 +1,7 @@
-"""Verify one layout on the processes, devices and network of a real run, against one process or a file of digests."""
+"""Verify one layout on the processes, devices and network of a real run.
+
+The reference is one process, or a file of digests from one process.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,9 @@ _HOW = ("parallel", "pipeline", "activation_checkpoint")
 
 
 def write_digests(config: Config, settings: Settings, world: int, file: Path) -> Config:
-    """Shrink `config`, run it in one process and write the digests of its tensors to `file`, for `verify_in_place`.
+    """Shrink `config`, run it in one process and write the digests of its tensors to `file`. Return the shrunk configuration.
 
-    world: the number of processes of `verify_in_place`; the shrunk sizes are divisible by its degrees. Return the shrunk
-    configuration.
+    world: number of processes that will call `verify_in_place` with this file. The degrees divide the shrunk sizes.
     """
     small = for_layout(shrink(config)[0], check_world(config, world))
     text = to_toml(small)
@@ -49,8 +51,8 @@ def verify_in_place(
 ) -> tuple[Config, Outcome]:
     """Compare the layout of `config`, on the launcher's processes and devices, with one process. Collective.
 
-    digests: a file of `write_digests`. None: each rank computes the reference by itself on its own device, because random
-    numbers depend on the kind of device. Return the small configuration and the result, on every rank.
+    digests: a file of `write_digests`. None: each rank computes the reference on its own device, because random numbers
+    depend on the kind of device. Return the small configuration and the result, on every rank.
     """
     began = time.monotonic()
     degrees = check_world(config, world.size)

@@ -42,14 +42,17 @@ ALONE = 6
 
 @dataclass(frozen=True)
 class Case:
-    """One layout. degrees: (axis, degree) for degrees above 1. options: (key, value) of overrides of the configuration."""
+    """One layout. degrees: (axis, degree) for degrees above 1. options: (key, value) of configuration overrides."""
 
     degrees: tuple[tuple[str, int], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
     def of(cls, degrees: dict[str, int], options: dict[str, Any] | None = None) -> Case:
-        """Return the case with these degrees. If `ep` exceeds dp_shard * cp * tp, dp_shard is raised to match."""
+        """Return the case with these degrees.
+
+        If `ep` is a larger multiple of dp_shard * cp * tp, raise dp_shard until the product is `ep`.
+        """
         degrees = {axis: degrees[axis] for axis in AXES if degrees.get(axis, 1) > 1}
         sharing = prod(degrees.get(axis, 1) for axis in ("dp_shard", "cp", "tp"))
         if degrees.get("ep", 1) > sharing and degrees["ep"] % sharing == 0:
@@ -72,7 +75,10 @@ class Case:
         return " ".join([f"{axis}={degree}" for axis, degree in self.degrees] + shown) or "one process"
 
     def config(self, config: Config) -> Config:
-        """Return the one-process configuration `config` with this layout. Raises UserError for an illegal layout."""
+        """Apply this layout to the one-process configuration `config` and return the result.
+
+        Raises UserError if it is illegal.
+        """
         keys = {f"parallel.{axis}": degree for axis, degree in self.degrees} | dict(self.options)
         result = changed(config, keys)
         check_world(result, self.world)
@@ -83,7 +89,7 @@ class Case:
         return to_toml(self.config(config))
 
     def smaller(self) -> Iterator[Case]:
-        """Yield smaller layouts: without one of the options, then with one of the degrees reduced to 1 or 2."""
+        """Yield smaller layouts: first without one of the options, then with one degree lowered to 1 or 2."""
         degrees, options = dict(self.degrees), dict(self.options)
         for key in options:
             yield Case.of(degrees, {other: value for other, value in options.items() if other != key})
@@ -108,7 +114,7 @@ def systematic(config: Config, worlds: Sequence[int]) -> Iterator[Case]:
     """Yield the layouts of one process, of each axis with degree 2, and of each pair of axes with degree 2.
 
     Then yield one layout for each value of each option in OPTIONS[:ALONE], except the values of `config`.
-    worlds: allowed numbers of processes; other layouts than the first are left out. The yielded layouts may be illegal.
+    worlds: allowed numbers of processes. Layouts of other sizes are left out, except the first. Layouts may be illegal.
     """
     axes = [axis for axis in AXES if axis != "ep" or config.model.moe is not None]
     yield Case()

@@ -1,8 +1,8 @@
 """Compare a plain PyTorch module under another library's parallelism with the module in one process.
 
-`make_model()` returns the module and `parallelize(module)` applies the parallelism; docs/guides/verify-libraries.md has the
-requirements of both. Both runs make the same steps on the same tokens, in float64, over gloo on this machine. Parameters,
-gradients and checkpoints are compared as whole tensors, on every rank. Activations are compared as local parts.
+`make_model()` returns the module, and `parallelize(module)` applies the parallelism. docs/guides/verify-libraries.md has
+the requirements of both functions. Both runs make the same steps on the same tokens, in float64, over gloo on this machine.
+Parameters, gradients and checkpoints are compared as whole tensors, on every rank. Activations are compared as local parts.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Parallelized:
         None: torch.nn.utils.clip_grad_norm_.
     whole: called with a parameter's name and a tensor sharded like this parameter. Returns the whole tensor. Collective.
         None: `full_tensor()` of a DTensor; other tensors count as whole.
-    checkpoint: whether torch.distributed.checkpoint can save and load the module and its optimizers. False: compare none.
+    checkpoint: True if torch.distributed.checkpoint can save and load the module and its optimizers. False: compare none.
     """
 
     model: nn.Module | Sequence[nn.Module]
@@ -90,7 +90,7 @@ class Parallelized:
 
 @dataclass(frozen=True)
 class LibraryRequest:
-    """Import paths of the user's three functions, and the number of steps. make_optimizer: empty for AdamW."""
+    """Import paths of the user's three functions, and the number of steps. make_optimizer: empty to use AdamW."""
 
     make_model: str
     parallelize: str
@@ -160,9 +160,9 @@ def _load(option: str, path: str) -> Callable[..., Any]:
 
 
 def _make(request: LibraryRequest) -> tuple[nn.Module, Callable[[Any], torch.optim.Optimizer]]:
-    """Return the module, in float64 with initial values equal on every rank, and the function making its optimizer.
+    """Return the module and the function that makes its optimizer. Raises ValueError if the module has no `vocab_size`.
 
-    Raises ValueError if the module has no attribute `vocab_size`.
+    The module is in float64. Its initial values are equal on every rank.
     """
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"torch\.")
@@ -235,8 +235,7 @@ def _together(rank: int, _world: int, request: LibraryRequest, file: Path, folde
 class _ModuleRun:
     """The steps of one module on this rank.
 
-    shapes: name -> parameter of the module in one process, to check shapes. limit: of the gradient norm; None: half of the
-    first step's norm.
+    shapes: name -> shape of the parameter in one process. limit: of the gradient norm; None: half of the first step's norm.
     """
 
     def __init__(self, done: Parallelized, make: Any, shapes: dict[str, nn.Parameter], limit: float | None):
@@ -254,8 +253,8 @@ class _ModuleRun:
     ) -> RankRecord:
         """Run all steps and return this rank's recording. Collective.
 
-        own: folder for a checkpoint before the last step; None: no checkpoint. other: folder of the reference's
-        checkpoint; None: no checkpoint. The last step is repeated from each of these checkpoints.
+        own: folder in which to save a checkpoint before the last step; None: save none. other: folder of the reference's
+        checkpoint; None: load none. The last step is repeated from each of these checkpoints.
         """
         record = RankRecord([RankStep(self._pieces("initial", self._parameters()))])
         for number, batch in enumerate(batches, start=1):
@@ -319,9 +318,10 @@ class _ModuleRun:
                     yield _plain(name), parameter, parameter
 
     def _pieces(self, kind: str, tensors: Any) -> dict[TensorKey, list[TensorPiece]]:
-        """Gather whole tensors and return them under `kind`. Collective. Raises ValueError for an unexpected name or shape.
+        """Gather whole tensors and return them under `kind`. Collective.
 
-        tensors: (name, parameter, tensor sharded like the parameter).
+        tensors: (name, parameter, tensor sharded like the parameter). Raises ValueError if the module in one process has
+        no such name or another shape.
         """
         found = {}
         for name, _, tensor in tensors:
@@ -397,7 +397,7 @@ def _read_whole(folder: str) -> dict[TensorKey, list[TensorPiece]]:
 
 
 def _mean_over_ranks(loss: Tensor | None) -> Tensor:
-    """Return the mean loss over the ranks with a loss, float64 `[]`. Collective: an all-reduce over all ranks."""
+    """Return the mean of `loss` over the ranks that have a loss, float64 `[]`. Collective: an all-reduce over all ranks."""
     own = torch.zeros(2, dtype=torch.float64)
     if loss is not None:
         own[0], own[1] = loss.detach(), 1.0
@@ -411,5 +411,5 @@ def _scalar(value: Tensor) -> TensorPiece:
 
 
 def _plain(name: str) -> str:
-    """Return `name` without the components of WRAPPERS."""
+    """Return the module name `name` without components added by wrappers (WRAPPERS)."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

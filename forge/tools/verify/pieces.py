@@ -22,7 +22,10 @@ TensorKey: TypeAlias = tuple[str, str]
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The local `values` at `place` of a global tensor. counted: True on exactly one rank among those holding a copy."""
+    """The local `values` at `place` of a global tensor.
+
+    counted: True on exactly one of the ranks with a copy of the piece.
+    """
 
     values: Tensor
     place: TensorPlace
@@ -30,7 +33,10 @@ class TensorPiece:
 
 
 def pieces_of(kind: str, tensors: Iterable[tuple[Shard, Tensor]]) -> dict[TensorKey, list[TensorPiece]]:
-    """Return (kind, name) -> CPU copies of this rank's pieces. tensors: (shard, values shaped like `shard.data`)."""
+    """Return a dict from (kind, name) to CPU copies of this rank's pieces.
+
+    tensors: pairs of a shard and values, shaped like `shard.data`.
+    """
     found: dict[TensorKey, list[TensorPiece]] = {}
     for shard, values in tensors:
         assert (kind, shard.name) not in found, f"{shard.name} twice"
@@ -42,7 +48,10 @@ def pieces_of(kind: str, tensors: Iterable[tuple[Shard, Tensor]]) -> dict[Tensor
 
 
 def assemble(shard: Shard, values: Tensor) -> Tensor:
-    """Return a copy of the whole tensor, for a shard with every element on this process. values: shaped like `shard.data`."""
+    """Return a copy of the whole tensor of `shard`, which has every element on this process.
+
+    values: shaped like `shard.data`.
+    """
     tensor = values.new_empty(shard.global_shape)
     for box, piece in shard.pieces(values):
         tensor[_slices(box)] = piece
@@ -50,7 +59,7 @@ def assemble(shard: Shard, values: Tensor) -> Tensor:
 
 
 def whole(values: Tensor) -> TensorPiece:
-    """Return the piece for a tensor held as a whole."""
+    """Return the piece that covers a whole tensor."""
     return TensorPiece(values, tuple(slice(0, size) for size in values.shape))
 
 
@@ -82,7 +91,7 @@ def index_sum(place: TensorPlace, shape: Sequence[int]) -> int:
 
 
 def ranges(place: TensorPlace) -> list[list[tuple[int, int]]]:
-    """Return, for each dim of the global tensor, the half-open index ranges of `place`, in order."""
+    """Return the half-open index ranges (start, stop) covered by `place`: one list per dim, in the order of `place`."""
     found: list[list[tuple[int, int]]] = []
     for one in place:
         if isinstance(one, slice):

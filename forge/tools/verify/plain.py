@@ -1,9 +1,8 @@
 """The reference: a plain module in one process, without any layout.
 
 The reference computes the whole global batch in one forward, clips with PyTorch's functions, and updates routers with its
-own code. It shares three things with a layout: the model, the optimizer, and the description of parameters read by the
-optimizer (kinds, heads, learning rates and largest logits). Without this description, an optimizer would run another
-algorithm.
+own code. It shares three things with a layout: the model, the optimizer, and the optimizer's description of the parameters
+(kinds, heads, learning rates and largest logits). Without this description, the optimizer would run another algorithm.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
 def _largest_logits(
     model: Transformer, shards: list[Shard], config: Config, device: torch.device
 ) -> LargestLogits | None:
-    """Return the observer of largest attention logits for QK-Clip; None if the optimizer does not bound logits."""
+    """Return an observer of the largest attention logits, for QK-Clip. None if the optimizer does not use QK-Clip."""
     if not bounds_logits(config):
         return None
     alone = one_process(config)
@@ -154,7 +153,7 @@ def _largest_logits(
 def _checkpoint(
     model: Transformer, shards: list[Shard], optimizer: Optimizer
 ) -> dict[str, tuple[Shard, Tensor]]:
-    """Return name -> (shard, values) of all tensors in a checkpoint, named as in forge.train.state.all_tensors."""
+    """Return a dict from name to (shard, values) of all checkpointed tensors, named as in forge.train.state.all_tensors."""
     tensors = {f"model.{shard.name}": (shard, shard.data) for shard in shards}
     for layer, router in model.routers.items():
         for leaf in ("bias", "previous_counts"):
@@ -167,7 +166,7 @@ def _checkpoint(
 def _save(
     folder: str, step: int, model: Transformer, shards: list[Shard], optimizer: Optimizer
 ) -> dict[str, Tensor]:
-    """Write the checkpoint of `step` into `folder`. Return name -> unsharded tensor."""
+    """Write the checkpoint of `step` into `folder`. Return a dict from name to unsharded tensor."""
     saved = _checkpoint(model, shards, optimizer)
     save(folder, step, saved, optimizer)
     wholes = {name: assemble(shard, values) for name, (shard, values) in saved.items()}
@@ -176,7 +175,7 @@ def _save(
 
 
 def _quantile(bins: list[int], share: float) -> float:
-    """Return the interpolated quantile `share` of a histogram, as a number of bins from its left end."""
+    """Return the interpolated quantile of a histogram, in bins from its left end. share: the quantile, 0 to 1."""
     below = 0
     for index, count in enumerate(bins):
         if count and below + count >= share * sum(bins):
@@ -186,7 +185,10 @@ def _quantile(bins: list[int], share: float) -> float:
 
 
 def _move_routers(model: Transformer, valid: Tensor) -> dict[str, Tensor]:
-    """Update the state of every router by one step, expert by expert. Return name -> state, named as in `record_on_rank`."""
+    """Update the state of every router by one step, expert by expert.
+
+    Return a dict from name to state, with the names of `record_on_rank`.
+    """
     moved = {}
     for layer, router in model.routers.items():
         moe, counts = router.config, router.counts.tolist()

@@ -1,4 +1,4 @@
-"""Import every module of forge with installed dependencies. The fork server imports this file before it forks ranks."""
+"""Import every module of forge whose dependencies are installed. The fork server imports this file before it forks ranks."""
 
 import contextlib
 import gc

@@ -51,14 +51,14 @@ def limit_s(world: int) -> float:
 class RankFailed(AssertionError):
     """A rank raised or died. The message has the tracebacks of all failed ranks.
 
-    The base class is AssertionError, so that pytest reports a failed assertion on a rank as a failed assertion of the test.
+    The base class is AssertionError. pytest then reports a failed assertion on a rank as a failed assertion of the test.
     """
 
 
 def run_ranks(
     function: Callable[..., Any], world: int, *arguments: Any, timeout: float = TIMEOUT_S
 ) -> list[Any]:
-    """Return the results of `function(rank, world, *arguments)`, by rank.
+    """Run `function(rank, world, *arguments)` on every rank. Return the results in rank order.
 
     Raises RankFailed if a rank raises, dies, or takes longer than `timeout` seconds. All ranks are then killed.
     """
@@ -83,7 +83,7 @@ def run_ranks(
 
 
 def _search_here_first() -> None:
-    """Put this process's forge first in PYTHONPATH. Without this, the fork server might import an installed forge."""
+    """Put this checkout's folder first in PYTHONPATH. Otherwise the fork server might import an installed forge."""
     here = str(Path(forge.__file__).parent.parent)
     before = os.environ.get("PYTHONPATH", "")
     if before.split(os.pathsep)[0] != here:

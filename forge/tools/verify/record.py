@@ -1,7 +1,7 @@
 """Record a few optimizer steps of a layout, as pieces of tensors on every rank.
 
 The reference (plain.py) makes the same steps on the same batches in one process and records whole tensors. The docstring
-of plain.py lists the code shared by both.
+of plain.py lists the code that a layout shares with the reference.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PLAIN = Twist()
 
 
 def own_optimizer(shards: list[Shard], config: Config, group: Any) -> Optimizer:
-    """Return the optimizer chosen by the configuration. group: its process group."""
+    """Return the optimizer chosen by the configuration. group: the process group over which the optimizer communicates."""
     return build_optimizer(shards, config.optimizer, group)
 
 
@@ -69,10 +69,10 @@ def own_optimizer(shards: list[Shard], config: Config, group: Any) -> Optimizer:
 class Settings:
     """Options of the recorded steps, for every layout and for the reference. Picklable.
 
-    borders: record module inputs and outputs. uneven: exclude different numbers of tokens of each sequence from the loss, so
-    that valid tokens differ between ranks. held_out: evaluate and generate after the first step.
-    own_folder: folder for a checkpoint before the last step; None: no checkpoint. other_folder: folder of another
-    layout's checkpoint; None: no checkpoint. The last step is repeated from each of these checkpoints.
+    borders: record module inputs and outputs. uneven: ignore a different number of labels in each sequence, so that ranks
+    have different numbers of valid tokens. held_out: evaluate and generate after the first step.
+    own_folder: folder in which to save a checkpoint before the last step; None: save none. other_folder: folder of another
+    layout's checkpoint; None: load none. The last step is repeated from each of these checkpoints.
     draw_on_cpu: draw initial values with the CPU's random numbers on any device. patch: called on each rank of a layout
     before anything else, but not in the reference.
     """
@@ -180,7 +180,7 @@ def plans_of(config: Config, steps: int) -> list[StepPlan]:
 
 
 def _drawn_on_cpu(shards: list[Shard], values: dict[str, Any], seed: int) -> None:
-    """Initialise `shards` like `initialize`, but draw on a CPU: a GPU draws other random numbers."""
+    """Initialise `shards` like `initialize`, but with the random numbers of a CPU. A GPU generates other numbers."""
     for shard in shards:
         mine = torch.empty_like(shard.data, device=CPU)
         initialize([replace(shard, parameter=mine)], values, seed)
@@ -235,7 +235,7 @@ def _slots(optimizer: Optimizer) -> dict[TensorKey, list[TensorPiece]]:
 
 
 def _routers(model: ParallelModel, report: RouterReport | None) -> dict[str, Tensor]:
-    """Return name -> local state of the routers, with the names of the reference (`_move_routers` of plain.py)."""
+    """Return a dict from name to local state of the routers, with the reference's names (`_move_routers` of plain.py)."""
     if report is None:
         return {}
     rows = {

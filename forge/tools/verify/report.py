@@ -68,7 +68,7 @@ def summary(report: Report) -> str:
 def precision_table(report: Report, small: Config) -> str:
     """Return a table of each layout's relative differences from one process in float64, by kind of tensor.
 
-    Each layout has two groups of columns: computed in float64, and computed in the configuration's own formats.
+    One group of columns is for the layout computed in float64, the other for the formats of the configuration.
     """
     kinds = ("loss", "output", "gradient", "parameter")
     own = f"{small.precision.compute}, sums in {small.precision.reduce}"
@@ -127,7 +127,7 @@ def _numbers(one: Difference) -> str:
 def last_line(error: str) -> str:
     """Return the last line of the first traceback in `error`, the text of a RankFailed.
 
-    Ranks without a traceback were only waiting for the failed rank. If no rank has a traceback, return the last line of the
+    Ranks without a traceback were waiting for the failed rank. If no rank has a traceback, return the last line of the
     first rank's message.
     """
     ranks = [text for text in re.split(r"^rank \d+: ", error, flags=re.M) if text.strip()]

@@ -38,8 +38,8 @@ Status = Literal["equal", "different", "failed"]
 class Outcome:
     """The result of one layout.
 
-    largest: kind of tensor -> largest relative difference. rounded: as `largest`, for a run in the configuration's own
-    formats; empty unless requested. compared: number of tensors. unplaced: names of tensors excluded from the comparison.
+    largest: kind of tensor -> largest relative difference. rounded: the same for a run in the formats of the configuration;
+    empty unless requested. compared: number of tensors. unplaced: names of tensors excluded from the comparison.
     finding: the origin of the difference; None if equal. other: the layout whose checkpoint was loaded.
     """
 
@@ -65,8 +65,8 @@ class Report:
     """The results of all layouts.
 
     refused: (layout, reason) of layouts refused by the configuration's checks. not_reached: number of requested layouts
-    left when the time was over. worst: the layout with the largest difference. smallest: a reduction of `worst` with fewer
-    degrees and options that still differs or fails.
+    left when the time was over. worst: the layout with the largest difference. smallest: the result of `Verifier.reduce`
+    for `worst`: a layout with fewer degrees and options that still differs or fails.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
@@ -89,9 +89,10 @@ class Report:
 class Verifier:
     """Compare layouts of `config` with one process. The constructor runs the reference in one process.
 
-    config: a small configuration for one process. settings: how to make the steps; its two checkpoint folders are replaced.
-    rounded: the configuration in its own formats instead of float64; if given, its results are also compared with the
-    reference in float64. other: the layout whose checkpoint the next layout loads.
+    config: a small configuration for one process. settings: how to make the steps; both checkpoint folders are replaced
+    with temporary ones. rounded: `config` in its original formats, not in float64; None: skip. If given, each layout also
+    runs in these formats and is compared with the float64 reference. other: the layout whose checkpoint the next layout
+    loads.
 
     Raises RankFailed if the reference fails.
     """
@@ -126,8 +127,8 @@ class Verifier:
     def check(self, case: Case) -> Outcome:
         """Return the result of the legal layout `case`. Repeated calls return the first result.
 
-        The layout also loads another layout's checkpoint: that of the latest multi-process layout with an equal result.
-        Until such a layout exists, the reference's checkpoint is loaded.
+        The layout also loads a checkpoint of another layout: the latest one with several processes and an equal result.
+        Until such a layout exists, it loads the reference's checkpoint.
         """
         if case not in self._known:
             self._known[case] = self._run(case, self.other, keep=True)
@@ -137,7 +138,7 @@ class Verifier:
         return tempfile.mkdtemp(dir=self._home.name)
 
     def _run(self, case: Case, other: Case, keep: bool = False) -> Outcome:
-        """Run the layout `case`, with the checkpoint of the layout `other` to load, and return the result.
+        """Run the layout `case` and return the result. It also loads the checkpoint of the layout `other`.
 
         keep: if nothing differs, keep the checkpoint of `case` for the next layout.
         """
@@ -168,9 +169,9 @@ class Verifier:
         return merge(ranks, self._elements)
 
     def reduce(self, worst: Outcome, time_left: Callable[[], float]) -> Outcome:
-        """Remove options and degrees from the layout of `worst` one by one, as long as the status stays the same.
+        """Remove options and degrees from the layout of `worst` one by one, as long as the layout's status stays the same.
 
-        Return the result of the smallest layout found. Stop early when `time_left()` is not positive.
+        Return the result of the smallest layout found. Stop early when `time_left()`, in seconds, is not positive.
         """
         smallest, other, again = worst, worst.other, True
         loads = worst.finding is not None and worst.finding.difference.kind in ("loaded", "continued")
@@ -205,11 +206,11 @@ def verify(
 ) -> Report:
     """Check the layouts `cases` and return the results. Reduce the worst layout that differs or failed.
 
-    cases: None: the layouts of `systematic`, then `random` further layouts drawn at random. random: None: as many as
-    `seconds` allow. seconds: the time budget. begin: called before each layout with its case and the remaining seconds.
+    cases: None: the layouts of `systematic`, then `random` further layouts drawn at random. random: None: as many as fit
+    into `seconds`. seconds: the time budget. begin: called before each layout with its case and the remaining seconds.
     end: called with the result of each layout.
 
-    After a difference or a failure, no random layouts are checked. The remaining time is for the reduction.
+    After a difference or a failure, no random layouts are checked, so that the remaining time is left for the reduction.
     """
     began = time.monotonic()
 
@@ -270,7 +271,7 @@ def verify_against(
     """Run each of `cases` with this forge and with the forge of `checkout`, and compare the two recordings.
 
     bound: allowed relative difference; 0: bitwise equality. Raises UserError if `checkout` has no forge, or if a run with
-    the forge of `checkout` fails.
+    that forge fails.
     """
     require_checkout(checkout)
     report = Report()
@@ -297,9 +298,9 @@ def _legal(config: Config, cases: Sequence[Case], report: Report) -> Iterator[Ca
 def _plain_on_rank(
     _rank: int, _world: int, text: str, settings: Settings, file: str
 ) -> tuple[list[str], dict]:
-    """Write the reference to `file`. Return the modules in computation order, and the sizes of the reference's tensors.
+    """Run the reference and write it to `file`.
 
-    `merge` needs these sizes.
+    Return the modules in computation order, and the sizes of the reference's tensors for `merge`.
     """
     logging.disable(logging.WARNING)
     reference = record_plain(text, settings)

@@ -75,7 +75,7 @@ def changed(config: Config, keys: Mapping[str, Any]) -> Config:
 
 
 def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
-    """Return the small configuration for one process, and a note for each change beyond sizes, data, formats and layout.
+    """Return the small configuration for one process, and notes on changes other than sizes, data, formats and layout.
 
     exact: True: compute in float64. False: compute in the formats of `config`.
     """
@@ -101,9 +101,9 @@ def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
 
 
 def _bases(config: Config, small: Config) -> dict[str, Any]:
-    """Return the base sizes of mup and completep for `small`, in the same ratio to its sizes as in `config`.
+    """Return base sizes of mup and completep for `small`. The ratio of each base size to its size is the same as in `config`.
 
-    With the unchanged base sizes, rates would be multiplied by base_dim / dim, which amplifies rounding errors.
+    Unchanged base sizes would multiply learning rates by base_dim / dim. This would amplify rounding errors.
     """
     if config.optimizer.parametrization == "standard":
         return {}
@@ -136,7 +136,7 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def steps_through(small: Config) -> int:
-    """Return the number of steps through all phases of a small configuration, plus one step; 0 without phases."""
+    """Return the number of steps through all phases of a small configuration, plus one step. 0 if it has no phases."""
     return Phases(small).steps_to(small.phase[-1].until_tokens) + 1 if small.phase else 0
 
 
@@ -146,7 +146,7 @@ def one_process(config: Config) -> Config:
 
 
 def for_layout(small: Config, degrees: Degrees) -> Config:
-    """Return the small configuration with the degrees `degrees`. Sizes grow until the degrees divide them.
+    """Return the small configuration with the degrees `degrees`. Raise sizes until the degrees divide them.
 
     Raises UserError if no such sizes exist.
     """
@@ -201,8 +201,8 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
 def _whole_blocks(model: ModelConfig, keys: Mapping[str, Any], unit: int) -> dict[str, Any]:
     """Return sizes of heads and feed-forwards such that tensor parallelism splits no float8 block.
 
-    keys: the current sizes. unit: block size of the float8 format times the number of tp ranks. With the returned sizes,
-    `unit` divides every dim split by tensor parallelism.
+    keys: the current sizes. unit: block size of the float8 format times the number of tp ranks. In the returned sizes,
+    `unit` divides every dim that tensor parallelism splits.
     """
     of_head = unit // gcd(unit, keys["model.n_kv_heads"])
     found = {"model.ffn_dim": _multiple(keys["model.ffn_dim"], unit)}
@@ -266,7 +266,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _kinds(model: ModelConfig, layers: int) -> tuple[str, ...]:
-    """Return up to `layers` entries of `model.layer_pattern`, among them every kind of layer if there is room."""
+    """Return up to `layers` entries of `model.layer_pattern`, with at least one of each kind if `layers` is large enough."""
     kinds = model.layer_pattern
     if len(kinds) <= layers:
         return kinds
@@ -326,8 +326,9 @@ def _training(config: Config) -> dict[str, Any]:
 def _phases(config: Config, seq_len: int) -> list[dict[str, Any]]:
     """Return the phases with batch sizes and lengths scaled to the small configuration.
 
-    A phase's value that equals the value outside of phases becomes the small value. A lower value becomes half the
-    small value, a higher value twice the small value. A sequence length is never higher: it must divide train.seq_len.
+    A phase's value becomes the small configuration's value if it equals the value outside of phases. A lower value
+    becomes half of the small value, a higher value twice the small value. A sequence length is never higher: it must
+    divide train.seq_len.
     """
     found = []
     for phase in config.phase:
@@ -346,7 +347,10 @@ def _phases(config: Config, seq_len: int) -> list[dict[str, Any]]:
 
 
 def _let_end(phases: list[dict[str, Any]], batch: int, seq_len: int) -> None:
-    """Set `until_tokens` of each phase, in place: one step, or two with a ramp. batch, seq_len: defaults of phases."""
+    """Set `until_tokens` of each phase, in place: one step, or two with a ramp.
+
+    batch, seq_len: used where a phase sets none.
+    """
     tokens, before = 0, batch
     for phase in phases:
         rows, length = phase.get("global_batch_size", batch), phase.get("seq_len", seq_len)
@@ -370,7 +374,7 @@ def _layout(config: Config) -> dict[str, Any]:
 
 
 def _left_out(config: Config) -> dict[str, Any]:
-    """Return keys that turn off compilation, text samples and features whose results depend on the layout."""
+    """Return overrides that turn off compilation, text samples and features whose results depend on the layout."""
     keys: dict[str, Any] = {"precision.float8": "none"}
     keys |= {"compile.enabled": False, "compile.loss": False, "compile.optimizer": False}
     if config.activation_checkpoint.mode == "memory_budget":
@@ -385,7 +389,7 @@ def _multiple(least: int, unit: int) -> int:
 
 
 def _few(number: int) -> int:
-    """Return a small divisor of `number`: 4 if it divides, else the smallest divisor above 1; 1 for the number 1."""
+    """Return 4 if it divides `number`, otherwise the smallest divisor above 1. For `number` 1, return 1."""
     if number % 4 == 0:
         return 4
     return next((n for n in range(2, number + 1) if number % n == 0), 1)

@@ -5,7 +5,7 @@ masters    [part of numel]       parameters in precision.storage, updated by the
                                  have the same dtype, a view of this rank's part of `compute`
 gradients  [numel], zero2: part  accumulated in float32 at least. Under ddp and zero1, the gradients of the first
                                  microbatch overwrite the buffer, and every `.grad` becomes a view of it. Autograd adds
-                                 later gradients in place (torch.Tensor.grad_dtype). So this buffer is never zeroed
+                                 later gradients in place (torch.Tensor.grad_dtype), so the buffer is never zeroed
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class BucketMemory:
     """Views of one bucket of a buffer.
 
     compute: the whole bucket of weights. own: this rank's part of `compute`. master: this rank's part of the master
-    copies. gradient: the whole bucket of gradients; under zero2, this rank's part. microbatch_groups: under zero2, the
-    groups over which gradients are summed in every microbatch; otherwise empty. shards: the shards stored in `master`.
+    copies. gradient: the whole bucket of gradients; under zero2, this rank's part. shards: the shards stored in `master`.
+    microbatch_groups: under zero2, the groups over which each microbatch's gradients are summed; otherwise empty.
     """
 
     plan: BufferPlan
@@ -82,7 +82,7 @@ class BucketMemory:
 
 
 class Buffer:
-    """Memory for `plan` on `device`, all zeros, with new parameters to replace the model's `originals`.
+    """Memory for `plan` on `device`, all zeros. Its new parameters replace the model's `originals`.
 
     microbatch_groups: groups over which each microbatch's gradients are summed before accumulation; only this rank's
     part of the sum is kept. Empty: gradients are summed once, after all microbatches.

@@ -55,7 +55,7 @@ def gather_parts(whole: Tensor, shard: ProcessGroups) -> Iterator[dist.Work]:
 
 
 class AsyncCollectives:
-    """Collectives to run one after another.
+    """Collectives that run one after another.
 
     On CUDA the constructor enqueues all of them on `stream`, after the work already in the current stream. On the CPU
     (no stream) the constructor starts the first collective; `advance` and `finish` start the others.
@@ -81,7 +81,7 @@ class AsyncCollectives:
             self._work = next(self._collectives, None)
 
     def finish(self) -> None:
-        """Make later computation on this device wait for the results. On the CPU, run the remaining collectives first."""
+        """Make later computation on this device wait for the results. On the CPU, first run the remaining collectives."""
         while self._work is not None:
             self.advance()
         if self._event is not None:

@@ -113,7 +113,7 @@ class Buffered:
         self._reduction.place_gradients()
 
     def start_gradient_sync(self) -> None:
-        """Launch the reductions of the remaining buckets, i.e. of those that backward has not launched."""
+        """Launch the reductions of all buckets that backward has not launched."""
         self._reduction.launch_rest()
 
     def finish_gradient_sync(self) -> None:
@@ -129,13 +129,13 @@ class Buffered:
         self._gathering.after_update(copied)
 
     def finish_parameter_sync(self) -> None:
-        """Gather every compute parameter of the model from the masters."""
+        """Gather every compute parameter of the model from the master copies."""
         self._gathering.finish()
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
-        """Yield fingerprints of the weights used since the last call and of the weights to be used next.
+        """Yield (name, fingerprint, group) of the weights used since the last call, and of the weights to be used next.
 
-        Each is (name, fingerprint, group whose ranks must have equal fingerprints); the fingerprint is an int64 scalar.
+        All ranks of `group` must have the same fingerprint, an int64 scalar.
         """
         self.finish_parameter_sync()
         self._fingerprints.add()
@@ -164,7 +164,10 @@ class Buffered:
 
 
 def _needs(model: Transformer, names: dict[nn.Parameter, str]) -> Iterator[tuple[nn.Module, list[str]]]:
-    """Yield (module, names of the parameters to gather before the module runs), in the order of forward."""
+    """Yield (module, names of parameters), in the order of forward.
+
+    The parameters must be gathered before the module runs.
+    """
     parts = [model.embedding, *model.layers.values(), model.norm, model.head]
     needs = [(part, [names[p] for p in part.parameters()]) for part in parts if part is not None]
     of_parts = {name for _, own in needs for name in own}
@@ -182,9 +185,9 @@ def _replace_parameters(model: nn.Module, new: dict[nn.Parameter, nn.Parameter])
 
 
 def _forbid_moving(model: nn.Module) -> None:
-    """Make `model.to`, `model.load_state_dict` and the like raise RuntimeError.
+    """Make `model.to`, `model.load_state_dict` and similar methods raise RuntimeError.
 
-    Moving or casting would take parameters out of the buffers; loading would bypass the master copies.
+    Moving or casting would take parameters out of the buffers. Loading would bypass the master copies.
     """
 
     def move(*_: Any, **__: Any) -> NoReturn:

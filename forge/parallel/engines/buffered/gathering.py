@@ -20,10 +20,10 @@ from forge.parallel.engines.buffered.layout import PART_ALIGNMENT, round_up
 
 
 class Gathering:
-    """Gathers `buckets`, given in the order of forward.
+    """Gathers `buckets`, given in the order of forward, from the masters (the master copies of the parameters).
 
-    needs: modules of the model, each with the names of the parameters to gather before its forward. overlap: gather
-    during forward; otherwise gather everything, and wait, as soon as the masters have changed.
+    needs: modules of the model, each with the names of the parameters to gather before its forward. overlap: True: gather
+    during forward. False: gather everything and wait, as soon as the masters have changed.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Gathering:
         self._changed, self._begun = True, False
         # Parameters whose compute weights the optimizer has already written.
         self._copied: Collection[Tensor] = ()
-        # Between steps a checkpoint may be loaded into masters. If a bucket's master is a view of `compute`, a running
-        # gather would overwrite the loaded values (gloo writes back the values it has read). So such a gather must
-        # wait for the next forward.
+        # Between steps a checkpoint may be loaded into the master copies. If a bucket's master is a view of `compute`, a
+        # running gather would overwrite the loaded values (gloo writes back the values that it has read). The first
+        # such bucket and all later ones are therefore not gathered before the next forward.
         in_place = [bool(m.plan.groups.shard) and m.master is m.own for m in buckets]
         self._early = in_place.index(True) if True in in_place else len(buckets)
 
@@ -54,7 +54,7 @@ class Gathering:
                 module.register_forward_pre_hook(functools.partial(self._before_forward, last))
 
     def after_update(self, copied: Collection[Tensor]) -> None:
-        """Record that the masters have changed, and launch the first gathers.
+        """Record that the master copies have changed, and launch the first gathers.
 
         copied: parameters whose compute weights the update has already written on this rank.
         """
@@ -69,18 +69,18 @@ class Gathering:
             self.finish()
 
     def wait(self) -> None:
-        """Wait for the running gathers of the current values. Call before writing masters or their copies."""
+        """Wait for the running gathers. Call before writing the master copies or their compute weights."""
         self._wait_for(len(self._launched) - 1)
 
     def finish(self) -> None:
-        """Gather all buckets and wait. Every compute parameter of the model then equals its masters. Collective."""
+        """Gather all buckets and wait. Every compute parameter of the model then equals its master copy. Collective."""
         self._gather(len(self._buckets) - 1)
 
     def _before_forward(self, last: int, _module: nn.Module, _inputs: object) -> None:
         self._gather(last if self._overlap else len(self._buckets) - 1)
 
     def _gather(self, last: int) -> None:
-        """Launch all gathers, and wait for the buckets up to number `last`."""
+        """Launch all gathers. Wait for the buckets 0 to `last`."""
         if self._changed:
             self._restart()
         elif self._arrived > last:
@@ -89,10 +89,10 @@ class Gathering:
         self._wait_for(last)
 
     def _restart(self) -> None:
-        """Copy the masters into this rank's part of each bucket, and mark all buckets to be gathered again.
+        """Copy the master copies into this rank's part of each bucket, and mark all buckets to be gathered again.
 
         A bucket is not copied if its master is a view of the part, or if the optimizer has already written the part.
-        The first call is collective: it broadcasts the masters, so replicas begin equal.
+        The first call is collective: it broadcasts the master copies, so replicas begin equal.
         """
         if not self._begun:
             # Replicas of a part begin with the values of the group's first rank.
@@ -119,10 +119,10 @@ class Gathering:
 
 
 class Fingerprints:
-    """Fingerprints of each step's weights, for checking that ranks have computed with equal weights.
+    """Fingerprints of each step's weights, to check that ranks have computed with equal weights.
 
     A flipped bit in one rank's weights corrupts the gradients of one step. The next gather overwrites the bit, so a
-    comparison of the weights at a save does not see it. Therefore each step adds up the bits of its weights, in one
+    comparison of the weights at a save does not detect it. Therefore each step adds up the bits of its weights, in one
     pass.
     """
 
@@ -148,7 +148,10 @@ class Fingerprints:
             self._sums = self._sums * self.MULTIPLIER + sums
 
     def take(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
-        """Yield (name, fingerprint since the last `take`, group whose ranks should have equal fingerprints)."""
+        """Yield (name, fingerprint of all steps since the last `take`, group).
+
+        Ranks of a group should have equal fingerprints.
+        """
         sums, self._sums = self._sums, 0
         for number, (name, _, group) in enumerate(self._weights):
             assert isinstance(sums, Tensor), "nothing was added"

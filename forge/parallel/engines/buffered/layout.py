@@ -24,7 +24,7 @@ PART_ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class BufferItem:
-    """A parameter to place in the buffer. alone: give the parameter a bucket of its own."""
+    """A parameter to place in the buffer. alone: True to give the parameter a bucket of its own."""
 
     name: str
     numel: int
@@ -58,10 +58,10 @@ class Bucket:
         return self.start + self.numel
 
     def kept(self, slot: Slot, part: int) -> tuple[int, int, int]:
-        """Return (start, stop, at) for the rank with part number `part` of the bucket.
+        """Return (start, stop, at): the elements of `slot` on the rank with part number `part` of the bucket.
 
-        The rank keeps elements [start, stop) of the flattened parameter in `slot`. These elements begin at element `at`
-        of the rank's part of the bucket. (0, 0, 0): the rank keeps none.
+        The rank holds elements [start, stop) of the flattened parameter. They begin at element `at` of the rank's part of
+        the bucket. (0, 0, 0): the rank holds none.
         """
         begin = self.start + part * self.part_numel
         start, stop = max(slot.start, begin), min(slot.stop, begin + self.part_numel)
@@ -69,7 +69,10 @@ class Bucket:
 
 
 def lay_out(items: Sequence[BufferItem], *, parts: int, bucket_numel: int) -> tuple[Bucket, ...]:
-    """Lay out `items` in order. A bucket is closed once it holds `bucket_numel` elements; 0: one bucket for all."""
+    """Lay out `items` in order. A bucket is closed when it has `bucket_numel` elements or more; 0: one bucket for all.
+
+    parts: number of ranks that share a bucket.
+    """
     buckets: list[Bucket] = []
     start = 0
     for group in _divide(items, bucket_numel):
@@ -93,11 +96,10 @@ def default_bucket_numel(ranks: int) -> int:
 
 
 def slice_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield boxes that cover elements [start, stop) of a row-major tensor of `shape`.
+    """Yield boxes that cover elements [start, stop) of a row-major tensor of `shape`, in row-major order.
 
-    There are at most 2 * ndim - 1 boxes, in row-major order.
-
-    All whole rows form one box. The partial row before them and the partial row after them are cut recursively.
+    All whole rows form one box. The partial rows before and after them are cut recursively. There are at most
+    2 * ndim - 1 boxes.
     """
     if start >= stop:
         return
@@ -144,5 +146,5 @@ def _divide(items: Sequence[BufferItem], bucket_numel: int) -> Iterator[list[Buf
 
 
 def round_up(number: int, unit: int) -> int:
-    """Return the next multiple of `unit`."""
+    """Return the smallest multiple of `unit` that is at least `number`."""
     return -(-number // unit) * unit

@@ -25,8 +25,8 @@ class Groups:
 
     Groups of one rank are left out. shard: groups over which gradients and optimizer state are sharded, outermost
     first. shard_axes: the mesh axis of each such group. replicate: groups of ranks with replicas of a shard.
-    replicate_axes: the mesh axes of these groups. same_weights: ranks with equal compute weights; may be this rank
-    only.
+    replicate_axes: the mesh axes of these groups. same_weights: group of ranks with equal compute weights; it may have only
+    this rank.
     """
 
     shard: tuple[dist.ProcessGroup, ...]
@@ -59,8 +59,8 @@ class Groups:
 class Formats:
     """The dtypes of a buffer's tensors.
 
-    compute: the model's weights. storage: the masters. gradient: gradients accumulated over microbatches. reduce:
-    gradients in collectives.
+    compute: the model's weights. storage: the master copies. gradient: gradients accumulated over microbatches.
+    reduce: gradients in collectives.
     """
 
     compute: torch.dtype
@@ -137,13 +137,13 @@ def _formats_of(parameter: nn.Parameter, compute: torch.dtype, layout: Layout) -
     `compute`.
     """
     reduce = layout.reduce
-    if compute != layout.compute:  # pinned
+    if compute != layout.compute:  # pinned to a wider dtype
         reduce = torch.promote_types(reduce, compute)
     return Formats(compute, parameter.dtype, torch.promote_types(promoted(compute), reduce), reduce)
 
 
 def _slot_numel(parameter: nn.Parameter) -> int:
-    """Return the largest number of elements of the parameter that a tensor-parallel rank holds.
+    """Return the largest number of elements of the parameter on any tensor-parallel rank.
 
     Slots of this size give all ranks the same layout. With different layouts, tensor-parallel ranks would keep
     different elements of a replicated parameter.

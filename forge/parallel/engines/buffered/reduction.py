@@ -1,8 +1,8 @@
 """Sum gradients over ranks, bucket by bucket, while backward runs.
 
 A hook on every parameter reports its gradient. A bucket is launched once all of its gradients have arrived and all
-earlier buckets have been launched. So all ranks issue collectives in the same order, whatever order backward computes
-gradients in.
+earlier buckets have been launched. All ranks therefore issue collectives in the same order, for any order in which
+backward computes gradients.
 
 No hook reports the gradients of unused parameters, nor weight gradients computed separately by a pipeline schedule.
 Both are collected after backward, when the remaining buckets are launched.
@@ -79,9 +79,9 @@ class BucketGradients:
             placed.parameter.grad = placed.gradient
 
     def place_all(self) -> None:
-        """Move all gradients of the step's first backward into the buffer, with zeros for missing gradients.
+        """In the step's first backward, move all gradients into the buffer, with zeros for missing gradients.
 
-        Has no effect in later backwards of the step, and none under zero2.
+        Do nothing in later backwards of the step, and under zero2.
         """
         if self.collected or not self._empty:
             return
@@ -123,13 +123,13 @@ class BucketGradients:
                     self.sent(placed).zero_()
 
     def sent(self, placed: PlacedParameter) -> Tensor:
-        """Return the parameter's slot in the temporary bucket (zero2) or in the gradient buffer: `[numel]`."""
+        """Return the parameter's slot, `[numel]`: in the temporary bucket (zero2) or in the gradient buffer (ddp, zero1)."""
         bucket = self.temporary if self.collected else self.memory.gradient
         assert bucket is not None
         return bucket[placed.slot.start - self.memory.bucket.start :][: placed.numel]
 
     def collectives(self, *, last: bool) -> Iterator[dist.Work]:
-        """Yield the collectives that sum the bucket over ranks. last: this is the step's last backward."""
+        """Yield the collectives that sum the bucket over ranks. last: True in the step's last backward."""
         groups, kept, temporary = self.memory.plan.groups, self.memory.gradient, self.temporary
         if temporary is None:
             yield from sum_to_parts(kept, groups.shard, groups.replicate)
@@ -313,8 +313,8 @@ class Reduction:
 class GradientCheck:
     """`parallel.check_gradients`: check each bucket's gradients before they are summed over ranks.
 
-    finite: raise UserError (exit 1), naming parameter and rank, if a gradient is NaN or infinite. plausible: raise
-    UserError also if a bucket's norm exceeds IMPLAUSIBLE times its largest norm so far. Synchronises with the device at
+    finite: raise UserError (exit 1), naming parameter and rank, if a gradient is NaN or infinite. plausible: also raise
+    UserError if a bucket's norm exceeds IMPLAUSIBLE times its largest norm so far. Synchronises with the device at
     every bucket.
     """
 
