@@ -54,9 +54,8 @@ def times_of(action: Callable[[], Any], device: torch.device) -> tuple[list[tupl
     """
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
-        activities = [
-            ProfilerActivity.CUDA
-        ]  # record only kernels, because recording operators would slow the host down
+        # Record only kernels, because recording operators would slow the host down.
+        activities = [ProfilerActivity.CUDA]
     with profile(activities=activities) as profiler:
         action()
         synchronize(device)
