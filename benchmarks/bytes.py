@@ -3,9 +3,9 @@
     python benchmarks/bytes.py                                    every engine and precision on one process and two; a minute
     python benchmarks/bytes.py --worlds 1 --only bfloat16
 
-A dispatch mode sees every operator of a real step with two microbatches, and counts each tensor read or written by the
-operator once. A compiled function counts as one operator; it is traced, not compiled. Nothing is timed, because the
-small model stays in a CPU's caches. Prints the table and writes it, with date, versions and settings, to
+A dispatch mode sees every operator of a real step with two microbatches. It counts each tensor read or written by the
+operator once. A compiled function counts as one operator. The function is traced, not compiled. The script times nothing,
+because the small model stays in a CPU's caches. Prints the table and writes it, with date, versions and settings, to
 benchmarks/results/. Other --section.key=value options override the config.
 """
 
@@ -56,7 +56,7 @@ PRECISIONS = {
         "--optimizer.moment_dtype=bfloat16",
     ),
 }
-# Few tokens: the counts do not depend on them, and many CPUs multiply slowly in bfloat16.
+# Few tokens, because the counts do not depend on their number, and many CPUs multiply slowly in bfloat16.
 SHAPE = (
     "--model.n_layers=1",
     "--model.dim=512",
@@ -75,7 +75,7 @@ ACCUMULATION = ("first microbatch", "each other")
 
 
 class Traffic(TorchDispatchMode):
-    """Dispatch mode; counts bytes by `part` of the step and by operator, without collectives.
+    """A dispatch mode that counts bytes by `part` of the step and by operator, without collectives.
 
     masters: storages of the float32 parameters that fsdp2 gathers.
 
@@ -116,7 +116,7 @@ class Traffic(TorchDispatchMode):
         return result
 
     def count_as(self, part: str, of: Any, method: str) -> None:
-        """Wrap `of.method`: after each of its calls begins, operators count as `part` of the step."""
+        """Wrap `of.method`. From the start of each of its calls, operators count as `part` of the step."""
         call = getattr(of, method)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
 
 def _rows(device: torch.device, given: argparse.Namespace, overrides: list[str]) -> list[Row]:
     world, rows = dist.get_world_size(), []
-    # In one process zero1, zero2 and ddp hold the same memory, so only fsdp2 and zero1 are measured.
+    # In one process, zero1, zero2 and ddp use the same memory, so only fsdp2 and zero1 are measured.
     for engine in ENGINES if world > 1 else ENGINES[:2]:
         for precision, options in PRECISIONS.items():
             for compiled in (False, True):

@@ -3,11 +3,11 @@
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --config 160m.toml --folder /mnt/disk
 
-Two measurements alternate: plain steps, and a save followed by steps until the checkpoint is on disk. `beyond the wait`
-is the cost of background writing: the extra time of the steps during a save, compared with the plain steps before and
-after. It does not include the call of save(). This cost is small if training leaves a core free, as on a GPU host; to
-see this on two cores, set OMP_NUM_THREADS=1. A resume verifies every checksum and loads the checkpoint. The table
-compares the time of a resume with the time of a bare read of the same files.
+Two measurements alternate. One has plain steps. The other has a save, followed by steps until the checkpoint is on disk.
+`beyond the wait` is the cost of background writing: the extra time of the steps during a save, compared with the plain
+steps before and after. It excludes the call of save(). If training leaves a core free, as on a GPU host, this cost is
+small. To see this on two cores, set OMP_NUM_THREADS=1. A resume verifies every checksum and loads the checkpoint. The
+table compares the time of a resume with the time of a bare read of the same files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from scripts.options import exit_code_of, positive
 
 @dataclass(frozen=True)
 class Save:
-    """Times of one save and of the steps meanwhile.
+    """Times of one save and of the steps during the save.
 
     blocked: seconds spent in save(). until_on_disk: seconds until the checkpoint was on disk. steps: number of training
     steps made while the checkpoint was written. stepping: seconds of these steps.
@@ -78,7 +78,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
                 saves.append(_with_save(loop, device))
                 plain.append(_mean_step(loop, given.steps, device))
             require_learning(mode, loop.losses())
-            # Compared with the plain steps before and after: slow and fast phases of the machine cancel.
+            # Compare with the plain steps before and after, so that slow and fast phases of the machine cancel.
             usual = [(before + after) / 2 for before, after in pairwise(plain)]
             step = Spread.of(plain)
             beyond = [save.stepping - save.steps * step_s for save, step_s in zip(saves, usual, strict=True)]
@@ -125,7 +125,7 @@ def _with_save(loop: ForgeLoop, device: torch.device) -> Save:
 
 
 def _resume(loop: ForgeLoop, rounds: int) -> dict[str, Any]:
-    """Time resumes from the newest checkpoint and bare reads of its files, alternating, all with a cold page cache."""
+    """Time resumes from the newest checkpoint and bare reads of its files, in turns, with a cold page cache."""
     checkpoints = loop.checkpoints
     step = checkpoints.latest(verify=False)
     assert step is not None

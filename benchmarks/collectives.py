@@ -1,4 +1,4 @@
-"""A recorder of the collectives issued by a piece of code, with their sizes. Tests use it to find redundant gathers."""
+"""A recorder of the collectives and their sizes in a piece of code. Tests use it to find redundant gathers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from forge.tools.plan.collectives import collective_of
 
 
 class Collectives(TorchDispatchMode):
-    """Context manager; records `calls`, in order of issue, as (name, bytes of the largest tensor of the call).
+    """A context manager that records `calls`, in order of issue, as (name, bytes of the largest tensor of the call).
 
-    Replaces PyTorch's CommDebugMode, whose module hooks fail in a second step with FSDP2. Names are those of
-    forge/tools/plan/collectives.py; other collectives keep the operator's name.
+    Replaces PyTorch's CommDebugMode, whose module hooks fail in a second step with FSDP2. forge/tools/plan/collectives.py
+    gives the names. Collectives missing there keep the operator's name.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def number(self) -> dict[str, int]:
-        """Return collective's name -> number of calls."""
+        """Return the number of calls by name of the collective."""
         return dict(Counter(name for name, _ in self.calls))
 
     def sizes(self, name: str) -> list[int]:
@@ -42,7 +42,7 @@ class Collectives(TorchDispatchMode):
 
 
 def collectives_of(action: Callable[[], Any]) -> Collectives:
-    """Call `action`. Return the collectives issued meanwhile."""
+    """Call `action`. Return its collectives."""
     with Collectives() as collectives:
         action()
     return collectives

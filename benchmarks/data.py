@@ -1,10 +1,10 @@
-"""The loader's sequences per second, with cold and with warm files, against a bare read of mapped memory.
+"""The loader's sequences per second, compared with a bare read of mapped memory, for cold and for warm files.
 
     python benchmarks/data.py
     python benchmarks/data.py --dataset data/python/train --seq-len 2048
 
-Without --dataset, a dataset of random ids is written to a temporary folder (--megabytes). All contenders read equally many
-different sequences in random order, and make int64 inputs and labels from them.
+Without --dataset, the script writes a dataset of random ids to a temporary folder (size: --megabytes). All contenders read
+the same number of sequences in random order, each sequence once, and make int64 inputs and labels from them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> None:
-    """Measure the contenders in turns, each with cold files and with warm ones; print and write the table."""
+    """Measure the contenders in turns, with cold files and with warm files; print and write the table."""
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         _measure(given, given.dataset or write_dataset(Path(folder) / "dataset", given.megabytes))
 
@@ -135,7 +135,7 @@ def _after(prepare: Callable[[], None], action: Callable[[], None]) -> float:
 
 
 def _bare(path: Path, given: argparse.Namespace, batches: int) -> None:
-    """Read `batches` batches from one mapped shard, sequences in random order, each batch as a new tensor."""
+    """Read `batches` batches of sequences in random order from one mapped shard. Each batch is a new tensor."""
     index = TokenDataset(path).index
     tokens = np.memmap(path / index.shards[0].token_file.name, index.token_dtype, mode="r")
     order = np.random.default_rng(0).permutation((len(tokens) - 1) // given.seq_len)

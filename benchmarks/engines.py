@@ -46,7 +46,8 @@ from scripts.options import exit_code_of, positive
 
 ENGINES = ("fsdp2", "zero2", "zero1", "ddp")
 MIB = 2**20
-# (ranks, microbatches per step, engine) -> least ratio of speed to fsdp2's, on the CPU with the settings below.
+# (ranks, microbatches per step, engine) -> smallest accepted ratio of the engine's speed to that of fsdp2, on a CPU with the
+# settings below.
 BARS = {(2, 4, "zero1"): 1.15}
 SHAPE = ("--model.n_layers=12", "--train.seq_len=128", "--train.micro_batch_size=1", "--optimizer.lr=1e-3")
 

@@ -11,9 +11,9 @@
     bare  a plain PyTorch loop with equal model, microbatches and state
     hf    transformers' Llama in the bare loop
 
-Each row is planned first, and skipped if its memory does not fit. Each row runs in its own process, so a crash costs one
-row. A row trains a fresh model on learnable data, and is refused if its loss does not fall. After each row, the table is
-printed and written to benchmarks/results/ with the results of the tests.
+The script first plans each row, and skips the row if its memory does not fit. Each row runs in its own process, so a crash
+costs one row. A row trains a fresh model on learnable data. If the loss does not fall, the script refuses the row. After
+each row, the script prints the table, and writes it to benchmarks/results/ with the results of the tests.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ OPTIONS = {
     "float8 rowwise": ("--precision.float8=rowwise",),
     "float8 tensorwise": ("--precision.float8=tensorwise",),
 }
-# In the order of measurement: the last rows are missing when time runs out. Rows fitting 80 GB come first.
+# In the order of measurement. If time runs out, the last rows are missing. Rows that fit into 80 GB come first.
 ROWS = (
     "1b B 2x4, compile",
     "1b A 2x4, compile",
@@ -107,7 +107,7 @@ ROWS = (
 # Bytes of a logit in a bare loop's backward: log-probability and gradient in float32, and four of copies. forge's loss
 # works in chunks.
 BARE_LOGIT = 12
-# Each row sets compilation and recomputation, overriding the config's choice for its GPUs.
+# Each row sets compilation and recomputation. This overrides the config's choice for its GPUs.
 COMMON = (
     "--compile.enabled=false",
     "--compile.loss=false",
@@ -187,7 +187,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> list[Row]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = environment(device) | {"settings": _settings(given, device)}
     results: dict[str, Any] = {}
-    # A plan takes seconds of one core: plans are made in parallel with the tests and earlier rows.
+    # A plan takes seconds of one core, so plans are made in parallel with the tests and earlier rows.
     hardware, planner = this_gpu(), ThreadPoolExecutor(1)
     plans = {name: planner.submit(plan_of, name, given, overrides, hardware) for name in names if hardware}
     if not (given.tiny or given.only):
@@ -388,8 +388,8 @@ def _measure(name: str, config: Config, given: argparse.Namespace, device: torch
         allocated_gib=torch.cuda.max_memory_allocated(device) / GIB,
         reserved_gib=torch.cuda.max_memory_reserved(device) / GIB,
         launches=launches,
-        # The step time is unprofiled: profiling lengthens steps but not kernels. Overlapping kernels count twice, so kernel
-        # time may exceed the step time.
+        # The step time is from unprofiled steps, because profiling lengthens steps but not kernels. Overlapping kernels
+        # count twice, so kernel time may exceed the step time.
         idle=max(0.0, 1 - busy_s / Spread.of(seconds[name]).median),
     )
 

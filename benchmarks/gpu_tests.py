@@ -1,4 +1,4 @@
-"""The tests marked `gpu`, run before a GPU benchmark; their outcomes go to the results file."""
+"""Run the tests marked `gpu` before a GPU benchmark, for the benchmark's results file."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def run_tests(seconds: float, folders: tuple[str, ...] = FOLDERS) -> dict[str, A
 
 
 def summary(tests: dict[str, Any]) -> str:
-    """Return a line with counts, seconds and how the tests ended, then a line for each failure."""
+    """Return a line with counts, seconds and the end of the tests, then a line for each failure."""
     counts = ", ".join(f"{tests['counts'].get(word, 0)} {word}" for word in OUTCOMES)
     return "\n".join([f"tests: {counts} in {tests['seconds']:.0f} s, {tests['ended']}", *tests["failures"]])

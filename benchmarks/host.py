@@ -1,9 +1,9 @@
-"""Host time of a step: forge against a bare PyTorch loop with forge's modules, on a very narrow model.
+"""Host time of a step: forge compared with a bare PyTorch loop of forge's modules, on a very narrow model.
 
     python benchmarks/host.py
 
-The model has 32 layers of width 16. Its operators have almost nothing to compute, so Python and PyTorch's launches take
-the whole step. Runs with one process and with two; with two, the bare loop applies fully_shard to each layer. Prints the
+The model has 32 layers of width 16. Its operators compute almost nothing, so Python and PyTorch's launches take the whole
+step. Runs with one process and with two. With two processes, the bare loop applies fully_shard to each layer. Prints the
 table and writes it, with date, versions and settings, to benchmarks/results/. Other --section.key=value options override
 the config.
 """
@@ -36,7 +36,7 @@ NARROW = (
     "--optimizer.lr=1e-2",
     "--precision.compute=float32",
 )
-# (processes, engine) -> largest allowed ratio of forge's step time to the bare loop's with as many processes.
+# (processes, engine) -> largest accepted ratio of forge's step time to that of the bare loop with as many processes.
 BARS = {(1, "fsdp2"): 1.10, (2, "fsdp2"): 1.15, (2, "zero1"): 1.0}
 BARE = "bare"
 

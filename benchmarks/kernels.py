@@ -1,4 +1,4 @@
-"""A step's kernel time in matrix products, in attention and in all other kernels, by name in the profiler's trace."""
+"""Kernel time of a step in matrix products, in attention and in other kernels, by kernel names in the profiler's trace."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kind_of(name: str) -> str:
 
 
 def shares(times: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Return kind -> share of the summed time, from (name, time). The shares add up to 1."""
+    """Return the share of the summed time by kind, from (name, time). The shares add up to 1."""
     totals = {"products": 0.0, "attention": 0.0, "other": 0.0}
     for name, seconds in times:
         totals[kind_of(name)] += seconds
@@ -54,7 +54,8 @@ def times_of(action: Callable[[], Any], device: torch.device) -> tuple[list[tupl
     """
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
-        activities = [ProfilerActivity.CUDA]  # only kernels: recording operators would slow the host down
+        # Record only kernels, because recording operators would slow the host down.
+        activities = [ProfilerActivity.CUDA]
     with profile(activities=activities) as profiler:
         action()
         synchronize(device)

@@ -1,4 +1,4 @@
-"""The contenders: forge's own training step, the plain PyTorch loop of the same model, and transformers' Llama."""
+"""The contenders: forge's own training step, a plain PyTorch loop of the same model, and transformers' Llama."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from forge.runtime.world import World, join, read_world
 from forge.shard import Shard
 from forge.train.trainer import Trainer
 
-# Learnable data without a file. No schedule: the loss falls within a few steps. No pauses for saves or evaluation.
+# Learnable data without a file. No schedule, so that the loss falls within a few steps. No pauses for saves or evaluation.
 LEARNABLE = (
     '--data.sources=[{path="synthetic",weight=1.0}]',
     "--data.validation=[]",
@@ -269,7 +269,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def why_no_bfloat16(device: torch.device) -> str | None:
-    """Return why a step in bfloat16 would take minutes on `device`; None if bfloat16 is fast."""
+    """Return the reason for slow bfloat16 (minutes per step) on `device`; None if bfloat16 is fast."""
     if device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
     return (
@@ -278,7 +278,7 @@ def why_no_bfloat16(device: torch.device) -> str | None:
 
 
 def why_no_llama() -> str | None:
-    """Return why transformers' Llama cannot take part; None if it can."""
+    """Return the reason to leave out transformers' Llama; None if it can take part."""
     return None if find_spec("transformers") else "transformers is not installed"
 
 
@@ -300,7 +300,7 @@ def make_batches(config: Config, count: int, device: torch.device) -> list[Batch
 def compare(
     make: Callable[[Path], list[Contender]], given: argparse.Namespace, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Measure the contenders of `make(folder)` in turns; return a row for each, fit for JSON. Collective.
+    """Measure the contenders of `make(folder)` in turns; return a row of JSON values for each. Collective.
 
     A row has the seconds per step of each round, the losses, the tokens per step, and the seconds per step at the
     device's peak FLOP/s (None if the peak is unknown). Raises UserError if a contender's loss does not fall.

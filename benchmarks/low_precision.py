@@ -1,13 +1,14 @@
-"""Effect of each float8 recipe on training, emulated: final loss, gradient noise, and a layer with an outlier channel.
+"""Effect of each emulated float8 recipe on training: final loss, gradient noise, and a layer with an outlier channel.
 
     python benchmarks/low_precision.py                                     after `make data`; days on two CPU cores
     python benchmarks/low_precision.py --small --compute float32            smaller models, four hours of one core
     python benchmarks/low_precision.py --only mxfp8 --models dense         a part
 
-Whole runs of train.py, one after another, seed by seed. A finished run is a line of OUTPUT/low_precision-runs.jsonl and is
-not repeated. All recipes of a seed share initial weights and batches, so losses are compared pairwise. The table has the
-mean difference over seeds with the half-width of its 95 % interval by Student's t. --compute is the format around the
-float8 products; bfloat16, as on a GPU, is slow on most CPUs. An emulation says nothing about speed.
+Makes whole runs of train.py, one after another, seed by seed. A finished run is a line of OUTPUT/low_precision-runs.jsonl
+and is not repeated. All recipes of a seed share initial weights and batches, so losses are compared pairwise. The table has
+the mean difference over seeds, and the half-width of its 95 % interval by Student's t. --compute is the format of
+computations outside the float8 products. bfloat16, the format on a GPU, is slow on most CPUs. An emulation says nothing
+about speed.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _trained(given: argparse.Namespace, overrides: list[str]) -> list[Run]:
-    """Return the requested runs. Runs missing in the file of runs are trained and appended to the file."""
+    """Return the requested runs. Train runs that are missing in the file of runs, and append them to the file."""
     file: Path = given.output / "low_precision-runs.jsonl"
     done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     found: list[Run] = []
@@ -120,7 +121,7 @@ def _trained(given: argparse.Namespace, overrides: list[str]) -> list[Run]:
 
 
 def _fingerprints(config: str, options: list[str]) -> Any:
-    """Return the dataset fingerprints of a run with these options, in the types that JSON returns, for comparison."""
+    """Return the dataset fingerprints of a run with these options, with JSON's types, for comparison."""
     dataset = build_dataset(load_config(["--config", config, *options]))
     return json.loads(json.dumps(input_fingerprints(dataset, None)))
 
@@ -182,8 +183,8 @@ def _noise_table(found: dict[str, dict[str, dict[str, float]]]) -> str:
 def outliers(dim: int, tokens: int) -> dict[str, dict[str, dict[str, float]]]:
     """Return the signal-to-noise ratios, dB, of a linear layer's output and gradients, by size of an outlier channel.
 
-    One of the `dim` input features is multiplied by the size; the reference is float64. The outlier's weight column is
-    zero: otherwise the outlier's part of the output would hide the error.
+    One of the `dim` input features is multiplied by the size. The reference is float64. The outlier's weight column is
+    zero. Otherwise the outlier's part of the output would hide the error.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, tokens, dim, generator=generator)

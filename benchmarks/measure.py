@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: options, interleaved measurement, a check for learning, and results files."""
+"""Shared by all benchmarks: options, measurement in turns, a check that the loss falls, and results files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKAGES = ("torch", "transformers", "torchao", "numpy", "triton")
 # Nats by which the loss must fall. On the synthetic stream it starts at ln(vocab_size) and is far lower after ten
 # steps; batches differ by a few hundredths.
 LEAST_GAIN = 0.2
-# Load of other work per core, above which no timing is published.
+# Largest load of other work per core for a published timing.
 MAX_LOAD = 0.25
 
 
@@ -110,10 +110,10 @@ def take_turns(
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Return name -> seconds of `clock` per step in each round.
+    """Return, by contender, the seconds of `clock` per step in each round.
 
-    In a round every contender takes `steps` steps. The starting contender changes from round to round, so drift of the
-    machine's speed falls on all equally. Before the first round, each contender takes `warmup` steps.
+    In a round every contender takes `steps` steps. Another contender starts in each round, so a drift of the machine's
+    speed affects all contenders equally. Before the first round, each contender takes `warmup` steps.
     """
     for contender in contenders:
         for _ in range(warmup):
@@ -139,7 +139,7 @@ def ratio(base: Sequence[float], mine: Sequence[float]) -> Spread:
 def require_learning(name: str, losses: Sequence[float], least_gain: float = LEAST_GAIN) -> None:
     """Raise UserError (exit 1) unless the loss fell by `least_gain` nats: a speed without learning means nothing."""
     last = statistics.fmean(losses[-max(1, len(losses) // 4) :]) if losses else float("nan")
-    if len(losses) < 2 or not losses[0] - last >= least_gain:  # written so as to refuse NaN, too
+    if len(losses) < 2 or not losses[0] - last >= least_gain:  # this form also refuses NaN
         raise UserError(
             f"{name}: its loss did not fall by {least_gain} nats on learnable data (it went from "
             f"{losses[0] if losses else float('nan'):.3f} to {last:.3f}); nothing is reported of a model that does "
@@ -213,7 +213,7 @@ def publish(
 
 
 def require_publishable(folder: Path, about: dict[str, Any], *, timed: bool) -> None:
-    """Raise UserError (exit 1) if `folder` is that of published results and `publish` would refuse. Call before long work."""
+    """Raise UserError (exit 1) if `folder` has published results and `publish` would refuse. Call before long work."""
     if folder.resolve() == RESULTS:
         commit = about["versions"]["forge"] or ""
         if timed and is_busy(about):
@@ -246,7 +246,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def against_bar(bar: float | None, found: Spread | float) -> str:
-    """Compare a measurement with its bar, a minimum: met, missed, or undecided if the measured range includes the bar."""
+    """Compare a measurement with its bar, a minimum. Return met, missed, or undecided if the range includes the bar."""
     if bar is None:
         return ""
     low, high = (found.low, found.high) if isinstance(found, Spread) else (found, found)

@@ -1,4 +1,4 @@
-"""A mixture of experts against a dense model with as many active parameters, and against padded experts.
+"""A mixture of experts, compared with a dense model with as many active parameters, and with padded experts.
 
     python benchmarks/moe.py                     32 experts, 4 per token; on the CPU or on the first GPU
     python benchmarks/moe.py --experts 8 --top-k 2 --train.micro_batch_size=4
@@ -46,14 +46,14 @@ from scripts.options import exit_code_of, positive
 DENSE, MOE, PADDED = "dense, as many active parameters", "experts", "experts, padded"
 SKEWED, PADDED_SKEWED = "experts, skewed load", "experts, padded, skewed load"
 BASES = {DENSE: DENSE, MOE: DENSE, PADDED: MOE, SKEWED: PADDED_SKEWED, PADDED_SKEWED: PADDED_SKEWED}
-# Row -> least ratio of its speed to that of its base, at the default size on a CPU.
+# Row -> smallest accepted ratio of the row's speed to that of its base, at the default size on a CPU.
 BARS = {MOE: 0.6, SKEWED: 1.5}
 # A microbatch large enough for 256 rows per expert on average, at the default size.
 SIZE = ("--train.micro_batch_size=8",)
 
 
 def padded(experts: Experts, rows: Tensor, groups: RowGroups) -> Tensor:
-    """Do `Experts.forward` with batched matrix products, every expert's rows padded to the largest number of rows.
+    """Compute `Experts.forward` by batched matrix products, with every expert's rows padded to the largest number of rows.
 
     Synchronises with the device, because the host reads the largest number.
     """
@@ -68,9 +68,9 @@ def padded(experts: Experts, rows: Tensor, groups: RowGroups) -> Tensor:
 
 
 class ExpertsLoop(ForgeLoop):
-    """forge's step on a mixture of experts with random routing: a token draws expert i with weight i^-skew.
+    """forge's step on a mixture of experts with random routing. A token draws expert i with weight i^-skew.
 
-    Every contender thus has an equal load from the first step, independent of the router. pad: use `padded`.
+    Every contender thus has the same load from the first step, independent of the router. pad: use `padded`.
     """
 
     def __init__(self, name: str, config: Config, folder: Path, pad: bool, skew: float):

@@ -1,11 +1,12 @@
-"""The cost of monitors: the extra time of a monitored step, and the mean extra time with every tenth step monitored.
+"""The cost of monitors: extra time of a step with monitors, and mean extra time if every tenth step has monitors.
 
     python benchmarks/monitors.py                          debug.toml
     python benchmarks/monitors.py --config moe_debug.toml
 
-Two runs alternate in one process: one monitors every step, the other none. Their losses are equal. On a CPU the time is
-processor time, not lengthened by other work on the machine. The operators of a step are counted, too. Prints the table and
-writes it, with date, versions and settings, to benchmarks/results/. Other --section.key=value options override the config.
+Two runs alternate in one process. One monitors every step, the other no step. Their losses are equal. On a CPU the script
+measures processor time, which other work on the machine does not lengthen. It also counts the operators of a step. Prints
+the table and writes it, with date, versions and settings, to benchmarks/results/. Other --section.key=value options
+override the config.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from benchmarks.measure import (
 from forge.runtime.errors import FAILED, UserError
 from scripts.options import exit_code_of
 
-# Largest allowed share of monitors in the time of all steps, with every tenth step monitored.
+# Largest accepted share of monitors in the time of all steps, if every tenth step has monitors.
 INTERVAL, BAR = 10, 0.01
 
 
 class Operators(TorchDispatchMode):
-    """Dispatch mode; counts operators."""
+    """A dispatch mode that counts operators."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,9 +4,9 @@
     python benchmarks/optimizers.py --worlds 2 --parallel.data_parallel=zero1
     python benchmarks/optimizers.py --worlds 4 --parallel.tp=2
 
-All optimizers of one row run in turns in the same processes. Rows of one process also have PyTorch's Muon, twice: as
-shipped, with bfloat16 iterations (dense model only), and with float32 iterations. Each expert is a separate parameter of
-PyTorch's Muon. Prints the table and writes it, with date, versions and settings, to benchmarks/results/. Other
+All optimizers of one row run in turns in the same processes. Rows of one process also have PyTorch's Muon twice: unchanged,
+with bfloat16 iterations (dense model only), and with float32 iterations. PyTorch's Muon has a separate parameter for each
+expert. Prints the table and writes it, with date, versions and settings, to benchmarks/results/. Other
 --section.key=value options override the config.
 """
 
@@ -48,7 +48,8 @@ OPTIMIZERS = {
 }
 TORCH, TORCH_FLOAT32 = "torch.optim.Muon", "torch.optim.Muon, float32"
 MIB = 2**20
-# Least ratio of the update time of PyTorch's Muon to forge's Muon, in one process on a CPU, both with float32 iterations.
+# Smallest accepted ratio of the update time of PyTorch's Muon to that of forge's Muon. For one process on a CPU, both with
+# float32 iterations.
 BAR = 1.0
 
 
@@ -158,7 +159,7 @@ def _ours(config: Config, device: torch.device) -> Callable[[], None]:
 def _torchs(config: Config, device: torch.device, cast: bool) -> Callable[[], None]:
     """Return a step of torch.optim.Muon for the parameters of forge's Muon, and of torch.optim.AdamW for all others.
 
-    The gradients are those of forge's optimizers. cast: keep the bfloat16 iterations of PyTorch's Muon; otherwise float32.
+    The gradients are those of forge's optimizers. cast: keep the bfloat16 iterations of PyTorch's Muon. False: float32.
     """
     shards = _with_gradients(config, device)[0].shards
     matrices: list[Tensor] = []

@@ -1,12 +1,11 @@
-"""Planned against measured step time on this machine, for ten configurations.
+"""Planned step time, compared with measured step time on this machine, for ten configurations.
 
     python benchmarks/planning.py
 
-A round first measures the machine like scripts/measure_hardware.py, with one process and with two. Then it
-plans each configuration with these measurements, and runs this configuration. With one thread (the default), the
-machine and the steps of one process are measured by processor time, so other work does not count; steps of two ranks
-are measured by wall time. Prints the medians over rounds and writes the table, with date, versions and settings, to
-benchmarks/results/.
+A round first measures the machine like scripts/measure_hardware.py, with one process and with two. Then it plans each
+configuration with these measurements, and runs the configuration. With one thread (the default), the script measures the
+machine and the steps of one process by processor time, so other work does not count. It measures steps of two ranks by wall
+time. Prints the medians over rounds and writes the table, with date, versions and settings, to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def compare(given: argparse.Namespace) -> None:
             estimate, run = found[name]["estimate_s"], found[name]["step_s"]
             print(f"round {number + 1}, {name}: {estimate:.3f} s planned, {run:.3f} s measured", flush=True)
         rounds.append({"machine": machine, "load": os.getloadavg()[0], "configurations": found})
-        # Written after each round: an interrupted benchmark keeps its measurements.
+        # Write after each round, so that an interrupted benchmark keeps its measurements.
         _publish(rounds, given)
 
 

@@ -3,11 +3,11 @@
     python benchmarks/prepare.py
     python benchmarks/prepare.py --input corpus.jsonl --tokenizer tokenizer.json
 
-All three turn the same JSON lines into token ids on disk with the same tokenizer.json. Without --tokenizer, a tokenizer is
-trained on the text, by the package tokenizers. Megatron's method follows its tools/preprocess_data.py: a pool of processes,
-each of which takes a line, tokenizes it and sends the ids to the process writing the file. datasets (if installed) maps
-batches and writes Arrow. Core seconds are the summed processor time of all processes, so other work on the machine hardly
-counts; wall time gives the scaling from 1 to 2 processes.
+All three turn the same JSON lines into token ids on disk, with the same tokenizer.json. Without --tokenizer, the package
+tokenizers trains a tokenizer on the text. Megatron's method follows Megatron's tools/preprocess_data.py. It has a pool of
+processes. Each process takes a line, tokenizes it and sends the ids to the process that writes the file. datasets (if
+installed) maps batches and writes Arrow. Core seconds are the summed processor time of all processes, so other work on the
+machine hardly counts. The scaling from 1 to 2 processes is measured by wall time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
-# One thread per process: a process then uses one core.
+# One thread per process, so that a process uses one core.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["RAYON_NUM_THREADS"] = "1"
 
@@ -46,7 +46,7 @@ Prepare = Callable[[Path, Path, Path, int], None]
 
 def by_forge(text: Path, tokenizer: Path, output: Path, processes: int) -> None:
     """Prepare `text` with scripts/prepare_data.py, into a dataset in `output`."""
-    # As a command: workers started from this script would also import the imports of this script.
+    # Run a command, because workers started from this script would also import this script's imports.
     script = Path(__file__).resolve().parent.parent / "scripts" / "prepare_data.py"
     options = ["--input", text, "--tokenizer", tokenizer, "--output", output, "--workers", str(processes)]
     subprocess.run([sys.executable, script, *options], check=True, capture_output=True)

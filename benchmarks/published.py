@@ -1,4 +1,4 @@
-"""Planned throughput of published runs, beside the published figures.
+"""Planned throughput of published runs, compared with the published figures.
 
     python benchmarks/published.py                  # all rows of benchmarks/published.toml; minutes
     python benchmarks/published.py --only "MPT"     # rows with this text in their name

@@ -4,9 +4,9 @@
     python benchmarks/recipes.py --steps 100 --seeds 1 --train.global_batch_size=4
     python benchmarks/recipes.py --only adamw muon --rates 1e-3 3e-3 1e-2
 
-Whole runs of train.py, one after another. Under the first seed every optimizer is trained with all learning rates. The rate
-of lowest held-out loss is repeated under the other seeds. The curves of the best runs are drawn against steps and against
-time. The time is the number of steps times the run's median step time, so other work on the machine does not show.
+Makes whole runs of train.py, one after another. With the first seed, every optimizer trains with all learning rates. With
+the other seeds, it trains only with the rate of lowest held-out loss. The script draws the losses of the best runs by steps
+and by time. The time is the number of steps times the run's median step time, so other work on the machine does not show.
 Prints the table, and writes table and curves to benchmarks/results/. Other --section.key=value options override the
 config.
 """
@@ -43,7 +43,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "lion": ("--optimizer.name=lion", "--optimizer.betas=[0.9,0.99]"),
 }
 SMOOTHED = 10  # steps
-# Ratio of lion's learning rates to the other optimizers', as recommended by Lion's authors.
+# Ratio of Lion's learning rates to those of the other optimizers, as recommended by Lion's authors.
 SMALLER = {"lion": 0.2}
 Run = dict[str, Any]
 
@@ -64,7 +64,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _draw(results: dict[str, dict[str, list[Run]]], stem: Path) -> None:
-    """Draw the training losses of the best runs, smoothed over SMOOTHED steps, against steps and against time."""
+    """Draw the training losses of the best runs, smoothed over SMOOTHED steps, by steps and by time."""
     from forge.tools.report.draw import Curve, curves  # needs matplotlib
 
     by_step, by_time = list[Curve](), list[Curve]()

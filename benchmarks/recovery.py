@@ -2,12 +2,12 @@
 
     python benchmarks/recovery.py              two nodes of one rank on this machine; ten minutes on two CPU cores
 
-Each agent stands for a node: when an agent dies, the kernel kills its ranks. In each row a run of two nodes meets a fault
-halfway between two checkpoints, and continues; in the storage rows, the last save before the fault also fails. Seconds to
-the first new step (the `recovered` event) count from the last write of status.json. They include interpreter start,
-imports and, for a dead node, the timeout until the node counts as lost. Seconds to the previous position count from the
-fault until the interrupted step is complete; they grow with the number of repeated steps. Prints the table and writes it,
-with date, versions and settings, to benchmarks/results/.
+Each agent stands for a node. When an agent dies, the kernel kills its ranks. In each row, a fault hits a run of two nodes
+halfway between two checkpoints, and the run continues. In the storage rows, the last save before the fault also fails.
+Seconds to the first new step (the `recovered` event) count from the last write of status.json. They include interpreter
+start, imports and, for a dead node, the timeout until the node counts as lost. Seconds to the previous position count from
+the fault until the interrupted step is complete. They grow with the number of repeated steps. Prints the table and writes
+it, with date, versions and settings, to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ AGENT = (
     "--gather=3",
     f"--patience={TIMEOUT_S}",
 )
-# Steps long enough not to vanish beside the start of processes.
+# Steps that are not negligible compared with the start of processes.
 RUN = (
     *("--config=debug.toml", "--run.name=run", f"--train.steps={3 * INTERVAL}"),
     *(
@@ -104,7 +104,7 @@ def _case(folder: Path, fault: str, options: list[str]) -> dict[str, Any]:
         _wait_for(lambda: _last_step(run) > lost["step"])
         until_there = time.monotonic() - began
         recovered = _events(run, "recovered")[0]
-        # Kind of work -> seconds, from the last goodput event with steps: that of the launch before the fault.
+        # Seconds by kind of work, from the last goodput event with steps, which is an event of the launch before the fault.
         of_launches = [event["seconds"] for event in _events(run, "goodput")]
         seconds = [one for one in of_launches if one.get("steps")][-1]
         share = seconds.get("save", 0.0) / (seconds["steps"] + seconds.get("save", 0.0))
@@ -121,7 +121,10 @@ def _case(folder: Path, fault: str, options: list[str]) -> dict[str, Any]:
 def _two_nodes(
     folder: Path, options: list[str], variables: dict[str, str]
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start a meeting and two agents of one run in `folder`; end them after the body. variables: of the environment."""
+    """Start a meeting (rendezvous server) and two agents of one run in `folder`; end them after the body.
+
+    variables: variables of the environment.
+    """
     meeting, closed = Meeting(0), threading.Event()
     serving = threading.Thread(target=meeting.serve, args=(closed, 1.0), daemon=True)
     serving.start()

@@ -5,8 +5,8 @@
 
 The model is `ladder.toml` at depth 3: 2.1 million parameters, 10 tokens for each. The published curve has three runs with
 different seeds. A new run passes if its final bits per byte of each source are in the 99 % prediction interval of the
-published runs. The same command continues an interrupted run. Other --section.key=value options override the config;
-such a run can only be compared with a curve published with the same options.
+published runs. The same command continues an interrupted run. Other --section.key=value options override the config. Such
+a run can only be compared with a curve published with the same options.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def reference(given: argparse.Namespace, overrides: list[str]) -> None:
 def compare(curve: Curve, seed: int, published: list[Curve]) -> list[list[str]]:
     """Return one row of texts for each source: seed, source, final bits per byte, published interval, "equal" or "differs".
 
-    The interval predicts one further run. Its variance is that of the published runs, pooled over the sources.
+    The interval predicts one further run. The variance of the published runs, pooled over the sources, gives its width.
     """
     last = max(curve[SOURCES[0]])
     values = {source: [one[source][last] for one in published] for source in SOURCES}

@@ -6,8 +6,8 @@
 Two models, a Llama and a Qwen3 mixture of experts, train on real text with one process and with two, in float32 or
 --float64. forge trains with train.py. torchtitan's trainer, and a plain loop around transformers' model, start from
 forge's exported initial weights and read the batches of forge's loader. Each package uses its own model, loss, clipping,
-AdamW and sharding (FSDP2), and torchtitan its own schedule. Prints the differences and, on a machine without other work,
-the tokens per second; writes both, the curves and a drawing to benchmarks/results/. Other --section.key=value options
+AdamW and sharding (FSDP2). torchtitan also uses its own schedule. Prints the differences and, on a machine without other
+work, the tokens per second. Writes both, the curves and a drawing to benchmarks/results/. Other --section.key=value options
 override the config.
 """
 
@@ -48,7 +48,7 @@ from scripts.options import exit_code_of, positive
 ROOT = Path(__file__).resolve().parent.parent
 # Package -> module of benchmarks/peers.
 PEERS = {"torchtitan": "torchtitan_trainer", "transformers": "transformers_loop"}
-# Decay of all parameters, as in torchtitan and the plain loop. At 3e-3, the learning rate of debug.toml, rounding errors
+# All parameters decay, as in torchtitan and the plain loop. At 3e-3, the learning rate of debug.toml, rounding errors would
 # grow to 0.05 nats, also between one and two processes of one package.
 SHARED = (
     "--model.dim=64",
@@ -231,7 +231,7 @@ def _run(name: str, world: int, *command: str | Path, cwd: Path | None = None) -
 
 
 def table(curves: dict[str, Curves]) -> str:
-    """Return a table of differences between packages on as many processes, and between one and two processes of a package."""
+    """Return a table of differences between packages at one number of processes, and between one and two processes."""
     rows = []
     for model, found in curves.items():
         for one, other in combinations(found, 2):
@@ -245,7 +245,7 @@ def table(curves: dict[str, Curves]) -> str:
 
 
 def speeds(curves: dict[str, Curves], step_tokens: int) -> dict[str, dict[str, Spread]]:
-    """Return the tokens per second of each model and package: the spread over turns of TURN steps, without the first turn.
+    """Return the tokens per second of each model and package, as the spread over turns of TURN steps without the first turn.
 
     A curve of fewer than two turns is left out.
     """

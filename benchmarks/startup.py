@@ -3,10 +3,11 @@
     python benchmarks/startup.py                          gloo on 2 to 32 processes, fake ranks of 64 to 8,192; five minutes
     python benchmarks/startup.py --worlds 8 --fake 1024
 
-The table also has PyTorch's init_device_mesh for forge's three views of the ranks, with a group per axis. Gloo is measured
-twice: by default, all ranks of a group connect to each other at once; with TORCH_GLOO_LAZY_INIT=1, at the first message.
-The time includes the first all-reduce of each group. Rows of fake ranks show the work of one process among many, without
-connections. Prints the table and writes it, with date, versions and settings, to benchmarks/results/.
+The table also has PyTorch's init_device_mesh for forge's three views of the ranks, with a group per axis. The script
+measures gloo twice. By default, all ranks of a group connect to each other at once. With TORCH_GLOO_LAZY_INIT=1, two ranks
+connect at their first message. The time includes the first all-reduce of each group. Rows of fake ranks show the work of
+one process among many, without connections. Prints the table and writes it, with date, versions and settings, to
+benchmarks/results/.
 """
 
 from __future__ import annotations

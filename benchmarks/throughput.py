@@ -1,4 +1,4 @@
-"""forge's training step against a bare PyTorch loop with forge's model, in turns in one process.
+"""forge's training step, compared with a bare PyTorch loop of forge's model, in turns in one process.
 
     python benchmarks/throughput.py                          the debug model; on CPU or on the first GPU
     python benchmarks/throughput.py --config 160m.toml --train.micro_batch_size=4
@@ -49,7 +49,7 @@ from scripts.options import exit_code_of, positive
 BARE, FORGE = "bare, float32", "forge, float32"
 NARROW_BARE, NARROW_FORGE = "bare, bfloat16", "forge, bfloat16"
 TWO = ", two processes"
-# Row -> (base, least ratio of speed to the base's), on a CPU with the shape below.
+# Row -> (base, smallest accepted ratio of the row's speed to the base's), on a CPU with the shape below.
 BARS = {
     FORGE: (BARE, 1.0),
     NARROW_FORGE: (NARROW_BARE, 1.12),
@@ -58,8 +58,8 @@ BARS = {
 }
 # Overrides of debug.toml for a command line without overrides: one microbatch per process.
 SHAPE = ("--model.n_layers=6", "--model.vocab_size=8192", "--train.seq_len=512", "--train.micro_batch_size=4")
-# Features at world size 1, each against forge without the feature. Stochastic rounding, recomputation and compilation pay
-# off on large models; the rows give the cost or gain on this small model.
+# Features at world size 1, each compared with forge without the feature. Stochastic rounding, recomputation and compilation
+# pay off on large models. The rows give the cost or gain on this small model.
 FEATURES = {
     "compile": ("--compile.enabled=true",),
     "activation checkpointing, full": ("--activation_checkpoint.mode=full",),

@@ -3,11 +3,11 @@
     python benchmarks/transfer.py                          after `make data`; 40 minutes on two CPU cores
     python benchmarks/transfer.py --parametrizations completep --widths 64 256 --depths 4 16 --optimizer.name=muon
 
-Whole runs of train.py, one after another, with each learning rate: the config's model at each width with the first depth,
-and at each depth with the first width. The first width and depth are the base sizes of the parametrization. Prints the
-held-out losses and, for each size, the grid distance between its best learning rate and that of the first size. Writes
-everything, with date, versions and settings, to benchmarks/results/. Other --section.key=value options override the
-config.
+Makes whole runs of train.py, one after another. Trains the config's model with each learning rate, at each width with the
+first depth, and at each depth with the first width. The first width and depth are the base sizes of the parametrization.
+Prints the held-out losses. For each size, prints the distance on the grid between its best learning rate and that of the
+first size. Writes everything, with date, versions and settings, to benchmarks/results/. Other --section.key=value options
+override the config.
 """
 
 from __future__ import annotations

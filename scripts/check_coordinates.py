@@ -3,8 +3,8 @@
 
     python scripts/check_coordinates.py --config debug --optimizer.parametrization=mup --optimizer.mup.base_dim=64
 
-If learning rates transfer between widths, the curves are flat. The exit code does not check this: read the slopes. Needs
-the extra forge[report].
+If learning rates transfer between widths, the curves are flat. The exit code does not depend on the slopes, so look at the
+drawing. Needs the extra forge[report].
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def draw(found: dict[str, dict[int, float]], name: str) -> str:
-    """Draw the changes by width as SVG, both axes logarithmic. found: activation -> width -> change. name: title."""
+    """Draw the changes by width as SVG, with two logarithmic axes. found: activation -> width -> change. name: title."""
     from forge.tools.report.draw import Curve, curves  # needs matplotlib
 
     drawn = [

@@ -5,14 +5,14 @@ torchrun --nproc-per-node 8 scripts/check_node.py
 srun --nodes=64 --ntasks-per-node=8 --gpus-per-node=8 python scripts/check_node.py
 
 Checks each GPU: name, memory, uncorrected ECC errors, a matrix product, causal attention and a copy in memory. Checks
-all-reduce, all-gather, reduce-scatter and all-to-all in each node and over all nodes. Every result is checked for
-correctness, and every rate is compared with the planned rate. Rates of collectives are bus bandwidths, as in nccl-tests.
+all-reduce, all-gather, reduce-scatter and all-to-all in each node and over all nodes. Checks that every result is correct,
+and compares every rate with the rate assumed by --plan. Rates of collectives are bus bandwidths, as in nccl-tests.
 
-Exit codes: 0 all results are right and all compared rates reach the required fractions; 1 a check failed; 2 a wrong option,
-no GPU, or a GPU unknown to the planner. torchrun turns every code except 0 into 1.
+Exit codes: 0 all results are right, and all compared rates reach the required fractions of the assumed rates; 1 a check
+failed; 2 a wrong option, no GPU, or a GPU unknown to the planner. torchrun turns every code except 0 into 1.
 
---device cpu runs the checks over gloo, to try the command. On a CPU, name, memory, driver and ECC are not compared, and rates
-are compared only with a --hardware file of scripts/measure_hardware.py.
+To try the command without a GPU, use --device cpu, which runs the checks over gloo. On a CPU, the command does not compare
+name, memory, driver and ECC. It compares rates only with a --hardware file of scripts/measure_hardware.py.
 """
 
 from __future__ import annotations

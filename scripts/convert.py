@@ -1,7 +1,7 @@
-"""Convert weights: a checkpoint of forge to a folder for transformers, or such a folder to a checkpoint.
+"""Convert weights: a checkpoint of forge to a folder for transformers (to-hf), or such a folder to a checkpoint (from-hf).
 
 to-hf reads a checkpoint, or the newest complete checkpoint of a run. AutoModelForCausalLM and AutoTokenizer load the output.
-from-hf reads a folder with config.json and safetensors. checkpoint.init, generate.py and evaluate.py accept the output.
+from-hf reads a folder with config.json and safetensors. checkpoint.init, generate.py and evaluate.py load the output.
 Only one tensor is in memory at a time. If the conversion fails, no output folder is left.
 """
 
@@ -52,7 +52,7 @@ def _run(given: argparse.Namespace) -> None:
 
 
 class _Progress:
-    """A progress line on the terminal, replaced when the activity changes."""
+    """A progress line on the terminal. A change of the activity replaces the line."""
 
     def __init__(self) -> None:
         self._activity = ""

@@ -1,4 +1,4 @@
-"""Make a page about a dataset of prepare_data.py: size, document lengths, left-out documents, metadata, sample texts.
+"""Write a page about a dataset of prepare_data.py: size, document lengths, left-out documents, metadata, sample texts.
 
 python scripts/describe_data.py data/python/train --tokenizer data/tokenizer --output data.html
 """

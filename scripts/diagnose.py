@@ -3,8 +3,8 @@
 
     python scripts/diagnose.py runs/debug
 
-Reads status.json and events.jsonl, the messages, stacks and records of collectives of all ranks in logs/, and the traces in
-profile/. Prints a page of text.
+Reads status.json and events.jsonl. Reads the messages, stacks and records of collectives of all ranks in logs/, and the
+traces in profile/. Prints a page of text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Train on a changing set of nodes.
 
-Start one meeting (the rendezvous server), then one agent per node, all with the same secret:
+First start one meeting (the rendezvous server). Then start one agent per node. All need the same secret:
 
     export FORGE_RENDEZVOUS_SECRET=$(openssl rand -hex 32)
     python scripts/elastic.py meeting --port 29400

@@ -3,8 +3,9 @@
     python scripts/evaluate.py --checkpoint runs/debug --data data/python/validation
     python scripts/evaluate.py --checkpoint runs/debug --tasks lambada_openai,arc_easy
 
---data reports loss (nats per token), perplexity, and bits per byte of text; only bits per byte are comparable between
-tokenizers. Every token but the first is predicted once, from the previous tokens in its window of --context tokens.
+--data reports loss (nats per token), perplexity, and bits per byte of text. Only bits per byte are comparable between
+tokenizers. The model predicts every token except the first once, from the previous tokens in the token's window of
+--context tokens.
 
 --tasks needs the extra forge[eval]. --include-path names a folder with your own tasks.
 """
@@ -42,7 +43,7 @@ def _run(given: argparse.Namespace) -> None:
         raise UserError("nothing to measure: give --data DIR, or --tasks NAME,NAME")
     tasks = _tasks() if given.tasks else None  # report a missing lm-eval before loading the model
     opened = open_model(given)
-    # Open all sources before measuring the first, to report mistakes at once.
+    # Open all sources before measuring the first source, to report all mistakes at the start.
     sources = [_open_source(path, given, opened) for path in given.data]
     for path, source in zip(given.data, sources, strict=True):
         sequences = given.sequences

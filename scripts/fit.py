@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""Fit scaling laws to finished runs: loss by parameters and tokens, best learning rate and batch by size.
+"""Fit scaling laws to finished runs: loss by parameters and tokens, best learning rate and best batch by size.
 
     python scripts/fit.py runs/ladder --metric eval.python --budget 1e18 --predict 27e6 540e6
 
-RUN is a run directory, or a folder of runs, e.g. of a sweep. If several runs have equal parameters and tokens, the law of
-the loss uses only the best of them. --output writes a page with figures (needs the extra forge[report]).
+RUN is a run directory, or a folder of runs, e.g. of a sweep. If several runs have the same numbers of parameters and tokens,
+the law of the loss uses only the run with the lowest loss. --output writes a page with figures (needs the extra
+forge[report]).
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def best_learning_rates(runs: list[MeasuredRun]) -> tuple[list[dict[str, float]]
 def best_batches(runs: list[MeasuredRun]) -> tuple[list[dict[str, float]], PowerLaw | None]:
     """Return the best batch, in tokens, for each pair (parameters, tokens), and the power law of these batches.
 
-    A batch size is judged by its run with the best learning rate. The law is None if there are too few pairs.
+    Each batch size counts with its run at the best learning rate. The law is None if there are too few pairs.
     """
     groups: dict[tuple[float, float], list[MeasuredRun]] = defaultdict(list)
     for run in runs:

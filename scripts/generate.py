@@ -2,8 +2,8 @@
 
     python scripts/generate.py --checkpoint runs/debug --prompt "def main("
 
-Several prompts (--prompt and --prompt-ids may be repeated) are continued in one batch. A text ends after --max-tokens, or
-with the end token of a document. The same seed gives the same text.
+Repeat --prompt or --prompt-ids for several prompts, which form one batch. A text ends after --max-tokens tokens, or with
+the end token of a document. The same seed gives the same text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from scripts.options import Options, count, exit_code_of, number, positive
 
 @dataclass
 class Writing:
-    """One prompt and its continuation. shown: the output so far, as text or, without a tokenizer, as ids."""
+    """One prompt and its continuation. shown: the output so far, as text, or as ids if there is no tokenizer."""
 
     prompt: str | None
     prompt_tokens: list[int]
@@ -128,7 +128,7 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _printable(text: str) -> str:
-    """Return `text` with escaped control characters, so that a model's text cannot control the terminal."""
+    """Return `text` with control characters as escapes, so that a model's text cannot control the terminal."""
     return printable(text, keep="\n\t")
 
 

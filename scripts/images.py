@@ -1,4 +1,4 @@
-"""Common code of the plots: stack drawings, and write an image. forge/tools/report/draw.py draws the figures."""
+"""Common code of the plot scripts: stack drawings, and write an image. forge/tools/report/draw.py draws the figures."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Show the data of a training step: each sequence with its source, epoch, document starts and text.
 
-The data are opened as in training. Keys are overridden as for train.py:
+The script opens the data as in training. Options override keys as in train.py:
 
     python scripts/inspect_data.py --config debug.toml --step 100 --train.global_batch_size=8
     python scripts/inspect_data.py --config debug.toml --mixture --steps 1:100
 
-If a run of this name has checkpoints, the output follows the run's history: its mixtures and the samples skipped by
-roll-backs. All steps are assumed to have the config's step sizes.
+If a run of this name has checkpoints, the output follows the run's history, i.e. its mixtures and the samples skipped by
+roll-backs. The script assumes that all steps have the config's batch size.
 """
 
 from __future__ import annotations

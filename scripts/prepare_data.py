@@ -109,9 +109,9 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _slurm_part() -> tuple[int, int] | None:
-    """Return (this process's part from 1, number of parts), from the Slurm job array, the srun step, or both.
+    """Return (number of this process's part, number of parts), from the Slurm job array, the srun step, or both.
 
-    None outside of Slurm, or for a single task.
+    Parts are numbered from 1. None outside of Slurm, or for a single task.
     """
     variables = {
         name: os.environ.get(f"SLURM_{name}", "")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Make a page about one or several runs: curves, events, goodput, layout, configurations, the inside of the model.
+"""Write a page about one or several runs: curves, events, goodput, layout, configurations, the inside of the model.
 
     python scripts/report.py runs/debug --output report.html
     python scripts/report.py runs/a runs/b --output both.html
@@ -8,7 +8,7 @@
 The page is a single file, which loads nothing from the network. --live serves the page to browsers on this machine and
 follows the run. The printed address contains a token, and requests without the token are refused.
 
-Each run is planned again from its config.toml, as by train.py --plan, and the page shows the plan next to the measurements.
+The script also plans each run from its config.toml, like train.py --plan. The page shows the plan next to the measurements.
 The step time is planned for the run's GPU, or for --hardware. Needs the extra forge[report].
 """
 

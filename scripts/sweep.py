@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train the runs of a sweep and rank them: grid, random search or successive halving over any keys.
+"""Train the runs of a sweep and rank them. A sweep is a grid, a random search or successive halving over any keys.
 
     python scripts/sweep.py sweep.toml
     python scripts/sweep.py sweep.toml --slurm > array.sbatch

@@ -4,8 +4,8 @@
     python scripts/verify.py --config debug --model.kind=mine:Model --layouts "tp=2; tp=2 cp=2; dp_shard=2 pp=2"
     python scripts/verify.py --module mine:make_model --parallelize mine:parallelize --world-sizes 4
 
-Shrinks the configuration. Runs a few steps in float64 in one process, and on several local processes under every axis, every
-pair of axes and random layouts. Compares all results and names the first difference.
+Shrinks the configuration. Runs a few steps in float64: first in one process, then on several local processes under every
+axis of parallelism, every pair of axes and random layouts. Compares all results and names the first difference.
 With --module, verifies another library's parallelism of a plain PyTorch module (docs/guides/verify-libraries.md).
 
 Exit codes: 0 all layouts are equal, 1 a layout differs or fails, 2 bad input or no layout compared.
@@ -223,7 +223,7 @@ def _against(
 
 
 class ProgressPrinter:
-    """Progress on the terminal: one line per finished layout and, on a terminal, the running layout below these lines."""
+    """Progress: one line per finished layout. On a terminal, a last line shows the running layout."""
 
     def __init__(self, *, quiet: bool):
         self._quiet, self._shown = quiet, sys.stderr.isatty()

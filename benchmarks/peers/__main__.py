@@ -15,7 +15,7 @@ from benchmarks.peers.task import Task
 peer, folder = sys.argv[1], Path(sys.argv[2])
 task = Task.load(folder)
 if task.dtype == "float64":
-    # For float64 runs: the packages ask for float32 in norms, rotary frequencies and losses, and now get float64.
+    # For float64 runs. The packages ask for float32 in norms, rotary frequencies and losses. They now get float64.
     torch.float32 = torch.float = torch.float64  # type: ignore[misc]
     Tensor.float = Tensor.double  # type: ignore[method-assign]
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

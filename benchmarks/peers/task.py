@@ -1,7 +1,7 @@
 """A training task as a folder, and the training curve of one package.
 
-`hf/` has the initial weights and config.json in Hugging Face's format; `batches.safetensors` the tokens and labels;
-`task.json` all other fields of the task; `curve.json` the curve of another package.
+`hf/` has the initial weights and config.json in Hugging Face's format. `batches.safetensors` has the tokens and labels.
+`task.json` has all other fields of the task. `curve.json` has the curve of the package.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Task:
         return self.tokens.chunk(world, dim=1)[rank], self.labels.chunk(world, dim=1)[rank]
 
     def save(self) -> None:
-        """Write everything but the weights into the folder."""
+        """Write all parts of the task except the weights into the folder."""
         tensors = {"tokens": self.tokens, "labels": self.labels}
         rest = {key: value for key, value in vars(self).items() if key not in tensors and key != "folder"}
         save_file(tensors, self.folder / "batches.safetensors")

@@ -51,7 +51,7 @@ class NoMemory:
 
 
 class Batches(BaseDataLoader):
-    """Data loader of this rank's rows of the task's batches."""
+    """A data loader with this rank's rows of the task's batches."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):

@@ -28,8 +28,8 @@ def train(task: Task, rank: int, world: int) -> Curve:
     )
     curve = Curve()
     for tokens, labels, rate in zip(*task.rows_of(rank, world), task.rates, strict=True):
-        # shift_labels: the labels are next tokens already. All ranks have equally many, so the mean of the ranks' means
-        # is the mean over the batch.
+        # shift_labels: the labels are next tokens already. All ranks have the same number of labels, so the mean of the
+        # ranks' means is the mean over the batch.
         loss = model(input_ids=tokens, labels=labels, shift_labels=labels).loss
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), task.max_norm)

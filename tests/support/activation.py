@@ -1,4 +1,4 @@
-"""A small model on the CPU with the activation checkpointing of a section, and the operators of its step."""
+"""A small model on the CPU with activation checkpointing, and the operators of its step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build wheels and Debian packages with arbitrary member names, to test reading of archives."""
+"""Build wheels and Debian packages with arbitrary member names, to test the reading of archives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def wheel(folder: Path, name: str, files: Mapping[str, bytes], version: str = "1
 
 
 def deb(folder: Path, name: str, files: Mapping[str, bytes], links: Mapping[str, str] | None = None) -> Path:
-    """Write a package, an ar archive of three members. links: symbolic links -> targets."""
+    """Write a package, which is an ar archive of three members. links: symbolic link -> target."""
     path = folder / f"{name}_1.0_all.deb"
     control = (
         f"Package: {name}\nVersion: 1.0\nArchitecture: all\nMaintainer: tests\nDescription: test\n".encode()

@@ -1,6 +1,6 @@
 """Render a page in a real browser; return its DOM and log, and write a screenshot.
 
-`python -m tests.support.browser RUN` draws docs/images/report.png. Give a page, --output and --height for another picture.
+`python -m tests.support.browser RUN` draws docs/images/report.png. For another picture, give a page, --output and --height.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PICTURE = Path(__file__).parents[2] / "docs" / "images" / "report.png"
 
 
 class Shown(NamedTuple):
-    """dom: the parsed page. messages: the browser's log, with the console's messages."""
+    """A rendered page. dom: the parsed page. messages: the browser's log, including the console's messages."""
 
     dom: str
     messages: str
@@ -73,7 +73,7 @@ def print_page(page: Path, paper: Path) -> bytes:
 
 
 def main() -> int:
-    """Draw the top of a page; for a run directory, build the run's report first."""
+    """Draw the top of a page. For a run directory, first build the run's report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path, help="a run's directory, or a page")
     parser.add_argument("--output", type=Path, default=PICTURE, help="the picture (docs/images/report.png)")

@@ -1,4 +1,4 @@
-"""A tiny model under an engine, and configs for it."""
+"""A tiny model under a data-parallel engine, and configs for the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.building import built
 from tests.support.equivalence import tiny_config, whole
 
 ENGINES = ("ddp", "zero1", "zero2")
-# For fsdp2 in one process. Otherwise contiguous buffers replace it, and the test would compare them with themselves.
+# Keep fsdp2 in one process. Otherwise contiguous buffers replace fsdp2, and the test would compare them with themselves.
 ALONE = '\nreshard_after_forward = "always"'
 SMALL = "\nbucket_size = 3000"  # a few buckets in the tiny model of 32,000 parameters
 
@@ -48,13 +48,13 @@ def build(text: str, world: int) -> tuple[SequentialModel, Buffered, Iterator[An
 
 
 def backward(model: SequentialModel, batch: Any, tokens: float = 100.0) -> None:
-    """Compute the complete gradients of one step. Collectives: the engine's, and one for the loss."""
+    """Compute the complete gradients of one step. Collective: the engine's collectives, and one for the loss."""
     model.forward_backward(batch, torch.tensor(tokens, dtype=torch.float64))
     model.finalize_gradients()
 
 
 def state(model: SequentialModel, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Copy this rank's parameters and optimizer state, the content of a checkpoint."""
+    """Return a copy of this rank's parameters and optimizer state, i.e. of a checkpoint's content."""
     return {name: values.clone() for name, (_, values) in all_tensors(model, optimizer).items()}
 
 
@@ -83,9 +83,9 @@ def gradients_of_two_steps(rank: int, world: int, text: str) -> list[Gradients]:
 
 
 def with_collectives(device: torch.device, text: str) -> list[torch.Tensor]:
-    """Return the losses of two steps and the final parameters. One process, whose one-rank groups count as larger ones.
+    """Return the losses of two steps and the final parameters, in one process whose groups count as larger groups.
 
-    So every collective runs, through the back-end of `device` and on its streams, and returns its input.
+    So every collective runs, through the back-end of `device` and on its streams. It returns its input.
     """
     several, plan._several = plan._several, lambda *groups: groups
     try:

@@ -17,7 +17,7 @@ from tests.support.equivalence import config_batches, wholes
 
 
 class Built(NamedTuple):
-    """A model (the layout's ParallelModel) and its surroundings. Built by `built`, collectively."""
+    """A model (the layout's ParallelModel) with its meshes and batches. `built` returns it; collective."""
 
     model: Any
     config: Config
@@ -40,7 +40,7 @@ def built(text: str, world: int) -> Built:
 
 
 def built_on_nan(rank: int, world: int, text: str) -> dict[str, torch.Tensor]:
-    """Return every parameter and buffer of a model built in memory full of NaN."""
+    """Build a model in memory full of NaN. Return all its parameters and buffers."""
     for engine in (FullySharded, Buffered):
         engine.allocate = _filling_with_nan(engine.allocate)
     model = built(text, world).model

@@ -1,4 +1,4 @@
-"""Shards of every shape for the checkpoint tests, and small functions for ranks."""
+"""Shards of every shape for the checkpoint tests, and functions that the tests call on ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tenso
 
 
 def flat_slice(name: str, full: Tensor, start: int, stop: int) -> Shard:
-    """Return a copy of elements [start, stop) in memory order, the shard of a contiguous-buffer engine."""
+    """Return a copy of elements [start, stop) in memory order, like a shard of a contiguous buffer."""
     values = full.reshape(-1)[start:stop].clone()
     return Shard(name, full.shape, tuple(slice_boxes(full.shape, start, stop)), values)
 
@@ -70,7 +70,7 @@ def value_shards(rank: int, world: int, value: float) -> list[Shard]:
 
 
 def save_value(checkpoints: Checkpoints, step: int, value: float | None = None) -> list[SaveOutcome]:
-    """Start to save a model full of `value`. None: `step`."""
+    """Start to save a model full of `value`. value None: the model is full of `step`."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shards = value_shards(rank, world, float(step) if value is None else value)
     return checkpoints.save(
@@ -79,7 +79,7 @@ def save_value(checkpoints: Checkpoints, step: int, value: float | None = None) 
 
 
 def loaded_value(checkpoints: Checkpoints, step: int) -> float:
-    """Load the checkpoint of `step`, assert one value in all its elements, and return it."""
+    """Load the checkpoint of `step`, assert that all its elements have one value, and return this value."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shards = value_shards(rank, world, float("nan"))
     checkpoints.load(checkpoints.path(step), named(shards))

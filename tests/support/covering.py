@@ -1,4 +1,4 @@
-"""Thin a grid of tests to a covering array: the kept cases together contain each pair of values of the full grid."""
+"""Thin a grid of tests to a covering array. The kept cases together contain each pair of values of the full grid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def pairs(*values: Hashable) -> set[tuple[Hashable, Hashable]]:
-    """Return every pair of `values`; equal values at different places differ."""
+    """Return every pair of `values` with their places. Equal values at different places give different pairs."""
     return set(itertools.combinations(enumerate(values), 2))
 
 
@@ -18,8 +18,8 @@ def covering(
 ) -> list[Any]:
     """Return a subset of `cases` that covers all their goals, in their order and including `taken`.
 
-    Greedy set cover: repeatedly take the case with the most uncovered goals, the first of equals. Deterministic,
-    and close to the smallest subset.
+    Greedy set cover: repeatedly take the case with the most uncovered goals, and of equal cases the first. The result is
+    deterministic, and close to the smallest subset.
     """
     reached = {number: set(goals(case)) for number, case in enumerate(cases)}
     kept = {cases.index(case) for case in taken}

@@ -19,7 +19,7 @@ _TEST = re.compile(r"test_([kpsrnhdxe]\d+)_")
 
 @dataclass(frozen=True)
 class Row:
-    """One fault. causes: its causes; a diagnosis must name the first one first. expected: the visible effect."""
+    """One fault. causes: its causes; a diagnosis must name `causes[0]` first. expected: the visible effect."""
 
     name: str
     fault: str

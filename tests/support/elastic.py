@@ -1,4 +1,4 @@
-"""Elastic runs on this machine: a rendezvous, and agents in place of nodes, each in its own processes."""
+"""Elastic runs on this machine: a rendezvous, and one agent in place of each node. Each runs in its own processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH = ["--train.global_batch_size=24", "--train.micro_batch_size=2"]
 
 
 class Nodes:
-    """Agents of one run in `folder`, all with the same options of train.py; NODE in an option is the agent's name."""
+    """Agents of one run in `folder`, all with the same options of train.py. NODE in an option means the agent's name."""
 
     def __init__(self, folder: Path, nodes: str, processes: int, *options: str, agent: Sequence[str] = ()):
         self.run = Run(folder)
@@ -159,7 +159,10 @@ def elastic(
 
 
 def assert_same_course(run: Run, whole: Run, tolerance: float = 1e-9, steps: int | None = None) -> None:
-    """Assert each step once and the metrics of the undisturbed run, to `tolerance`. steps: compare only the first ones."""
+    """Assert that each step occurs once, with the metrics of the undisturbed run to `tolerance`.
+
+    steps: compare only this number of first steps.
+    """
     found, expected = run.metrics()[:steps], whole.metrics()[:steps]
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for one, other in zip(found, expected, strict=True):
@@ -167,7 +170,7 @@ def assert_same_course(run: Run, whole: Run, tolerance: float = 1e-9, steps: int
 
 
 def _close(one: Any, other: Any, tolerance: float) -> bool:
-    """Return whether two lines of metrics are equal, their numbers to `tolerance`."""
+    """Return whether two lines of metrics are equal, with numbers compared to `tolerance`."""
     if isinstance(other, dict):
         return one.keys() == other.keys() and all(_close(one[key], other[key], tolerance) for key in other)
     if isinstance(other, list):
@@ -181,7 +184,7 @@ FLOAT64_EXPERTS = [*FLOAT64, "--model.moe.n_experts=4", "--model.moe.top_k=2", "
 
 
 def own_memory() -> None:
-    """A patch for `Run.start`: give each pair of ranks its own memory folder, like the ranks of one node."""
+    """Give each pair of ranks its own memory folder, like the ranks of one node. A patch for `Run.start`."""
     from forge.run import tiers
 
     node = int(os.environ["RANK"]) // 2

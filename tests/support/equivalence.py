@@ -1,8 +1,8 @@
 """Compare three training steps on any layout with three steps of a plain, undistributed model in one process.
 
-forge/tools/verify records and compares them in float64, so any difference is one of mathematics. Recorded: the initial
-parameters, then per step the loss, every gradient, the global norm, every router's state and every updated parameter.
-The optimizer is SGD, because AdamW divides by the gradient's scale and so hides a wrong scale.
+forge/tools/verify records and compares the steps in float64, so any difference is a difference in mathematics. A record has
+the initial parameters. Per step it has the loss, every gradient, the global norm, every router's state and every updated
+parameter. The optimizer is SGD, because AdamW divides by the gradient's scale and so hides a wrong scale.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def settings(config: Config, twist: Twist) -> Settings:
 
 
 def reference(text: str, twist: Twist = PLAIN) -> WholeRecord:
-    """Record the whole global batch in one forward of a plain module, with PyTorch's clipping and plain SGD."""
+    """Record steps of a plain module: the whole global batch in one forward, with PyTorch's clipping and plain SGD."""
     return record_plain(text, settings(parse_toml_text(text), twist))
 
 
@@ -100,13 +100,13 @@ def layout_on_rank(rank: int, world: int, text: str, twist: Twist = PLAIN) -> Ra
 
 
 def alone(text: str) -> WholeRecord:
-    """Record `layout` in one process, the reference for e.g. float8, which a plain module does not compute."""
+    """Record `layout` in one process. This is the reference for features that a plain module lacks, e.g. float8."""
     (record,) = layout(text, 1)
     return whole_of(record)
 
 
 def whole_of(record: RankRecord) -> WholeRecord:
-    """Convert the record of one process, whose tensors are whole, to a reference."""
+    """Convert the record of one process to a reference. Its tensors are whole."""
     return WholeRecord(
         [{key: _put_together(pieces) for key, pieces in step.pieces.items()} for step in record.steps], []
     )
@@ -158,7 +158,7 @@ def whole(shard: Shard, values: torch.Tensor) -> torch.Tensor:
 
 
 def _place(shard: Shard, values: torch.Tensor, out: torch.Tensor) -> None:
-    """Write this rank's primary pieces into a global tensor."""
+    """Write those pieces of this rank that are primary replicas into a global tensor."""
     for box, piece in shard.pieces(values):
         if shard.is_primary_replica:
             out[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] = piece
@@ -193,7 +193,7 @@ def gathered(own: dict) -> dict:
 
 
 def assert_equal(ranks: list[RankRecord], expected: WholeRecord, tolerance: float = TOLERANCE) -> None:
-    """Assert every number on every rank within `tolerance` (absolute) of `expected`, and none missing.
+    """Assert that every number on every rank is within `tolerance` (absolute) of `expected`, and that none is missing.
 
     Only formats narrower than float64 may have a tolerance above 1e-9.
     """

@@ -22,7 +22,7 @@ SMALL = [*FLOAT64, "--train.steps=3", "--schedule.name=constant", "--train.micro
 
 
 def copy_repository(target: Path) -> None:
-    """Make `target` a repository with its own forge/; its bytecode is copied too, so unchanged files need no compilation."""
+    """Make `target` a repository with its own forge/. Its bytecode is copied, so unchanged files need no compilation."""
     target.mkdir()
     for path in REPOSITORY.iterdir():
         if path.name not in ("forge", "data", "runs", "build", ".git"):
@@ -71,7 +71,7 @@ def train_command(page: Path) -> list[str]:
 
 
 def main(page: Path) -> None:
-    """Train the example of `page` under every layout of LAYOUTS, unless the page sets one; AssertionError if they differ."""
+    """Train the example of `page` under the layout of the page, or under all of LAYOUTS. AssertionError: they differ."""
     for block in blocks(page):
         if block.language == "python" and "np.save" in block.text:
             exec(block.text, {})

@@ -1,4 +1,4 @@
-"""A stub of flash-linear-attention, whose kernels need a GPU: signatures of fla-core 0.6.0, forge's recurrence."""
+"""A stub of flash-linear-attention, whose kernels need a GPU. It has fla-core 0.6.0's signatures and forge's recurrence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Remove the stub from the process. Other libraries would use it too: transformers looks for fla."""
+    """Remove the stub from the process. Otherwise other libraries would use it, e.g. transformers."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
         del sys.modules[name]
 

@@ -8,7 +8,7 @@ from forge.checkpoint.folders import step_name
 from tests.support import runs
 from tests.support.gpus import ON_THE_CPU
 
-# A model with sizes that every kernel accepts.
+# A model whose sizes every kernel accepts.
 BASE = [
     *runs.BASE,
     "--model.dim=64",
@@ -54,7 +54,7 @@ K3 = [
     "--model.activation=situ",
 ]
 DOCUMENTS = ["--data.document_mask=true"]
-# In the model of BASE every storage is smaller than the smallest one that is offloaded.
+# In the model of BASE, every storage is below the smallest size for offloading.
 LARGER = ["--model.dim=512", "--model.ffn_dim=1024", "--model.n_layers=4", "--train.seq_len=1024"]
 OFFLOADED = [*LARGER, "--activation_checkpoint.mode=offload"]
 WINDOW = ['--model.layer_pattern=["sliding","full"]', "--model.sliding_window=32"]
@@ -130,7 +130,7 @@ ONE: dict[str, list[str]] = {
 }
 
 COMPILE = ["--compile.enabled=true", "--compile.loss=true"]
-# A compilation takes tens of seconds: slow tests, and in no pair.
+# A compilation takes tens of seconds, so these variants are slow tests, and no pairs contain them.
 COMPILED: dict[str, list[str]] = {
     "compiled": COMPILE,
     "activation offload, compiled": [*OFFLOADED, *COMPILE],
@@ -265,7 +265,7 @@ OFFLOAD = {
 }
 
 
-# A CPU's losses are those of the plain model.
+# Options of runs on a CPU, whose losses are those of the plain model.
 PLAIN = [
     "--compile.enabled=false",
     "--compile.loss=false",

@@ -1,6 +1,6 @@
 """Hide GPUs from tests, except in a pytest process for tests that need one.
 
-On a machine with one GPU, all ranks of a test would choose it, and NCCL refuses two ranks on one GPU.
+On a machine with one GPU, all ranks of a test would choose this GPU, and NCCL refuses two ranks on one GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def is_simulated() -> bool:
 
 
 def why_no_gpu() -> str:
-    """Return the reason to skip tests of a real GPU; empty if one is usable."""
+    """Return the reason to skip tests of a real GPU. Empty: a GPU is usable."""
     if is_simulated():
         return "the GPU is simulated"
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":

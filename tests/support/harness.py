@@ -1,5 +1,6 @@
-"""Start ranks and control them from the test, e.g. with signals. For a function's results alone, `run_ranks`
-(forge/tools/verify/ranks.py) suffices.
+"""Start ranks and control them from the test, e.g. with signals.
+
+If a test only needs the results of a function, use `run_ranks` (forge/tools/verify/ranks.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Started:
         return [process.pid for process in self.processes]
 
     def join(self, timeout: float = TIMEOUT_S) -> list[int]:
-        """Return exit codes in rank order, -N after signal N. RankFailed: some rank still runs after `timeout` seconds."""
+        """Return exit codes in rank order, -N after signal N. Raises RankFailed if a rank still runs after `timeout` s."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -54,7 +55,7 @@ _running: list[Started] = []
 
 
 def end_ranks() -> None:
-    """Kill the leftover ranks of a failed test, which hold ports, locks and cores; wait until they are gone."""
+    """Kill the leftover ranks of a failed test, because they hold ports, locks and cores. Wait for their ends."""
     left = [process for started in _running for process in started.processes if process.is_alive()]
     for process in left:
         process.kill()
@@ -64,5 +65,5 @@ def end_ranks() -> None:
 
 
 def may_start_processes() -> None:
-    """Allow this rank to start its own ranks, like the script in its place. They die with it: see `run_ranks`."""
+    """Allow this rank to start its own ranks, like a real script. They die with this rank: see `run_ranks`."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Small transformers models with random weights, forge models of the same weights, and the results of both.
+"""Small transformers models with random weights, forge models with the same weights, and the results of both.
 
-Functions import `transformers` themselves, because the import takes seconds.
+Each function imports `transformers` itself, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {
             "num_hidden_layers": 2,
             "layer_types": ["linear_attention", "full_attention"],
-            "rms_norm_eps": 0.1,  # the states' outputs are tiny: with a smaller eps, float32 shows mostly rounding
+            "rms_norm_eps": 0.1,  # a smaller eps would show mostly rounding in float32, because the states' outputs are tiny
             "head_dim": 16,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
@@ -244,7 +244,7 @@ def float32_means(dtype: torch.dtype) -> Iterator[None]:
 
 
 def their_model(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
-    """Return transformers' model of `case`, with `more` keys and random weights, none of them a round number."""
+    """Return transformers' model of `case`, with `more` keys and random weights. No weight is a round number."""
     import transformers
 
     name, keys = CASES[case]
@@ -259,7 +259,7 @@ def their_model(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> A
 def loaded(folder: Path, allowed: str = "") -> Any:
     """Load `folder` with AutoModelForCausalLM. Assert no missing, unexpected or mismatched tensors.
 
-    allowed: one kind exempt from that, e.g. "unexpected_keys".
+    allowed: one kind that may occur, e.g. "unexpected_keys".
     """
     import transformers
 
@@ -273,7 +273,7 @@ def loaded(folder: Path, allowed: str = "") -> Any:
 
 @torch.no_grad()
 def fill(model: nn.Module, zeros: tuple[str, ...] = ()) -> None:
-    """Fill all parameters with noise, constants too: ones and zeros would hide a wrong norm, bias or order."""
+    """Fill all parameters with noise, also constants, because ones and zeros would hide a wrong norm, bias or order."""
     generator = torch.Generator().manual_seed(0)
     biases = [pair for pair in model.named_buffers() if pair[0].endswith(ROUTER_BIAS)]
     for name, values in [*model.named_parameters(), *biases]:
@@ -285,7 +285,7 @@ def fill(model: nn.Module, zeros: tuple[str, ...] = ()) -> None:
         elif name.endswith(ROUTER_BIAS):
             values.copy_(0.1 * noise)
         elif name.endswith("router.weight"):
-            values.copy_((0.3 * noise).float())  # some transformers classes keep this precision only
+            values.copy_((0.3 * noise).float())  # some transformers classes keep only this precision
         else:
             values.copy_((0.2 if values.ndim == 1 else 0.3) * noise)
 
@@ -295,7 +295,7 @@ def our_config(checkpoint: Path) -> Config:
 
 
 def our_model(checkpoint: Path, dtype: torch.dtype = torch.float32) -> Transformer:
-    """Return forge's model of a checkpoint, in one process."""
+    """Return forge's model with the weights of a checkpoint, in one process."""
     config = our_config(checkpoint)
     model = Transformer(config.model, config.train.seq_len).to(dtype)
     model.reset_buffers(dtype)

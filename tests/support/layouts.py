@@ -85,5 +85,5 @@ def slow_unless(fast: bool):
 
 
 def slow_or_fast(rows: list[tuple]) -> list:
-    """Turn rows, each ending in a flag `fast`, into test parameters; rows without it are marked slow."""
+    """Turn rows into test parameters. The last value of a row is the flag `fast`; rows with False are marked slow."""
     return [pytest.param(*row, marks=slow_unless(fast)) for *row, fast in rows]

@@ -1,4 +1,4 @@
-"""Private file systems for a rank, in its own mount namespace: invisible outside, and gone when the process ends.
+"""Private file systems for a rank, in its own mount namespace. They are invisible outside, and end with the process.
 
 A forked rank calls `small` or `read_only` before anything else. `allowed` returns False if namespaces are forbidden.
 """

@@ -1,4 +1,4 @@
-"""A hook for GPU runs: raise at the first operation that synchronises with the device."""
+"""A hook for GPU runs that raises at the first operation that synchronises with the device."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Block:
     reason: str | None
 
     def commands(self) -> list[str]:
-        """Return one command per line, joined at backslashes, without prompts and without a console block's output."""
+        """Return the commands, with lines joined at backslashes, without prompts and without a console block's output."""
         lines = self.text.replace("\\\n", " ").splitlines()
         if self.language == "console":
             lines = [line[2:] for line in lines if line.startswith("$ ")]
@@ -39,13 +39,13 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(page: Path) -> list[str]:
-    """Return the page's commands for the reader, without those marked `not run`."""
+    """Return the page's commands, without those marked `not run`."""
     typed = [block for block in blocks(page) if block.language in ("bash", "console") and not block.reason]
     return [command for block in typed for command in block.commands()]
 
 
 def quoted(page: Path) -> list[str]:
-    """Return the `quoted` words of the running text."""
+    """Return the texts in `backquotes` outside of code blocks."""
     return re.findall(r"`([^`\n]+)`", _FENCE.sub("", page.read_text("utf-8")))
 
 

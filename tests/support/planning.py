@@ -54,7 +54,7 @@ class Facts:
 
 
 def float32(text: str) -> str:
-    """Return a `tiny_config` text in float32, whose experts need no row counts on the host."""
+    """Return a `tiny_config` text in float32. Its experts need no row counts on the host."""
     return text.replace("float64", "float32")
 
 
@@ -86,7 +86,7 @@ LARGER |= {"seq_len = 80": "seq_len = 512", "loss_chunk_tokens = 32": "loss_chun
 
 
 def larger(text: str, *more: str) -> str:
-    """Enlarge the model until the kernels' own workspaces are negligible."""
+    """Return `text` with a larger model, whose memory makes the kernels' own workspaces negligible."""
     for key, value in LARGER.items():
         text = text.replace(key, value)
     return "\n".join([text, *more])
@@ -130,14 +130,14 @@ def _run(rank: int, world: int, text: str) -> Facts:
 
 
 def in_turn(router: Router, scores: Tensor) -> Tensor:
-    """Choose experts round-robin, for equal loads: a stub of `Router.choose`."""
+    """Choose experts round-robin, for equal loads. A stub of `Router.choose`."""
     batch, seq, n_experts = scores.shape
     choices = torch.arange(batch * seq * router.config.top_k, device=scores.device) % n_experts
     return choices.view(batch, seq, router.config.top_k)
 
 
 def traced(text: str, world: int) -> tuple[int, int]:
-    """Return two numbers of bytes on rank 0: kept by one microbatch's forward, and a step's peak above its start."""
+    """Return two numbers of bytes on rank 0: memory kept by one microbatch's forward, and a step's peak above its start."""
     config = plannable(parse_toml_text(text))[0]
     with fake.fake_ranks(0, world):
         degrees = check_world(config, world)
@@ -191,7 +191,7 @@ def _batch(rows: int, seq: int) -> Batch:
 
 
 def _allocations(action: Callable[[], object]) -> tuple[int, int]:
-    """Return the bytes left allocated by `action`, and the peak, from PyTorch's profiler of the CPU allocator."""
+    """Return the bytes that `action` leaves allocated, and its peak, from PyTorch's profiler of the CPU allocator."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         action()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]

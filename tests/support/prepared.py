@@ -1,4 +1,4 @@
-"""Make texts of random words; read the documents of a prepared dataset."""
+"""Make texts of random words, and read the documents of a prepared dataset."""
 
 from pathlib import Path
 

@@ -27,7 +27,7 @@ started: list[str] = []
 
 
 def starts_processes(item: pytest.Item) -> bool:
-    """Return whether the test, its fixtures or its parameters refer, directly or not, to one of STARTERS or `os.fork`."""
+    """Return whether the test, its fixtures or its parameters refer to one of STARTERS or `os.fork`, also indirectly."""
     roots: list[Any] = [getattr(item, "function", None)]
     fixtures = getattr(item, "_fixtureinfo", None)
     if fixtures is not None:
@@ -86,7 +86,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def watch() -> None:
-    """From now on, record every process started by this interpreter in `started`."""
+    """Record, from this call on, every process started by this interpreter in `started`."""
 
     def audit(event: str, arguments: tuple) -> None:
         if event in AUDITED:

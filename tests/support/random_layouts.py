@@ -1,7 +1,7 @@
 """Random layouts for the equivalence tests.
 
-A seeded generator draws every axis and option. Draws rejected by the configuration's checks, the same as a user's, are
-repeated.
+A seeded generator draws every axis and option. If the configuration's checks refuse a draw, as they would refuse a user's
+configuration, the generator draws again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Random models from all parts of [model], each with a random layout.
 
-A seed gives one pair. Draws rejected by the configuration's checks, the same as a user's, are repeated.
+A seed gives one pair. If the configuration's checks refuse a draw, as they would refuse a user's configuration, the
+generator draws again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ COMPILED = '[compile]\nenabled = true\nbackend = "aot_eager_decomp_partition"\n'
 
 
 def draw_model(generator: random.Random) -> dict[str, Any]:
-    """Draw keys of [model] and its tables; their combination may be invalid."""
+    """Draw keys of [model] and its tables. Their combination may be invalid."""
 
     def some(share: float = 0.5) -> bool:
         return generator.random() < share
@@ -102,7 +103,7 @@ def draw_model(generator: random.Random) -> dict[str, Any]:
 
 
 def in_float8(text: str, generator: random.Random) -> str:
-    """Put a `tiny_config` text into a block format, with sizes that divide into whole blocks over two ranks of tp or cp."""
+    """Convert a `tiny_config` text to a block format, with sizes of whole blocks on each of two ranks of tp or cp."""
     kind, experts = generator.choice(["mxfp8", "mxfp8", "blockwise"]), generator.choice(['"auto"', "false"])
     for old, new in {
         "\ndim = 32": "\ndim = 128",
@@ -127,7 +128,7 @@ def draw_config(generator: random.Random, more: str = "", float8: float = 0.0) -
 
 
 def with_rounded_rows(config: Config, seed: int) -> Config:
-    """Return `config`, in some draws with precision.float8_dispatch if it has experts."""
+    """Return `config`. If it has experts, some draws add precision.float8_dispatch."""
     rounds = config.model.moe is not None and random.Random(f"rows {seed}").random() < 0.3
     return changed(config, {"precision.float8_dispatch": True}) if rounds else config
 

@@ -1,6 +1,7 @@
-"""Random runs over all configuration outside [model], and the metrics that every layout must share.
+"""Random runs with random keys outside [model], and the metrics that must be equal under every layout.
 
-A seed gives one run. Draws rejected by the configuration's checks, the same as a user's, are repeated.
+A seed gives one run. If the configuration's checks refuse a draw, as they would refuse a user's configuration, the
+generator draws again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def write_tokens(folder: Path) -> None:
 
 
 def draw_keys(generator: random.Random, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Draw keys of a phase and of every section but [model], "section.key" -> value; their combination may be invalid."""
+    """Draw keys of a phase and of all sections except [model]: "section.key" -> value. The combination may be invalid."""
 
     def some(share: float = 0.5) -> bool:
         return generator.random() < share
@@ -111,7 +112,7 @@ def draw_keys(generator: random.Random, folder: Path) -> tuple[dict[str, Any], d
             "until_tokens": choose([640, 1280])
         }
     if some(0.25):
-        # Layouts must not cut a block: with these sizes only data, expert and pipeline parallelism are valid.
+        # Layouts must not cut a block, so with these sizes only data, expert and pipeline parallelism are valid.
         keys["precision.float8"] = choose(["blockwise", "mxfp8"])
         keys["precision.float8_experts"] = choose(["auto", False])
     return keys, phase

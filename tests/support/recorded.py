@@ -47,8 +47,10 @@ def write_run(
     noise: bool = False,
     slow: int | None = None,
 ) -> Path:
-    """Write a run of `steps` steps. `bad_layer` has a hundred times the update of the others, source `b` is `noise`, and
-    rank `slow` is a straggler."""
+    """Write a run of `steps` steps.
+
+    Layer `bad_layer` has a hundred times the update of the other layers. Source `b` is `noise`. Rank `slow` is a straggler.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lines: list[dict[str, Any]] = []
     for step in range(1, steps + 1):

@@ -61,7 +61,7 @@ def _convolved(own: Parameters, letter: str, x: Tensor, documents: Tensor) -> Te
 
 
 def _projected(own: Parameters, letter: str, x: Tensor) -> Tensor:
-    """Project x, through the low-rank first half if the layer has one."""
+    """Project x. If the layer has a low-rank first half, apply it first."""
     down = own.get(f"attention.w{letter}_down.weight")
     return (x if down is None else x @ down.T) @ own[f"attention.w{letter}.weight"].T
 

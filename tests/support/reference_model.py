@@ -1,5 +1,6 @@
-"""A second, plain implementation of the model in float64: loops over layers, heads and queries, RoPE in complex
-numbers. It shares only the configuration with forge."""
+"""A second, plain implementation of the model in float64.
+
+It loops over layers, heads and queries, and computes RoPE in complex numbers. It shares only the configuration with forge."""
 
 from __future__ import annotations
 
@@ -164,7 +165,9 @@ def _ffn_half(
 def reference_loss_ahead(
     parameters: Parameters, config: ModelConfig, tokens: Tensor, labels: Tensor, documents: Tensor
 ) -> Tensor:
-    """Return the loss of the multi-token prediction modules, token by token: summed over tokens, averaged over modules."""
+    """Return the loss of the multi-token prediction modules: computed token by token, summed over tokens, averaged over
+    modules.
+    """
     assert config.mtp is not None
     total = torch.zeros((), dtype=torch.float64)
     for row, label, document in zip(tokens, labels.tolist(), documents, strict=True):

@@ -29,7 +29,7 @@ class Mixture:
     def feed_forward(
         self, own: Parameters, layer: int, x: Tensor, counts: list[bool], model: ModelConfig
     ) -> Tensor:
-        """Compute one whole sequence x `[seq, dim]`. counts: mask of the tokens in the routers' sums."""
+        """Compute one whole sequence x `[seq, dim]`. counts: mask of the tokens that count in the routers' sums."""
         config = self.config
         here = [0] * config.n_experts
         shares = torch.zeros(config.n_experts, dtype=torch.float64)
@@ -77,7 +77,7 @@ class Mixture:
 
 
 def choose(config: MoEConfig, scores: list[float], bias: list[float]) -> list[int]:
-    """Return one token's experts, best first. Ties: the lower index first."""
+    """Return one token's experts, the best first. Of equal experts, the lower index is first."""
     biased = config.balance in ("bias", "quantile")
     if biased:
         scores = [score + b for score, b in zip(scores, bias, strict=True)]
@@ -93,7 +93,7 @@ def choose(config: MoEConfig, scores: list[float], bias: list[float]) -> list[in
 
 
 def solved(required: list[list[float]], bias: list[float], top_k: int, bins: int = 1000) -> list[float]:
-    """Solve quantile balancing: return biases from a histogram of each token's required ones, expert by expert."""
+    """Solve quantile balancing: for each expert, return a bias from the histogram of the biases required by its tokens."""
     low, high = min(bias) - 1, max(bias) + 1
     width, found = (high - low) / bins, []
     for e in range(len(bias)):

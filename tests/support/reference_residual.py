@@ -29,7 +29,7 @@ class DepthStream:
         self.partial = out if self.partial is None else self.partial + out
 
     def read(self, query: Tensor | None) -> Tensor:
-        """Return the softmax over depth, computed per token. query None: the stream has one value only."""
+        """Return the mix of values by a softmax over depth, per token. query None: the stream has only one value."""
         values = self.blocks if self.partial is None else [*self.blocks, self.partial]
         if query is None:
             assert len(values) == 1

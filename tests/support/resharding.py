@@ -23,9 +23,9 @@ SAVED_AFTER, LR = 2, 1e-2
 def train_part(
     rank: int, world: int, text: str, folder: str, begin: int, end: int
 ) -> dict[str, list[float] | dict]:
-    """Train steps begin + 1 to end. Load a checkpoint first, unless begin is 0; save one after, unless these are the last.
+    """Train steps begin + 1 to end. Return the steps' losses and all final parameters.
 
-    Return the steps' losses and all final parameters.
+    Unless begin is 0, load a checkpoint first. Unless these are the last steps, save a checkpoint at the end.
     """
     config = parse_toml_text(text)
     meshes = make_meshes(check_world(config, world), "cpu")

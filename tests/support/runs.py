@@ -50,7 +50,7 @@ TIMES = ("tokens_per_second", "step_time_s", "data_time_s", "gc_time_s", "memory
 
 
 class Run:
-    """A run directory under `folder`, and its command. base: options, which must not name another run."""
+    """A run directory under `folder`, and its command. base: options of the command, without a name of another run."""
 
     def __init__(self, folder: Path, *options: str, base: Sequence[str] = BASE):
         self.path = folder / "run"
@@ -87,7 +87,7 @@ class Run:
         return codes[0]
 
     def metrics(self, *, times: bool = False) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl. times: keep the numbers that depend on the clock."""
+        """Return the lines of metrics.jsonl. times: also return the numbers that depend on the clock."""
         lines = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
         return lines if times else [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
@@ -101,7 +101,7 @@ class Run:
         return [line["loss"] for line in self.metrics() if "loss" in line]
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
-        """Return all events, or those of one kind, without an incomplete last line."""
+        """Return all events, or all events of one kind, without an incomplete last line."""
         path = self.path / "events.jsonl"
         text = path.read_text() if path.exists() else ""
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -142,9 +142,9 @@ def tensor_files(run: Run, step: int) -> dict[str, str]:
 
 
 def assert_same_history(run: Run, whole: Run, *, swept: bool = True) -> None:
-    """Assert bitwise equality of all metrics but times, and of every tensor in the last checkpoint.
+    """Assert bitwise equality of all metrics except times, and of every tensor in the last checkpoint.
 
-    swept: the last start has saved, so it has removed the unfinished saves of earlier starts.
+    swept: the last start has saved, so it must have removed the unfinished saves of earlier starts.
     """
     assert run.metrics() == whole.metrics()
     last = whole.metrics()[-1]["step"]
@@ -186,7 +186,8 @@ def _main(
 def reserve_port() -> tuple[socket.socket, dict[str, str]]:
     """Reserve the ranks' rendezvous port. Return a socket to keep open until they end, and the environment variables.
 
-    The kernel gives a bound port to nobody else. The socket does not listen, so rank 0 may: both set SO_REUSEADDR.
+    The kernel gives a bound port to no other process. The socket does not listen, so rank 0 may listen on the port: both set
+    SO_REUSEADDR.
     """
     port = socket.socket()
     port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -13,7 +13,7 @@ from tests.support.harness import may_start_processes
 def prepare_rank(
     rank: int, world: int, environment: dict[str, str], out: Path, err: Path | None = None
 ) -> None:
-    """Set this forked process's rank and world size, and redirect stdout and stderr to files (err None: the same file)."""
+    """Set this forked process's rank and world size, and redirect its output to files. err None: stderr to `out`, too."""
     import torch
 
     for number, path in ((1, out), (2, err or out)):

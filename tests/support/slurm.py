@@ -1,4 +1,4 @@
-"""Run a real Slurm in one folder as the current user: munged, slurmctld, and two nodes, both on this machine.
+"""Run a real Slurm in one folder as the current user: munged, slurmctld, and two nodes on this machine.
 
 Requires Debian's packages `munge slurmctld slurmd slurm-client`. Other versions of Slurm are untested.
 """
@@ -62,7 +62,7 @@ NodeName={nodes[1]} NodeAddr={nodes[1]} CPUs=4 Gres=gpu:2 Port={ports[2]}
 PartitionName=usual Nodes=ALL Default=YES PriorityTier=1 MaxTime=INFINITE State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE State=UP
 """
-# Any two devices: Slurm counts them and sets CUDA_VISIBLE_DEVICES.
+# Any two devices, because Slurm only counts them and sets CUDA_VISIBLE_DEVICES.
 GPUS = "\n".join(f"NodeName=127.0.0.[1-2] Name=gpu File=/dev/{name}" for name in ("null", "zero"))
 
 

@@ -36,7 +36,7 @@ def on_meta(config: ModelConfig, seq_len: int = 12) -> Transformer:
 
 
 class Wider(Transformer):
-    """A custom model: learned positions, and in the last layer a mixer of three matrices, one of them unused."""
+    """A custom model with learned positions. Its last layer has a mixer of three matrices, one of them unused."""
 
     def __init__(self, config: ModelConfig, seq_len: int, **part: Any):
         super().__init__(config, seq_len, **part)
@@ -85,7 +85,7 @@ def small_model(
 
 @torch.no_grad()
 def fill(model: Transformer) -> None:
-    """Initialise, and add noise to constants: ones and zeros would hide a missing norm or bias."""
+    """Initialise, and add noise to constants, because ones and zeros would hide a missing norm or bias."""
     values = model.initial_values()
     for name, parameter in model.named_parameters():
         start = values[name]

@@ -1,5 +1,6 @@
-"""Defects for `Run.start(patch="tests.support.spoil:NAME")`. Most are keyed by data, so they return when a rank reads the
-same samples again."""
+"""Defects for `Run.start(patch="tests.support.spoil:NAME")`.
+
+Most depend on the data, so they occur again when a rank reads the same samples again."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 
 
 def samples_32_to_55() -> None:
-    """Make the gradient non-finite on the rank with one of these samples: steps 5 to 7, with 8 samples per batch."""
+    """Make the gradient non-finite on the rank with one of these samples. With 8 samples per batch: steps 5 to 7."""
     _spoil_gradients(lambda samples: any(32 <= sample < 56 for sample in samples), torch.nan)
 
 
@@ -84,7 +85,7 @@ def _spoil_kind(kind: Any, when: Callable[[range], bool], spoil: Callable[[Any, 
 
 
 def one_bit_after_step_5() -> None:
-    """Flip a bit of a parameter on the last rank, once: not when the step is repeated."""
+    """Flip a bit of a parameter on the last rank, once. A repetition of the step flips no bit."""
     _flip_a_bit(_last_ranks("w1.weight"), lambda step, seen: step == 5 and not seen)
 
 
@@ -115,7 +116,7 @@ def _last_ranks(ending: str) -> Callable[[Any], Any]:
 
 
 def _flip_a_bit(find: Callable[[Any], Any], when: Callable[[int, bool], bool]) -> None:
-    """Flip a bit of the tensor returned by `find(model)`. None: not on this rank."""
+    """Flip a bit of the tensor returned by `find(model)`. If it returns None, flip no bit on this rank."""
     from forge.train.trainer import Trainer
 
     make_step, seen = Trainer.step, set()
@@ -131,7 +132,7 @@ def _flip_a_bit(find: Callable[[Any], Any], when: Callable[[int, bool], bool]) -
 
 
 def half_a_second_for_each_step() -> None:
-    """Advance the time limit's clock only here, by half a second per step, so a busy machine has no effect."""
+    """Replace the time limit's clock: half a second per step, so a busy machine has no effect."""
     import forge.resilience.stopping as stopping
     from forge.train.trainer import Trainer
 
@@ -163,8 +164,9 @@ def slow_optimizer_on_rank_1() -> None:
 
 
 def _slow_down(phase: str) -> None:
-    """Replace the clock, so a busy machine makes no rank slow: every wait for data, feed-forward and update takes 10 ms,
-    but 50 ms on rank 1 in `phase`."""
+    """Replace the clock: every wait for data, feed-forward and update takes 10 ms, but 50 ms on rank 1 in `phase`.
+
+    So a busy machine makes no rank slow."""
     import queue
 
     import forge.resilience.stragglers as stragglers

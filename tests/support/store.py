@@ -21,7 +21,7 @@ Fault = Callable[["Request"], str | None]
 
 
 class Request:
-    """A request for an object. count: requests for this object so far, this one included."""
+    """A request for an object. count: requests for this object so far, including this request."""
 
     def __init__(self, method: str, key: str, span: tuple[int, int] | None, count: int):
         self.method, self.key, self.range, self.count = method, key, span, count

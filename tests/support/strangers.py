@@ -19,7 +19,7 @@ def sign(path: Path, names: Iterable[str] | None = None) -> None:
 
 
 def edit_index(path: Path, edit: Callable[[Any], None]) -> None:
-    """Change DCP's index in place. The manifest differs from it until `sign`."""
+    """Change DCP's index in place. The manifest does not match the index until `sign`."""
     index = pickle.loads((path / ".metadata").read_bytes())
     edit(index)
     (path / ".metadata").write_bytes(pickle.dumps(index))

@@ -40,7 +40,7 @@ class Traced:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(FORGE) and frame.f_code.co_name != "<module>":
             name = path.relative_to(FORGE).as_posix()
-            # Among the other threads, the loader's counts as `trains`, savers and watchers as `reports`.
+            # Of the other threads, the loader counts as `trains`; savers and watchers count as `reports`.
             trains = state.setdefault("trains", main or name == "data/loader.py")
             self.files["trains" if trains and not inside else "reports"].add(name)
 

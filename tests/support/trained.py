@@ -73,7 +73,7 @@ def trained(folder: Path, *options: str, world: int = 1, tokenizer: str = "bytes
 
 
 def on_prepared(folder: Path, *options: str, tokenizer: str = "bytes") -> Run:
-    """Return a run in FOLDER/run on the data of `prepared(folder)`, not started yet."""
+    """Return a run in FOLDER/run on the data of `prepared(folder)`. The run is not started."""
     data = folder / "data"
     return Run(
         folder,
