@@ -33,7 +33,7 @@ _INDEX = ".metadata"
 
 
 class LocalTier:
-    """The local states of a run. Each state is distributed over the folders `folder` of all nodes.
+    """The checkpoints that a run keeps on its nodes: the local states. A part of each is in `folder` of every node.
 
     peers: number of other nodes with a copy of each file. Methods are collective over all ranks unless their docstring
     says otherwise.

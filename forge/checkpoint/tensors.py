@@ -55,7 +55,7 @@ class ShardTensor(torch.Tensor):
 
     @property
     def written_bytes(self) -> int:
-        """Return an upper bound of the number of bytes that DCP writes for this rank's boxes."""
+        """Return an upper bound of the number of bytes that DCP writes for this rank's parts of the tensor."""
         return sum(piece.numel() * piece.element_size() + PIECE_BYTES for piece in self._pieces.values())
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:

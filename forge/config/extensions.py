@@ -30,9 +30,9 @@ def import_paths(config: Config) -> dict[str, str]:
 
 
 def require_trust(config: Config, source: str, keys: Collection[str] | None = None) -> None:
-    """Raise UserError if a configuration names import paths.
+    """Raise UserError if a configuration names import paths. Call unless the user trusts the configuration.
 
-    Importing a module runs its code, so a folder from another user must not choose the module. source: the opened file,
+    Importing a module runs its code, so a file of another user must not choose the module. source: the opened file,
     for the message. keys: the keys to check; None: all.
     """
     for key, path in import_paths(config).items():

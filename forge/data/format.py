@@ -213,9 +213,10 @@ class TokenDataset:
         return RemoteArray(file, cache, dtype)
 
     def _checksums(self, number: int, record: FileRecord, block_file: FileRecord) -> Callable[[int], bytes]:
-        """Return a function from the index of a block of the file `record` to the block's checksum.
+        """Return a function: index of a block of the file `record` -> the block's checksum.
 
-        The function reads checksums on demand and does not hold them in memory.
+        number: index of the file's shard. block_file: the file with the shard's checksums. The function reads checksums on
+        demand and does not hold them in memory.
         """
         shard, first = self.index.shards[number], 0
         if record is shard.document_file:

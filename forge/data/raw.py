@@ -133,7 +133,7 @@ class RawTokens(MappedIds):
     def document_ids(self, start: int, count: int) -> np.ndarray:
         """Return the document of each of `count` tokens, int32 `[count]`.
 
-        The document of the first token has number 0, the next document has number 1, and so on.
+        start: index of the first token. Its document has number 0, the next document has number 1, and so on.
         """
         if self._eos_id is None:
             return np.zeros(count, np.int32)
@@ -194,7 +194,7 @@ class MegatronTokens(MappedIds):
     def document_ids(self, start: int, count: int) -> np.ndarray:
         """Return the document of each of `count` tokens, int32 `[count]`.
 
-        The document of the first token has number 0, the next document has number 1, and so on.
+        start: index of the first token. Its document has number 0, the next document has number 1, and so on.
         """
         documents = range(self.documents)
         low = bisect_left(documents, start, key=self._start_of)

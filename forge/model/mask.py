@@ -141,7 +141,8 @@ def _tiles(
 def _whole(index: Tensor) -> Tensor:
     """Return a mask of the tiles of BLOCK tokens that lie wholly within the sequence: bool `[tiles]`.
 
-    A tile that reaches past the end never counts as full, so flex_attention evaluates the rule for its pairs.
+    Only the length of `index`, one element per token, counts. In a tile that reaches past the end of the sequence,
+    flex_attention evaluates the mask function for each pair of tokens.
     """
     return torch.arange(BLOCK, len(index) + BLOCK, BLOCK, device=index.device) <= len(index)
 

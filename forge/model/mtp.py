@@ -3,11 +3,11 @@
 At token i, module k = 1, 2, ... takes the hidden state of module k - 1 (for k = 1, the model's hidden state after its
 final norm) and the embedding of token i + k. The module predicts token i + k + 1 with the model's own head:
 
-    hidden_k = norm(block(projection([norm(embedding of i + k), norm(hidden_k-1)])))
+    hidden_k = norm(block(projection([norm(embedding of i + k), norm(hidden_(k-1))])))
 
-in the order of DeepSeek-V3's weights. The modules are blocks after the model's last block, so every transformation of
-blocks applies to them. The mean of their losses, times `loss_coef`, is part of the objective. Forwards without
-gradients skip the modules.
+As in DeepSeek-V3's published weights, the embedding is the first half of the projection's input. The modules are blocks
+after the model's last block, so every transformation of blocks applies to them. The mean of their losses, times
+`loss_coef`, is part of the objective. Forwards without gradients skip the modules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Join(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim, 2 * dim))
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        """first, second `[batch, seq, dim]` -> `[batch, seq, dim]`."""
+        """Project the concatenation of `first` and `second` to `dim`. Both and the result are `[batch, seq, dim]`."""
         return F.linear(torch.cat([first, second], dim=-1), self.weight)
 
 

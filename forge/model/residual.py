@@ -1,15 +1,15 @@
 """Attention residuals over blocks of layers, as in Kimi K3 (Kimi Team 2026, arXiv:2603.15031).
 
 Attention, feed-forward and the head read a mix over depth in place of the residual stream. Layers l with l % block_size
-= 0 begin a block: the stream x is saved, and a new stream starts with the layer's attention. With the saved streams v_1
-... v_n, v_(n+1) = x, and a learned query q for each attention, feed-forward and head:
+= 0 begin a block: the current stream is saved, and a new stream starts with the layer's attention. v_1 ... v_n are the
+saved streams, and v_(n+1) is the current stream. Each attention, feed-forward and head has a learned query q, and reads
 
     score_i = q . v_i / sqrt(mean(v_i^2) + eps)        mix = sum over i of softmax(score)_i v_i
 
-The norm of the keys has no gain, which would be redundant with the query. Queries are initialised to 0, which gives a
-plain mean. Layer 0 has nothing to mix before its attention. A multi-token prediction module is a block by itself and
-begins without saved streams. Every later layer reads all saved streams, so a pipeline stage sends all of them to the
-next stage.
+The division by the root mean square has no learned gain, because q already contains one. Queries are initialised to 0,
+which gives a plain mean. Layer 0 has nothing to mix before its attention. A multi-token prediction module is a block by
+itself and begins without saved streams. Every later layer reads all saved streams, so a pipeline stage sends all of them
+to the next stage.
 """
 
 from __future__ import annotations

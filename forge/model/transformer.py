@@ -342,7 +342,7 @@ def build_model(config: ModelConfig, seq_len: int, **parts: Any) -> Any:
     model = builder(config, seq_len, **parts)
     if config.mtp is not None and not hasattr(model, "ahead"):
         raise UserError(
-            f'[model.mtp] adds modules after the last block, and model.kind = "{kind}" has no place for them (no attribute '
-            "`ahead`, as forge.model.Transformer has); leave the table out"
+            f'[model.mtp] adds modules after the last block. A model of model.kind = "{kind}" cannot hold them: it lacks the '
+            "attribute `ahead` of forge.model.Transformer. Leave out [model.mtp]"
         )
     return model

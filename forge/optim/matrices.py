@@ -86,11 +86,11 @@ class WholeMatrices:
 
     @torch.no_grad()
     def replace(self, tensors: Sequence[Tensor], function: Function) -> None:
-        """Replace every matrix M with `function` of M, in all local parts of `tensors`, in place.
+        """Replace every matrix M in `tensors` with `function` of M, in place. `function` sees whole matrices.
 
         Collective. tensors: gradients or momenta, one per shard, contiguous and laid out like `shard.data`.
-        function(matrices, batch): maps `[batch.count, rows, columns]` to the same shape; called once per batch. Does
-        not synchronise with the device.
+        function(matrices, batch): maps `[batch.count, rows, columns]` to the same shape; called once per batch. `replace`
+        does not synchronise with the device.
         """
         assert all(tensor.is_contiguous() for tensor in tensors), "pieces would be copies"
         if not self._rounds:

@@ -100,7 +100,10 @@ class Muon:
             self._clip_logits(skip)
 
     def _clip_logits(self, skip: Tensor) -> None:
-        """Scale down the heads whose largest logit in this step is above `qk_clip`."""
+        """Scale down the query and key weights of each head whose largest logit in this step is above `qk_clip`.
+
+        skip: scalar; nonzero in a skipped step, which changes nothing.
+        """
         for shard in (shard for shard in self._all if shard.name in self._logits):
             (largest, powers), limit = self._logits[shard.name], self._keys.qk_clip
             # Heads without any observation have -inf.

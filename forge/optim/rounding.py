@@ -65,9 +65,10 @@ class StochasticRounding:
             yield box, functools.reduce(operator.xor, along).view(box.sizes)
 
     def factors(self, shard: Shard, slot: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this update's noise of each box as two factors: rows `[rows, 1]` and columns `[columns]`.
+        """Yield two integer tensors for each box of the shard: rows `[rows, 1]` and columns `[columns]`.
 
-        Their xor is the noise. A row runs along the last dimension; a vector is one row.
+        Their xor, `[rows, columns]`, is the noise of this update. A box is a rectangular part of the parameter. A row runs
+        along the last dimension; a vector is one row.
         """
         vectors = iter(self._noise[slot, shard.name])
         for box in shard.boxes:

@@ -60,7 +60,7 @@ class SpikeWindow:
         return list(self.entries)
 
     def load(self, state: Iterable[tuple[int, float, float]]) -> None:
-        """Restore a result of `state`, which may come from a window of another size."""
+        """Restore the result of the method `state`. The saved window may have had another size."""
         self.entries = [(int(step), float(loss), float(norm)) for step, loss, norm in state][-self.size - 1 :]
 
 

@@ -34,7 +34,7 @@ class History:
         if start.point is None and init:
             load_weights(Path(init), trainer.model)
             trainer.renew_optimizer()  # the new optimizer's weight average starts from the loaded weights
-            log.info("began a new history with the weights of %s", init)
+            log.info("starting at step 0 with the weights of %s", init)
         self._restart(start)
 
     def roll_back(self, required: RollbackRequired) -> None:

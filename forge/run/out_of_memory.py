@@ -107,7 +107,7 @@ def _log_plans(
     if device.type == "cuda":
         has = f", on a GPU with {torch.cuda.get_device_properties(device).total_memory / GIB:.4g} GiB"
     log.error(
-        "planned peak: tensors of %.4g GiB on the rank that needs most%s. With one of these changes:\n  %s",
+        "planned peak: tensors of %.4g GiB on the rank with the highest peak%s. The peak with one change:\n  %s",
         *(now / GIB, has, "\n  ".join(lines)),
         extra=Cause.OUT_OF_MEMORY.mark,
     )

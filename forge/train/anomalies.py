@@ -78,10 +78,10 @@ class AnomalyPolicy:
         return report
 
     def process_result(self, result: StepResult) -> bool:
-        """Act on the result of the last examined step. Collective if the step was skipped.
+        """Act on `result`, the result of the step before the current one. Collective if that step was skipped.
 
-        The gradients of the next step are already computed. Return True if a diagnosis discarded them; the caller must then
-        compute them again. Raises RollbackRequired if a roll-back is needed.
+        The current step's gradients are already computed. Return True if the diagnosis of a skipped step has overwritten
+        them; the caller must then compute them again. Raises RollbackRequired if a roll-back is needed.
         """
         progress, skipped = self._progress, result.skipped
         diagnose = skipped and self._config.rerun_skipped_steps

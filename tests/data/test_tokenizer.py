@@ -137,7 +137,7 @@ def test_has_the_requested_size_and_pieces_of_spaces_and_line_ends(tokenizer):
     ("vocab_size", "reason"),
     [
         (-1, "needs at least 260: "),
-        (280, r"needs at least \d+: 256 bytes, 3 specials and the common characters of the text$"),
+        (280, r"needs at least \d+: 256 bytes, 3 special pieces and the common characters of the text$"),
         (10**6, r"the text of the sample gives at most \d+ pieces; lower it, or give more text"),
     ],
 )

@@ -228,7 +228,7 @@ def _refuse_cut_blocks(layers: dict[str, nn.Linear], form: Format, tp: int) -> N
 def _log_choice(kind: str, gather: bool, chosen: dict[str, nn.Linear], left_out: dict[str, str]) -> None:
     kinds = Counter(name.rpartition(".")[2] for name in chosen)
     log.info(
-        "float8 %s: %d of %d linear layers (%s), gathered in %s",
+        "float8 %s: %d of %d linear layers (%s); their weights are gathered in %s",
         kind,
         len(chosen),
         len(chosen) + len(left_out),

@@ -172,7 +172,7 @@ def _tokens(x: Tensor, form: Format) -> Tensor:
 
 
 def _whole_blocks(x: Tensor, form: Format) -> Tensor:
-    """Pad both sides of x `[..., m, k]` with zeros to whole blocks, as every kernel needs."""
+    """Pad the last two dimensions of x `[..., m, k]` with zeros, at their ends, to whole blocks, as every kernel needs."""
     return _padded(x, form.block, form.block)
 
 

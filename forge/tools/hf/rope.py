@@ -83,7 +83,7 @@ def read_rope(config: ConfigJson) -> dict[str, Any]:
         local = scaling.get("sliding_attention") or {}
         scaling = dict(scaling["full_attention"] or {})
     if local.get("rope_type", "default") != "default":
-        raise config.error(key, "forge scales the positions of full-attention layers only")
+        raise config.error(key, "forge supports RoPE scaling for full-attention layers only")
     read = _read_scaling(config, key, scaling)
     theta = float(local.get("rope_theta") or config["rope_local_base_freq"] or read["rope_theta"])
     if theta != read["rope_theta"] or "rope_scaling" in read:

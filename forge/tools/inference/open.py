@@ -129,7 +129,7 @@ def _build(config: Config, device: torch.device, found: Path, *, float8: bool) -
     if config.model.n_layers > len(index.state_dict_metadata):
         raise UserError(
             f"{found}: config.toml has model.n_layers = {config.model.n_layers}, but the checkpoint has only "
-            f"{len(index.state_dict_metadata)} tensors"
+            f"{len(index.state_dict_metadata)} tensors; config.toml is not the file of this checkpoint"
         )
     model = build_meta_model(config)
     state = {

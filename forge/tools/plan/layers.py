@@ -144,7 +144,9 @@ def traced_layers(config: Config, degrees: Degrees) -> int:
 
 
 def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tuple[Few, Few] | None:
-    """Return the two small models for a run without a pipeline; None if the kinds of layers do not repeat.
+    """Return two models with few layers, for a run without a pipeline; None if the kinds of layers do not repeat.
+
+    The difference of their plans is the plan of the layers that the larger model has in addition.
 
     kinds, ahead: from `kinds_of_layers`, for the trunk's layers and for the MTP modules.
     """

@@ -52,7 +52,7 @@ class StagePlan:
     state_on_host: bytes of parameters, gradients and optimizer state in host memory; 0 without parallel.cpu_offload.
     checkpoint: bytes of this pp rank's tensors in a checkpoint, all shards included.
     buckets: number of buckets in engines of contiguous buffers (ddp, zero1, zero2); 0 without one.
-    spans: axis -> number of ranks and nodes of its process group. Axes over several stages are left out.
+    spans: axis -> (ranks, nodes) of its process group. Axes with ranks of several pipeline stages are left out.
     """
 
     pp_rank: int

@@ -202,8 +202,8 @@ def fetch(packages: list[Package], cache: Path) -> dict[Package, Path]:
         found[package] = path
     if missing:
         raise UserError(
-            f"missing: {'; '.join(missing)}. For apt, run apt-get update first. Or copy the package into {cache}, "
-            "as HASH.whl or HASH.deb. HASH is the package's SHA-256 in the manifest",
+            f"missing: {'; '.join(missing)}. If apt lacks a package, run apt-get update, then this command again. Or copy "
+            f"the package into {cache}, as HASH.whl or HASH.deb. HASH is the package's SHA-256 in the manifest",
             FAILED,
         )
     return found

@@ -272,9 +272,9 @@ def _find_chunks(request: Request, tokenizer: Tokenizer) -> tuple[list[Chunk], C
 def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) -> tuple[list[Chunk], Corpus]:
     """Cut the corpus into chunks of about 1/256 of its size, at least 1 MiB and at most 128 MiB.
 
-    A text file is one document; a cut inside it leaves its tokens unchanged. cut_texts: False: do not cut text files. A
-    compressed file is not cut, because it can be read only from its start. Return the chunks, and a copy of the corpus that
-    also lists unreadable large text files.
+    A text file is one document; a cut inside it leaves its tokens unchanged. cut_texts: whether to cut text
+    files. A compressed file is not cut, because it can be read only from its start. This function opens the text files that
+    it may cut, and adds the unreadable ones to the corpus's list. Return the chunks, and the corpus with this list.
     """
     chunk_bytes = min(max(sum(piece.size for piece in corpus.pieces) // 256, 1 << 20), 128 << 20)
     chunks: list[Chunk] = [[]]

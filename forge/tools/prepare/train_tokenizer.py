@@ -44,7 +44,7 @@ def train_tokenizer(
     """
     if vocab_size < _LEAST_VOCAB:
         raise UserError(
-            f"--vocab-size {vocab_size}: needs at least {_LEAST_VOCAB}: 256 bytes, 3 specials and a piece"
+            f"--vocab-size {vocab_size}: needs at least {_LEAST_VOCAB}: 256 bytes, 3 special pieces and 1 learned piece"
         )
     needed = BYTES_PER_PIECE * vocab_size
     if max_bytes is None:
@@ -112,7 +112,7 @@ def _train(sentences: Iterator[str], vocab_size: int) -> bytes:
 def _reason(message: str) -> str:
     """Explain SentencePiece's error `message` in terms of the command's options."""
     if found := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
-        return f"needs at least {found[1]}: 256 bytes, 3 specials and the common characters of the text"
+        return f"needs at least {found[1]}: 256 bytes, 3 special pieces and the common characters of the text"
     if found := re.search(r"Vocabulary size too high .* value <= (\d+)", message):
         return f"the text of the sample gives at most {found[1]} pieces; lower it, or give more text (--input, --max-bytes)"
     # The reason follows the bracket, as in "Internal: src/trainer_interface.cc(590) [condition] REASON".

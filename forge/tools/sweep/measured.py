@@ -41,7 +41,7 @@ def measure(path: Path, metric: str, trust: bool = False, embeddings: bool = Tru
     """
     if read_object(path / "status.json").get("state") != "finished":
         raise UserError(
-            f"{path}: is not the directory of a finished run; a law needs losses at the end of a schedule"
+            f"{path}: is not the directory of a finished run; a scaling law is fitted to final losses"
         )
     config = parse_toml_text((path / "config.toml").read_text("utf-8"), str(path), import_classes=False)
     if not trust:

@@ -191,9 +191,9 @@ def _batches(model: Any, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _alone(_rank: int, _world: int, request: LibraryRequest, file: Path) -> tuple[list[str], dict]:
-    """Run the module in one process and write the reference to `file`.
+    """Run the request's module in one process. Write its tensors to `file`, as the reference of the distributed run.
 
-    Return its modules in computation order, and (step, tensor) -> number of elements.
+    Return the names of the submodules in computation order, and a dict (step, tensor) -> number of elements.
     """
     model, make = _make(request)
     if not any(parameter.requires_grad for parameter in model.parameters()):
