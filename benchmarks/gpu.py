@@ -78,6 +78,8 @@ OPTIONS = {
     "float8 rowwise": ("--precision.float8=rowwise",),
     "float8 tensorwise": ("--precision.float8=tensorwise",),
 }
+# Variants measured in a plain PyTorch loop instead of forge's.
+BARE = {"bare": BareLoop, "hf": LlamaLoop}
 # In the order of measurement. If time runs out, the last rows are missing. Rows that fit into 80 GB come first.
 ROWS = (
     "1b B 2x4, compile",
@@ -241,7 +243,7 @@ class RowPlan:
 
 def plan_of(name: str, given: argparse.Namespace, overrides: list[str], hardware: Hardware) -> RowPlan:
     """Plan the memory and the speed of a row."""
-    bare = is_bare(name)
+    bare = bare_loop(name) is not None
     # A bare loop has one copy of its weights.
     config = config_of(name + ", reshard" if bare else name, given, overrides)
     plan = make_plan(config, check_world(config, 1), hardware)
@@ -325,9 +327,9 @@ def config_of(name: str, given: argparse.Namespace, overrides: list[str]) -> Con
     return configure(file, *options, *overrides)
 
 
-def is_bare(name: str) -> bool:
-    """Return whether the row is of a bare loop."""
-    return bool({"bare", "hf"} & set(parts_of(name)[3]))
+def bare_loop(name: str) -> type[BareLoop] | None:
+    """Return the class of the row's bare loop; None for a row of forge's loop."""
+    return next((BARE[variant] for variant in parts_of(name)[3] if variant in BARE), None)
 
 
 def parts_of(name: str) -> tuple[str, str, tuple[int, int], list[str]]:
@@ -341,10 +343,8 @@ def parts_of(name: str) -> tuple[str, str, tuple[int, int], list[str]]:
 def _measure(name: str, config: Config, given: argparse.Namespace, device: torch.device) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         loop: ForgeLoop | BareLoop
-        if is_bare(name):
-            loop = (LlamaLoop if ", hf" in name else BareLoop)(
-                name, config, make_batches(config, 4, device), device
-            )
+        if plain := bare_loop(name):
+            loop = plain(name, config, make_batches(config, 4, device), device)
             if config.compile.enabled:
                 for layer in loop.layers():
                     layer.compile(backend=config.compile.backend)

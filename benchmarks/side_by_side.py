@@ -109,6 +109,7 @@ def compare(given: argparse.Namespace, overrides: list[str]) -> None:
     }
     about["settings"]["precision"] = "float64" if given.float64 else "float32"
     curves: dict[str, Curves] = {}
+    rates: dict[str, dict[str, Spread]] = {}
     for model in given.models:
         options = [
             *options_of(model, given.steps),
@@ -131,14 +132,14 @@ def compare(given: argparse.Namespace, overrides: list[str]) -> None:
                         else ask(name, task, world)
                     )
                     curves[model][f"{name}, {world}"] = curve
+            rates[model] = speeds(curves[model], task.tokens[0].numel())
     title = "-".join(["side_by_side", *(given.models if len(given.models) < len(MODELS) else [])])
     title += "-float64" if given.float64 else ""
     results: dict[str, Any] = {"losses": _losses(curves)}
     shown = table(curves)
     if is_busy(about):
-        print("other programs use this machine: tokens per second are left out", file=sys.stderr)
-    else:
-        rates = speeds(curves, task.tokens[0].numel())
+        print("not shown: tokens per second, because other programs use this machine", file=sys.stderr)
+    elif any(rates.values()):
         results["tokens_per_second"] = {
             model: {name: vars(rate) for name, rate in found.items()} for model, found in rates.items()
         }
@@ -208,10 +209,9 @@ def train(task: Task, config: str, options: list[str], world: int) -> Curve:
     _run("forge", world, ROOT / "train.py", "--config", config, *options, *own)
     file = task.folder / f"forge-{world}" / "metrics.jsonl"
     lines = [line for line in map(json.loads, file.read_text().splitlines()) if "loss" in line]
-    losses, norms, rates, speeds = (
-        [line[key] for line in lines] for key in ("loss", "grad_norm", "lr", "tokens_per_second")
-    )
-    return Curve(losses, norms, rates, list(accumulate(task.tokens[0].numel() / speed for speed in speeds)))
+    losses, norms, rates = ([line[key] for line in lines] for key in ("loss", "grad_norm", "lr"))
+    seconds = (task.tokens[0].numel() / line["tokens_per_second"] for line in lines)
+    return Curve(losses, norms, rates, list(accumulate(seconds)))
 
 
 def ask(peer: str, task: Task, world: int) -> Curve:
@@ -244,17 +244,16 @@ def table(curves: dict[str, Curves]) -> str:
     return markdown([*head, "gradient norm, largest, relative", "learning rate, largest"], rows)
 
 
-def speeds(curves: dict[str, Curves], step_tokens: int) -> dict[str, dict[str, Spread]]:
-    """Return the tokens per second of each model and package, as the spread over turns of TURN steps without the first turn.
+def speeds(curves: Curves, step_tokens: int) -> dict[str, Spread]:
+    """Return the tokens per second of each package, as the spread over turns of TURN steps without the first turn.
 
     A curve of fewer than two turns is left out.
     """
-    found: dict[str, dict[str, Spread]] = {model: {} for model in curves}
-    for model, of_model in curves.items():
-        for name, curve in of_model.items():
-            turns = list(pairwise(curve.ended[TURN - 1 :: TURN]))
-            if turns:
-                found[model][name] = Spread.of([TURN * step_tokens / (end - begin) for begin, end in turns])
+    found = {}
+    for name, curve in curves.items():
+        turns = list(pairwise(curve.ended[TURN - 1 :: TURN]))
+        if turns:
+            found[name] = Spread.of([TURN * step_tokens / (end - begin) for begin, end in turns])
     return found
 
 

@@ -265,7 +265,7 @@ OFFLOAD = {
 }
 
 
-# Options of runs on a CPU, whose losses are those of the plain model.
+# Runs on a CPU neither compile nor recompute: their losses are the reference.
 PLAIN = [
     "--compile.enabled=false",
     "--compile.loss=false",
