@@ -163,7 +163,9 @@ def test_an_attention_without_attend_is_refused_under_cp_and_in_cached_generatio
 
 def test_multi_token_prediction_is_refused_for_a_model_without_it() -> None:
     config = parse_toml_text(tiny_config(model=KIND + "[model.mtp]\ndepth = 1\n")).model
-    with pytest.raises(UserError, match=r"\[model\.mtp\].*parallel_alibi:ParallelAlibi.*Leave out \[model\.mtp\]"):
+    with pytest.raises(
+        UserError, match=r"\[model\.mtp\].*parallel_alibi:ParallelAlibi.*Leave out \[model\.mtp\]"
+    ):
         build_model(config, 32)
 
 
