@@ -37,10 +37,15 @@ from forge.tools.plan.node import clock_of, median_s
 from scripts.options import Options, exit_code_of, positive
 
 MeasuredRates = list[list[float]]
-Clock = Callable[[], float]
+Action = Callable[[], object]
+# Returns the seconds of a call of an action.
+Timer = Callable[[Action], float]
 Turns = Iterator[list[torch.Tensor]]
 # If a call takes this many seconds, skip larger sizes. On a CPU that is slow in bfloat16, they would take minutes.
 LONG = 0.3
+# Seconds of calls between two readings of a GPU's clock. A reading waits for the GPU, which takes as long as a small
+# operator: 19 microseconds on an H200.
+READING_S = 5e-3
 
 
 def main(argv: list[str]) -> int:
@@ -79,13 +84,13 @@ def measure(threads: int, computing: int = 1, *, tiny: bool = False) -> dict[str
     device = torch.device("cuda" if card else "cpu")
     largest = 64 if tiny else 8192 if card else 2048
     dtypes = (torch.bfloat16, torch.float32) if card else (torch.float32, torch.bfloat16)
-    clock = _clock(device, computing)
+    timer = _timer(device, computing)
     with _others(0 if card else computing - 1, threads):
-        products = {_name(dtype): _products(device, dtype, largest, clock) for dtype in dtypes}
-        attention = {_name(dtype): _attention(device, dtype, largest, clock) for dtype in dtypes}
-        elementwise = _elementwise(device, clock, 1 << (16 if tiny else 30 if card else 27))
+        products = {_name(dtype): _products(device, dtype, largest, timer) for dtype in dtypes}
+        attention = {_name(dtype): _attention(device, dtype, largest, timer) for dtype in dtypes}
+        elementwise = _elementwise(device, timer, 1 << (16 if tiny else 30 if card else 27))
         # On a GPU, each operator hides the launch of the next.
-        operator_us = 0.0 if card else _operator_us(device, clock)
+        operator_us = 0.0 if card else _operator_us(device, timer)
     link = _link(card, 1 << (16 if tiny else 28 if card else 24))
     host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = torch.cuda.mem_get_info()[1] if card else host_memory
@@ -134,7 +139,7 @@ def _compute(threads: int, ready: Any) -> None:
         torch.add(a @ b, b)
 
 
-def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> MeasuredRates:
+def _products(device: torch.device, dtype: torch.dtype, largest: int, timer: Timer) -> MeasuredRates:
     """Time the three matrix products of a linear layer in training: output, input gradient and weight gradient.
 
     Return [FLOPs of a product, 10^12 FLOP/s] for growing sizes.
@@ -150,7 +155,7 @@ def _products(device: torch.device, dtype: torch.dtype, largest: int, clock: Clo
             torch.matmul(grad, weight)
             torch.matmul(grad.T, x)
 
-        operations, seconds = 16.0 * size**3, median_s(train, clock) / 3
+        operations, seconds = 16.0 * size**3, timer(train) / 3
         found.append([operations, operations / seconds / 1e12])
         if seconds > LONG:
             break
@@ -170,7 +175,7 @@ def _in_turns(shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.
     )
 
 
-def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Clock) -> MeasuredRates:
+def _attention(device: torch.device, dtype: torch.dtype, largest: int, timer: Timer) -> MeasuredRates:
     """Time causal attention of 8 heads of size 64, forward and backward, for growing sequences.
 
     Return [FLOPs of an operator, 10^12 FLOP/s]. A call counts 7 products over half the scores: 2 in forward, 5 in backward.
@@ -186,7 +191,7 @@ def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Cl
             F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(v.detach())
 
         operations = 7 * 2.0 * 8 * 64 * seq * (seq + 1) / 2
-        seconds = median_s(both, clock)
+        seconds = timer(both)
         # Forward and backward are two operators, with about half of the FLOPs each.
         found.append([operations / 2, operations / seconds / 1e12])
         if seconds > LONG:
@@ -195,7 +200,7 @@ def _attention(device: torch.device, dtype: torch.dtype, largest: int, clock: Cl
     return found
 
 
-def _elementwise(device: torch.device, clock: Clock, largest: int) -> MeasuredRates:
+def _elementwise(device: torch.device, timer: Timer, largest: int) -> MeasuredRates:
     found = []
     size = 1 << 14
     while size <= largest:
@@ -205,12 +210,12 @@ def _elementwise(device: torch.device, clock: Clock, largest: int) -> MeasuredRa
             a, b, product = next(turns)
             torch.mul(a, b, out=product)
 
-        found.append([float(size), size / median_s(multiply, clock) / 1e9])
+        found.append([float(size), size / timer(multiply) / 1e9])
         size *= 4
     return found
 
 
-def _operator_us(device: torch.device, clock: Clock, number: int = 100) -> float:
+def _operator_us(device: torch.device, timer: Timer, number: int = 100) -> float:
     """Return the mean microseconds of an operator on eight numbers, over forward and backward of `number` operators."""
     x = torch.zeros(8, device=device, requires_grad=True)
 
@@ -220,18 +225,31 @@ def _operator_us(device: torch.device, clock: Clock, number: int = 100) -> float
             y = y * 1.0
         y.sum().backward()
 
-    return median_s(chain, clock) / (2 * number) * 1e6
+    return timer(chain) / (2 * number) * 1e6
 
 
-def _clock(device: torch.device, processes: int) -> Clock:
-    """Return a clock in seconds: processor time for one process with one thread on a CPU, otherwise wall-clock time.
+def _timer(device: torch.device, processes: int) -> Timer:
+    """Return a function that returns the median seconds of a call.
 
-    Processor time excludes other work on the machine. Several processes need wall-clock time, to include their mutual
-    slowdown.
+    On a GPU, many calls are timed together, so that the host launches the next while the GPU works. On a CPU, one process
+    with one thread is timed by its processor time, which excludes other work on the machine. Several processes need
+    wall-clock time, to include their mutual slowdown.
     """
     if device.type == "cuda":
-        return clock_of(device)
-    return time.process_time if processes == torch.get_num_threads() == 1 else time.perf_counter
+        return lambda action: _median_of_many(action, clock_of(device))
+    clock = time.process_time if processes == torch.get_num_threads() == 1 else time.perf_counter
+    return lambda action: median_s(action, clock)
+
+
+def _median_of_many(action: Action, clock: Callable[[], float]) -> float:
+    """Return the median seconds of a call, from readings after READING_S of calls."""
+    calls = max(1, int(READING_S / median_s(action, clock)))
+
+    def repeated() -> None:
+        for _ in range(calls):
+            action()
+
+    return median_s(repeated, clock) / calls
 
 
 def _link(card: bool, size: int) -> dict[str, float]:

@@ -38,3 +38,19 @@ def test_a_machine_is_measured(tmp_path: Path) -> None:
     assert (
         found.operator_us > 0 and found.node.gb_per_s > 0 and set(found.products) == {"float32", "bfloat16"}
     )
+
+
+def test_the_time_of_a_reading_is_divided_by_many_calls() -> None:
+    """The fake clock takes 19 microseconds for a reading, and an operator takes 3."""
+    now = 0.0
+
+    def operator() -> None:
+        nonlocal now
+        now += 3e-6
+
+    def clock() -> float:
+        nonlocal now
+        now += 19e-6
+        return now
+
+    assert measure_hardware._median_of_many(operator, clock) == pytest.approx(3e-6, rel=0.05)
