@@ -55,7 +55,7 @@ from forge.tools.plan.plan import make_plan
 from scripts.options import exit_code_of
 
 SHAPES: dict[str, tuple[str, ...]] = {
-    "8b": ("7b.toml", "--optimizer.lr=1e-4"),  # at 3e-4 its loss rises during the first steps
+    "8b": ("7b.toml", "--optimizer.lr=1e-5"),  # at 1e-4 and more its loss rises in the first steps
     "1b": ("1b.toml",),
     "a3b": ("qwen3-30b-a3b.toml", "--model.n_layers=8", "--parallel.ep=1"),
 }

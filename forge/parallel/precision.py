@@ -76,7 +76,7 @@ def compute_dtypes(
 class Unit:
     """Modules whose parameters FSDP gathers together.
 
-    compute: dtype of the gather. experts: the modules are routed experts.
+    compute: dtype of the gather. experts: the modules are routed experts, in a unit of their own.
     """
 
     modules: tuple[nn.Module, ...]
@@ -85,13 +85,13 @@ class Unit:
 
 
 def plan_units(
-    model: Transformer, precision: Precision
+    model: Transformer, precision: Precision, *, experts_apart: bool = True
 ) -> tuple[list[list[Unit]], dict[nn.Parameter, torch.dtype]]:
     """Return the units of `model` in the order of forward, and the compute dtype of every parameter.
 
     The embedding, each block, and the norm with the head have one group of units each; the root's group is last. A
-    group has several units if its compute dtypes differ or if it has routed experts. A unit comes before the unit that
-    encloses it. Raises UserError if precision.fp32_modules is invalid for the model.
+    group has several units if its compute dtypes differ, or if it has routed experts and `experts_apart` is true. A
+    unit comes before the unit that encloses it. Raises UserError if precision.fp32_modules is invalid for the model.
     """
     pinned, policy = pinned_parameters(model, precision.fp32_modules), DTYPES[precision.compute]
     groups: list[list[Unit]] = []
@@ -99,7 +99,7 @@ def plan_units(
     parts: list[list[nn.Module]] = [*_parts(model), [model]]
     for part in parts:
         resolved = compute_dtypes([p for p in _parameters(part) if p not in dtypes], policy, pinned)
-        groups.append(_units(part, resolved))
+        groups.append(_units(part, resolved) if experts_apart else uniform_units(part, resolved))
         dtypes |= resolved
     if not any(unit.modules == (model,) for unit in groups[-1]):
         # FSDP's root is the whole model, even if no parameter is left for the root.

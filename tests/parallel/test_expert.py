@@ -238,12 +238,14 @@ def test_experts_at_every_degree_one_send_nothing() -> None:
     assert not step and not routers
 
 
-def test_experts_are_gathered_and_reduced_as_separate_units() -> None:
+def test_experts_on_other_ranks_than_their_block_are_gathered_and_reduced_separately() -> None:
     dense = Counter(run_ranks(_sent, 4, tiny_config(micro=2))[0][0])
     step, _ = sent(4, "ep = 2", 2)
     # Once more in backward, except the last block's.
     assert step["all_gather"] - dense["all_gather"] == LAYERS + LAYERS - 1
     assert step["reduce_scatter"] - dense["reduce_scatter"] == LAYERS
+    step, _ = sent(4, "ep = 1", 2)
+    assert step["all_gather"] == dense["all_gather"] and step["reduce_scatter"] == dense["reduce_scatter"]
     # A rank with all of its experts unsharded has nothing to gather.
     step, _ = sent(4, "ep = 4", 2)
     assert step["all_gather"] == dense["all_gather"] and step["reduce_scatter"] == dense["reduce_scatter"]
@@ -303,10 +305,14 @@ def _prefetched(rank: int, world: int, text: str) -> tuple[list[str], list[str]]
 
 
 def test_a_block_gathers_the_next_one_with_its_experts_ahead() -> None:
-    forward, backward = run_ranks(_prefetched, 2, precise(moe("ep = 1")))[0]
+    forward, backward = run_ranks(_prefetched, 4, precise(moe("ep = 2", 2)))[0]
     experts = "layers.{}.feed_forward.experts"
     assert forward == ["layers.1", experts.format(1)]
     assert backward == [experts.format(1), "layers.0", experts.format(0)]
+
+
+def test_a_block_whose_experts_are_on_its_own_ranks_is_one_unit() -> None:
+    assert run_ranks(_prefetched, 2, precise(moe("ep = 1")))[0] == (["layers.1"], ["layers.0"])
 
 
 # Dtypes.

@@ -1,8 +1,9 @@
 """`FullySharded`: the data-parallel engine on PyTorch's FSDP2.
 
 Units: the embedding, every block, and the final norm with the head. A tied embedding is used at both ends of the model,
-so it belongs to the root. The routed experts of a layer are a separate unit inside its block, sharded over the ranks
-sharing an expert. forge/parallel/precision.py divides a unit whose modules compute in different dtypes.
+so it belongs to the root. If the routed experts of a layer are sharded over other ranks than the rest of their block,
+they are a separate unit inside the block. forge/parallel/precision.py divides a unit whose modules compute in different
+dtypes.
 
 Gradients are summed, never averaged: the loss is divided by the global number of tokens before backward, so the sum
 over ranks is the gradient. FSDP2's gradient divide factor is therefore 1.
@@ -62,7 +63,7 @@ class FullySharded:
     def __init__(self, model: Transformer, layout: Layout):
         # Number of elements on this rank while all units are gathered.
         self._unsharded_numel = sum(local(parameter).numel() for parameter in model.parameters())
-        groups, dtypes = plan_units(model, layout.precision)
+        groups, dtypes = plan_units(model, layout.precision, experts_apart=_experts_apart(layout))
         whole = replicated_parameters(model, dtypes, layout)
         groups = [units_without(group, whole) for group in groups]
         self._whole = {name for name, parameter in model.named_parameters() if parameter in whole}
@@ -178,9 +179,9 @@ def _shard_unit(unit: Unit, layout: Layout, whole: set[nn.Parameter], *, last: b
         reshard_after_forward=reshard,
         offload_policy=offload,
         ignored_params=whole,
-        shard_placement_fn=functools.partial(_expert_placement, ranks=_degree(mesh))
-        if unit.experts
-        else None,
+        shard_placement_fn=functools.partial(
+            _placement, experts=_expert_parameters(unit.modules), ranks=_degree(mesh)
+        ),
     )
     module = unit.modules[0]
     assert isinstance(module, FSDPModule)
@@ -199,11 +200,29 @@ def _degree(mesh: DeviceMesh) -> int:
     return mesh.size(mesh.ndim - 1)
 
 
-def _expert_placement(parameter: nn.Parameter, ranks: int) -> Split:
-    """Return FSDP2's placement of an expert parameter: split along dimension 0 (the experts) or 1.
+def _experts_apart(layout: Layout) -> bool:
+    """Return whether routed experts are units of their own.
 
-    Dimension 1 is used if there are fewer experts than ranks and `ranks` divides the size of dimension 1.
+    This is so if their ranks are not those of the block, or if FSDP2 reshards blocks over fewer ranks: FSDP2 cannot do so
+    if an expert's parameter is split along dimension 1.
     """
+    parallel = layout.parallel
+    return parallel.ep > 1 or parallel.tp > 1 or isinstance(parallel.reshard_after_forward, int)
+
+
+def _expert_parameters(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
+    experts = (part for module in modules for part in module.modules() if isinstance(part, Experts))
+    return {parameter for module in experts for parameter in module.parameters()}
+
+
+def _placement(parameter: nn.Parameter, experts: set[nn.Parameter], ranks: int) -> Split | None:
+    """Return FSDP2's placement of a parameter; None for FSDP2's default.
+
+    An expert parameter is split along dimension 0 (the experts), or 1 if there are fewer experts than ranks and `ranks`
+    divides the size of dimension 1.
+    """
+    if parameter not in experts:
+        return None
     n_experts = local(parameter).shape[0]
     return Split(1 if n_experts < ranks and parameter.shape[1] % ranks == 0 else 0)
 
