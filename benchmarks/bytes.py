@@ -141,7 +141,7 @@ def accesses(
     ]
     only_reads = {"grads"} if name == "_fused_adamw_" and kwargs.get("grad_scale") is None else set()
     # An overwritten tensor is not read.
-    overwrites = name in OVERWRITES or func._overloadname == "out"
+    overwrites = name in OVERWRITES or func._overloadname.endswith("out")
     read, written = [], []
     for argument, value in given:
         writes = (

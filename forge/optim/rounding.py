@@ -88,7 +88,7 @@ class StochasticRounding:
         for (_, piece), (_, noise) in zip(shard.pieces(bits), self.noise(shard, slot), strict=True):
             # bfloat16 is the upper half of float32, so a carry out of the lower half rounds up.
             piece.add_(noise)
-        narrow.copy_(bits.bitwise_and_(-0x10000).view(torch.float32))
+        torch.bitwise_right_shift(bits, 16, out=narrow.view(torch.int16))
 
 
 def noise_bits(keys: Tensor, updates: Tensor) -> Tensor:
