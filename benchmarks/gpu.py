@@ -84,6 +84,7 @@ BARE = {"bare": BareLoop, "hf": LlamaLoop}
 ROWS = (
     "1b B 2x4, compile",
     "1b A 2x4, compile",
+    "1b A 2x4, compile, compiled update",
     "1b A 2x4, bare, compile",
     "1b A 2x4, hf, compile",
     "1b B 2x4, compile, float8 rowwise",
@@ -93,6 +94,7 @@ ROWS = (
     "8b A 2x4, compile, AC full, reshard, compiled update",
     "8b A 2x4, eager, AC full, reshard",
     "a3b B 2x4, compile",
+    "a3b B 2x4, compile, compiled update",
     "a3b B 2x4, eager",
     "8b B 1x8, compile, AC full",
     "8b B 1x8, compile",
@@ -463,7 +465,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--hardware", default="", metavar="NAME", help="only plan the rows, for this GPU (h100)"
     )
-    only = "rows whose name contains this (all); may be repeated"
+    only = "the row of this name, or rows whose name contains this (all); may be repeated"
     made.add_argument("--only", action="append", default=[], metavar="TEXT", help=only)
     made.add_argument(
         "--row", default="", metavar="NAME", help="measure this one in this process, for --row-file"

@@ -318,6 +318,14 @@ def test_rows_of_the_gpu_benchmark_are_planned_for_80_gb(name, fits, capsys):
     assert f"| {name} | {outcome}: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("text", "number"), [("a3b B 2x4, compile", 1), ("a3b", 3), ("1b A 2x4, compile", 1), ("1b A 2x4", 4)]
+)
+def test_a_whole_name_chooses_one_row_of_the_gpu_benchmark(text, number):
+    gpu = importlib.import_module("benchmarks.gpu")
+    assert sum(gpu._chooses(text, name) for name in gpu.ROWS) == number
+
+
 @pytest.mark.processes
 def test_a_gpu_benchmark_row_too_large_for_memory_is_skipped_with_the_reason(tmp_path, monkeypatch):
     gpu = importlib.import_module("benchmarks.gpu")
