@@ -31,7 +31,7 @@ class Meshes:
     """Meshes and groups of this rank.
 
     fsdp          mesh for fully_shard: (dp_shard x cp), preceded by dp_replicate if dp_replicate > 1
-    fsdp_experts  mesh for experts: (ep_shard) or (dp_replicate, ep_shard)
+    fsdp_experts  mesh for units of experts: (ep_shard) or (dp_replicate, ep_shard)
     tp, ep        1-D meshes of tensor and expert parallelism
     ep_local      ranks of ep on this rank's node
     ep_node       ranks of ep with this rank's index in ep_local, one per node

@@ -9,7 +9,7 @@ subtrees. The units of a block, of the embedding, or of the norm with the head d
     several        the modules in the dtype with the most elements form one unit; each maximal subtree in another dtype
                    is a unit of its own
 
-The routed experts of a layer are separate units, because they are sharded over other ranks.
+Routed experts that are sharded over other ranks than their block are separate units.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ def plan_units(
     """Return the units of `model` in the order of forward, and the compute dtype of every parameter.
 
     The embedding, each block, and the norm with the head have one group of units each; the root's group is last. A
-    group has several units if its compute dtypes differ, or if it has routed experts and `experts_apart` is true. A
-    unit comes before the unit that encloses it. Raises UserError if precision.fp32_modules is invalid for the model.
+    group has several units if its compute dtypes differ, or if it has routed experts and `experts_apart` is true.
+    Experts in another dtype than the rest are always apart. A unit comes before the unit that encloses it. Raises
+    UserError if precision.fp32_modules is invalid for the model.
     """
     pinned, policy = pinned_parameters(model, precision.fp32_modules), DTYPES[precision.compute]
     groups: list[list[Unit]] = []
@@ -99,7 +100,7 @@ def plan_units(
     parts: list[list[nn.Module]] = [*_parts(model), [model]]
     for part in parts:
         resolved = compute_dtypes([p for p in _parameters(part) if p not in dtypes], policy, pinned)
-        groups.append(_units(part, resolved) if experts_apart else uniform_units(part, resolved))
+        groups.append(_units(part, resolved, experts_apart))
         dtypes |= resolved
     if not any(unit.modules == (model,) for unit in groups[-1]):
         # FSDP's root is the whole model, even if no parameter is left for the root.
@@ -121,11 +122,14 @@ def _parts(model: Transformer) -> list[list[nn.Module]]:
     return joined_by_parameters([part for part in there if part])
 
 
-def _units(part: list[nn.Module], dtypes: dict[nn.Parameter, torch.dtype]) -> list[Unit]:
-    """Return the units of the group of modules `part`, the experts' units first."""
+def _units(part: list[nn.Module], dtypes: dict[nn.Parameter, torch.dtype], experts_apart: bool) -> list[Unit]:
+    """Return the units of the group of modules `part`, units of experts first."""
     experts = [module for root in part for module in root.modules() if isinstance(module, Experts)]
     inner = [replace(unit, experts=True) for module in experts for unit in uniform_units([module], dtypes)]
-    return inner + uniform_units(part, dtypes, apart=set(_parameters(experts)))
+    around = uniform_units(part, dtypes, apart=set(_parameters(experts)))
+    if not experts_apart and around and all(unit.compute == around[-1].compute for unit in inner):
+        return uniform_units(part, dtypes)
+    return inner + around
 
 
 def uniform_units(

@@ -269,7 +269,9 @@ def test_shared_parameters_are_in_one_unit() -> None:
 # Whole models.
 
 
-def groups(model: str = "", precision: str = "") -> list[list[tuple[list[str], torch.dtype]]]:
+def groups(
+    model: str = "", precision: str = "", *, experts_apart: bool = True
+) -> list[list[tuple[list[str], torch.dtype]]]:
     text = tiny_config(model=model).replace('"float64"', '"float32"')
     text = text.replace('compute = "float32"', 'compute = "bfloat16"')
     config = parse_toml_text(text.replace("[precision]", f"[precision]\n{precision}"))
@@ -279,7 +281,10 @@ def groups(model: str = "", precision: str = "") -> list[list[tuple[list[str], t
     def summary(unit: Unit) -> tuple[list[str], torch.dtype]:
         return [names[module] for module in unit.modules], unit.compute
 
-    return [[summary(unit) for unit in group] for group in plan_units(net, config.precision)[0]]
+    return [
+        [summary(unit) for unit in group]
+        for group in plan_units(net, config.precision, experts_apart=experts_apart)[0]
+    ]
 
 
 def test_units_of_a_model_in_one_dtype() -> None:
@@ -296,6 +301,16 @@ def test_units_of_a_model_with_pins_inside_and_at_its_ends() -> None:
     assert found[4] == [(["norm"], BF16), (["head"], F32)]
     tied = groups("tie_embeddings = true", 'fp32_modules = ["embedding"]')
     assert tied[-1] == [(["root"], F32)]
+
+
+def test_experts_are_in_the_unit_of_their_block_unless_apart_or_in_another_dtype() -> None:
+    moe = "[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 64"
+    experts, rest = "layers.1.feed_forward.experts", (["layers.1"], BF16)
+    router = (["layers.1.feed_forward.router"], F32)
+    assert groups(moe, experts_apart=False)[2] == [router, rest]
+    assert sorted(groups(moe)[2], key=str) == sorted([([experts], BF16), router, rest], key=str)
+    pinned = groups(moe, 'fp32_modules = ["*.experts", "*.router"]', experts_apart=False)[2]
+    assert sorted(pinned, key=str) == sorted([([experts], F32), router, rest], key=str)
 
 
 def test_tied_weights_of_two_modules_are_one_unit() -> None:

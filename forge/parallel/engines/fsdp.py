@@ -51,8 +51,8 @@ from forge.shard import Shard, local
 class FullySharded:
     """The `DataParallel` engine on FSDP2.
 
-    Shards `model`, on the meta device, in place. Dense parameters are sharded over `meshes.fsdp`, experts over
-    `meshes.fsdp_experts`. Raises UserError if precision.fp32_modules is invalid for the model, or splits a compiled
+    Shards `model`, on the meta device, in place. Units of experts are sharded over `meshes.fsdp_experts`, other units over
+    `meshes.fsdp`. Raises UserError if precision.fp32_modules is invalid for the model, or splits a compiled
     block.
     """
 
@@ -201,10 +201,10 @@ def _degree(mesh: DeviceMesh) -> int:
 
 
 def _experts_apart(layout: Layout) -> bool:
-    """Return whether routed experts are units of their own.
+    """Return whether routed experts are always units of their own.
 
-    This is so if their ranks are not those of the block, or if FSDP2 reshards blocks over fewer ranks: FSDP2 cannot do so
-    if an expert's parameter is split along dimension 1.
+    This is so if their ranks are not those of the block, or if FSDP2 reshards blocks over fewer ranks, which it cannot do
+    with an expert's parameter that is split along dimension 1.
     """
     parallel = layout.parallel
     return parallel.ep > 1 or parallel.tp > 1 or isinstance(parallel.reshard_after_forward, int)
