@@ -66,7 +66,7 @@ def test_figures_of_one_node_are_planned() -> None:
         f"{50_000 * found['tokens_per_step'] / 1e9:.1f} billion, at {time['tokens_per_second']:,.0f} tokens/s",
         f"{needed(found):.1f} of 79.1 GiB",
         f"{8 * host:.1f} GiB | {host:.2f} GiB for each of 8 processes",
-        f"{8 * found['checkpoint_bytes'] / GIB:.0f} GiB | 8 checkpoints, {found['checkpoint_bytes'] / GIB:.1f} GiB each",
+        f"{8 * found['checkpoint_bytes'] / GIB:.0f} GiB | 8 checkpoints of {found['checkpoint_bytes'] / GIB:.1f} GiB",
         f"{4 * 50_000 * found['tokens_per_step'] / 1e9:.0f} GB",
         f"{1_000 * time['step_s'] / 60:.0f} minutes",
     )
