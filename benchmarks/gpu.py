@@ -222,7 +222,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> list[Row]:
 
 
 def _chooses(text: str, name: str) -> bool:
-    """Tell whether --only TEXT chooses row `name`. A whole name chooses one row; a part of a name, all with it."""
+    """Return whether `--only text` chooses row `name`: the row of this name, or every row whose name contains it."""
     return text == name if text in ROWS else text in name
 
 
