@@ -99,3 +99,21 @@ def compare_peaks(options: list[str], folder: Path) -> None:
     assert plan.returncode == 0, plan.stderr
     planned = float(re.search(r"needs ([\d.]+) GiB on each GPU", plan.stdout)[1])
     assert 0.98 * peak <= planned <= 1.05 * peak, f"planned {planned:.2f} GiB, needed {peak:.2f} GiB"
+
+
+def test_the_page_shows_the_launches_of_a_mixture(tmp_path: Path) -> None:
+    """The launches of one layer are those of a model with three layers minus those of a model with two layers."""
+    two, three = (launches_of_mixture(layers, tmp_path / str(layers)) for layers in (2, 3))
+    page = (Path(__file__).parents[2] / "docs" / "internals" / "performance.md").read_text()
+    assert f"| launches | {three - two} |" in page
+
+
+def launches_of_mixture(layers: int, folder: Path) -> int:
+    """Return rank 0's launches in a step of qwen3-30b-a3b with `layers` layers on four ranks, over two microbatches."""
+    options = ["--config=qwen3-30b-a3b.toml", f"--model.n_layers={layers}", "--model.vocab_size=512", *COMMON]
+    options += ["--parallel.ep=4", "--train.global_batch_size=8"]
+    folder.mkdir()
+    run = Run(folder, COUNTING, base=options)
+    even = "tests.simulated_gpu.patches:log_order_of_even_experts"
+    assert run.start(world=4, patch=even).join(COMPILING_S) == [0] * 4, run.output()[-4000:]
+    return int(counting.read(run.path)["launches"])
