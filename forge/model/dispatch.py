@@ -76,20 +76,16 @@ def count_by_expert(experts: Tensor, n_experts: int) -> DispatchPlan:
     No token may choose an expert twice. Only n_experts (no expert) may be repeated.
     """
     indices = torch.arange(n_experts + 1, device=experts.device).unsqueeze(1)
-    columns = experts.unbind(1)
-    chosen = [(column == indices).int() for column in columns]  # each [n_experts + 1, tokens]
+    chosen = [(column == indices).int() for column in experts.unbind(1)]  # each [n_experts + 1, tokens]
     upto = sum(chosen[1:], chosen[0]).cumsum(1, dtype=torch.int32)
     counts = upto[:, -1].long()
     ends = counts.cumsum(0, dtype=torch.int32)
-    before = ends - counts
-    places = []
-    for j, column in enumerate(columns):
-        # The number of a token's later choices of the same expert. Only n_experts (no expert) is repeated.
-        later = sum(((column == other).int() for other in columns[j + 1 :]), torch.zeros_like(column))
-        rank = upto.gather(0, column.unsqueeze(0)).squeeze(0) - later - 1
-        places.append(before[column] + rank)
-    stacked = torch.stack(places, 1)
-    return DispatchPlan(_inverse(stacked.flatten()), stacked, counts[:-1], ends[:-1])
+    # The number of a token's later choices of the same expert. Only n_experts (no expert) is repeated.
+    choice = torch.arange(experts.shape[1], device=experts.device)
+    later = (experts.unsqueeze(2) == experts.unsqueeze(1)) & (choice > choice.unsqueeze(1))
+    rank = upto.t().gather(1, experts) - later.sum(2) - 1
+    places = (ends - counts)[experts] + rank
+    return DispatchPlan(_inverse(places.flatten()), places, counts[:-1], ends[:-1])
 
 
 def plan_rows(experts: Tensor, n_experts: int) -> DispatchPlan:
@@ -113,10 +109,11 @@ def group_by_expert(arriving: Tensor, total: int) -> DispatchPlan:
     arriving int64 `[ranks, local experts]`: number of rows from each rank for each expert. Each row counts as a token
     with one choice, so the plan's places are `[total]`.
     """
-    sizes = arriving.flatten()
-    ends = sizes.cumsum(0)
-    by_expert = arriving.t()
-    ends_by_expert = by_expert.flatten().cumsum(0).view_as(by_expert)
+    sizes, by_expert = arriving.flatten(), arriving.t()
+    # Compiled, one scan over two rows is one launch. A stack would be written to memory before the scan.
+    rows = torch.arange(2, device=arriving.device).unsqueeze(1)
+    ends, sorted_ends = torch.where(rows == 0, sizes, by_expert.flatten()).cumsum(1).unbind()
+    ends_by_expert = sorted_ends.view_as(by_expert)
     before = ends_by_expert - by_expert
     bounds = before[:, 0], ends_by_expert[:, -1]
     index = torch.arange(total, device=arriving.device)

@@ -50,7 +50,7 @@ class Mixed(nn.Module):
     """A mixin that overrides how a block reads and writes the stream. List it before the block's class among the bases."""
 
     attention_branch: Any
-    ffn_branch: Any
+    ffn_input: Any
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
@@ -60,23 +60,15 @@ class Mixed(nn.Module):
         self.attention_mix = None if ahead or layer == 0 else DepthMix(*size)
         self.ffn_mix = DepthMix(*size)
 
-    def forward(self, x: Tensor, shared: Shared) -> Tensor:
-        """x `[batch, seq, dim]` -> `[batch, seq, dim]`. The caller must save x if the layer begins a block."""
-        return self.feed(self.attend(x, shared), shared, x if self.begins_block else None)
+    def attend(self, x: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
+        """Apply the attention half: stream x -> the new stream and the input of `ffn_branch`, all `[batch, seq, dim]`.
 
-    def attend(self, x: Tensor, shared: Shared) -> Tensor:
-        """Apply the attention half: stream x `[batch, seq, dim]` -> the new stream `[batch, seq, dim]`."""
+        The caller must save x if the layer begins a block.
+        """
         mix = x if self.attention_mix is None else self.attention_mix(x, shared.saved)
         out = self.attention_branch(mix, shared)
-        return out if self.begins_block else x + out
-
-    def feed(self, x: Tensor, shared: Shared, begun: Tensor | None = None) -> Tensor:
-        """Apply the feed-forward half: stream x `[batch, seq, dim]` -> the new stream.
-
-        begun: the stream just saved by this layer, shaped like x; None: nothing saved.
-        """
-        saved = shared.saved if begun is None else (*shared.saved, begun)
-        return x + self.ffn_branch(self.ffn_mix(x, saved), shared)
+        new, saved = (out, (*shared.saved, x)) if self.begins_block else (x + out, shared.saved)
+        return new, self.ffn_input(self.ffn_mix(new, saved))
 
 
 def mixed_of(block: type[nn.Module]) -> type[nn.Module]:

@@ -34,9 +34,9 @@ class Router(nn.Module):
         bias             float32 `[n_experts]`: added to the scores for the choice only (balance = bias or quantile)
         previous_counts  int64 `[n_experts]`: tokens per expert in the last step, over all ranks (balance = aux_loss)
     Sums over this process's valid tokens since the last step; forwards without a gradient and recomputation add nothing:
-        counts   int64 `[n_experts]`: choices of each expert
-        losses   float64 `[2]`: balancing loss (1 per token if the load is even) and z-loss, without coefficients
-        dropped  int64 `[]`: choices beyond an expert's capacity
+        sums     float64 `[n_experts + 3]`: choices of each expert; balancing loss (1 per token if the load is even) and
+                 z-loss, without coefficients; choices beyond an expert's capacity. float64 represents integers exactly
+                 up to 2^53. One tensor, so that a forward adds to all of them in one launch
         required int32 `[n_experts, BINS]`: histogram of required biases (balance = quantile)
     `loss_scale`, float64 `[]`, multiplies the gradient of the balancing losses: 1 / (valid tokens of the global batch).
     """
@@ -46,10 +46,8 @@ class Router(nn.Module):
 
     bias: Tensor
     previous_counts: Tensor
-    counts: Tensor
+    sums: Tensor
     required: Tensor
-    losses: Tensor
-    dropped: Tensor
     loss_scale: Tensor
 
     def __init__(self, dim: int, config: MoEConfig, layer: int):
@@ -73,20 +71,22 @@ class Router(nn.Module):
         if self.config.router_noise and labels is not None and torch.is_grad_enabled():
             noise = token_noise(labels, self.layer, self.config.n_experts, promoted(self.weight.dtype))
             noise = self.config.router_noise * noise
-        experts, weights, sums = self.route(x, labels, noise)
+        experts, weights, sums, required = self.route(x, labels, noise, self.sums)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             # Add nothing in backward, where recomputation would count a forward again.
-            for name, value in sums.items():
-                getattr(self, name).add_(value)
+            self.sums = sums
+            if required is not None:
+                self.required.add_(required)
         return experts, weights
 
     def route(
-        self, x: Tensor, labels: Tensor | None, noise: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return experts and weights like `forward`, and a dictionary of the values to add to the state.
+        self, x: Tensor, labels: Tensor | None, noise: Tensor | None, sums: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return experts and weights like `forward`, `sums` after this forward, and the values to add to `required`.
 
-        The dictionary's keys are `counts`, `losses`, `dropped` and `required`. The method changes no state: recomputation
-        must run the same compiled code as forward. noise `[batch, seq, n_experts]` is added to the logits.
+        The method changes no state: recomputation must run the same compiled code as forward. noise `[batch, seq,
+        n_experts]` is added to the logits. Without a gradient, `sums` is returned unchanged. The last value is None if
+        there is nothing to add.
         """
         config = self.config
         logits, scores = self.score(x, noise)
@@ -98,17 +98,20 @@ class Router(nn.Module):
         weights = weights * config.route_scale
         experts, weights = experts.flatten(0, 1), weights.flatten(0, 1)
         if not torch.is_grad_enabled():
-            return experts, weights, {}
+            return experts, weights, sums, None
         valid = torch.ones_like(logits[..., 0], dtype=torch.bool) if labels is None else labels != IGNORE
         chosen = experts.view(*valid.shape, -1)
-        weights, sums = self._balance(weights, logits, scores, chosen, valid)
+        weights, counts, losses = self._balance(weights, logits, scores, chosen, valid)
+        required = None
         if config.balance == "quantile":
-            sums["required"] = count_required(scores.detach(), chosen, self.bias, valid)
+            required = count_required(scores.detach(), chosen, self.bias, valid)
         # Evaluation has returned above without dropping choices, because drops depend on the other rows of the
         # microbatch, padding included.
+        dropped = counts.new_zeros(())
         if config.capacity_factor:
-            experts, sums["dropped"] = self._drop(experts, weights.detach(), valid)
-        return experts, weights, sums
+            experts, dropped = self._drop(experts, weights.detach(), valid)
+        found = [counts, losses, dropped.unsqueeze(0)]
+        return experts, weights, sums + torch.cat([value.to(sums.dtype) for value in found]), required
 
     def score(self, x: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """x `[batch, seq, dim]` -> logits with noise, and scores, both `[batch, seq, n_experts]`."""
@@ -142,8 +145,8 @@ class Router(nn.Module):
 
     def _balance(
         self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, valid: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return `weights` and the additions to `counts` and `losses`.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `weights`, the choices of each expert `[n_experts]`, and the balancing loss and z-loss, `[2]`.
 
         In backward, the returned `weights` also add the gradients of the balancing losses.
 
@@ -165,12 +168,11 @@ class Router(nn.Module):
             aux = (_relative(load, shares.dtype) * shares).sum()
         if config.z_loss_coef:
             z_loss = logits.logsumexp(-1).square().masked_fill(~valid, 0.0).sum()
-        sums = {
-            "counts": counts.sum(0) if rows > 1 else counts[0],
-            "losses": torch.stack([aux.detach(), z_loss.detach()]),
-        }
         loss = config.aux_loss_coef * aux + config.z_loss_coef * z_loss
-        return _Attach.apply(weights, loss, self.loss_scale) if loss.requires_grad else weights, sums
+        if loss.requires_grad:
+            weights = _Attach.apply(weights, loss, self.loss_scale)
+        counted = counts.sum(0) if rows > 1 else counts[0]
+        return weights, counted, torch.stack([aux.detach(), z_loss.detach()])
 
     def _drop(self, experts: Tensor, weights: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Drop each choice beyond an expert's capacity: replace its expert with n_experts.
@@ -191,6 +193,21 @@ class Router(nn.Module):
         over = over.view_as(experts)
         return experts.masked_fill(over, n_experts), (over & valid.flatten().unsqueeze(-1)).sum()
 
+    @property
+    def counts(self) -> Tensor:
+        """Return the choices of each expert since the last step, int64 `[n_experts]`."""
+        return self.sums[: self.config.n_experts].to(torch.int64)
+
+    @property
+    def losses(self) -> Tensor:
+        """Return the balancing loss and the z-loss since the last step, float64 `[2]`."""
+        return self.sums[self.config.n_experts : -1]
+
+    @property
+    def dropped(self) -> Tensor:
+        """Return the choices beyond an expert's capacity since the last step, int64 `[]`."""
+        return self.sums[-1].to(torch.int64)
+
     def reset_state(self) -> None:
         """Reset every buffer: no bias, zero counts, a loss scale of 1."""
         for name, value in self._fresh_state().items():
@@ -203,9 +220,7 @@ class Router(nn.Module):
         return required | {
             "bias": torch.zeros(n_experts, dtype=torch.float32),
             "previous_counts": torch.zeros(n_experts, dtype=torch.int64),
-            "counts": torch.zeros(n_experts, dtype=torch.int64),
-            "losses": torch.zeros(2, dtype=torch.float64),
-            "dropped": torch.zeros((), dtype=torch.int64),
+            "sums": torch.zeros(n_experts + 3, dtype=torch.float64),
             "loss_scale": torch.ones((), dtype=torch.float64),
         }
 
@@ -214,7 +229,7 @@ class Router(nn.Module):
 def update_routers(
     routers: Sequence[Router], counts: Tensor, skip: Tensor, required: Tensor | None = None
 ) -> None:
-    """Update the state of all routers by one optimizer step, and reset the counts.
+    """Update the state of all routers by one optimizer step, and reset the sums.
 
     counts: choices of each expert in this step over all ranks, int64 `[routers, n_experts]`. skip: scalar, 1 in a
     skipped step. required: for quantile balancing, the histograms of this step over all ranks, int32 `[routers,
@@ -239,8 +254,7 @@ def update_routers(
         torch._foreach_zero_([router.required for router in routers])
     before = [router.previous_counts for router in routers]
     torch._foreach_copy_(before, list(torch.where(skipped, torch.stack(before), counts).unbind()))
-    for name in ("counts", "losses", "dropped"):
-        torch._foreach_zero_([getattr(router, name) for router in routers])
+    torch._foreach_zero_([router.sums for router in routers])
 
 
 def _relative(counts: Tensor, dtype: torch.dtype) -> Tensor:

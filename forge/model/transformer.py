@@ -46,26 +46,30 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
-        return self.feed(self.attend(x, shared), shared)
+        return self.feed(*self.attend(x, shared), shared)
 
-    def attend(self, x: Tensor, shared: Shared) -> Tensor:
-        """Apply the attention half: x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
-        return x + self.attention_branch(x, shared)
+    def attend(self, x: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
+        """Apply the attention half: x -> the stream and the input of `ffn_branch`, all `[batch, seq, dim]`.
 
-    def feed(self, x: Tensor, shared: Shared) -> Tensor:
-        """Apply the feed-forward half: x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
-        return x + self.ffn_branch(x, shared)
+        The norm before a feed-forward belongs to this half, so that it is compiled if the feed-forward is a mixture.
+        """
+        x = x + self.attention_branch(x, shared)
+        return x, self.ffn_input(x)
+
+    def feed(self, x: Tensor, read: Tensor, shared: Shared) -> Tensor:
+        """Apply the feed-forward half: the results of `attend` -> the new stream, all `[batch, seq, dim]`."""
+        return x + self.ffn_branch(read, shared)
 
     def attention_branch(self, x: Tensor, shared: Shared) -> Tensor:
         """Return the attention half's contribution to the stream: x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
         return self.attention(self.attention_norm(x), shared)
 
+    def ffn_input(self, x: Tensor) -> Tensor:
+        """Return the input of `ffn_branch` for the stream x; both `[batch, seq, dim]`."""
+        return self.ffn_norm(x)
+
     def ffn_branch(self, x: Tensor, shared: Shared) -> Tensor:
         """Return the feed-forward half's contribution to the stream: x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
-        return self.ffn_output(self.ffn_norm(x), shared)
-
-    def ffn_output(self, x: Tensor, shared: Shared) -> Tensor:
-        """Return the output `[batch, seq, dim]` of the feed-forward or mixture of experts for x `[batch, seq, dim]`."""
         if isinstance(self.feed_forward, MoE):
             return self.feed_forward(x, shared.labels)
         return self.feed_forward(x)
@@ -78,9 +82,13 @@ class PostNormBlock(Block):
         """Return norm(attention(x)): x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
         return self.attention_norm(self.attention(x, shared))
 
+    def ffn_input(self, x: Tensor) -> Tensor:
+        """Return x."""
+        return x
+
     def ffn_branch(self, x: Tensor, shared: Shared) -> Tensor:
         """Return norm(feed_forward(x)): x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
-        return self.ffn_norm(self.ffn_output(x, shared))
+        return self.ffn_norm(super().ffn_branch(x, shared))
 
 
 class SandwichBlock(Block):
@@ -93,11 +101,11 @@ class SandwichBlock(Block):
 
     def attention_branch(self, x: Tensor, shared: Shared) -> Tensor:
         """Return norm(attention(norm(x))): x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
-        return self.attention_post_norm(self.attention(self.attention_norm(x), shared))
+        return self.attention_post_norm(super().attention_branch(x, shared))
 
     def ffn_branch(self, x: Tensor, shared: Shared) -> Tensor:
-        """Return norm(feed_forward(norm(x))): x `[batch, seq, dim]` -> `[batch, seq, dim]`."""
-        return self.ffn_post_norm(self.ffn_output(self.ffn_norm(x), shared))
+        """Return norm(feed_forward(x)): x `[batch, seq, dim]`, already normed, -> `[batch, seq, dim]`."""
+        return self.ffn_post_norm(super().ffn_branch(x, shared))
 
 
 POSITIONS: dict[str, type[nn.Module]] = {"pre": Block, "post": PostNormBlock, "sandwich": SandwichBlock}

@@ -349,6 +349,7 @@ def _keep_scores(
     x: Tensor,
     labels: Tensor | None,
     noise: Tensor | None,
+    sums: Tensor,
 ) -> Any:
     """Call `route` and return its result. Also store the router's scores in `seen`.
 
@@ -358,7 +359,7 @@ def _keep_scores(
     if torch._C._current_graph_task_id() == -1:
         with torch.no_grad(), _disable_current_modes():
             seen.append(("scores", router.score(x, noise)[1]))
-    return route(x, labels, noise)
+    return route(x, labels, noise, sums)
 
 
 @functools.lru_cache(maxsize=8)

@@ -14,9 +14,9 @@ graph contains no hooks. From the inside out:
     cast                     last, so graph and recomputation see the module's compute dtype
 
 Compilation is block by block: all blocks of a kind share one graph, so depth costs no compile time. A graph break is an
-error, never a silent loss of speed. A block with a mixture of experts is several graphs: the attention half, the shared
-experts, the router, the experts' activation, and each permutation of rows. Between the graphs the host reads the number
-of rows for each rank.
+error, never a silent loss of speed. A block with a mixture of experts is several graphs: the attention half with the
+norm before the mixture, the shared experts, the router, the experts' activation, and each permutation of rows. Between
+the graphs the host reads the number of rows for each rank.
 
 Activation checkpointing frees activations after forward and restores them in backward:
 
@@ -135,8 +135,8 @@ class BlockPolicy:
         self._selective = self._recomputation.mode == "selective"
         self._offload = Offload() if self._recomputation.mode == "offload" else None
         # In a model with experts, each half of a block is checkpointed separately, because only the first half of a
-        # block with experts can be compiled. The model's dense blocks are treated the same way: PyTorch 2.11's compiler
-        # drops the second half of a block whose wrapping differs from the next block's.
+        # block with experts can be compiled. Dense blocks are treated the same way: PyTorch 2.11's compiler drops the
+        # second half of a block whose wrapping differs from the next block's.
         self._halves = self._selective and layout.model.moe is not None
         self._compiler = compiler_for(layout.compile) if layout.compile.enabled else None
 
@@ -153,7 +153,9 @@ class BlockPolicy:
                 if name in chosen.modules:
                     child.forward = self._lighten(child, child.forward)
         elif is_chosen and self._halves:
-            block.attend, block.feed = (self._lighten(block, half) for half in (block.attend, block.feed))
+            # Not `feed`, which would also keep the stream.
+            for name in ("attend", "ffn_branch"):
+                setattr(block, name, self._lighten(block, getattr(block, name)))
         if whole and self._selective:
             block.forward = self._lighten(block, block.forward)
         if self._compiler is not None:
@@ -177,7 +179,7 @@ class BlockPolicy:
             # A mix needs a graph for each number of saved streams. Branches and mixes are compiled separately, so all
             # layers share the large graphs of the branches. A selective checkpoint lies inside the compiled function
             # and contains the mixes, so they are compiled with it.
-            of_block = ["attention_branch"] if mixture else ["attention_branch", "ffn_branch"]
+            of_block = ["attention_branch", "ffn_input"] + ([] if mixture else ["ffn_branch"])
             parts: list[tuple[nn.Module, str]] = [(block, name) for name in of_block]
             parts += [(mix, "forward") for mix in (block.attention_mix, block.ffn_mix) if mix is not None]
         else:
@@ -305,9 +307,8 @@ def hiding_gradients(module: nn.Module, forward: Callable[..., Any]) -> Callable
 
     @functools.wraps(forward)
     def hidden(*args: Any) -> Any:
-        if (
-            not parameters
-        ):  # at the first call: data parallelism, which comes after compilation, replaces them
+        # At the first call, because data parallelism comes after compilation and replaces parameters.
+        if not parameters:
             parameters.extend(module.parameters())
         gradients = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.dtype != p.dtype]
         for parameter, _ in gradients:

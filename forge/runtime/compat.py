@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.fsdp import FSDPModule
 
@@ -150,12 +150,18 @@ def arrived(x: Tensor) -> Tensor:
 
 def fsdp_parameter_groups(model: FSDPModule) -> list[Any]:
     """Return the parameter groups of all FSDP2 units of the root `model`. Call after its first forward."""
-    found: list[Any] = []
-    for state in model._get_fsdp_state()._state_ctx.all_states:
-        # In PyTorch 2.13 a unit may have several groups, in 2.11 at most one.
-        groups = getattr(state, "_fsdp_param_groups", None)
-        found += [state._fsdp_param_group] if groups is None else groups
-    return [group for group in found if group is not None]
+    return [group for state in model._get_fsdp_state()._state_ctx.all_states for group in _groups(state)]
+
+
+def fsdp_parameters(unit: FSDPModule) -> list[nn.Parameter]:
+    """Return the sharded parameters of the FSDP2 unit `unit`, without those of units inside it."""
+    return [member.sharded_param for group in _groups(unit._get_fsdp_state()) for member in group.fsdp_params]
+
+
+def _groups(state: Any) -> list[Any]:
+    # In PyTorch 2.13 a unit may have several groups, in 2.11 at most one.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
 def end_fsdp_backward(model: FSDPModule) -> None:

@@ -218,7 +218,7 @@ def expected(text: str) -> dict[str, Any]:
             if router.config.balance == "bias":
                 even = router.counts.sum() / router.config.n_experts
                 router.bias += router.config.bias_update_rate * (even - router.counts).sign()
-            router.counts.zero_()
+            router.sums.zero_()
     if optimizer.clipped:
         assert 0.2 < torch.stack(optimizer.clipped).double().mean() < 0.8
     parameters = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}

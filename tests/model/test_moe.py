@@ -342,9 +342,9 @@ def moved_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     balance = Router._balance
 
     def defect(self: Router, *arguments: Any) -> Any:
-        weights, sums = balance(self, *arguments)
-        self.bias += 0.03 * (sums["counts"].sum() - 8 * sums["counts"]).sign()
-        return weights, sums
+        weights, counts, losses = balance(self, *arguments)
+        self.bias += 0.03 * (counts.sum() - 8 * counts).sign()
+        return weights, counts, losses
 
     monkeypatch.setattr(Router, "_balance", defect)
 

@@ -72,8 +72,8 @@ def test_only_mixes_over_depth_have_a_graph_for_each_number_of_saved_streams(mod
     model = build(SECTION.format(backend="aot_eager") + recomputation, layers=12, keys=keys)
     for seed in range(2):
         step(model, seed)
-        # Attention, feed-forward, a chunk of the loss, and the mixes of one to six saved streams.
-        assert counters["stats"]["unique_graphs"] == 3 + 6
+        # Attention, the norm after it, feed-forward, a chunk of the loss, and the mixes of one to six saved streams.
+        assert counters["stats"]["unique_graphs"] == 4 + 6
     assert not counters["graph_break"]
 
 

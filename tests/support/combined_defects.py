@@ -322,8 +322,8 @@ def counted_in_recomputation() -> None:
 
     def again(self: Any, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, valid: Any) -> Any:
         if torch._C._current_graph_task_id() != -1:
-            chosen = valid.unsqueeze(-1).expand_as(experts).flatten().long()
-            self.counts.scatter_add_(0, experts.flatten(), chosen)
+            chosen = valid.unsqueeze(-1).expand_as(experts).flatten().double()
+            self.sums.scatter_add_(0, experts.flatten(), chosen)
         return balance(self, weights, logits, scores, experts, valid)
 
     Router._balance = again

@@ -9,9 +9,9 @@ Gradients are summed, never averaged: the loss is divided by the global number o
 over ranks is the gradient. FSDP2's gradient divide factor is therefore 1.
 
 Accumulation: each microbatch's gradient is reduce-scattered at once and held sharded in the storage dtype, so no
-full-size gradient is held between microbatches. The all-reduce over replicas runs only in the last microbatch.
-`parallel.defer_gradient_reduction` makes one reduction per step instead and holds full-size gradients until then.
-`parallel.reshard_after_forward = "never"` gathers parameters once per step.
+full-size gradient is held between microbatches (forge/parallel/engines/accumulate.py). The all-reduce over replicas runs
+only in the last microbatch. `parallel.defer_gradient_reduction` makes one reduction per step instead and holds full-size
+gradients until then. `parallel.reshard_after_forward = "never"` gathers parameters once per step.
 
 A unit sharded over one rank only is always held in full size. Its gradients are accumulated unreduced. With
 `reshard_after_forward = "auto"`, its parameters are cast once per step instead of once per microbatch.
@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from torch.distributed.tensor.placement_types import Shard as Split
 
 from forge.model import Experts, Router, Transformer
 from forge.model.linear_attention import Decay
+from forge.parallel.engines.accumulate import SummingReduceScatter
 from forge.parallel.float8 import gather_plain, scale_refresher
 from forge.parallel.layout import Layout, local_box
 from forge.parallel.precision import Unit, plan_units
@@ -188,6 +190,8 @@ def _shard_unit(unit: Unit, layout: Layout, whole: set[nn.Parameter], *, last: b
     if mesh.size() > 1:  # with one rank, FSDP2 would make a copy of the gradients only to divide them by 1
         module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
+    summing: Any = SummingReduceScatter(module)  # FSDP2's base class is private
+    module.set_custom_reduce_scatter(summing)
     return module
 
 

@@ -63,14 +63,10 @@ class Routers:
     def _update_own(self, skip: Tensor) -> Tensor:
         """Update the layers on this rank. Return their rows of the report. Collective over the ranks of this stage."""
         routers = list(self._own.values())
-        counted = torch.stack([router.counts for router in routers])
-        losses = torch.stack([router.losses for router in routers])
-        dropped = torch.stack([router.dropped for router in routers])
-        # Counts stay exact, because float64 represents integers up to 2^53.
-        sums = torch.cat([counted.double(), losses, dropped.double().unsqueeze(1)], dim=1)
+        sums = torch.stack([router.sums for router in routers])
         if self._stage.size() > 1:
             dist.all_reduce(sums, group=self._stage)
-        counts, losses, dropped = sums.split([counted.shape[1], 2, 1], dim=1)
+        counts, losses, dropped = sums.split([routers[0].config.n_experts, 2, 1], dim=1)
         required = None
         if routers[0].config.balance == "quantile":
             required = torch.stack([router.required for router in routers])

@@ -211,6 +211,5 @@ def _move_routers(model: Transformer, valid: Tensor) -> dict[str, Tensor]:
             [*counts, *losses, router.dropped.item(), *ends], dtype=torch.float64
         )
         moved |= {f"{layer}.{name}": getattr(router, name).clone() for name in ("bias", "previous_counts")}
-        for name in ("counts", "losses", "dropped"):
-            getattr(router, name).zero_()
+        router.sums.zero_()
     return moved
