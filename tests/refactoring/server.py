@@ -201,9 +201,13 @@ def read_run(run: Path) -> dict[str, Any]:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of `path`; a kill may leave an incomplete one. A missing file has none."""
+    """Return the complete lines of `path`; a kill may leave an incomplete one. A missing file has none.
+
+    The job's folder, which has another name each time, becomes `{work}`.
+    """
     lines = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    text = path.read_text() if path.exists() else ""
+    for line in text.replace(str(path.parent.parent), "{work}").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             lines.append(json.loads(line))
     return lines
