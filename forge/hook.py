@@ -135,9 +135,10 @@ class Hook:
         """After the checkpoint of `step` is complete and on disk. Training may already have made later steps."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this hook's state for the checkpoint as JSON. The first rank's is saved, so it should be equal on all ranks.
+        """Return this hook's state for the checkpoint, as a dict that JSON can encode.
 
-        Called on all ranks after `before_save`, only for hooks of `train.hooks`.
+        Called on all ranks after `before_save`, only for hooks of `train.hooks`. Only the first rank's dict is saved, so all
+        ranks should return equal dicts.
         """
         return {}
 

@@ -36,8 +36,8 @@ class Box:
 class Rates:
     """Factors for the updates of one parameter.
 
-    lr, orthogonal: factor on the learning rate of elementwise and of orthogonalised updates. Weight decay is divided by
-    the same factor.
+    lr: factor on the learning rate of an elementwise update. orthogonal: the same for an orthogonalised update. Neither
+    changes the product of learning rate and weight decay.
     eps: factor on the optimizer's epsilon. forge/parallel/parametrization.py sets lr, orthogonal and eps.
     scale: factor on the learning rate of both update and weight decay, from optimizer.groups.
     """

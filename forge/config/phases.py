@@ -158,7 +158,7 @@ class Phases:
                 yield span.start, self._plan(span.last)
 
     def _next_change(self, tokens: int) -> int | None:
-        """Return the next number of tokens at which the step size may change; None if it never changes again."""
+        """Return the next token count at which the number of tokens per step may change; None if there is none."""
         span = self._spans[bisect_right(self._starts, tokens) - 1]
         if span.end is None or "global_batch_size" not in span.ramped:
             return span.end

@@ -73,8 +73,8 @@ def build_dataset(config: Config) -> PackedDataset:
 def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]) -> list[float]:
     """Return the sources' weights with `data.temperature` applied.
 
-    With a temperature above 0, weights are rounded to six significant digits, to keep messages short. Raises UserError
-    for a synthetic source, because it has no size.
+    With a temperature above 0, weights are rounded to six significant digits, to keep messages short, and a synthetic
+    source raises UserError, because it has no size.
     """
     temperature = config.data.temperature
     if not temperature:

@@ -195,7 +195,7 @@ class Router(nn.Module):
 
     @property
     def counts(self) -> Tensor:
-        """Return the choices of each expert since the last step, int64 `[n_experts]`."""
+        """Return how often each expert was chosen since the last step, before drops, int64 `[n_experts]`."""
         return self.sums[: self.config.n_experts].to(torch.int64)
 
     @property

@@ -98,8 +98,8 @@ def make_regions(
 ) -> tuple[Shard, list[Region]]:
     """Divide `codes`, laid out like `shard.data`, into regions.
 
-    Return two results: a shard with the scales that this rank saves, and the regions. cut: `cut_blocks` of all ranks'
-    boxes. first: position of the first of these blocks in the all-reduced tensor of scales.
+    Return the shard of the scales that this rank saves, and the regions. cut: the blocks cut by any rank's boxes, from
+    `cut_blocks`. first: index of the scale of cut[0] in the all-reduced tensor of scales.
     """
     regions, boxes, pieces = [], [], [piece for _, piece in shard.pieces(codes)]
     for number, box in enumerate(shard.boxes):

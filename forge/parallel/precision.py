@@ -87,12 +87,13 @@ class Unit:
 def plan_units(
     model: Transformer, precision: Precision, *, experts_apart: bool = True
 ) -> tuple[list[list[Unit]], dict[nn.Parameter, torch.dtype]]:
-    """Return the units of `model` in the order of forward, and the compute dtype of every parameter.
+    """Return the groups of units of `model` in the order of forward, and the compute dtype of every parameter.
 
-    The embedding, each block, and the norm with the head have one group of units each; the root's group is last. A
-    group has several units if its compute dtypes differ, or if it has routed experts and `experts_apart` is true.
-    Experts in another dtype than the rest are always apart. A unit comes before the unit that encloses it. Raises
-    UserError if precision.fp32_modules is invalid for the model.
+    The groups are the embedding, each block, the norm with the head, and last the root. Groups that share a parameter are
+    joined. A tied embedding is in the root's group. A group has several units if its parameters have several compute
+    dtypes, or if it has routed experts and `experts_apart` is true. Experts whose dtype differs from the rest of the group
+    always have their own unit. A unit comes before the unit that encloses it. Raises UserError if precision.fp32_modules is
+    invalid for the model.
     """
     pinned, policy = pinned_parameters(model, precision.fp32_modules), DTYPES[precision.compute]
     groups: list[list[Unit]] = []

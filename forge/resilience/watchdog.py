@@ -141,9 +141,10 @@ class Watchdog:
         return self._expired.is_set()
 
     def wait_for_end(self) -> None:
-        """Block forever if the watchdog is ending the process.
+        """Block forever if the watchdog is ending the process. Otherwise return at once.
 
-        Otherwise the process could end before its stacks are written, e.g. by an error that a peer's end has caused.
+        The caller may have an error that a peer's end has caused. Without the block, this error could end the process before
+        the watchdog has written its stacks.
         """
         while self.expired:
             time.sleep(1)

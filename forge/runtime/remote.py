@@ -125,8 +125,9 @@ def waiting_for() -> str:
 def with_retries(what: str, work: Callable[[], Result]) -> Result:
     """Return `work()`. After a transient error, call `work` again, with growing random pauses.
 
-    what: the URL and the operation, for messages. Raises UserError at once for any other error, after RETRY_S seconds of
-    transient errors, and once the event of `give_up_on` is set.
+    what: the URL and the operation, for messages. Raises UserError at once for an error that is not transient. Raises
+    UserError for a transient error if RETRY_S seconds have passed, or if the event that this thread gave to `give_up_on`
+    is set.
     """
     what = redact(what)
     given_up: threading.Event = getattr(_thread, "given_up", None) or threading.Event()

@@ -183,8 +183,8 @@ class AttentionBlock(NamedTuple):
     """A block of queries, keys and values for a kernel. Kernels also return the logsumexp, for merging blocks.
 
     q `[batch, heads, rows, head_dim]`, k and v `[batch, kv_heads, columns, head_dim or v_dim]`. Results have the wider
-    dtype of float32 and q's. A row without visible keys has out = 0 and lse = -inf. The CPU's fused kernel is not used:
-    it returns lse = 0 for such rows, and would give them the weight of a key with score 0.
+    dtype of float32 and q's. A row without visible keys has out = 0 and lse = -inf. PyTorch's fused CPU kernel is not
+    used, because it returns lse = 0 for such a row. `merge` would then treat the row like one visible key with score 0.
     table: a BlockMask for flex_attention, else bool `[batch or 1, 1, rows, columns]`; None: every query sees every key.
     """
 

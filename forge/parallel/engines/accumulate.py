@@ -19,11 +19,11 @@ from forge.shard import local
 
 
 class SummingReduceScatter:
-    """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`: its output includes the gradients of earlier microbatches.
+    """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`. Its output includes earlier microbatches' gradients.
 
-    It then clears these gradients, so that FSDP2 does not add them again. FSDP2 adds as before if the earlier gradients are
-    not exactly one flat tensor of the output's dtype: storage and reduction have different dtypes, or a parameter got no
-    gradient in a microbatch.
+    It then clears the earlier gradients, so that FSDP2 does not add them again. It leaves the addition to FSDP2 if the
+    earlier gradients are not views of one flat tensor with the output's dtype and size. This happens if the storage dtype
+    differs from the reduction dtype, or if a parameter got no gradient in a microbatch.
     """
 
     def __init__(self, unit: FSDPModule):

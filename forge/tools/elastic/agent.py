@@ -76,7 +76,7 @@ def layouts(argv: Sequence[str], node: Node) -> dict[int, str]:
         try:
             _, degrees, fallback = choose_layout(command, config, nodes * node.processes)
         except UserError as error:
-            raise UserError(f"{nodes} nodes with {node.processes} processes: {error}") from None
+            raise UserError(f"{nodes} nodes with {node.processes} processes each: {error}") from None
         shape = ", ".join(
             f"{axis} {getattr(degrees, axis)}" for axis in ("pp", "dp", "cp", "tp", "accumulation")
         )

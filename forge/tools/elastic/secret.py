@@ -28,10 +28,10 @@ _MAC_BYTES = 32
 
 
 def read_secret(host: str, port: int, environment: Mapping[str, str] = os.environ) -> bytes:
-    """Return the secret of a run with a meeting at `host`:`port`: the value of the environment variable VARIABLE.
+    """Return the secret of a run whose rendezvous server is at `host`:`port`, from the environment variable VARIABLE.
 
     If the variable is not set and `host` is a loopback address, read the secret from the private file written by
-    `make_local_secret`. Raises UserError (exit 2) if there is no secret.
+    `make_local_secret`. Raises UserError (exit 2) if there is no secret, or if the variable's value is too short.
     """
     if secret := environment.get(VARIABLE, ""):
         if len(secret) < MIN_LENGTH:

@@ -87,7 +87,7 @@ def _described(folder: Path) -> dict[str, bytes]:
 
 
 def _with_begin(files: dict[str, bytes], name: str) -> bytes:
-    """Return the content of tokenizer.json, changed if necessary: texts must begin with the same token as forge's documents.
+    """Return tokenizer.json, edited if transformers would otherwise begin texts with another token than forge.
 
     forge follows add_bos_token in the settings file; transformers follows the post-processor in tokenizer.json.
     """

@@ -39,7 +39,7 @@ def on_gpu(attend: Any) -> Any:
 
 
 class PlannedAttention(SdpaAttention):
-    """Attention for plans. The mask's `table` is the number of visible scores per head; None for causal attention."""
+    """Attention for plans. The mask's `table` is a number: the visible scores per head. None: causal attention."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         seq = x.shape[1]

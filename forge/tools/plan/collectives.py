@@ -66,7 +66,7 @@ def _group_name(leaves: list[Any]) -> str:
 
 
 def axes_of(meshes: Meshes) -> dict[str, str]:
-    """Return a dict from the name of a process group to its mesh axis. If axes share a group, the first in `named` counts."""
+    """Return a dict from a process group's name to its mesh axis. If axes share a group, the first in the list wins."""
     d = meshes.degrees
     fsdp = "dp_shard" if d.cp == 1 else "dp_shard x cp"
     named: list[tuple[str, Any]] = [

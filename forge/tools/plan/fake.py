@@ -127,7 +127,7 @@ class FakeRank:
         return report.bytes
 
     def buckets(self) -> int:
-        """Return the number of buckets in engines of contiguous buffers (ddp, zero1, zero2); 0 without one."""
+        """Return the number of buckets of the buffered engines (ddp, zero1, zero2); 0 for another engine."""
         buffers = [buffer for engine in self.model._engines for buffer in getattr(engine, "buffers", ())]
         return sum(len(buffer.buckets) for buffer in buffers)
 
@@ -220,7 +220,7 @@ class FakeRank:
 
 
 class PlannedHostMemory(HostMemory):
-    """Host memory of a planned GPU. Its buffers have no memory. `bytes` counts their sizes, and `trace` counts the copies."""
+    """Host memory for plans. It allocates nothing: `bytes` sums the buffers' sizes, and `copy` counts copied bytes."""
 
     def __init__(self, trace: Trace):
         super().__init__(CPU)

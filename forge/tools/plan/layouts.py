@@ -109,9 +109,9 @@ class CandidateLayout:
 
 @dataclass(frozen=True)
 class Model:
-    """Numbers of the whole model. flops: per token of a step.
+    """Totals of the whole model. flops: FLOPs of forward and backward, per token.
 
-    experts: parameters of routed experts, a part of `parameters`.
+    parameters: number of parameters, including routed experts. experts: number of parameters in routed experts.
     """
 
     parameters: int

@@ -147,7 +147,7 @@ def _compare(found: str, wanted: str, size: str, output: Path) -> None:
     if wanted and found != wanted:
         raise UserError(
             f"{output}: the corpus has the SHA-256 {found}, but the manifest has {wanted} for size {size}: it was made with "
-            "another version of forge, or of SentencePiece than constraints.txt has",
+            "another version of forge, or with a version of SentencePiece that is not in constraints.txt",
             FAILED,
         )
     print(

@@ -84,9 +84,9 @@ class Quality:
 
 
 def filter_code(path: str) -> str:
-    """Return the SHA-256 of the filter's source files: the module defining the function, and the module in `path`.
+    """Return the SHA-256 of the source files of the filter `path`, MODULE:FUNCTION.
 
-    Modules imported by these are not hashed.
+    These are the file of MODULE and the file of the module that defines the function. Their imports are not hashed.
     """
     names = {path.partition(":")[0], getattr(load_filter(path), "__module__", None)}
     files = {getattr(sys.modules.get(name or ""), "__file__", None) for name in names}
@@ -108,7 +108,9 @@ def load_filter(path: str) -> Keep:
     try:
         return load_function(path)
     except ValueError as error:
-        raise UserError(f"--filter {path}: {error}; needed: MODULE:FUNCTION of (text, metadata)") from error
+        raise UserError(
+            f"--filter {path}: {error}; give MODULE:FUNCTION, the import path of a function of (text, metadata)"
+        ) from error
 
 
 @lru_cache(maxsize=1)
@@ -123,7 +125,7 @@ def known_ngrams(files: tuple[str, ...], n: int, text_key: str) -> frozenset[int
         raise UserError(f"--decontaminate {printable(bad.where)}: {bad.reason}")
     if corpus.passed_over:
         raise UserError(
-            f"--decontaminate {' '.join(files)}: {corpus.notes()[0]}; name each file itself, or remove the others"
+            f"--decontaminate {' '.join(files)}: {corpus.notes()[0]}; name each of these files, or remove them"
         )
     for piece in corpus.pieces:
         for document in read_documents(piece, text_key):

@@ -33,7 +33,7 @@ class Standing:
 
 
 def read_stacks(logs: Path) -> dict[int, Standing]:
-    """Return a dict from rank to position, in rank order, for each rank with a stack file in the folder `logs`."""
+    """Return a dict from rank to code position, for each rank with a stack file in the folder `logs`, in rank order."""
     found = {}
     for path in logs.glob("stacks-rank-*.txt"):
         with suppress(OSError):
