@@ -91,7 +91,7 @@ def work_of(func: Any, args: Any, output: Any) -> Work | None:
 def _attention(q: Tensor, scores: float, width: int) -> float:
     """Return the FLOPs of attention over the batch and all heads of q `[batch, heads, seq, head_dim]`.
 
-    scores: per head. width: multiply-adds per score.
+    scores: number of computed scores per sequence and head. width: multiply-adds per score.
     """
     return 2.0 * q.shape[0] * q.shape[1] * width * scores
 
