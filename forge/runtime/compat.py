@@ -29,11 +29,15 @@ reduce_scatter_single: Callable[..., Tensor] = (
     getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
 )
 
+# (output `[n]`, input `[ranks * n]`, op=..., group=...). The name depends on the version, too.
+reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
 
 def reduce_scatter_into(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start a reduce-scatter of `whole` `[ranks * n]` into `part` `[n]`, which may be a view of `whole`. Collective."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(part, whole, group=group, async_op=True)
+    return reduce_scatter(part, whole, group=group, async_op=True)
 
 
 def all_gather_into(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:

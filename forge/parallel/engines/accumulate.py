@@ -46,7 +46,7 @@ class SummingReduceScatter:
         FSDP2 calls this method on the stream on which it allocates gradients.
         """
         assert not async_op
-        dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
+        compat.reduce_scatter(output_tensor, input_tensor, op=op, group=group)
         parameters = compat.fsdp_parameters(self._unit)
         earlier = _flat([parameter.grad for parameter in parameters], output_tensor)
         if earlier is not None:
