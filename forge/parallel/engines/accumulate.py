@@ -56,7 +56,10 @@ class SummingReduceScatter:
 
 
 def _flat(gradients: list[Tensor | None], like: Tensor) -> Tensor | None:
-    """Return the flat tensor of which all `gradients` are views; None if there is no such tensor like `like`."""
+    """Return the flat tensor of which all `gradients` are views; None if there is no such tensor like `like`.
+
+    The flat tensor has the gradients of all the unit's parameters. So if `like` has the same size, it has them all, too.
+    """
     views = [local(gradient) for gradient in gradients if gradient is not None]
     if len(views) < len(gradients) or any(
         view.dtype != like.dtype or view.device != like.device for view in views
