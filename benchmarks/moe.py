@@ -52,8 +52,8 @@ BARS = {MOE: 0.6, SKEWED: 1.5}
 SIZE = ("--train.micro_batch_size=8",)
 
 
-def padded(experts: Experts, rows: Tensor, groups: RowGroups) -> Tensor:
-    """Compute `Experts.forward` by batched matrix products, with every expert's rows padded to the largest number of rows.
+def padded(experts: Experts, rows: Tensor, groups: RowGroups, **_held: Any) -> Tensor:
+    """Compute `Experts.compute` by batched matrix products, with every expert's rows padded to the largest number of rows.
 
     Synchronises with the device, because the host reads the largest number.
     """
@@ -80,7 +80,7 @@ class ExpertsLoop(ForgeLoop):
             router.choose = functools.partial(draw, skew, router.config.top_k)
         for module in self.model.modules():
             if pad and isinstance(module, Experts):
-                module.forward = functools.partial(padded, module)
+                module.compute = functools.partial(padded, module)
 
     def load(self) -> float:
         """Return the largest load of an expert in the last step, as a multiple of an even share; mean over layers."""

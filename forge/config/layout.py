@@ -75,6 +75,9 @@ class Parallel(Section):
     """With ep: number of ep ranks on one node; must divide ep. If ep is larger than this number, a token is sent to
     each node at most once, even if several of the token's experts are on the node. auto: the number of processes per
     node, if that number divides ep."""
+    ep_overlap: Annotated[bool, unused_if("parallel.ep", 1)] = False
+    """With ep: divide the tokens of a microbatch into two parts, and send rows of one part while the experts compute the
+    other. Experts' products are smaller, and the gradients of their weights are added up twice. Not timed on a GPU."""
     sequence_parallel: Annotated[bool, WITH_TP] = True
     """With tp: shard the norms' inputs and the residual stream along the sequence."""
     loss_parallel: Annotated[bool, WITH_TP] = True

@@ -42,26 +42,26 @@ class Experts(nn.Module):
         self.w13_bias = nn.Parameter(torch.empty(n_experts, width)) if bias else None
         self.w2_bias = nn.Parameter(torch.empty(n_experts, dim)) if bias else None
 
-    def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
-        """rows `[n, dim]` sorted by expert, one group for each expert -> `[n, dim]`.
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, dispatch: Callable[..., Tensor]) -> Tensor:
+        """Return for each token of x `[tokens, dim]` the weighted sum of its experts' outputs, `[tokens, dim]`.
 
-        Output and gradient are undefined for rows past the last group.
+        experts int64 and weights `[tokens, top_k]`. dispatch: a `Dispatcher` (forge/model/dispatch.py). It may compute
+        the rows in several parts. It runs inside this call, so that FSDP gathers the experts' weights once for all parts.
         """
-        return self.compute(rows, groups, self.w13, self.w2, self.w13_bias, self.w2_bias)
+        return dispatch(x, experts, weights, functools.partial(self.compute, held=self.held()))
+
+    def held(self) -> tuple[Tensor | None, ...]:
+        """Return w13, w2 and the two biases of the experts on this rank; None for a missing bias."""
+        return self.w13, self.w2, self.w13_bias, self.w2_bias
 
     def compute(
-        self,
-        rows: Tensor,
-        groups: RowGroups,
-        w13: Tensor,
-        w2: Tensor,
-        w13_bias: Tensor | None,
-        w2_bias: Tensor | None,
+        self, rows: Tensor, groups: RowGroups, held: tuple[Tensor | None, ...] | None = None
     ) -> Tensor:
-        """Compute `forward` with the given weights instead of the module's own.
+        """rows `[n, dim]` sorted by expert, one group for each expert on this rank -> `[n, dim]`.
 
-        The weights may be those of only some experts. groups: the rows of these experts.
+        Output and gradient are undefined for rows past the last group. held: the result of `held()`, if known.
         """
+        w13, w2, w13_bias, w2_bias = held or self.held()
         projected = self.multiply(rows, w13, groups, w13_bias)
         return self.multiply(self.activate(projected), w2, groups, w2_bias)
 

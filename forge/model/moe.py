@@ -99,7 +99,7 @@ class MoE(nn.Module):
         sent = rows.flatten(0, 1)
         if self.rounding is not None:
             sent = self.rounding.values(sent)
-        out = self.dispatch(sent, experts, weights, self.experts)
+        out = self.experts(sent, experts, weights, self.dispatch)
         if self.rounding is not None:
             out = self.rounding.gradients(out)
         out = out.view_as(rows)

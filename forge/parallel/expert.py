@@ -21,7 +21,6 @@ from torch.distributed.tensor.placement_types import Shard as Split
 
 from forge.model import Experts, MoE, Transformer
 from forge.model.dispatch import Dispatcher
-from forge.model.experts import RowGroups
 from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher
 from forge.parallel.layout import Layout
 from forge.parallel.mesh import Meshes
@@ -43,7 +42,7 @@ def apply_expert(model: Transformer, layout: Layout) -> None:
             layer.router.sum_over_sequence = functools.partial(sum_over, ranks=meshes.sequence)
         if meshes.ep.size() > 1:
             replace_module(layer, "experts", LocalExperts(layer.experts, meshes.ep))
-            layer.dispatch = _dispatcher(meshes, moe.n_experts)
+            layer.dispatch = _dispatcher(meshes, moe.n_experts, 2 if layout.parallel.ep_overlap else 1)
         if meshes.tp.size() > 1:
             replace_module(model, name, PieceRoutedMoE(layer, layout))
     if meshes.ep_node.size() > 1:
@@ -57,10 +56,10 @@ def apply_expert(model: Transformer, layout: Layout) -> None:
         log.info("results depend on the layout: %s", keys)
 
 
-def _dispatcher(meshes: Meshes, n_experts: int) -> Dispatcher:
+def _dispatcher(meshes: Meshes, n_experts: int, parts: int) -> Dispatcher:
     if meshes.ep_node.size() > 1:
-        return NodeDispatcher(meshes.ep_node, meshes.ep_local, n_experts)
-    return AllToAllDispatcher(meshes.ep.get_group(), n_experts)
+        return NodeDispatcher(meshes.ep_node, meshes.ep_local, n_experts, parts)
+    return AllToAllDispatcher(meshes.ep.get_group(), n_experts, parts)
 
 
 class LocalExperts(Experts):
@@ -73,10 +72,9 @@ class LocalExperts(Experts):
         for name, weight in plain.named_parameters():
             self.register_parameter(name, distributed(weight, mesh, Split(0)))
 
-    def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
-        """rows `[n, dim]` sorted by expert, one group for each of the n_experts / ep experts -> `[n, dim]`."""
-        biases = (None if bias is None else local_tensor(bias) for bias in (self.w13_bias, self.w2_bias))
-        return self.compute(rows, groups, local_tensor(self.w13), local_tensor(self.w2), *biases)
+    def held(self) -> tuple[Tensor | None, ...]:
+        """Return w13, w2 and the two biases of the n_experts / ep experts on this rank; None for a missing bias."""
+        return tuple(None if weight is None else local_tensor(weight) for weight in super().held())
 
 
 class PieceRoutedMoE(MoE):

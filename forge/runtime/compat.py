@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import platform
 import warnings
@@ -142,6 +143,19 @@ def pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     sends, receives = [0] * ranks, [0] * ranks
     sends[(rank + 1) % ranks] = receives[(rank - 1) % ranks] = x.shape[0]
     return collectives.all_to_all_single(x.contiguous(), receives, sends, group)
+
+
+def start_all_to_all(
+    x: Tensor, group: dist.ProcessGroup, receives: list[int] | None = None, sends: list[int] | None = None
+) -> Callable[[], Tensor]:
+    """Start an `all_to_all`. Return a function that waits and returns the result. Not differentiable.
+
+    Unlike PyTorch's function, the operator does not wait under a fake mode, so a plan shows what runs meanwhile.
+    """
+    equal = [x.shape[0] // group.size()] * group.size()
+    start = torch.ops._c10d_functional.all_to_all_single
+    coming = start(x.contiguous(), receives or equal, sends or equal, group.group_name)
+    return functools.partial(collectives.wait_tensor, coming)
 
 
 def arrived(x: Tensor) -> Tensor:

@@ -81,6 +81,15 @@ LAYOUTS = {
     "ep 4, nodes of 2": (4, "ep = 4\nep_node_size = 2", "groups"),
     "tp 2, ep 4, nodes of 1": (4, "tp = 2\nep = 4\nep_node_size = 1", ""),
     "cp 2, tp 2, ep 8, nodes of 4": (8, "cp = 2\ntp = 2\nep = 8\nep_node_size = 4", ""),
+    "ep 2, fsdp 2, overlap": (4, "ep = 2\nep_overlap = true", "sequence_aux_loss"),
+    "tp 2, ep 4, whole stream, overlap": (
+        4,
+        "tp = 2\nep = 4\nsequence_parallel = false\nep_overlap = true",
+        "",
+    ),
+    "cp 2, ep 2, overlap": (2, "cp = 2\nep = 2\nep_overlap = true", ""),
+    "ep 4, nodes of 2, overlap": (4, "ep = 4\nep_node_size = 2\nep_overlap = true", "bias"),
+    "tp 2, ep 4, nodes of 1, overlap": (4, "tp = 2\nep = 4\nep_node_size = 1\nep_overlap = true", ""),
     "ep 8": (8, "ep = 8", ""),
     "ep 2, fsdp 4": (8, "ep = 2", ""),
     "ep 4, tp 2, hsdp": (8, "ep = 4\ntp = 2\ndp_replicate = 2\ndp_shard = 2", ""),
@@ -95,7 +104,7 @@ def _layouts() -> list:
         name, variant = case
         world, parallel, _ = LAYOUTS[name]
         keys = dict(line.split(" = ") for line in parallel.split("\n") if line)
-        axes = ("ep", "ep_node_size", "tp", "cp", "dp_replicate", "sequence_parallel")
+        axes = ("ep", "ep_node_size", "ep_overlap", "tp", "cp", "dp_replicate", "sequence_parallel")
         return {name, (variant, world)} | {(variant, axis, keys.get(axis)) for axis in axes}
 
     grid = list(itertools.product(LAYOUTS, BALANCE))
@@ -137,6 +146,8 @@ RECOMPUTED = {
     (4, "ep = 2"): "full",
     (4, "tp = 2\nep = 4\nsequence_parallel = false"): "",
     (4, "cp = 2\ntp = 2\nep = 2"): "",
+    (2, "ep = 2\nep_overlap = true"): "selective",
+    (4, "ep = 4\nep_node_size = 2\nep_overlap = true"): "",
 }
 
 
@@ -171,7 +182,12 @@ def test_recomputation_of_one_part(part: str, mode: str) -> None:
     [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("none", "full", "offload")), "selective"],
 )
 @pytest.mark.parametrize(
-    ("world", "parallel"), [(2, "ep = 2"), pytest.param(2, "tp = 2\nep = 2", marks=pytest.mark.slow)]
+    ("world", "parallel"),
+    [
+        (2, "ep = 2"),
+        pytest.param(2, "tp = 2\nep = 2", marks=pytest.mark.slow),
+        pytest.param(2, "ep = 2\nep_overlap = true", marks=pytest.mark.slow),
+    ],
 )
 def test_compile(world: int, parallel: str, mode: str) -> None:
     check(world, parallel, "sequence_aux_loss", 4, RECOMPUTE.format(mode) + COMPILE)
@@ -250,7 +266,13 @@ def none_valid(labels: torch.Tensor, rank: int) -> None:
     ],
 )
 @pytest.mark.parametrize(
-    ("world", "parallel"), [(4, "ep = 2"), pytest.param(2, "tp = 2\nep = 2", marks=pytest.mark.slow)]
+    ("world", "parallel"),
+    [
+        (4, "ep = 2"),
+        pytest.param(2, "tp = 2\nep = 2", marks=pytest.mark.slow),
+        pytest.param(2, "ep = 2\nep_overlap = true", marks=pytest.mark.slow),
+        pytest.param(2, "ep = 2\nep_node_size = 1\nep_overlap = true", marks=pytest.mark.slow),
+    ],
 )
 def test_extremes(twist: Twist, variant: str, world: int, parallel: str) -> None:
     assert_equal(layout(text(variant, parallel, 2), world, twist), expected(variant, twist=twist))

@@ -27,6 +27,8 @@ CASES = {
     (2, "ep = 2", "aux_loss", ""): True,
     (2, "ep = 2\nep_node_size = 1", "bias", ""): True,
     (4, "ep = 4\nep_node_size = 2", "groups", ""): True,
+    (2, "ep = 2\nep_node_size = 1\nep_overlap = true", "bias", ""): True,
+    (2, "ep = 2\nep_node_size = 1\nep_overlap = true", "bias", RECOMPUTE.format("selective")): False,
     (2, "ep = 2\nep_node_size = 1", "sequence_aux_loss", RECOMPUTE.format("full")): False,
     (2, "ep = 2\nep_node_size = 1", "bias", RECOMPUTE.format("selective") + COMPILE): True,
     (2, "ep = 2\nep_node_size = 1", "bias", RECOMPUTE.format("selective")): False,

@@ -61,7 +61,7 @@ def assert_equals_one_by_one(dtype: torch.dtype, tolerance: float, counts: list[
         rows = torch.randn(sum(counts), DIM, generator=torch.Generator().manual_seed(1)).to(experts.w2)
         rows.requires_grad_()
         on_device = torch.tensor(counts, device=device)
-        out = experts(rows, RowGroups(on_device)) if grouped else one_by_one(experts, rows, counts)
+        out = experts.compute(rows, RowGroups(on_device)) if grouped else one_by_one(experts, rows, counts)
         (out * torch.linspace(-1, 1, DIM).to(out)).sum().backward()
         results.append([tensor.double() for tensor in (out, rows.grad, experts.w13.grad, experts.w2.grad)])
     for ours, plain in zip(*results, strict=True):
@@ -109,7 +109,7 @@ def test_supported_shapes_are_one_grouped_product_without_padding(
 
     monkeypatch.setattr(module, "_grouped_mm", spy)
     groups = RowGroups(torch.tensor([0, 1, 8, 0, 0]))
-    out = make_experts(dtype, dim)(torch.randn(9, dim).to(dtype), groups)
+    out = make_experts(dtype, dim).compute(torch.randn(9, dim).to(dtype), groups)
     assert out.shape == (9, dim)
     assert seen == ([((9, dim), [0, 1, 9, 9, 9]), ((9, HIDDEN), [0, 1, 9, 9, 9])] if grouped else [])
 
@@ -123,14 +123,16 @@ def test_a_layer_without_a_grouped_kernel_reads_its_counts_once(monkeypatch: pyt
     kept = HostReads().kept
     for _ in range(2):  # forward, and recomputation
         with kept():
-            experts(rows, RowGroups(counts)).sum().backward()
+            experts.compute(rows, RowGroups(counts)).sum().backward()
     assert waits == [(EXPERTS,)]
 
 
 def test_a_rank_without_rows_calls_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(module, "_grouped_mm")
     experts, rows = make_experts(torch.bfloat16), torch.zeros(0, DIM, dtype=torch.bfloat16)
-    experts(rows.requires_grad_(), RowGroups(torch.zeros(EXPERTS, dtype=torch.int64))).sum().backward()
+    experts.compute(
+        rows.requires_grad_(), RowGroups(torch.zeros(EXPERTS, dtype=torch.int64))
+    ).sum().backward()
     assert rows.grad is not None and rows.grad.shape == (0, DIM)
     assert experts.w13.grad is not None and not experts.w13.grad.any()
 
@@ -268,7 +270,7 @@ def test_dispatch_equals_a_loop_over_tokens(top_k: int) -> None:
     experts, weights = random_choices(7, top_k)
     own = make_experts(torch.float64)
     x = torch.randn(7, DIM, dtype=torch.float64)
-    out = LocalDispatcher(EXPERTS, drops=False)(x, experts, weights, own)
+    out = LocalDispatcher(EXPERTS, drops=False)(x, experts, weights, own.compute)
     for t in range(7):
         expected = torch.zeros(DIM, dtype=torch.float64)
         for e, weight in zip(experts[t].tolist(), weights[t], strict=True):
@@ -303,7 +305,7 @@ def test_dropped_choices_are_not_computed_and_have_no_effect() -> None:
 
     def compute(rows: Tensor, groups: RowGroups) -> Tensor:
         assert groups.counts.sum() == kept
-        return Garbage.apply(own(Garbage.apply(rows, kept), groups), kept)
+        return Garbage.apply(own.compute(Garbage.apply(rows, kept), groups), kept)
 
     results = []
     for drops in (True, False):
@@ -315,7 +317,7 @@ def test_dropped_choices_are_not_computed_and_have_no_effect() -> None:
             out = LocalDispatcher(EXPERTS, drops=True)(x, experts, w, compute)
         else:  # the reference: weights of zero, computed in full
             full = w.masked_fill(experts == EXPERTS, 0.0)
-            out = LocalDispatcher(EXPERTS, drops=False)(x, experts.clamp(max=EXPERTS - 1), full, own)
+            out = LocalDispatcher(EXPERTS, drops=False)(x, experts.clamp(max=EXPERTS - 1), full, own.compute)
         out.square().sum().backward()
         results.append([out.detach(), x.grad, w.grad, own.w13.grad.clone(), own.w2.grad.clone()])
     for ours, plain in zip(*results, strict=True):

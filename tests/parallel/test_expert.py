@@ -45,18 +45,19 @@ def build(text: str, world: int) -> tuple[Any, Any]:
 # The dispatcher alone.
 
 
-def _dispatcher(world: int, nodes: int) -> AllToAllDispatcher | NodeDispatcher:
-    """Return a dispatcher for experts over all ranks. nodes: number of nodes."""
+def _dispatcher(world: int, nodes: int, parts: int) -> AllToAllDispatcher | NodeDispatcher:
+    """Return a dispatcher for experts over all ranks. nodes: number of nodes. parts: of the tokens."""
     if nodes == 1:
-        return AllToAllDispatcher(dist.group.WORLD, N_EXPERTS)
+        return AllToAllDispatcher(dist.group.WORLD, N_EXPERTS, parts)
     ranks = torch.arange(world).view(nodes, -1)
     across, within = (dist.new_subgroups_by_enumeration(sets.tolist())[0] for sets in (ranks.T, ranks))
-    return NodeDispatcher(across, within, N_EXPERTS)
+    return NodeDispatcher(across, within, N_EXPERTS, parts)
 
 
-def _dispatch(rank: int, world: int, chosen: str, drop: bool, nodes: int) -> None:
+def _dispatch(rank: int, world: int, chosen: str, drop: bool, nodes: int, parts: int) -> None:
     generator = torch.Generator().manual_seed(rank)
-    tokens = 5 + 3 * rank
+    # With two parts, the second part of rank 0 is empty.
+    tokens = (1 if parts > 1 else 5) + 3 * rank
     experts = {
         "any": torch.rand(tokens, N_EXPERTS, generator=generator).argsort(-1)[:, :TOP_K],
         "none": torch.full((tokens, TOP_K), N_EXPERTS),
@@ -77,7 +78,7 @@ def _dispatch(rank: int, world: int, chosen: str, drop: bool, nodes: int) -> Non
         return (padded.unsqueeze(-1) * rows) ** 2
 
     share = N_EXPERTS // world
-    remote = _dispatcher(world, nodes), functools.partial(compute, begin=rank * share)
+    remote = _dispatcher(world, nodes, parts), functools.partial(compute, begin=rank * share)
     results = []
     for dispatch, work in ((LocalDispatcher(N_EXPERTS, drops=drop or chosen == "none"), compute), remote):
         inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -90,9 +91,13 @@ def _dispatch(rank: int, world: int, chosen: str, drop: bool, nodes: int) -> Non
 
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("chosen", ["any", "one", "last rank", "none"])
-@pytest.mark.parametrize(("world", "nodes"), [(2, 1), (4, 1), (4, 2), (4, 4)])
-def test_rows_go_to_their_experts_and_back(world: int, nodes: int, chosen: str, drop: bool) -> None:
-    run_ranks(_dispatch, world, chosen, drop, nodes)
+@pytest.mark.parametrize(
+    ("world", "nodes", "parts"), [(2, 1, 1), (4, 1, 1), (4, 2, 1), (4, 4, 1), (4, 1, 2), (4, 2, 2)]
+)
+def test_rows_go_to_their_experts_and_back(
+    world: int, nodes: int, parts: int, chosen: str, drop: bool
+) -> None:
+    run_ranks(_dispatch, world, chosen, drop, nodes, parts)
 
 
 # Shards.
@@ -227,9 +232,18 @@ def _waits(rank: int, world: int, text: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_the_host_waits_once_per_layer_and_microbatch_recomputed_or_not(mode: str) -> None:
-    text = precise(moe("ep = 2", 2), compute="float32") + f'[activation_checkpoint]\nmode = "{mode}"\n'
+@pytest.mark.parametrize(
+    ("mode", "more"),
+    [
+        ("none", ""),
+        ("full", ""),
+        ("selective", ""),
+        ("full", "\nep_overlap = true"),
+        ("none", "\nep_overlap = true\nep_node_size = 1"),
+    ],
+)
+def test_the_host_waits_once_per_layer_and_microbatch_recomputed_or_not(mode: str, more: str) -> None:
+    text = precise(moe("ep = 2" + more, 2), compute="float32") + f'[activation_checkpoint]\nmode = "{mode}"\n'
     assert run_ranks(_waits, 2, text) == [[2 * LAYERS] * 2] * 2
 
 

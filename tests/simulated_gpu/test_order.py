@@ -164,6 +164,12 @@ DEEP = ["--parallel.pp=4", "--model.n_layers=8"]
 LAYOUTS: dict[str, list[str]] = {
     "ep, recomputed": [*variants.MOE, "--parallel.ep=4", "--activation_checkpoint.mode=full"],
     "ep over nodes": [*variants.MOE, "--parallel.ep=4", "--parallel.ep_node_size=2"],
+    "ep over nodes, overlapped": [
+        *variants.MOE,
+        "--parallel.ep=4",
+        "--parallel.ep_node_size=2",
+        "--parallel.ep_overlap=true",
+    ],
     "ep over tp, muon": [*variants.MOE, "--parallel.ep=2", "--parallel.tp=2", "--optimizer.name=muon"],
     "pp dual, ep, muon": [*variants.FOUR["pp dual"], "--parallel.ep=2", "--optimizer.name=muon"],
     "pp GPipe": [*DEEP, "--pipeline.schedule=GPipe", "--model.tie_embeddings=true"],

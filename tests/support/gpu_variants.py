@@ -181,6 +181,15 @@ FOUR: dict[str, list[str]] = {
         "--activation_checkpoint.mode=selective",
     ],
     "ep over nodes": [*MOE, "--parallel.ep=4", "--parallel.ep_node_size=2"],
+    "ep overlapped": [*MOE, "--parallel.ep=4", "--parallel.ep_overlap=true"],
+    "ep over nodes, overlapped, compiled and recomputed": [
+        *MOE,
+        "--parallel.ep=4",
+        "--parallel.ep_node_size=2",
+        "--parallel.ep_overlap=true",
+        "--compile.enabled=true",
+        "--activation_checkpoint.mode=selective",
+    ],
     "ep over nodes in float8": [
         *MOE,
         "--parallel.ep=4",

@@ -49,6 +49,7 @@ def draw(generator: random.Random, models: list[str]) -> tuple[int, str, str]:
         options |= {
             "ep": choose([1, 2, 4, 8]),
             "ep_node_size": choose(['"auto"', '"auto"', 1, 2]),
+            "ep_overlap": choose(["false", "true"]),
             "data_parallel": choose(['"fsdp2"', '"fsdp2"', '"fsdp2"', '"zero2"', '"zero1"', '"ddp"']),
             "prefetch": choose([0, 1, 1, 2]),
             "defer_gradient_reduction": choose(["false", "false", "true"]),

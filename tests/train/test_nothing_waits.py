@@ -49,6 +49,7 @@ CASES = {
         {"parallel.ep": 2},
         {"parallel.ep": 2, "parallel.data_parallel": "zero2"},
         {"parallel.ep": 2, "parallel.ep_node_size": 1},
+        {"parallel.ep": 2, "parallel.ep_node_size": 1, "parallel.ep_overlap": True},
         {"parallel.ep": 2, "parallel.ep_node_size": 1, "precision.float8_dispatch": True},
     ],
     "mla_debug": [*ENGINES[:2], *AXES],

@@ -4,8 +4,8 @@ DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.2, sends the inputs of experts, and
 The results of experts, and the gradients of their inputs, stay in precision.compute.
 
 `RoundedRows` rounds both in every layout, so the layout changes no result. Rounded values are codes times powers of two
-(mxfp8 in formats.py), so encoding them again loses nothing. Between nodes, `RoundedRows.send` and `send_back` exchange
-codes and scales, 33 bytes for 32 values.
+(mxfp8 in formats.py), so encoding them again loses nothing. Between nodes, `RoundedRows.send` sends codes and scales, 33
+bytes for 32 values.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from torch.autograd.function import once_differentiable
 
 from forge.model import MoE
 from forge.model.norm import promoted
-from forge.parallel.dispatch import NodeDispatcher, exchange
+from forge.parallel.all_to_all import Arrival
+from forge.parallel.dispatch import NodeDispatcher
 from forge.parallel.float8.formats import CODES, MXFP8, Quantised
+from forge.runtime import compat
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ def send_in_float8(model: nn.Module) -> None:
     for layer in layers:
         layer.rounding = rounding = RoundedRows()
         if isinstance(layer.dispatch, NodeDispatcher):
-            layer.dispatch.send, layer.dispatch.send_back = rounding.send, rounding.send_back
+            layer.dispatch.send_rows = layer.dispatch.send_gradients = rounding.send
             coded += 1
     log.info("rows to experts are rounded to mxfp8 in %d layers, and sent as codes in %d", len(layers), coded)
 
@@ -58,24 +60,10 @@ class RoundedRows:
         """Return `rows` `[n, dim]` unchanged. The gradient is rounded."""
         return _RoundGradients.apply(rows, self.round)
 
-    def send(self, rows: Tensor, group: dist.ProcessGroup, receives: list[int], sends: list[int]) -> Tensor:
-        """All-to-all of rounded `rows`, with the arguments of `compat.all_to_all`. Forward sends codes. Collective."""
-        return _Send.apply(rows, group, receives, sends, self._exchange_codes, exchange)
-
-    def send_back(
-        self, rows: Tensor, group: dist.ProcessGroup, receives: list[int], sends: list[int]
-    ) -> Tensor:
-        """All-to-all of `rows`, with the arguments of `compat.all_to_all`. Collective.
-
-        Backward rounds the gradient and sends it as codes.
-        """
-        return _Send.apply(rows, group, receives, sends, exchange, self._exchange_codes)
-
-    def _exchange_codes(
-        self, rows: Tensor, group: dist.ProcessGroup, receives: list[int], sends: list[int]
-    ) -> Tensor:
-        codes = exchange(self.encode(rows), group, receives, sends)
-        return self.decode(codes, rows.shape[1], rows.dtype)
+    def send(self, rows: Tensor, group: dist.ProcessGroup, receives: list[int], sends: list[int]) -> Arrival:
+        """Start an all-to-all of `rows` as codes, a `Send` (forge/parallel/all_to_all.py). The received rows are rounded."""
+        codes = compat.start_all_to_all(self.encode(rows), group, receives, sends)
+        return lambda: self.decode(codes(), rows.shape[1], rows.dtype)
 
     def compile(self, compiler: Callable[..., Any]) -> None:
         """Replace this object's functions with compiled ones. compiler: compiles a function."""
@@ -119,25 +107,3 @@ class _RoundGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return ctx.function(grad), None
-
-
-class _Send(torch.autograd.Function):
-    """An all-to-all with separate functions for forward and backward. Both have the signature of `exchange`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        group: dist.ProcessGroup,
-        receives: list[int],
-        sends: list[int],
-        forward: Callable[..., Tensor],
-        backward: Callable[..., Tensor],
-    ) -> Tensor:
-        ctx.send, ctx.back = backward, (group, sends, receives)
-        return forward(rows, group, receives, sends)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return ctx.send(grad, *ctx.back), None, None, None, None, None

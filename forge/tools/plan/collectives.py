@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from forge.parallel.mesh import Meshes
+from forge.tools.plan.work import Work
 
 NAMES = {
     "_allgather_base_": "all_gather",
@@ -36,7 +37,14 @@ class Collective:
     size: int
     group: str = ""
     background: bool = False
-    """Whether computation continues during the collective; otherwise the caller waits for the result at once."""
+    """Whether the collective is asynchronous and the trace does not see the wait for it, as with FSDP's collectives."""
+    meanwhile: tuple[tuple[Work, int], ...] = ()
+    """Operators between the call and the wait for its result, and the number of each."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether matrix products or attention run during the collective."""
+        return self.background or any(work.flops for work, _ in self.meanwhile)
 
 
 def collective_of(func: Any, args: Any, kwargs: Any = None) -> Collective | None:

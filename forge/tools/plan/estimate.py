@@ -2,9 +2,10 @@
 
 An operator takes the longer of two times: its FLOPs at the GPU's peak, and its bytes at the memory bandwidth. The
 efficiencies in `Hardware` say what share of these peaks is reached; docs/internals/plan-accuracy.md names the published
-runs used to fit them. A background collective is hidden up to the duration of the overlapping computation, and slows
-this computation down. On a CPU no collective is hidden, because the same cores move bytes and compute. The copies of
-activation offload are hidden up to the duration of all other work of the same phase, forward or backward.
+runs used to fit them. Computation hides a collective, and slows down by a share of its time. Any computation of a
+microbatch hides FSDP's collectives. Only operators between its call and the wait for its result hide another collective.
+On a CPU no collective is hidden, because the same cores move bytes and compute. The copies of activation offload are
+hidden up to the duration of all other work of the same phase, forward or backward.
 """
 
 from __future__ import annotations
@@ -96,7 +97,12 @@ def time_of(
         if hardware.card and call.background and moment.phase in ("forward", "backward"):
             place.background += cost.seconds
         else:
-            place.waiting += cost.seconds
+            done = (
+                number * seconds_of(_as_run(work, moment, config, float8), hardware)
+                for work, number in call.meanwhile
+            )
+            hidden = min(cost.seconds, pace.compute * sum(done)) if hardware.card else 0.0
+            place.waiting += cost.seconds - (1 - hardware.overlap_cost) * hidden
     for moment, size in trace.copied.items():
         copying = pace.links * size / (hardware.host_gb_per_s * 1e9)
         spent[_place(moment.phase, moment.microbatch)].host += copying

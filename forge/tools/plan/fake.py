@@ -30,7 +30,7 @@ from forge.config import Config, Degrees
 from forge.observe.memory_report import MemoryReport
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
-from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher
+from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher, part_sizes
 from forge.parallel.mesh import make_meshes
 from forge.parallel.offload import LEAST, HostMemory, offloads
 from forge.parallel.pipeline import PipelinedModel
@@ -114,10 +114,10 @@ class FakeRank:
             for module in part.modules():
                 dispatch = getattr(module, "dispatch", None)
                 if isinstance(dispatch, AllToAllDispatcher):
-                    dispatch.sizes = functools.partial(_loads, self._rows(), load)
+                    dispatch.sizes = functools.partial(_loads, self._rows(dispatch.parts), load)
                 elif isinstance(dispatch, NodeDispatcher):
                     dispatch.sizes = functools.partial(
-                        _node_loads, self._rows(), self._share_of_nodes(), load
+                        _node_loads, self._rows(dispatch.parts), self._share_of_nodes(), load
                     )
 
     def state_bytes(self) -> dict[str, int]:
@@ -202,13 +202,12 @@ class FakeRank:
         with self._fake, self.trace:
             yield
 
-    def _rows(self) -> int:
-        """Return the number of token rows dispatched by this rank to the experts of one layer, per microbatch."""
+    def _rows(self, parts: int) -> list[int]:
+        """Return the number of rows of each part that this rank sends to the experts of one layer, per microbatch."""
         moe, train = self.config.model.moe, self.config.train
-        if moe is None:
-            return 0
+        assert moe is not None
         tokens = train.micro_batch_size * train.seq_len // (self.degrees.cp * self.degrees.tp)
-        return tokens * moe.top_k
+        return [own * moe.top_k for own in part_sizes(tokens, parts)]
 
     def _share_of_nodes(self) -> float:
         """Return the number of rows sent to nodes, divided by the number of rows sent to experts.
@@ -254,28 +253,39 @@ def _leave(*_: Any) -> None:
     """Skip the initialization of parameters, because fake tensors have no values."""
 
 
-def _loads(rows: int, load: float, leaving: Tensor, _arriving: Tensor) -> tuple[list[int], list[int]]:
-    """Return two lists, one element per rank: rows sent to it and rows received from it. All experts are used equally.
+def _loads(
+    rows: list[int], load: float, leaving: Tensor, _arriving: Tensor
+) -> list[tuple[list[int], list[int]]]:
+    """Return two lists for each part: rows sent to and received from each rank. All experts are used equally.
 
-    rows: total rows that this rank sends. load: received rows divided by their number under an equal load.
-    leaving: rows per expert, `[ranks, local experts]`; only the number of ranks is read.
+    rows: rows of each part that this rank sends. load: received rows divided by their number under an equal load.
+    leaving: rows per expert, `[ranks, parts, local experts]`; only the number of ranks is read.
     """
     ranks = leaving.shape[0]
-    sends = _divided(rows, ranks)
-    return sends, [round(load * sends[0])] * ranks
+    sends = [_divided(own, ranks) for own in rows]
+    return [(own, [round(load * own[0])] * ranks) for own in sends]
 
 
 def _node_loads(
-    rows: int, share: float, load: float, to_nodes: Tensor, _from: Tensor, leaving: Tensor, _arriving: Tensor
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return four lists: rows sent to and received from each node, then rows sent to and received from each rank of a node.
+    rows: list[int],
+    share: float,
+    load: float,
+    to_nodes: Tensor,
+    _from: Tensor,
+    leaving: Tensor,
+    _arriving: Tensor,
+) -> list[tuple[list[int], list[int], list[int], list[int]]]:
+    """Return four lists for each part: rows sent to and received from each node, then the same for the ranks of a node.
 
-    rows: total rows that this rank sends to experts. share: from `FakeRank._share_of_nodes`. load: rows received from
-    ranks, divided by their number under an equal load.
+    rows: rows of each part that this rank sends to experts. share: from `FakeRank._share_of_nodes`. load: rows received
+    from ranks, divided by their number under an equal load.
     """
     nodes, ranks = to_nodes.shape[0], leaving.shape[0]
-    sends, here = _divided(round(share * rows), nodes), _divided(rows, ranks)
-    return sends, [sends[0]] * nodes, here, [round(load * here[0])] * ranks
+    found = []
+    for own in rows:
+        sends, here = _divided(round(share * own), nodes), _divided(own, ranks)
+        found.append((sends, [sends[0]] * nodes, here, [round(load * here[0])] * ranks))
+    return found
 
 
 def _divided(rows: int, ranks: int) -> list[int]:

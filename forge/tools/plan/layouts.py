@@ -368,6 +368,9 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
             near = d.ep // nodes
             experts += calls * seconds("all_to_all", coded * row * visited_nodes(moe, nodes), near, nodes)
         experts += calls * seconds("all_to_all", row * moe.top_k, 1, near)
+        if config.parallel.ep_overlap:
+            # The rows of each part are exposed in one direction and hidden in the other.
+            experts *= (1 + hardware.overlap_cost) / 2
     held, shards = held_parameters(d, model), d.dp_shard * d.cp
     gather = seconds("all_gather", held * width, d.tp, shards)
     scatter = seconds("reduce_scatter", held * reduce, d.tp, shards)

@@ -197,8 +197,8 @@ def microbatches_of_steps(config: Config, degrees: Degrees) -> tuple[int, int]:
 
 
 def hideable(moment: Moment, call: Collective) -> bool:
-    """Return whether computation can hide `call`. True for background calls in forward and backward."""
-    return call.background and moment.phase in ("forward", "backward")
+    """Return whether computation can hide `call`. True for calls in forward and backward that overlap products."""
+    return call.overlaps and moment.phase in ("forward", "backward")
 
 
 def all_calls(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ KINDS = ("state", "gathered", "gradients", "masks", "loss", "activations")
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 WRAPPERS = (ShardedWeight, GatheredWeight)
 DEVICE = torch.ops.prim.device.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,15 @@ class Trace(TorchDispatchMode):
         self._kind_of: dict[int, str] = {}
         self._size_of: dict[int, int] = {}
         self._resize: Any = None
+        self._in_flight: dict[int, tuple[int, Counter[Work]]] = {}
+        """Storage of an unfinished collective's result -> (its place in `calls`, operators since the call)."""
 
     def begin(self) -> None:
         """Begin a step: clear the recorded peaks, collectives and operators."""
         self.moment, self.calls, self.kept = Moment("begin"), [], 0
         self.work.clear()
         self.copied.clear()
+        self._in_flight.clear()
         self._forwards.clear()
         self.peaks.clear()
         self.before = self._total
@@ -170,14 +174,27 @@ class Trace(TorchDispatchMode):
                 self._take_part(found.kind, args)
         compute = _grouped_product if func is GROUPED_PRODUCT and isinstance(args[0], FakeTensor) else func
         output = compute(*args, **(kwargs or {}))
-        if found is None:
+        if func is WAIT:
+            self._arrived(args[0])
+        elif found is None:
             done = work_of(func, args, output)
             if done is not None:
                 self.work[self.moment, done] += 1
+                for _, meanwhile in self._in_flight.values():
+                    meanwhile[done] += 1
+        elif func.namespace == "_c10d_functional" and isinstance(output, Tensor):
+            self._in_flight[output.untyped_storage()._cdata] = len(self.calls) - 1, Counter()
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor):
                 self._made(tensor.untyped_storage(), self._kind())
         return output
+
+    def _arrived(self, result: Tensor) -> None:
+        """Note what ran during the collective with this result."""
+        place, meanwhile = self._in_flight.pop(result.untyped_storage()._cdata, (None, Counter()))
+        if place is not None and meanwhile:
+            moment, call = self.calls[place]
+            self.calls[place] = moment, replace(call, meanwhile=tuple(meanwhile.items()))
 
     def _kind(self) -> str:
         moment = self.moment

@@ -26,7 +26,7 @@ from forge.parallel.context import SequenceSplit
 from forge.parallel.mesh import Meshes
 from forge.tools.verify.pieces import TensorPlace
 
-# Modules without borders. The rows of their tensors are sorted by expert, in an order that depends on the layout.
+# Modules without borders. Their tensors have one dimension for batch and sequence, so a rank's part has no known place.
 HIDDEN = (".experts",)
 
 

@@ -80,7 +80,7 @@ def _exchanges(rank: int, world: int) -> list[list[int]]:
     found = []
     for rounding in (None, RoundedRows()):
         if rounding is not None:
-            node.send, node.send_back = rounding.send, rounding.send_back
+            node.send_rows = node.send_gradients = rounding.send
         found.append(collectives_of(step).sizes("all_to_all"))
     out, grad, out_by_codes, grad_by_codes = results
     assert torch.equal(out, out_by_codes) and torch.equal(grad, grad_by_codes)

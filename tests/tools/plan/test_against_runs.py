@@ -59,6 +59,7 @@ CASES = {
         4,
     ),
     "int8 and experts": (experts("ep = 4") + INT8, 4),
+    "experts, overlapped": (experts("ep = 2\nep_overlap = true"), 4),
 }
 
 
@@ -88,6 +89,7 @@ def test_rows_to_other_nodes_match_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
     # Round-robin choices, 0 and 1, then 2 and 3: a token's two experts are on one of the two nodes.
     monkeypatch.setattr(fake, "visited_nodes", lambda moe, nodes: 1.0)
     check(experts("ep = 4\nep_node_size = 2"), 4)
+    check(experts("ep = 4\nep_node_size = 2\nep_overlap = true"), 4)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from forge.config import check_world, parse_toml_text
 from forge.model import flops_per_token
 from forge.model.flops import mean_keys
 from forge.parallel.build import build_meta_model
+from forge.tools.plan.collectives import Collective
 from forge.tools.plan.estimate import Spent, StepTime, _as_run, seconds_of, time_of
 from forge.tools.plan.fake import FakeRank, fake_ranks
 from forge.tools.plan.hardware import Hardware, Link, find_hardware, rate_at
@@ -157,6 +158,40 @@ def test_a_range_is_from_the_fastest_to_the_slowest_pace() -> None:
     low, middle, high = (StepTime({0: Spent(compute=seconds)}) for seconds in (1.0, 2.0, 4.0))
     speed = speed_of(config, check_world(config, 1), [[low, middle, high]], CARD)
     assert (speed.step_s_low, speed.step_s, speed.step_s_high) == pytest.approx((8.0, 16.0, 32.0))
+
+
+def test_a_collective_with_a_wait_is_hidden_by_the_operators_before_the_wait() -> None:
+    """And slows them down by a share of the hidden time. Operators after the wait hide nothing."""
+    product = Work("product", "float32", 4e9, 1.0)  # 0.8 ms at 5 TFLOP/s
+    hardware = CARD.model_copy(update={"card": "one", "overlap_cost": 0.25, "operator_us": 0.0})
+    waits = {}
+    for name, number in (("exposed", 0), ("partly", 1), ("hidden", 50)):
+        meanwhile = ((product, number),) if number else ()
+        call = Collective("all_to_all", 400_000_000, "ep", meanwhile=meanwhile)
+        trace = Trace()
+        trace.work[Moment("forward", "layers.0"), product] = 50
+        trace.calls = [(Moment("forward", "layers.0"), call)]
+        config = parse_toml_text(plan_text())
+        waits[name] = time_of(trace, config, hardware, {"ep": [0, 1, 2, 3]}).forward[0].waiting
+    cost = waits["exposed"]
+    assert 0.8e-3 < cost < 50 * 0.8e-3
+    assert waits["partly"] == pytest.approx(cost - 0.75 * 0.8e-3)
+    assert waits["hidden"] == pytest.approx(0.25 * cost)
+
+
+def test_half_of_the_rows_of_overlapped_experts_can_be_hidden() -> None:
+    moved = {}
+    for overlap in ("false", "true"):
+        text = of_kinds(f"ep = 2\nep_overlap = {overlap}", model=EXPERTS)
+        config = parse_toml_text(text)
+        plan = make_plan(config, check_world(config, 2), None)
+        bytes_of = {True: 0, False: 0}
+        for (axis, kind, size, hidden), calls in plan.stages[0].collectives.items():
+            if (axis, kind) == ("ep", "all_to_all") and size > 1024:
+                bytes_of[hidden] += size * calls
+        moved[overlap] = bytes_of
+    assert moved["false"][True] == 0
+    assert moved["true"][True] == moved["true"][False] == moved["false"][False] / 2 > 0
 
 
 def test_what_computation_does_not_hide_is_counted() -> None:
