@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from forge.hook import Hook
 from forge.model import fused_delta_rule
-from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher
+from forge.parallel.dispatch import AllToAllDispatcher, NodeDispatcher, part_sizes
 from forge.train.trainer import Trainer
 
 # Methods of a process group that wait for other ranks.
@@ -109,7 +109,9 @@ def _send(rows: Rows, within: Rows) -> None:
 
         def patched(self: Any, x: Tensor, experts: Tensor, *rest: Any) -> Tensor:
             read = self.sizes
-            self.sizes = lambda *counts: (read(*counts), sizes_of(self, experts.numel()))[1]
+            tokens, top_k = experts.shape
+            given = [sizes_of(self, own * top_k) for own in part_sizes(tokens, self.parts)]
+            self.sizes = lambda *counts: (read(*counts), given)[1]
             try:
                 return call(self, x, experts, *rest)
             finally:
