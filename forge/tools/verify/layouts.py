@@ -30,6 +30,7 @@ OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("parallel.defer_gradient_reduction", "dp_shard", (True, False)),
     ("parallel.reshard_after_forward", "dp_shard", ("always", "never", "auto")),
     ("parallel.ep_node_size", "ep", (1, 2)),
+    ("parallel.ep_overlap", "ep", (True, False)),
     (
         "pipeline.schedule",
         "pp",
