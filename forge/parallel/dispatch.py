@@ -62,21 +62,21 @@ class AllToAllDispatcher:
         arriving = exchange(leaving, self.group)  # [ranks, parts, experts of each]
         sizes = self.sizes(leaving, arriving)
         # Sent rows are freed before the experts compute, because nothing but `spreads` refers to them.
-        visits = [
-            Visit(spreads.pop(0)[0], own, sends, receives, self.group, self.kernels)
+        trips = [
+            RoundTrip(spreads.pop(0)[0], own, sends, receives, self.group, self.kernels)
             for own, (sends, receives) in zip(arriving.unbind(1), sizes, strict=True)
         ]
-        for visit in visits:
-            visit.compute(compute)
+        for trip in trips:
+            trip.compute(compute)
         outputs = [
-            combine(visit.finish(), weights, plan, self.kernels)
-            for visit, plan, (_, _, weights) in zip(visits, plans, parts, strict=True)
+            combine(trip.finish(), weights, plan, self.kernels)
+            for trip, plan, (_, _, weights) in zip(trips, plans, parts, strict=True)
         ]
         return _joined(outputs)
 
 
-class Visit:
-    """The way of rows to the ranks of their experts and back. The constructor starts sending the rows. Collective.
+class RoundTrip:
+    """Rows go to the ranks of their experts, and results come back. The constructor starts sending the rows. Collective.
 
     rows `[n, dim]`: sorted by expert; rows past `sum(sends)` have no expert and are not sent. sends: number of rows for
     each rank. receives: number of rows from each rank. arriving: number of rows from each rank for each local expert,
@@ -189,7 +189,7 @@ class NodeDispatcher:
         arriving_here = exchange(leaving_here, self.within)
         sizes = self.sizes(leaving[..., 0], arriving[..., 0], leaving_here, arriving_here)
         trips = [
-            NodeTrip(self, part, plan, own, *numbers)
+            NodeRoundTrip(self, part, plan, own, *numbers)
             for part, plan, own, numbers in zip(parts, visits, arriving_here.unbind(1), sizes, strict=True)
         ]
         # While the experts compute one part, rows of the next part arrive at this node, and results of the part before
@@ -203,8 +203,8 @@ class NodeDispatcher:
         return _joined([trip.finish() for trip in trips])
 
 
-class NodeTrip:
-    """The way of a part of the tokens to other nodes and back, for `NodeDispatcher`. Collective.
+class NodeRoundTrip:
+    """For `NodeDispatcher`: a part of the tokens goes to other nodes, and results come back. Collective.
 
     The constructor starts sending the tokens' rows to nodes. Call the methods in the order of their definitions.
 
@@ -246,17 +246,17 @@ class NodeTrip:
         elsewhere = (chosen < 0) | (chosen >= n_experts)
         self._plan = kernels.plan(chosen.masked_fill(elsewhere, n_experts), n_experts)
         rows = take(rows, self._plan, sum(self._to_ranks), kernels)
-        self._visit = Visit(
+        self._trip = RoundTrip(
             rows, self._arriving, self._to_ranks, self._from_ranks, dispatcher.within, kernels
         )
 
     def compute(self, function: Callable[[Tensor, RowGroups], Tensor]) -> None:
-        """Apply `function` to the rows of the local experts, as `Visit.compute` does."""
-        self._visit.compute(function)
+        """Apply `function` to the rows of the local experts, as `RoundTrip.compute` does."""
+        self._trip.compute(function)
 
     def leave(self) -> None:
         """Wait for the results of this node's experts, add them up by token, and start sending the sums back."""
-        rows = combine(self._visit.finish(), self._weights, self._plan, self._dispatcher.kernels)
+        rows = combine(self._trip.finish(), self._weights, self._plan, self._dispatcher.kernels)
         self._back.start(rows)
 
     def finish(self) -> Tensor:
