@@ -52,7 +52,7 @@ BARS = {MOE: 0.6, SKEWED: 1.5}
 SIZE = ("--train.micro_batch_size=8",)
 
 
-def padded(experts: Experts, rows: Tensor, groups: RowGroups, **_held: Any) -> Tensor:
+def padded(experts: Experts, rows: Tensor, groups: RowGroups, *_held: Any) -> Tensor:
     """Compute `Experts.compute` by batched matrix products, with every expert's rows padded to the largest number of rows.
 
     Synchronises with the device, because the host reads the largest number.

@@ -77,7 +77,7 @@ class Parallel(Section):
     node, if that number divides ep."""
     ep_overlap: Annotated[bool, unused_if("parallel.ep", 1)] = False
     """With ep: divide the tokens of a microbatch into two parts, and send rows of one part while the experts compute the
-    other. Experts' products are smaller, and the gradients of their weights are added up twice. Not timed on a GPU."""
+    other. Experts' products are smaller, and each of their weights gets two gradients to add. Not timed on a GPU."""
     sequence_parallel: Annotated[bool, WITH_TP] = True
     """With tp: shard the norms' inputs and the residual stream along the sequence."""
     loss_parallel: Annotated[bool, WITH_TP] = True

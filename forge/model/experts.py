@@ -26,6 +26,9 @@ class Experts(nn.Module):
     `[n_experts, dim]`.
     """
 
+    # Experts that compute in another dtype than their block cast rows here, after dispatch.
+    casts_in = "compute"
+
     def __init__(
         self, n_experts: int, dim: int, hidden_dim: int, activation: Activation = SWIGLU, bias: bool = False
     ):
@@ -48,7 +51,8 @@ class Experts(nn.Module):
         experts int64 and weights `[tokens, top_k]`. dispatch: a `Dispatcher` (forge/model/dispatch.py). It may compute
         the rows in several parts. It runs inside this call, so that FSDP gathers the experts' weights once for all parts.
         """
-        return dispatch(x, experts, weights, functools.partial(self.compute, held=self.held()))
+        held = self.held()
+        return dispatch(x, experts, weights, lambda rows, groups: self.compute(rows, groups, held))
 
     def held(self) -> tuple[Tensor | None, ...]:
         """Return w13, w2 and the two biases of the experts on this rank; None for a missing bias."""

@@ -118,7 +118,7 @@ def split_tokens(parts: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 def part_sizes(tokens: int, parts: int) -> list[int]:
-    """Return the number of tokens in each part. The sizes differ by at most one."""
+    """Return the size of each part of `tokens` tokens or rows. The sizes differ by at most one."""
     return [tokens // parts + (part < tokens % parts) for part in range(parts)]
 
 

@@ -262,7 +262,7 @@ def _loads(
     leaving: rows per expert, `[ranks, parts, local experts]`; only the number of ranks is read.
     """
     ranks = leaving.shape[0]
-    sends = [_divided(own, ranks) for own in rows]
+    sends = [part_sizes(own, ranks) for own in rows]
     return [(own, [round(load * own[0])] * ranks) for own in sends]
 
 
@@ -283,13 +283,9 @@ def _node_loads(
     nodes, ranks = to_nodes.shape[0], leaving.shape[0]
     found = []
     for own in rows:
-        sends, here = _divided(round(share * own), nodes), _divided(own, ranks)
+        sends, here = part_sizes(round(share * own), nodes), part_sizes(own, ranks)
         found.append((sends, [sends[0]] * nodes, here, [round(load * here[0])] * ranks))
     return found
-
-
-def _divided(rows: int, ranks: int) -> list[int]:
-    return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
 
 
 @contextmanager

@@ -364,13 +364,13 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
         # Codes have half the bytes of bfloat16, in two of four directions.
         coded = 0.75 if config.precision.float8_dispatch else 1.0
         near, nodes = d.ep, d.on_nodes(config, hardware.cards_per_node).ep_nodes
+        # With ep_overlap, each part's rows are hidden in one direction. A token sent once to a node is exposed inside it.
+        exposed = (1 + hardware.overlap_cost) / 2 if config.parallel.ep_overlap else 1.0
         if nodes > 1:
             near = d.ep // nodes
-            experts += calls * seconds("all_to_all", coded * row * visited_nodes(moe, nodes), near, nodes)
-        experts += calls * seconds("all_to_all", row * moe.top_k, 1, near)
-        if config.parallel.ep_overlap:
-            # The rows of each part are exposed in one direction and hidden in the other.
-            experts *= (1 + hardware.overlap_cost) / 2
+            between = seconds("all_to_all", coded * row * visited_nodes(moe, nodes), near, nodes)
+            experts, exposed = exposed * calls * between, 1.0
+        experts += exposed * calls * seconds("all_to_all", row * moe.top_k, 1, near)
     held, shards = held_parameters(d, model), d.dp_shard * d.cp
     gather = seconds("all_gather", held * width, d.tp, shards)
     scatter = seconds("reduce_scatter", held * reduce, d.tp, shards)
