@@ -177,8 +177,10 @@ def weigh_backward(
         order = order[: rows.shape[0]]
         of_rows = grad.index_select(0, order // places.shape[1])
         own = weights.flatten().index_select(0, order).unsqueeze(-1)
-        of_choices = _at((of_rows * rows).sum(-1, keepdim=True), places.flatten(), missing)
-        return (of_rows * own).to(rows.dtype), of_choices.view_as(places).to(weights.dtype)
+        # Choices without a row have gradient 0.
+        of_choices = (torch.zeros_like if missing else torch.empty_like)(weights).flatten()
+        of_choices[order] = (of_rows * rows).sum(-1).to(weights.dtype)
+        return (of_rows * own).to(rows.dtype), of_choices.view_as(places)
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     for j, (column, weight) in enumerate(zip(places.unbind(1), weights.unbind(1), strict=True)):
         grad_rows.index_copy_(0, column, (grad * weight.unsqueeze(-1)).to(rows.dtype))

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from forge.config.model import MoEConfig
 from forge.model.loss import IGNORE
 from forge.model.noise import token_noise
 from forge.model.norm import promoted
 from forge.model.quantile import BINS, count_required, solve
+from forge.model.split_product import linear
 
 # As in DeepSeek-V3's code: if all sigmoid scores are 0, the weights are 0.
 TINY = 1e-20
@@ -41,8 +41,8 @@ class Router(nn.Module):
     `loss_scale`, float64 `[]`, multiplies the gradient of the balancing losses: 1 / (valid tokens of the global batch).
     """
 
-    # Outputs are never cast to the compute dtype of the model.
-    exact_output = True
+    # `logits` casts the input. Outputs are never cast to the compute dtype of the model.
+    casts_in = None
 
     bias: Tensor
     previous_counts: Tensor
@@ -56,6 +56,8 @@ class Router(nn.Module):
         self.layer = layer
         self.weight = nn.Parameter(torch.empty(config.n_experts, dim))
         self.logit_bias = nn.Parameter(torch.empty(config.n_experts)) if config.router_bias else None
+        # The product of `logits`. An extension point: a plan made on a CPU computes it as on a GPU.
+        self.multiply: Callable[[Tensor, Tensor], Tensor] = linear
         # An extension point: sums counts `[batch, n_experts]` over the processes sharing a sequence.
         self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
         for name, value in self._fresh_state().items():
@@ -124,7 +126,8 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """x `[batch, seq, dim]` -> `[batch, seq, n_experts]` in the weight's dtype."""
-        return F.linear(x.to(self.weight.dtype), self.weight, self.logit_bias)
+        logits = self.multiply(x, self.weight)
+        return logits if self.logit_bias is None else logits + self.logit_bias
 
     def choose(self, scores: Tensor) -> Tensor:
         """scores `[batch, seq, n_experts]` -> experts int64 `[batch, seq, top_k]`, best first."""

@@ -342,15 +342,16 @@ def cast_at_borders(model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype], p
 
     dtypes: compute dtype of each parameter. policy: compute dtype of all other modules. The subtree receives
     floating-point arguments in its own compute dtype and returns results in `policy`. If the class of the subtree's root
-    sets `exact_output`, the results are not cast. If it sets `casts_in`, that method casts instead of forward. `model` never
-    casts, because it takes tokens and returns losses.
+    sets `exact_output`, the results are not cast. If it sets `casts_in`, that method casts instead of forward, or with None
+    nothing casts. `model` never casts, because it takes tokens and returns losses.
     """
     for child in model.children():
         for subtree, compute in maximal_subtrees(child, dtypes):
             if compute != policy:
                 outside = None if getattr(subtree, "exact_output", False) else policy
                 method = getattr(subtree, "casts_in", "forward")
-                setattr(subtree, method, casting(getattr(subtree, method), compute, outside))
+                if method is not None:
+                    setattr(subtree, method, casting(getattr(subtree, method), compute, outside))
 
 
 def casting(

@@ -27,6 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from forge.batch import Batch
 from forge.checkpoint.tensors import writes
 from forge.config import Config, Degrees
+from forge.model.router import Router
+from forge.model.split_product import linear
 from forge.observe.memory_report import MemoryReport
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
@@ -76,7 +78,7 @@ class FakeRank:
     """The model and optimizer of one rank. Construct and use it inside `fake_ranks`.
 
     load: tokens received by this rank's experts, divided by their number under an equal load of all experts.
-    card: plan attention and norms as on a GPU. optimizer: False leaves out the optimizer's state and work.
+    card: plan attention, norms and routers as on a GPU. optimizer: False leaves out the optimizer's state and work.
     """
 
     def __init__(
@@ -112,6 +114,8 @@ class FakeRank:
                 for offload in offloads(part):
                     offload.memory = PlannedHostMemory(self.trace)
             for module in part.modules():
+                if card and isinstance(module, Router):
+                    module.multiply = functools.partial(linear, on_gpu=True)
                 dispatch = getattr(module, "dispatch", None)
                 if isinstance(dispatch, AllToAllDispatcher):
                     dispatch.sizes = functools.partial(_loads, self._rows(dispatch.parts), load)

@@ -75,7 +75,9 @@ def work_of(func: Any, args: Any, output: Any) -> Work | None:
         left, right = (args[place] for place in FACTORS[name])
         experts = name == "_grouped_mm" and right.ndim == 3
         flops = 2.0 * left.numel() * right.shape[-1]
-        return Work("product", str(left.dtype), flops, size, name in LINEAR, experts)
+        # A router's products of bfloat16 factors in float32 are no linear layer's (forge/model/split_product.py).
+        linear = name in LINEAR and output.dtype == left.dtype
+        return Work("product", str(left.dtype), flops, size, linear, experts)
     if name in (ATTENTION, PLANNED):
         q, k, v = args[:3]
         scores = args[3] if name == PLANNED else _scores(q, k, causal=len(args) > 4 and args[4])
