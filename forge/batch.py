@@ -19,7 +19,7 @@ class Batch:
     documents: int32 `[batch, seq]`, the document of each token; None if all tokens of a row may attend to each other. A
     context-parallel rank keeps the documents of the whole sequence.
     sources: int64 `[batch]`, the source of each row, or None.
-    ahead: int64 `[batch, seq, depth, 2]`, later tokens and labels for multi-token prediction, or None.
+    ahead: int64 `[batch, seq, depth, 2]`, (token, label) of each multi-token prediction module, or None.
     first_sample: number of row 0 in the global sample order.
     """
 

@@ -47,7 +47,7 @@ NOTE = Cause.NOTE.mark
 class StepInfo:
     """Facts about a step that the host knows at launch.
 
-    tokens: number of trained token positions, including this step. next_sample: the first global sample after the step.
+    tokens: number of token positions trained up to and including this step. next_sample: the first global sample after it.
     """
 
     step: int
@@ -62,8 +62,8 @@ class StepResult(StepInfo):
 
     loss, z_loss, objective: means over the `valid_tokens` of the global batch. grad_norm: before clipping. skipped: True if
     the step changed nothing; its loss and norm are then arbitrary. waited_s: seconds that the host waited for the result.
-    routers: in steps with router statistics, the rows of a RouterReport (forge/parallel/step/routers.py), one for each
-    of `router_layers`.
+    routers: the rows of a RouterReport (forge/parallel/step/routers.py), one for each of `router_layers`; empty in steps
+    without router statistics.
     """
 
     loss: float
@@ -93,7 +93,7 @@ class Hook:
         """
 
     def after_run(self) -> None:
-        """At the end of the run, also after an error. Called in reverse order, for hooks whose `before_run` has returned."""
+        """At the end of the run, even after an error. Called if `before_run` has returned, in reverse order of the hooks."""
 
     def before_step(self, step: int) -> None:
         """Before step `step`, counted from 1."""
@@ -113,7 +113,7 @@ class Hook:
     def before_optimizer(self, step: int) -> None:
         """Before the parameters are updated.
 
-        Gradients are already clipped; with `compile.optimizer` the update itself clips them.
+        Gradients are already clipped, except with `compile.optimizer`: the update then clips them.
         """
 
     def after_optimizer(self, step: int) -> None:
@@ -169,7 +169,7 @@ class Hooks:
             _call(hook, event, *arguments)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of each hook that has one, by name. Raises RuntimeError if a state is not JSON."""
+        """Return hook name -> state, for hooks that override `state_dict`. Raises RuntimeError if a state is not JSON."""
         found = {}
         for name, hook in self._with_state():
             found[name] = _call(hook, "state_dict")
@@ -182,7 +182,7 @@ class Hooks:
         return found
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Restore each hook from its entry in the result of `state`. Log hooks without an entry, and unused entries."""
+        """Restore each hook from its entry in `saved`, a result of `state`. Log missing entries and unused entries."""
         names = dict(self._with_state())
         for name, hook in names.items():
             if name in saved:
@@ -201,9 +201,9 @@ class Hooks:
             )
 
     def _with_state(self) -> Iterator[tuple[str, Hook]]:
-        """Yield (name, hook) for each hook of `train.hooks` that has state.
+        """Yield (name, hook) for each hook of `train.hooks` that overrides `state_dict`.
 
-        The name is the import path; a second hook of the same path is `PATH (2)`.
+        The name is the import path. The second hook with the same path is named `PATH (2)`.
         """
         seen: Counter[str] = Counter()
         for hook in self._hooks:

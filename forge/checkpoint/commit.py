@@ -123,8 +123,8 @@ def commit(
 ) -> bool:
     """Write one checkpoint to `storage`, then prune old ones. Collective over `group`.
 
-    Return False if the step already has a complete checkpoint, which is kept. A rank may pass an exception in place of
-    `contents`. If a rank does, or fails, every rank raises RanksFailed, and no partial checkpoint remains on disk.
+    Return False if the step already has a complete checkpoint, which is kept. If a rank fails, or passes an exception in
+    place of `contents`, every rank raises RanksFailed. No partial checkpoint then remains on disk.
     """
     partial, final = root / f".partial-{folders.step_name(step)}", root / folders.step_name(step)
 

@@ -50,7 +50,7 @@ def steps(root: Path, *, complete: bool = True) -> list[int]:
 def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint at `path`: `path` itself, or the newest complete checkpoint of the run directory `path`.
 
-    The checkpoint is not verified. Raises UserError (exit 2) without a checkpoint.
+    The checkpoint is not verified. Raises UserError (exit 2) if there is none.
     """
     if (path / MANIFEST).is_file():
         return path
@@ -64,7 +64,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def is_empty(root: Path) -> bool:
-    """Return whether `root` has no checkpoint folder: complete, incomplete or damaged.
+    """Return whether `root` has no folder of a complete, incomplete or damaged checkpoint.
 
     Checkpoints set aside (`.aside-step-n`) do not count.
     """
@@ -108,7 +108,7 @@ def sweep(root: Path) -> None:
 
 
 def prune(root: Path, keep_last: int, keep_every: int, step: int = -1) -> None:
-    """Remove old checkpoints. Keep the newest `keep_last` (0: all), and those of steps divisible by `keep_every`.
+    """Remove old checkpoints. Keep the newest `keep_last` (0: all), and steps divisible by `keep_every` (0: none).
 
     step: the last saved step, for fault injection. Raises OSError if a manifest cannot be removed.
     """

@@ -223,7 +223,7 @@ _ADMITTED = {
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Return the member `name` of the enum `kind`. Replaces `getattr` in an unpickler, and refuses anything else.
+    """Return the member `name` of the enum `kind`. Replaces `getattr` in an unpickler, and refuses all other attributes.
 
     Python 3.11.0 to 3.11.3 pickle an enum member as a call of `getattr` with the enum class and the member's name.
     """

@@ -33,7 +33,7 @@ _INDEX = ".metadata"
 
 
 class LocalTier:
-    """The checkpoints that a run keeps on its nodes: the local states. A part of each is in `folder` of every node.
+    """The local states: checkpoints that a run keeps on its nodes. Every node has a part of each state in `folder`.
 
     peers: number of other nodes with a copy of each file. Methods are collective over all ranks unless their docstring
     says otherwise.
@@ -58,7 +58,7 @@ class LocalTier:
         return self.folder / folders.step_name(step)
 
     def newest(self, after: int) -> int | None:
-        """Return the newest step, later than `after`, with a complete and undamaged local state; None without one.
+        """Return the newest step after `after` with a complete and undamaged local state; None if there is none.
 
         Collective. Verifies the checksums of all files. Afterwards every node has all small files; `fetch` copies
         tensor files.
@@ -186,9 +186,9 @@ class LocalTier:
         return True
 
     def _complete(self, step: int, contents: Mapping[str, bytes]) -> None:
-        """Write the small files that this node lacks or has damaged. contents: name -> content.
+        """Write the small files that are missing or damaged on this node. contents: name -> content.
 
-        Only the first rank writes.
+        Only the node's first rank writes.
         """
         folder = self.path(step)
         if self.nodes.leads:
@@ -304,7 +304,7 @@ def _own_files(part: Path, rank: int) -> dict[str, dict[str, Any]]:
 
 
 def _small_files(part: Path, contents: Contents, parts: list[dict[str, dict[str, Any]]]) -> dict[str, bytes]:
-    """Return the contents of DCP's index, the small files and, last, the manifest, by name. Call on the first rank."""
+    """Return name -> content of the small files: DCP's index, `contents.files` and, last, the manifest. Call on rank 0."""
     small = {_INDEX: (part / _INDEX).read_bytes(), **contents.files}
     files = {name: file for of_rank in parts for name, file in of_rank.items()}
     files |= {name: _entry(content) for name, content in small.items()}

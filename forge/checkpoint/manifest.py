@@ -43,8 +43,8 @@ def find_damage(
 ) -> str | None:
     """Return a description of the damage of the checkpoint in `folder`; None if it is undamaged. Collective over `group`.
 
-    First, sizes are compared. Then the ranks divide the files among themselves and hash them: all files with `contents`,
-    otherwise all except tensor files. report: called with two numbers of bytes on this rank, hashed so far and to hash.
+    First, sizes are compared. Then the ranks divide the files among themselves and hash them. Without `contents`, tensor
+    files are not hashed. report(done, total): called with the bytes that this rank has hashed, and has to hash in total.
     Raises UserError (exit 77) for a manifest in another format version. Raises RanksFailed if files cannot be read for a
     reason other than damage, e.g. an unmounted file system.
     """
@@ -62,7 +62,7 @@ def find_damage(
 
 
 def _read_files(folder: Path) -> tuple[dict[str, Any], str | None]:
-    """Check the manifest and every file's size. Return the entries of the manifest, and the damage or None."""
+    """Check the manifest and every file's size. Return the manifest's entries, and the damage (None: undamaged)."""
     try:
         manifest = read_manifest(folder)
         if manifest["format"] != FORMAT:

@@ -89,7 +89,7 @@ class Mirror:
         self._work.put(work)
 
     def forget_after(self, step: int) -> None:
-        """Remove the copies after step `step` from the index, and their manifests, because the run repeats these steps."""
+        """Remove copies of steps after `step` from the index, and remove their manifests. The run repeats these steps."""
         self._newest = min(self._newest, step)
         self._work.put(lambda: self._forget_after(step))
 
@@ -212,7 +212,7 @@ def restore(url: str, root: Path) -> int | None:
 def copied_steps(url: str) -> list[int]:
     """Return the steps with a complete copy in the mirror at `url`, ascending.
 
-    The mirror's index lists them. If the index is missing or unreadable, they are the copies that have a manifest.
+    The mirror's index lists them. If the index is missing or unreadable, return the steps of all copies with a manifest.
     """
     index = join(url, INDEX)
     try:

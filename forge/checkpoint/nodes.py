@@ -29,7 +29,7 @@ class Nodes:
 
     @classmethod
     def of(cls, folder: Path, group: dist.ProcessGroup) -> Nodes:
-        """Group ranks with the same host name and absolute path of `folder`.
+        """Group the ranks by node. Ranks on one node have the same host name and the same absolute path of `folder`.
 
         Collective over `group`, which must contain all ranks.
         """
@@ -103,6 +103,6 @@ def exchange(folder: Path, transfers: Sequence[Transfer], rank: int, group: dist
 def _map(path: Path, size: int, writes: bool) -> Tensor:
     """Map the file at `path` as a uint8 tensor `[size]`.
 
-    writes: True: create the file, and let writes to the tensor change it.
+    writes: create the file, and write changes of the tensor to it. False: read an existing file.
     """
     return torch.from_file(str(path), shared=writes, size=size, dtype=torch.uint8)

@@ -139,7 +139,7 @@ class Checkpoints:
         return on_first_rank("listing checkpoints", lambda: folders.steps(self.folder)[::-1], self._group)
 
     def latest(self, verify: bool = True, at_most: int | None = None) -> int | None:
-        """Return the newest step, up to `at_most`, with an undamaged checkpoint; None without one.
+        """Return the newest step, up to `at_most`, with an undamaged checkpoint; None if there is none.
 
         Collective. A damaged checkpoint is logged as an error, added to `fallbacks` and renamed `.damaged-step-n`; then
         the next older checkpoint is tried. Without `verify`, only the names and sizes of tensor files are checked.

@@ -22,7 +22,10 @@ EVEN = "must be even, because RoPE rotates pairs"
 
 
 def check(config: Config) -> list[Problem]:
-    """Return every problem of `config`. Each key must already be valid by itself."""
+    """Return every problem of `config`. If there is none, also check the sizes of each phase.
+
+    Each key must already be valid by itself.
+    """
     first = (_heads, _layers, _tensor, _tensor_plan, _rope_scaling, _moe)
     then = (_engine, check_stages, _precision, check_float8, _optimizer, _others, check_phases)
     found = with_values((one for some in (*first, *then) for one in some(config)), config)
@@ -30,7 +33,7 @@ def check(config: Config) -> list[Problem]:
 
 
 def _each_phase(config: Config) -> Iterator[Problem]:
-    """Yield the rules violated by the batch size or sequence length of each phase."""
+    """Yield a problem for each rule that the batch size or sequence length of a phase violates."""
     for number, variant in variants(config):
         yield from with_values(
             (*_tensor(variant), *check_float8(variant), *_others(variant)), variant, number

@@ -107,7 +107,7 @@ def cut_block(recipe: str, sides: Mapping[str, int], tp: int) -> tuple[str, str]
 
 
 def _split_features(model: ModelConfig) -> Iterator[tuple[str, int]]:
-    """Yield (name within a block, number of split features) of each linear layer split by tensor parallelism."""
+    """Yield (name within a Transformer block, number of split features) of each linear layer split over tp ranks."""
     linear, moe, pattern = model.linear_attention, model.moe, model.layer_pattern
     if linear is not None:
         yield "attention.wk", linear.n_key_heads * linear.key_head_dim

@@ -27,7 +27,7 @@ LINE_WIDTH = 100
 class Key:
     """One key of the schema.
 
-    default: a TOML literal. If `in_words` is true, a text instead: "required", or how other keys determine the value.
+    default: a TOML literal. If `in_words` is true: "required", or a text on how other keys determine the value.
     """
 
     name: str  # dotted: "model.moe.top_k"
@@ -61,7 +61,7 @@ def describe(name: str, field: FieldInfo) -> Key:
 
 @cache
 def sections(schema: type[Config] = Config) -> dict[str, type[Section]]:
-    """Return dotted section name -> section class, in schema order, parents before children, followed by `lists`."""
+    """Return dotted section name -> section class, in schema order: parents before children, then `lists`."""
     found: dict[str, type[Section]] = {}
 
     def walk(parent: type[Section], prefix: str) -> None:
@@ -108,7 +108,7 @@ def value_at(tree: Any, path: Iterable[Any]) -> Any:
 
 
 def tables(config: Config) -> dict[str, dict[str, Any]]:
-    """Return dotted section name -> {key: TOML value}, in schema order, without absent sections and without `lists`."""
+    """Return dotted section name -> {key: TOML value}, in schema order. Absent sections and `lists` are left out."""
     tree, found = config.model_dump(mode="json"), dict(sections(type(config)))
     for name in lists(type(config)):
         del found[name]
@@ -217,12 +217,12 @@ def members(annotation: Any) -> list[Any]:
 
 
 def section_class(field: FieldInfo) -> type[Section] | None:
-    """Return the section class of a field; None for other fields."""
+    """Return the section class of a field; None if the field is not a section."""
     return next(filter(_is_section, members(field.annotation)), None)
 
 
 def item_class(field: FieldInfo) -> type[Section] | None:
-    """Return the section class of the items of a list field; None for other fields."""
+    """Return the section class of a field's items; None if the field is not a list of sections."""
     items = get_args(field.annotation)[:1] if get_origin(field.annotation) is tuple else ()
     return next(filter(_is_section, items), None)
 
@@ -268,8 +268,8 @@ def to_literal(value: Any) -> str:
 def from_literal(text: str, is_text: bool) -> Any:
     """Return the value of the TOML literal `text`, or `text` itself if it is not a literal.
 
-    is_text: return `text` itself unless it is a string literal. Raises ValueError if `text` is not valid Unicode or,
-    without `is_text`, if `text` begins like a quoted string, list or table but cannot be parsed.
+    is_text: return `text` itself unless it is a string literal. Raises ValueError if `text` is not valid Unicode. Unless
+    `is_text`, also raises it if `text` begins like a quoted string, list or table but cannot be parsed.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError("not UTF-8 text")

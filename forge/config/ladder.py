@@ -16,7 +16,7 @@ DEPTH = ("ladder", "depth")
 def apply_ladder(values: Values) -> None:
     """Add the keys derived from ladder.depth to `values`. A key that is already set keeps its value.
 
-    If the command line sets ladder.depth, the derived keys replace those of the file, but not those of the command line.
+    If the command line sets ladder.depth, the derived keys replace keys of the file, but not keys of the command line.
     """
     ladder = values.tree.get("ladder")
     if not isinstance(ladder, dict) or not (depth := ladder.get("depth", 0)):
@@ -25,7 +25,7 @@ def apply_ladder(values: Values) -> None:
     if not isinstance(model, dict) or not isinstance(train, dict):
         return  # refused by the schema
     if type(depth) is not int or depth < 0:
-        depth = 1  # The schema refuses the value. Without the derived keys it would report them, too.
+        depth = 1  # The schema refuses the value. Without derived keys, it would also report those as missing.
 
     def is_set(section: str, key: str) -> bool:
         if DEPTH in values.overridden:
@@ -52,7 +52,7 @@ def apply_ladder(values: Values) -> None:
 
 
 def _tokens(model: dict[str, Any], ladder: dict[str, Any]) -> int:
-    """Return the tokens of a run, in proportion to the parameters in the matrices of `model`.
+    """Return the number of training tokens: `tokens_per_parameter` for each parameter in the matrices of `model`.
 
     The matrices are those of a dense model: attention, feed-forward, embedding and head.
     """

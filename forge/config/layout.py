@@ -77,7 +77,7 @@ class Parallel(Section):
     node, if that number divides ep."""
     ep_overlap: Annotated[bool, unused_if("parallel.ep", 1)] = False
     """With ep: divide the tokens of a microbatch into two parts, and send rows of one part while the experts compute the
-    other. Experts' products are smaller, and each of their weights gets two gradients to add. Not timed on a GPU."""
+    other. Experts' matrix products are smaller, and each expert weight sums two gradients. Not timed on a GPU."""
     sequence_parallel: Annotated[bool, WITH_TP] = True
     """With tp: shard the norms' inputs and the residual stream along the sequence."""
     loss_parallel: Annotated[bool, WITH_TP] = True
@@ -98,8 +98,8 @@ class Parallel(Section):
         Literal["auto", "always", "never"] | Positive, used_if("parallel.data_parallel", "fsdp2")
     ] = "auto"
     """fsdp2: whether to free gathered parameters after forward. always: yes. auto: yes, except in a pipeline. never:
-    keep them until the end of the step. A number: keep parameters sharded over this number of ranks, but free those of
-    experts."""
+    keep them until the end of the step. A number: reshard them over this number of ranks; experts' parameters are
+    freed."""
     shard_optimizer_over: Literal["dp_shard", "dp"] = "dp_shard"
     """zero1, zero2: shard the optimizer state over the ranks of one replica (dp_shard) or of all replicas (dp)."""
     prefetch: Count = 1
@@ -120,7 +120,8 @@ class Parallel(Section):
     gradient is not finite. plausible: also stop if a bucket's norm is over 1000 times its largest norm so far.
     Synchronises with the device at every bucket."""
     symmetric_memory: bool = False
-    """ddp, zero1, zero2: buffers in NCCL's symmetric memory, for GPUs with NVSwitch. Experimental: not yet run on a GPU."""
+    """ddp, zero1, zero2: allocate the buffers in NCCL's symmetric memory, for GPUs with NVSwitch. Experimental: not yet
+    run on a GPU."""
     cpu_offload: bool = False
     """fsdp2: keep parameters, gradients and optimizer state in host memory."""
 
@@ -168,7 +169,10 @@ class Pipeline(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_names(cls, values: Any) -> Any:
-        """If only the former key `module_names` is set, count the layers in each of its lists for layers_per_stage."""
+        """Set layers_per_stage from its former key, module_names: the number of layers in each list.
+
+        No effect if layers_per_stage is set.
+        """
         names = values.get("module_names") if isinstance(values, dict) else None
         if not isinstance(names, list | tuple) or not names or values.get("layers_per_stage", 0) != 0:
             return values
@@ -204,7 +208,7 @@ class Precision(Section):
     require ep = 1, no compilation, and whole blocks on each rank."""
     float8_dispatch: Annotated[bool, NO_EXPERTS] = False
     """Round the inputs of routed experts, and the gradients of their outputs, to mxfp8. If a token is sent once to each
-    node (parallel.ep_node_size), both travel as codes, with half the bytes of bfloat16. Needs no other float8 key."""
+    node (parallel.ep_node_size), both are sent in float8, with half the bytes of bfloat16. Needs no other float8 key."""
     float8_exclude: Annotated[ListOf[Text], WITH_FLOAT8] = ("head", "*.router", "*.wa", "*.wa_down", "*.wb")
     """Glob patterns of linear layers and routed experts to keep out of float8. With tensorwise and rowwise, layers
     whose sizes are not multiples of 16 never use float8."""

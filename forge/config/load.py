@@ -158,7 +158,7 @@ def parse_toml_text(text: str, source: str = "the config text", *, import_classe
     """Return the configuration in the TOML document `text`.
 
     source: name of the document in messages. import_classes: import classes named by import path and check their keys.
-    False: accept their keys unchecked, e.g. to read a checkpoint's configuration where its optimizer is not used.
+    False: accept their keys unchecked, e.g. to read a checkpoint's configuration without using its optimizer.
     Raises UserError (exit 2) with every error in the text.
     """
     return _validated(_read_text(text, source), [], import_classes)
@@ -223,9 +223,9 @@ def _add_examples(table: dict[str, Any], schema: type[Section]) -> dict[str, Any
 
 
 def _find_config(command: CommandLine, problems: list[Problem]) -> Path | None:
-    """Return the file named by --config: a path, else a name in configs/, each with or without .toml.
+    """Return the file named by --config: a path or a name in configs/, each with or without .toml. A path comes first.
 
-    Without such a file, add to `problems` and return None.
+    If there is no such file, add a problem to `problems` and return None.
     """
     names = sorted(path.stem for path in CONFIGS.glob("*.toml"))
     shipped = f"configs/ has {', '.join(names)}"

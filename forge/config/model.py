@@ -113,7 +113,7 @@ class MoEConfig(Section):
     """Standard deviation of the noise added to router logits in training. With noise, results depend on the layout. 0:
     no noise."""
     capacity_factor: NonNegativeNumber = 0.0
-    """Limit on the tokens per expert in training, as a multiple of an expert's equal share of the tokens in a process's
+    """Limit on the tokens per expert in training, as a multiple of the mean number of tokens per expert in a process's
     microbatch. Tokens with the smallest routing weights are dropped, so results depend on micro_batch_size, tp and cp.
     Evaluation drops no tokens. 0: no limit."""
     balance: Literal["bias", "quantile", "aux_loss", "sequence_aux_loss", "none"] = "bias"
@@ -127,7 +127,7 @@ class MoEConfig(Section):
     bias_update_rate: Annotated[NonNegativeNumber, used_if("model.moe.balance", "bias")] = 0.001
     """bias: change of the selection bias in each optimizer step."""
     n_dense_layers: Count = 0
-    """Number of layers at the beginning with a dense feed-forward."""
+    """The first n_dense_layers layers have a dense feed-forward."""
     every: Positive = 1
     """Layer i, counted from 0 over the whole model, has experts if i + 1 is a multiple of this number and i is at least
     n_dense_layers. All other layers are dense."""
@@ -143,7 +143,7 @@ class MoEConfig(Section):
 
 
 class MTPConfig(Section):
-    """Multi-token prediction: extra modules that predict further tokens ahead in training. Absent: none."""
+    """Multi-token prediction: extra modules that predict tokens further ahead, only in training. Absent: none."""
 
     depth: Positive = 1
     """Number of modules. Module k = 1, 2, ... predicts the token k places after the next token."""

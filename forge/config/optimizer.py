@@ -35,7 +35,7 @@ class MuonConfig(Section):
     """neuron (NorMuon): divide each row of an update by the square root of the row's second moment, an exponential mean
     with decay rate betas[1]."""
     cautious_decay: bool = False
-    """Apply weight decay only to weights whose absolute value the update reduces."""
+    """Apply weight decay only to weights that the update moves towards zero."""
     split_heads: bool = False
     """Treat the query, key and value projections as one matrix per head."""
     qk_clip: NonNegativeNumber = 0.0

@@ -17,8 +17,8 @@ Epsilon = Annotated[float, Ge(1e-30)]
 class Phase(Section):
     """A part of the run; phases follow each other in order.
 
-    A phase overrides values of the other sections. A key absent from a phase, and every key after the last phase, has
-    its value from the other sections.
+    A phase overrides values of the other sections. A key that a phase omits has its value from the other sections. After
+    the last phase, all keys do.
     """
 
     until_tokens: Count = 0
@@ -45,8 +45,8 @@ class Phase(Section):
     eps: Epsilon | None = None
     """Overrides optimizer.eps."""
     ema: Beta | None = None
-    """Overrides optimizer.ema. Allowed only if optimizer.ema is above 0, because a run keeps the mean from its start or
-    not at all."""
+    """Overrides optimizer.ema. Allowed only if optimizer.ema is above 0, because a run keeps the mean of the weights from
+    its start or not at all."""
     momentum: Beta | None = None
     """Overrides optimizer.muon.momentum."""
     sliding_window: Positive | None = None

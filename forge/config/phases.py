@@ -117,7 +117,7 @@ class Phases:
         self._constant = [None if span.ramped else self._plan(span.last) for span in self._spans]
 
     def at(self, tokens: int) -> StepPlan:
-        """Return the plan of the step that follows after `tokens` trained positions."""
+        """Return the plan of the step that begins when the run has trained on `tokens` tokens."""
         number = bisect_right(self._starts, tokens) - 1
         return self._constant[number] or self._plan(self._ramped(self._spans[number], tokens))
 
@@ -139,9 +139,10 @@ class Phases:
         return steps
 
     def sizes(self) -> Iterator[tuple[int, tuple[int, int, int]]]:
-        """Yield (number, (batch size, microbatch size, sequence length)) for each phase. number: of the phase, from 1.
+        """Yield (number of the phase from 1, (batch size, microbatch size, sequence length)) for each phase.
 
-        A ramp yields its first batch size, its last one and its increment. All its batch sizes are sums of these.
+        A phase with a ramp yields its first batch size, its last one and its increment, because all batch sizes of the ramp
+        are sums of these.
         """
         for number, span in enumerate(self._spans, 1):
             batches = {span.last["global_batch_size"]}

@@ -55,7 +55,7 @@ def problem(key: str, allowed: str, remedy: str = "", *others: str) -> Problem:
 
 
 def with_values(problems: Iterable[Problem], config: Config, phase: int = 0) -> list[Problem]:
-    """Return `problems` with values of their keys from `config` and with the phase number `phase`."""
+    """Return copies of `problems`, with `value` read from `config` and with the given `phase`."""
     found = list(problems)
     tree = config.model_dump(mode="json") if found else {}
     return [replace(one, value=value_at(tree, one.key), phase=phase) for one in found]
@@ -76,6 +76,6 @@ def show(path: Sequence[Any]) -> str:
 
 
 def multiples(number: int, unit: int) -> str:
-    """Return, as text, the multiples of `unit` nearest to `number`, below (or equal) and above; 0 is left out."""
+    """Return as text the largest multiple of `unit` up to `number`, and the smallest above `number`. 0 is left out."""
     lower = number // unit * unit
     return " or ".join(str(n) for n in (lower, lower + unit) if n)

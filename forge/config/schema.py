@@ -112,7 +112,7 @@ class OptimizerConfig(Section):
     mup: MupConfig = MupConfig()
 
     def table(self, keys: type[S]) -> S:
-        """Return the table within [optimizer] of class `keys`, e.g. MuonConfig."""
+        """Return the table of class `keys` within [optimizer]. keys: e.g. MuonConfig."""
         return next(value for _, value in self if isinstance(value, keys))
 
 
@@ -135,8 +135,8 @@ class ScheduleConfig(Section):
     """Unit of warmup, plateau and decay, if phases change the step size. tokens: warmup_steps counts steps of the size
     in [train]."""
     lr_rule: Annotated[Literal["none", "sqrt", "linear"], PHASES] = "none"
-    """Factor on the learning rate if phases change the batch size, with r = batch size / train.global_batch_size. none:
-    1. sqrt: the square root of r. linear: r."""
+    """Factor on the learning rate if phases change the batch size, with r = batch size / train.global_batch_size. none: no
+    factor. sqrt: the square root of r. linear: r."""
 
 
 class Train(Section):
@@ -328,7 +328,7 @@ class Resilience(Section):
 
 
 class Ladder(Section):
-    """The depth dial: one key for the size of a dense model and of its run. It does not change keys that are set."""
+    """The depth dial: one key for the size of a dense model and of its run. Keys that are set keep their values."""
 
     depth: Count = 0
     """Number of layers n. It sets model.dim = 64 n, n_layers, n_heads and n_kv_heads = n, head_dim = 64, ffn_dim = 8/3

@@ -15,7 +15,7 @@ from forge.config.section import Unused
 
 
 def unused_keys(config: Config, parameters: Iterable[str]) -> list[str]:
-    """Return a text `keys (reason)` for each reason why keys have no effect.
+    """Return one text `KEY, KEY (REASON)` for each reason why keys have no effect.
 
     Keys with their default value are not listed. parameters: names of the model's parameters.
     """

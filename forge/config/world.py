@@ -44,9 +44,9 @@ class Degrees:
         return self.dp_shard * self.cp * self.tp // self.ep
 
     def on_nodes(self, config: Config, size: int) -> Degrees:
-        """Return the degrees with `parallel.ep_node_size` = auto resolved.
+        """Return the degrees, with `ep_nodes` set if `parallel.ep_node_size` = auto.
 
-        size: ranks per node; 0: unknown, or nodes differ.
+        size: ranks per node; 0: unknown, or nodes differ. `ep_nodes` stays 1 unless `size` divides ep and world.
         """
         if config.parallel.ep_node_size != "auto" or size < 1 or self.ep % size or self.world % size:
             return self

@@ -73,8 +73,8 @@ def build_dataset(config: Config) -> PackedDataset:
 def _weights(config: Config, sources: Sequence[Source], weights: Sequence[float]) -> list[float]:
     """Return the sources' weights with `data.temperature` applied.
 
-    With a temperature above 0, weights are rounded to six significant digits, to keep messages short, and a synthetic
-    source raises UserError, because it has no size.
+    With a temperature above 0, weights are rounded to six significant digits, to keep messages short. A synthetic source
+    then raises UserError, because it has no size.
     """
     temperature = config.data.temperature
     if not temperature:
@@ -125,7 +125,7 @@ def build_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def input_fingerprints(dataset: PackedDataset, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the fingerprints (JSON) of the inputs that must not change at a resume, by key.
+    """Return key -> fingerprint (JSON) of the inputs that must not change at a resume.
 
     Equal fingerprints mean equal samples.
     """

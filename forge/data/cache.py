@@ -42,7 +42,7 @@ _IN_MEMORY = 64  # blocks
 _SET = re.compile(r"\d{4}")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 NextUse = Callable[[np.ndarray], np.ndarray]
-"""Maps block indices in a file, int64 `[n]`, to the distance of each block to its next use, float64 `[n]`, in any unit."""
+"""Maps block indices in a file, int64 `[n]`, to the time until each block's next use, float64 `[n]`, in any unit."""
 log = logging.getLogger(__name__)
 
 
@@ -52,7 +52,7 @@ def default_folder() -> Path:
 
 
 class BlockCache:
-    """A cache of blocks in `folder`, of at most `gib` GiB. Each fetching thread may use one block more.
+    """A cache of blocks in `folder`, of at most `gib` GiB. A fetching thread may use one more block.
 
     Safe for threads and processes. Raises UserError if the folder cannot be used, or if another process uses the folder
     with another limit.
@@ -246,7 +246,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is_unmarked_cache(folder: Path) -> bool:
-    """Return whether `folder` is a block cache of an earlier forge version without marker files.
+    """Return whether `folder` is a block cache of an earlier forge version, which wrote no marker files.
 
     Such a folder has layout.json, and otherwise only cache files.
     """

@@ -60,14 +60,14 @@ class PackedDataset:
         self._permutation = lru_cache(maxsize=2 * len(self.sources) + 2)(Permutation)
 
     def following(self, order: Order, document_mask: bool | None = None) -> PackedDataset:
-        """Return a dataset of the same sources with another order and, if not None, another document mask."""
+        """Return a dataset of the same sources in the order `order`. document_mask: None: as in this dataset."""
         dataset = copy(self)
         dataset.order = order
         dataset.document_mask = self.document_mask if document_mask is None else document_mask
         return dataset
 
     def continuing(self, order: Order, position: int, weights: Sequence[float] | None = None) -> Order:
-        """Return an order equal to `order` before global sample `position`, and with this dataset's sources from there.
+        """Return `order` up to global sample `position`, continued with this dataset's sources.
 
         weights: one per source, used from `position`; None: the configured weights.
         """

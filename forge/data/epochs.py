@@ -22,7 +22,7 @@ MANY = 4.0
 
 
 def epochs(dataset: PackedDataset, sample: int) -> dict[str, float]:
-    """Return, by source name, the number of epochs read before global sample `sample` of the dataset's order.
+    """Return source name -> number of epochs read before global sample `sample` of the dataset's order.
 
     If several sources have the same name, the later ones are called name#2, name#3, ... Synthetic sources have no epochs
     and are left out.

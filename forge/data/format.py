@@ -27,7 +27,7 @@ VERSION = 1
 START_DTYPE = np.dtype("<u8")
 DIGEST_BYTES = 8
 TokenUses = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Maps token ranges (starts, ends), int64 `[n]` each, to the samples until each range is next read, float64 `[n]`."""
+"""Maps token ranges (starts, ends), int64 `[n]` each, to the number of samples until each is next read, float64 `[n]`."""
 
 
 class Record(BaseModel):
@@ -47,8 +47,8 @@ class FileRecord(Record):
 class ShardRecord(Record):
     """A shard: `tokens` tokens of the stream, and the starts of the `documents` documents that begin in the shard.
 
-    block_file: the file of `block_digest`s, one per block: first of the token file, then of the document file. None in
-    older datasets.
+    block_file: the file with the `block_digest` of each block, first of the token file, then of the document file. None
+    in older datasets.
     """
 
     tokens: int = Field(ge=1)
@@ -150,9 +150,9 @@ class TokenDataset:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """Return the document of each of `count` tokens, int32 `[count]`.
+        """Return the document numbers of tokens start ... start + count - 1: int32 `[count]`.
 
-        The document of the first token has number 0, the next document has number 1, and so on.
+        The document of token `start` has number 0, the next document has number 1, and so on.
         """
         assert start >= 0 and start + count <= self.tokens
         steps = np.zeros(count, np.int32)
@@ -168,9 +168,9 @@ class TokenDataset:
         return np.cumsum(steps, dtype=np.int32)
 
     def _spans(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (shard number, first, end) for each shard in a range of the stream.
+        """Yield (shard number, first, end) for each shard with some of the tokens start ... start + count - 1.
 
-        first, end: token offsets within the shard.
+        first, end: the range of these tokens within the shard; `end` is exclusive.
         """
         number, end = bisect_right(self._firsts, start) - 1, start + count
         while start < end:
@@ -227,7 +227,7 @@ class TokenDataset:
     def _open_block_file(self, path: str, record: FileRecord, dtype: np.dtype) -> Array:
         """Return the block checksums of a shard, from the file `path`.
 
-        A local file, or a remote file of at most one block, is verified by its SHA-256.
+        A local file, or a remote file of at most one block, is verified by its SHA-256. A larger remote file is not.
         """
         if self._cache is None:
             sums = map_array(path, dtype)
@@ -245,7 +245,7 @@ class TokenDataset:
         return RemoteArray(file, self._cache, dtype)
 
     def _need_of(self, number: int, blocks: np.ndarray) -> np.ndarray:
-        """Return the number of samples until the next use of each of `blocks`, in a shard's token file. 0: unknown."""
+        """Return the number of samples until each of `blocks` in shard `number`'s token file is next used. 0: unknown."""
         if self.next_use is None:
             return np.zeros(len(blocks))
         each = BLOCK_BYTES // self.index.token_dtype.itemsize

@@ -1,7 +1,7 @@
 """The source of global sample i: a pure function of (weights, seed, block, i).
 
-Each global sample comes from one source, and is a turn of this source. Samples come in blocks of B. C_0 = 0, ...,
-C_S = 1 are the cumulative normalised weights. Before block b, the number of turns of source s is
+Each global sample comes from one source, and counts as one turn of this source. Samples come in blocks of B. C_0 = 0,
+..., C_S = 1 are the cumulative normalised weights. Before block b, the number of turns of source s is
 
     turns_s(b) = floor(b B C_{s+1}) - floor(b B C_s)
 

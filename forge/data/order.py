@@ -131,7 +131,7 @@ class Order:
         return [*counts, *[0] * (len(self.sources) - len(counts))]
 
     def nth(self, position: int, n: int) -> int:
-        """Return the n-th (from 0) of the global samples at or after `position` that are not in skipped ranges."""
+        """Return the n-th (from 0) unskipped global sample at or after `position`."""
         return nth_outside(position, n, self.gaps)
 
     def key(self, source: int, epoch: int) -> int:
@@ -151,7 +151,7 @@ class Order:
         """Return this order up to global sample `position`, continued with `weights`.
 
         weights: source name -> weight. caps: source name -> number of samples after which the source is left out (see
-        `capped_at`). Once all sources have reached their caps, the sources that reached them last are read on.
+        `capped_at`). Once all sources have reached their caps, the last sources to do so continue to be read.
         """
         caps = caps or {}
         sources = (*self.sources, *(name for name in weights if name not in self.sources))
@@ -208,8 +208,9 @@ class Order:
         return Order(self.seed, self.sources, self.segments, ranges)
 
     def between(self, first: int, end: int, later: Order | None = None) -> dict[str, list[int]]:
-        """Return, by source, the range [first, end) of its own samples that global samples `first` to `end` - 1 read.
+        """Return source -> range [begin, stop) of its samples that are global samples `first` to `end` - 1.
 
+        A range counts the samples in the source's own order. Sources without such samples are left out.
         later: the order at `end`, if the mixture has changed since `first`; None: this order.
         """
         later = later or self
@@ -217,7 +218,7 @@ class Order:
         return {name: [start, stop] for name, start, stop in ranges if start < stop}
 
     def count_between(self, source: str, first: int, end: int) -> int:
-        """Return the number of unskipped samples among samples first ... end - 1 of a source's own order."""
+        """Return the number of unskipped samples from `first` to `end` - 1, counted in the own order of `source`."""
         skipped = self._skipped[self.sources.index(source)]
         return end - first - sum(max(0, min(end, stop) - max(first, start)) for start, stop in skipped)
 

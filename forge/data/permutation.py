@@ -31,7 +31,7 @@ def scramble(value: int) -> int:
 
 
 def _scramble_all(values: np.ndarray) -> np.ndarray:
-    """Return `scramble` of each element of uint64 `[n]`."""
+    """Return `scramble` of each element of `values`, uint64 `[n]`."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

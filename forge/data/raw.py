@@ -131,9 +131,9 @@ class RawTokens(MappedIds):
         return f"raw-{self.dtype.name}-{self._eos_id}-{sampled_digest(self._file)}"
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """Return the document of each of `count` tokens, int32 `[count]`.
+        """Return the document numbers of tokens start ... start + count - 1: int32 `[count]`.
 
-        start: index of the first token. Its document has number 0, the next document has number 1, and so on.
+        The document of token `start` has number 0, the next document has number 1, and so on.
         """
         if self._eos_id is None:
             return np.zeros(count, np.int32)
@@ -157,9 +157,8 @@ def sampled_digest(file: _CachedFile) -> str:
 class MegatronTokens(MappedIds):
     """A `Source`: the ids of a Megatron dataset as one stream.
 
-    path: the common prefix, or the `.idx`. Opening checks that the whole index is consistent, also with the size of the
-    `.bin`, and raises UserError otherwise. `read` raises UserError for an id >= `vocab_size`. The index is
-    memory-mapped, not loaded.
+    path: the common prefix, or the `.idx`. Opening raises UserError unless the whole index is consistent and matches the
+    size of the `.bin`. `read` raises UserError for an id >= `vocab_size`. The index is memory-mapped, not loaded.
     """
 
     def __init__(self, path: str | Path, vocab_size: int, cache: BlockCache | None = None):
@@ -192,9 +191,9 @@ class MegatronTokens(MappedIds):
         return f"megatron-{sampled_digest(self._tokens)}-{sampled_digest(self._index_file)}"
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """Return the document of each of `count` tokens, int32 `[count]`.
+        """Return the document numbers of tokens start ... start + count - 1: int32 `[count]`.
 
-        start: index of the first token. Its document has number 0, the next document has number 1, and so on.
+        The document of token `start` has number 0, the next document has number 1, and so on.
         """
         documents = range(self.documents)
         low = bisect_left(documents, start, key=self._start_of)

@@ -34,9 +34,9 @@ class Source(Protocol):
         """Return tokens start ... start + count - 1: `[count]`, any integer dtype, read-only."""
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """Return the document of each of `count` tokens, int32 `[count]`.
+        """Return the document numbers of tokens start ... start + count - 1: int32 `[count]`.
 
-        Documents are numbered from 0; number 0 is the document of token `start`.
+        The document of token `start` has number 0, the next document has number 1, and so on.
         """
 
 

@@ -33,7 +33,7 @@ class StepRows:
     seq_len: int
 
     def reads(self) -> Iterator[tuple[PackedDataset, int]]:
-        """Yield (dataset, sample number) for each sample of the step once, in order."""
+        """Yield (dataset, sample number) once for each sample of these rows, in order."""
         return ((self.dataset, sample) for sample, _ in groupby(self.samples))
 
     def cut(self, windows: Iterator[Row]) -> Iterator[Row]:
@@ -95,8 +95,8 @@ def steps_from(
     """Yield the sizes of each step, beginning with global sample `sample`.
 
     tokens: number of tokens trained before the first of these steps. plan_at: maps the number of tokens before a step
-    to the step's sizes and mixture; None: all steps have `global_batch_size` whole samples. When the
-    mixture changes, each source continues at its position in the order of `dataset`.
+    to the step's sizes and mixture; None: all steps have `global_batch_size` whole samples. When the mixture changes,
+    each source continues at its position in the order of `dataset`.
     """
     batch, seq_len, windows = global_batch_size, dataset.seq_len, global_batch_size
     before: StepPlan | None = None

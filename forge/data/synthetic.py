@@ -50,9 +50,9 @@ class SyntheticSource:
         return tokens[start - begin :]
 
     def document_ids(self, start: int, count: int) -> np.ndarray:
-        """Return the document of each of `count` tokens, int32 `[count]`.
+        """Return the document numbers of tokens start ... start + count - 1: int32 `[count]`.
 
-        Documents are numbered from 0; number 0 is the document of token `start`.
+        The document of token `start` has number 0, the next document has number 1, and so on.
         """
         bits, jump = self._draw(start, start + count)
         starts = jump & ((bits >> np.uint64(1)) & np.uint64(63) == 0)
@@ -60,6 +60,6 @@ class SyntheticSource:
         return np.cumsum(starts, dtype=np.int32)
 
     def _draw(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each position, 64 random bits (splitmix64 of key and position), and True if the position is a jump."""
+        """Return 64 random bits per position (splitmix64 of key and position), and a mask of jumps: both `[end - begin]`."""
         bits = hash_positions(begin, end, self._key)
         return bits, (bits & np.uint64(1) == 0) | (np.arange(begin, end) % BLOCK == 0)

@@ -60,7 +60,7 @@ class Tokenizer(Protocol):
         """Return the ids of `text`, without special tokens. Raises UnicodeEncodeError for lone surrogates."""
 
     def cut(self, text: str, start: int) -> int:
-        """Return the first position i >= max(start, 1) at which `text` can be cut and encoded in two parts.
+        """Return the first position i >= max(start, 1) at which `text` can be cut, and its parts encoded separately.
 
         A cut there is also valid for every text that contains `text`: encode(x + y) == encode(x) + encode(y) if x ends with
         text[:i] and y begins with text[i:]. Return len(text) if no position is known.

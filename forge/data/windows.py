@@ -20,7 +20,7 @@ class Windows(Protocol):
     fingerprint: str
 
     def pieces(self, window: int) -> list[tuple[int, int]]:
-        """Return the ranges of the stream that form a sample, in order, each as (first token, number of tokens)."""
+        """Return (first token, number of tokens) of each piece of the stream in a sample, in order."""
 
     def read(self, window: int, documents: bool) -> tuple[np.ndarray, np.ndarray | None]:
         """Return a sample's tokens, `[seq_len + 1]` or fewer, and each token's document.
@@ -29,17 +29,17 @@ class Windows(Protocol):
         """
 
     def over(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the range of windows that overlap each token range [first, end): two arrays `[n]`, first and end window.
+        """Return, for each token range [first, end), the windows that overlap it: two arrays `[n]`, first and end window.
 
-        The end window is exclusive. None: unknown.
+        The end window is exclusive. Return None if the windows are unknown.
         """
 
 
 class StreamWindows:
     """Samples of equal length. Window k is tokens k S to k S + S inclusive: S inputs and, shifted by one, S labels.
 
-    T tokens give (T - 1) // S windows. Up to S - 1 tokens at the end are in no window. Every other token after the
-    first is a label exactly once.
+    T tokens give (T - 1) // S windows. Up to S - 1 tokens at the end are in no window. All remaining tokens, except the
+    first, are labels exactly once.
     """
 
     def __init__(self, source: Source, seq_len: int):

@@ -36,7 +36,7 @@ class Past:
 
 
 def read_past(events: Path, status: Path) -> Past:
-    """Return the totals from events.jsonl and status.json.
+    """Return the totals of earlier starts, read from events.jsonl and status.json.
 
     Call before this start writes to these files. A goodput event has all seconds so far, but is written only
     occasionally. The time of a killed process after its last goodput event is estimated from its later events and its
@@ -64,7 +64,7 @@ def read_past(events: Path, status: Path) -> Past:
 
 
 class Ledger:
-    """A listener to phases that adds this process's time, by kind, to the totals `past`.
+    """Sums the time of phases (step, save, ...) by kind, starting from the totals `past`.
 
     began: start of the process on the monotonic clock. `report_event("goodput", ...)` is called after the first step
     and after each save, so a killed process loses little.

@@ -22,7 +22,7 @@ UP_AND_CLEAR = "\033[{}A\033[J"
 
 
 class TrainingLine(NamedTuple):
-    """A training line of the metrics, for the terminal. fields: those of the line in metrics.jsonl."""
+    """A training line of the metrics, for the terminal. fields: as in metrics.jsonl."""
 
     fields: Mapping[str, Any]
     total_steps: int
@@ -123,7 +123,8 @@ class LiveHandler(logging.StreamHandler[TextIO]):
 def draw_curve(values: Sequence[float], rows: int, columns: int, blocks: str) -> list[str]:
     """Return the curve as `rows` lines of text, with its largest and smallest value on the left.
 
-    Without values, return no lines. With more values than columns, each column shows the mean of several values.
+    Without values, return no lines. With more values than columns, each column shows the mean of several values. blocks:
+    characters for heights from 0 to a full line.
     """
     if not values:
         return []

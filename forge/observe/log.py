@@ -1,4 +1,4 @@
-"""Log messages: those of rank 0 on the terminal, those of every rank in a file of its own."""
+"""Set up logging: rank 0 logs to the terminal, and every rank logs to a file."""
 
 from __future__ import annotations
 

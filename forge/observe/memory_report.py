@@ -27,7 +27,7 @@ _NOTES = {
 
 
 class MemoryReport(Hook):
-    """Logs the table after the first step. Also writes its bytes as an event, by `report_event(kind, **fields)`.
+    """Logs the memory table after the first step. `report_event(kind, **fields)` writes the same numbers as an event.
 
     Activations are the peak memory of the first step minus parameters, gradients and optimizer state. The peak is
     measured by the allocator's counters on CUDA, and by the growth of the process on the CPU, which is less exact.

@@ -72,7 +72,7 @@ class MetricsWriter(Hook):
         self._restart_means()
 
     def set_step(self, tokens: int, flops_per_token: float) -> None:
-        """Set the tokens per step and FLOPs per token, for the next step and later ones."""
+        """Set the tokens per step and FLOPs per token, from the next step on."""
         self._tokens_per_step = tokens
         self._mfu_of_rate = mfu_of_rate(
             self._config, self._device, self._products, self._world_size, flops_per_token
@@ -209,7 +209,7 @@ class MetricsWriter(Hook):
             tracker.scalars(step, values)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a training line is due at `step` by its number alone, for any result of the step."""
+        """Return whether a training line is due at step number `step`. A skipped step writes a line even if none is due."""
         return self._is_multiple(step, self._config.metrics.log_interval) or self._map_is_due(step)
 
     def _map_is_due(self, step: int) -> bool:
@@ -273,7 +273,7 @@ class MetricsWriter(Hook):
 def mfu_of_rate(
     config: Config, device: torch.device, products: str, world_size: int, flops_per_token: float
 ) -> float | None:
-    """Return the MFU of all ranks together at one token per second; None if the peak of `products` is unknown."""
+    """Return the run's MFU at a total rate of one token per second; None if the peak of `products` is unknown."""
     peak = config.metrics.peak_tflops * 1e12 or peak_flops(device, products)
     return flops_per_token / (peak * world_size) if peak else None
 

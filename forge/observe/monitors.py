@@ -53,8 +53,8 @@ class Monitors:
 
     parts: this rank's pipeline stages. names: the parameters of the whole model. n_layers: number of layers of the
     whole model. units: the largest hidden size of a feed-forward. world: (this rank, number of ranks). tp: (rank, number of
-    ranks) within tensor parallelism. compiled: True if blocks are compiled. Attention and feed-forward units
-    are then inside the graphs and are not measured.
+    ranks) within tensor parallelism. compiled: True if blocks are compiled. Attention and feed-forward units are then
+    inside the graphs and are not measured.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Monitors:
     def _add_squares(self, name: str, tensors: Sequence[tuple[Shard, Tensor]]) -> None:
         """Add the sum of squares of each shard's tensor to the row of its parameter. name: the monitor.
 
-        Only one rank counts an element with replicas.
+        Elements with replicas on several ranks are counted on one rank only.
         """
         kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
         for shard, tensor in tensors:
@@ -307,7 +307,7 @@ class Monitors:
 
 
 class _WatchedAttention:
-    """The attention function `attend`. It also stores queries, keys and mask for `_measure_attention`."""
+    """Calls the attention function `attend`, and stores queries, keys and mask for `_measure_attention`."""
 
     def __init__(self, attend: Any, seen: list[tuple[Any, ...]]):
         self._attend, self._seen = attend, seen

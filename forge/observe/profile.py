@@ -39,7 +39,7 @@ class StepProfiler(Hook):
         self._span = ExitStack()
 
     def before_step(self, step: int) -> None:
-        """At the first selected step, start the profile. Begin a span named after the step."""
+        """In a selected step, begin a profiler span named after the step. In the first one, also start the profile."""
         if not self._chosen or not self._first <= step <= self._last:
             return
         if self._profile is None:

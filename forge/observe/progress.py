@@ -78,8 +78,8 @@ class StepTimes:
 
     The estimate uses the mean of the last `window` steps, so slow steps at the start are forgotten. The first step
     compiles and warms up. It counts only until there is a second step. Pauses are evaluations, samples and saves, at
-    regular intervals. The mean pause per step is updated only after a long pause, because it would fall between two
-    long pauses.
+    regular intervals. The mean pause per step is updated only at a long pause. Updates between long pauses would lower
+    it, as if there were no more long pauses.
     """
 
     def __init__(self, window: int = 50):
@@ -109,7 +109,10 @@ class StepTimes:
 
 
 class ProgressLine:
-    """A progress line on stderr with the remaining time: redrawn on a terminal, otherwise written every ten seconds."""
+    """A progress line on stderr with the remaining time: redrawn on a terminal, otherwise written every ten seconds.
+
+    total: amount of work, e.g. in bytes. scale: amount in one displayed `unit`, e.g. 1e6 bytes in an MB.
+    """
 
     def __init__(self, label: str, total: int, unit: str = "MB", scale: float = 1e6):
         self._label, self._total, self._unit, self._scale = label, total, unit, scale
@@ -118,7 +121,7 @@ class ProgressLine:
         self._began = self._last = time.monotonic()
 
     def update(self, done: int) -> None:
-        """Show progress: `done` units of the total."""
+        """Show the progress. done: finished part of `total`."""
         now = time.monotonic()
         if now - self._last < self._interval_s or not done:
             return

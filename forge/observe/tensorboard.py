@@ -16,7 +16,7 @@ _FLUSH_SECONDS = 10
 
 
 class Board:
-    """A TensorBoard writer for rank 0, used as a context manager. Writes to `folder` if `enabled`.
+    """A TensorBoard writer for rank 0, and a context manager that closes it. Writes to `folder` if `enabled`.
 
     after_step: TensorBoard hides earlier starts' points after this step, because the run repeats the later steps.
     The writer is made at its first use, because its import is slow. After any failure the board is off, with one warning.

@@ -34,10 +34,10 @@ Curves = tuple[int, Mapping[str, float | None]]
 
 
 class Service(Protocol):
-    """One run in a tracking service (Weights & Biases or MLflow): a record. Methods may raise any exception."""
+    """A record: one run in a tracking service (Weights & Biases or MLflow). Methods may raise any exception."""
 
     def open(self, record: str | None, name: str, config: Mapping[str, Any]) -> str:
-        """Continue the service's run with the id `record`, or create one (None). Return its id."""
+        """Continue the service's run with the id `record`; None: create a run. Return the run's id."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
     def supersede(self) -> None:
@@ -157,8 +157,8 @@ class Tracker:
     def discard_after(self, step: int, history_ends: bool) -> None:
         """Continue the curves from `step`, because the run restarts there.
 
-        history_ends: True if the repeated steps may differ from the steps sent before. If steps after `step` were sent,
-        the service's run is then marked as superseded, and a new one begins.
+        history_ends: True if the repeated steps may differ from those sent before. In this case, if steps after `step`
+        were sent, the service's run is marked as superseded and a new one begins.
         """
         self._do(lambda: self._restart(step, history_ends))
 

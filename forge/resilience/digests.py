@@ -29,7 +29,7 @@ Copy = tuple[str, Tensor, ProcessGroup]
 def digest(tensor: Tensor) -> Tensor:
     """Return a 64-bit digest of the bits of `tensor`: an int64 scalar on its device, without a host sync.
 
-    The digest is a weighted sum of the elements, read as integers, with odd weights, modulo 2^64. The sum does not
+    The elements are read as integers. The digest is their weighted sum modulo 2^64, with odd weights. The sum does not
     depend on the order of addition, and any single flipped bit changes the sum.
     """
     bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])

@@ -43,14 +43,15 @@ def exit_code_after_stop(
 ) -> int:
     """Return the exit code of a rank after the run has stopped and saved. Collective in an elastic run.
 
-    reason: returns this rank's reason to stop; None if another rank requested the stop. restarts_left: of the launcher.
+    reason: returns this rank's reason to stop; None if another rank requested the stop. restarts_left: number of restarts
+    that the launcher still allows.
 
     If the launcher has restarts left, the exit code of a planned stop is 0. After any other code the launcher would
     restart the run at once. Job scripts find the reason in status.json.
 
-    In an elastic run, only some ranks may have a signal. Their nodes leave the run, or all agents are about to repeat the
-    rendezvous. A rank without a signal then waits for its agent's signal, up to `patience_s` seconds. Without such a
-    signal, the exit code is 75, so the agent joins the rendezvous again.
+    In an elastic run, only some ranks may have received a signal. Their nodes leave the run, or all agents are about to
+    repeat the rendezvous. A rank without a signal then waits for its agent's signal, up to `patience_s` seconds. If no
+    signal comes, the exit code is 75, so the agent joins the rendezvous again.
     """
     code = FINISHED if restarts_left > 0 else STOPPED
     if not is_elastic():

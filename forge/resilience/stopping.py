@@ -91,7 +91,7 @@ class StopSignals:
         self.reason = self.reason or signal.Signals(number).name
 
     def _count_requests(self, listening: int) -> None:
-        """Print the effect of each request. End the process after the third one, or after the first before `defer`.
+        """Print the effect of each request. End the process at the third request; before `defer`, at the first request.
 
         listening: read end of a pipe; the interpreter writes the number of each signal to the pipe. Returns when the
         write end is closed.

@@ -143,8 +143,8 @@ class Watchdog:
     def wait_for_end(self) -> None:
         """Block forever if the watchdog is ending the process. Otherwise return at once.
 
-        The caller may have an error that a peer's end has caused. Without the block, this error could end the process before
-        the watchdog has written its stacks.
+        The caller may hold an error that the end of a peer has caused. Without this wait, the error could end the process
+        before the watchdog has written its stacks.
         """
         while self.expired:
             time.sleep(1)

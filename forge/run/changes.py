@@ -132,8 +132,8 @@ def _as_written(key: str, there: object, now: object, old: Config, new: Config) 
     """Translate a changed fingerprint to keys of the config. Return (key, old value, new value) of each key.
 
     key, there, now: a key of `input_fingerprints` (forge/data/build.py), with its values in the checkpoint and now.
-    Fingerprints differ from the config in two ways: their weights and caps are computed, and the index in data.sources[i]
-    counts only the sources in use.
+    Fingerprints differ from the config in two ways: weight and max_epochs are computed from several keys, and the index
+    in data.sources[i] counts only the sources in use.
     """
     source = re.fullmatch(r"data\.sources\[(\d+)\]\.(path|weight|max_epochs)", key)
     if source is None:

@@ -86,12 +86,12 @@ class CrashReporter:
     def once(self, work: Callable[[], None], patience_s: float) -> None:
         """Call `work` on one rank only, the first to call `once`.
 
-        Other ranks wait for its end, at most `patience_s` seconds.
+        Other ranks wait until `work` has ended, at most `patience_s` seconds.
         """
         self._roll_call.once(work, patience_s)
 
     def _find_first(self, own: Alarm, quiet_s: float) -> Alarm:
-        """Return the failure to report: that of the first failed rank, or of ranks that do not answer.
+        """Return the failure to report. It names the first rank to fail, and the ranks that do not answer.
 
         own: this rank's failure.
         """
@@ -153,7 +153,7 @@ class RollCall:
         return _read(first)
 
     def once(self, work: Callable[[], None], patience_s: float) -> None:
-        """Call `work` if no other rank has called `once`. Otherwise wait for the end of the other rank's `work`.
+        """Call `work` if this rank is the first to call `once`. Otherwise wait until `work` has ended on the first rank.
 
         Raises DistStoreError after waiting `patience_s` seconds.
         """
@@ -171,7 +171,7 @@ class RollCall:
         self._store.compare_set(f"{self._name}/alarm", "", json.dumps(alarm))
 
     def alarm(self) -> Alarm | None:
-        """Return the first alarm raised by any rank; None without an alarm."""
+        """Return the first alarm raised by any rank; None if no rank has raised one."""
         key = f"{self._name}/alarm"
         return _read(self._store.get(key)) if self._store.check([key]) else None
 

@@ -40,7 +40,7 @@ class History:
     def roll_back(self, required: RollbackRequired) -> None:
         """Roll back to the newest good checkpoint before the first bad step. Collective.
 
-        Raises UserError (exit 1) without such a checkpoint, or after too many roll-backs.
+        Raises UserError (exit 1) if there is no such checkpoint, or after too many roll-backs.
         """
         trainer = self._trainer
         progress, reporter = trainer.progress, trainer.reporter

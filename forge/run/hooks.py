@@ -32,7 +32,7 @@ from forge.train.trainer import Trainer
 
 
 def load_hooks(config: Config) -> list[tuple[str, type[Hook]]]:
-    """Return (import path, class) of each hook that a key enables or `train.hooks` names.
+    """Return (import path, class) of the enabled hooks for text samples and task scores, then of those in `train.hooks`.
 
     Raises UserError if a hook cannot be loaded or a tracker's package is missing.
     """
@@ -109,7 +109,7 @@ class DataStalls(Hook):
 
 
 class Epochs(Hook):
-    """Reports the epochs read of each data source, at the start and in the training lines of the metrics."""
+    """Reports the number of epochs read from each data source, at the start and in the training lines of the metrics."""
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
@@ -137,7 +137,7 @@ class StopBeforeTimeLimit(Hook):
     def __init__(self, trainer: Trainer, saves: Saves):
         self._trainer, self._saves = trainer, saves
         self._limit_s = trainer.config.resilience.time_limit_s
-        # The limit counts from the launch of the run's first process; the launcher may have restarted this one.
+        # The limit counts from the launch of the run's first process. The launcher may have restarted this process.
         launched = time.monotonic() - process_age_s(trainer.reporter.world.first_process)
         self._limit = TimeLimit(self._limit_s, launched)
         trainer.reporter.phases.listen(self._limit.enter)

@@ -100,7 +100,7 @@ def run(config: Config, degrees: Degrees, world: World, signals: StopSignals, fa
     """Train with `config` on the joined ranks and return this process's exit code. Collective.
 
     fallback: the entry of `parallel.fallbacks` that was applied; "": none. Raises UserError for errors that the user
-    can fix. `status.json` is written before, unless another run has locked the run directory.
+    can fix. Errors in training and its set-up are also written to `status.json`.
     """
     hooks = on_every_rank("loading hooks", lambda: load_hooks(config))
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
@@ -126,7 +126,7 @@ def _run_in(
 ) -> int:
     """Train in the locked run directory under the watchdog, and report the end of the run. Return the exit code.
 
-    Collective. fallback: as for `run`. An error is also reported, and then raised again.
+    Collective. fallback: see `run`. An error is reported, then raised again.
     """
     setup_logging(world.rank, directory.logs, config.metrics.live)
     if world.size > 1:

@@ -23,7 +23,7 @@ def ranks_per_node(world: World) -> int:
 
 
 def report_nodes(reporter: Reporter) -> None:
-    """Report the nodes of this start, and the nodes lost and joined since the previous start. Collective."""
+    """In an elastic run, report the nodes of this start, and nodes lost or joined since the previous start. Collective."""
     if not is_elastic():
         return
     name = f"{socket.gethostname()}/{os.getppid()}"
@@ -58,7 +58,7 @@ class Recovery(Hook):
 def _cost(before: dict[str, Any], resumed: int) -> dict[str, Any]:
     """Return the seconds since the previous start last wrote its status, and the number of steps to repeat.
 
-    before: that status. resumed: the step of the checkpoint. Both numbers are None if the status is incomplete.
+    before: the previous start's status. resumed: the checkpoint's step. Both results are None if `before` is incomplete.
     """
     try:
         stood_s = (datetime.now(UTC) - datetime.fromisoformat(before["time"])).total_seconds()

@@ -85,7 +85,7 @@ def origin_of(config: Config) -> Origin:
 
 
 def read_origin(directory: RunDirectory) -> Origin | None:
-    """Return the recorded origin of the history in `directory`; None without a record.
+    """Return the recorded origin of the history in `directory`; None if none is recorded.
 
     Raises UserError (exit 2) if the record is invalid.
     """

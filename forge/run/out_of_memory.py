@@ -36,8 +36,8 @@ PLANNING_S = 60.0
 Change: TypeAlias = tuple[str, Any, str]
 """(key, value, effect). A doubled parallel.dp_shard needs twice as many processes."""
 Once: TypeAlias = Callable[[Callable[[], None], float], None]
-"""`once(work, patience_s)` calls `work` on the first rank that calls `once`. Other ranks wait for its end, at most
-`patience_s` seconds."""
+"""`once(work, patience_s)` calls `work` on the first rank that calls `once`. Other ranks wait until `work` has ended, at
+most `patience_s` seconds."""
 _SAME_CURVE = "; the curve stays the same"
 
 
@@ -215,8 +215,8 @@ def _on_state(config: Config, degrees: Degrees) -> Iterator[Change]:
 def _on_host(config: Config, on_gpu: bool) -> Iterator[Change]:
     """Yield the changes of last resort: first activations in host memory, then parameters and optimizer state in host memory.
 
-    Every microbatch then moves activations or weights over the PCIe bus. Without the parameters on the GPU, the optimizer
-    runs on the CPU.
+    Every microbatch then moves activations or weights over the PCIe bus. With the parameters in host memory, the
+    optimizer runs on the CPU.
     """
     if on_gpu and config.activation_checkpoint.mode in ("none", "selective"):
         yield "activation_checkpoint.mode", "offload", "activations in host memory" + _SAME_CURVE

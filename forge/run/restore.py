@@ -33,10 +33,10 @@ def load_training_state(
 ) -> bool:
     """Load parameters and optimizer state from the checkpoint. Collective.
 
-    name: name of `optimizer`. A slot is one kind of optimizer tensor, e.g. `ema`. A slot in STARTS_ALONE starts from
-    zeros if the checkpoint lacks it, and is ignored if the optimizer lacks it. If the checkpoint has the state of another
-    kind of optimizer, only the parameters are loaded. The result is then False, and the caller must build a new
-    optimizer.
+    name: name of `optimizer`; None: not compared. A slot is one kind of optimizer tensor, e.g. `ema`. A slot in
+    STARTS_ALONE starts from zeros if the checkpoint lacks it, and is ignored if the optimizer lacks it. If the checkpoint
+    has the state of another kind of optimizer, load only the parameters and return False; the caller must then build a
+    new optimizer. Otherwise return True.
     """
     fresh = _fresh_slots(point.path, point.state.get("optimizer_name"), optimizer, name)
     if fresh is None:
@@ -64,9 +64,9 @@ def _fresh_slots(
 ) -> set[str] | None:
     """Return the slots of `optimizer` that the checkpoint at `path` lacks. Collective.
 
-    None: the checkpoint has the state of another kind of optimizer. Two optimizers are of one kind if their names are equal
-    (`name` None: not compared) and their slots differ only by STARTS_ALONE. Logs ignored state. Raises UserError (exit 77)
-    if the checkpoint cannot be read.
+    Return None if the checkpoint has the state of another kind of optimizer: its name differs (`name` None: not compared),
+    or its slots differ by more than STARTS_ALONE. Logs ignored state. Raises UserError (exit 77) if the checkpoint cannot
+    be read.
     """
 
     def slots() -> set[str]:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class ResumePoint:
     """The checkpoint that a run continues, and its JSON state.
 
-    fetch: copies the checkpoint's files to this node (see `load`).
+    fetch: copies the checkpoint's files to this node (see `load`); None: the node can read all files at `path`.
     """
 
     path: Path
@@ -59,7 +59,7 @@ class Start:
 
 
 def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier) -> Start:
-    """Find the start from `checkpoint.resume` and the run directory, and verify its checkpoint. Collective.
+    """Find the start of a run, by `checkpoint.resume` and the run directory. Verify its checkpoint. Collective.
 
     Raises UserError with exit code 77 if checkpoints exist or existed but none is usable, or if the named checkpoint is
     damaged. Raises UserError with exit code 2 if the named checkpoint does not exist, or if the config changes a key that

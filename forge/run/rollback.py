@@ -37,8 +37,8 @@ def find_rollback_point(
 ) -> ResumePoint:
     """Return the newest good checkpoint before the first bad step. Collective.
 
-    Without one, return the run's starting checkpoint (origin.json), if it is good and earlier than the first bad step.
-    Raises UserError (exit 1) if there is no such checkpoint either, or after too many roll-backs.
+    If there is none, return the run's starting checkpoint (origin.json), if it is good and earlier than the first bad
+    step. Raises UserError (exit 1) if there is neither, or after too many roll-backs.
     """
     limit, verify = config.resilience.max_rollbacks, config.checkpoint.verify
     origin = on_first_rank("reading origin.json", lambda: _origin(directory))
@@ -80,7 +80,8 @@ def sync_rollback_history(
 ) -> None:
     """Merge the roll-backs in `progress` (loaded from `start`) with those in `rollbacks.json`. Collective.
 
-    Afterwards `progress` and the file contain the union, followed by the `new` roll-backs.
+    Afterwards `progress` and the file contain the union, followed by the `new` roll-backs. If `start.kept` is -1, the
+    file's entries are from another history and are dropped.
     """
     own = start.kept >= 0
 
@@ -97,7 +98,7 @@ def sync_rollback_history(
 
 
 def read_rollbacks(directory: RunDirectory) -> list[dict[str, Any]]:
-    """Return the content of `rollbacks.json`; an empty list without the file.
+    """Return the content of `rollbacks.json`; an empty list if the file does not exist.
 
     Raises UserError (exit 2) for invalid content.
     """

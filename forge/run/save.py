@@ -58,7 +58,7 @@ class Saves(Hook):
         self._saved_step = step
 
     def prepare(self, step: int) -> None:
-        """Before a save of `step`, write all pending output about it and compare replicas. Collective.
+        """Prepare a save of `step`: process its result, let hooks flush their files, and compare replicas. Collective.
 
         Raises RollbackRequired if the state is known to be bad.
         """

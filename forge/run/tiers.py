@@ -124,7 +124,7 @@ class Tiers:
     def _read_record(self) -> tuple[str, list[str]]:
         """Read the id of the current history and the folders of its local states from the file `local-states`.
 
-        Call on the first rank. The id is a random string; "" without the file.
+        Call on the first rank. The id is a random string; "" if the file does not exist.
         """
         text = self._record.read_text("utf-8") if self._record.exists() else ""
         number, *places = text.splitlines() or [""]
@@ -185,7 +185,7 @@ class LocalSaves(Hook):
 
 
 def _holds_unmarked_states(folder: Path) -> bool:
-    """Return whether `folder` has only node-local states of an earlier forge version without marker files.
+    """Return whether `folder` has only node-local states of an earlier forge version, which wrote no marker files.
 
     Such a folder contains only folders of runs, and these contain only folders of histories.
     """

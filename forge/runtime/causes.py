@@ -40,7 +40,7 @@ class Cause(StrEnum):
 
     @property
     def mark(self) -> dict[str, object]:
-        """The `extra` argument of a log call that marks the message with this cause."""
+        """Return the `extra` argument of a log call that marks the message with this cause."""
         return {"cause": self}
 
     def of(self, *ranks: int) -> dict[str, object]:

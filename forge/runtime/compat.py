@@ -30,7 +30,7 @@ reduce_scatter_single: Callable[..., Tensor] = (
     getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
 )
 
-# (output `[n]`, input `[ranks * n]`, op=..., group=...). The name depends on the version, too.
+# Called as (output `[n]`, input `[ranks * n]`, op=..., group=...). The name depends on the version, too.
 reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
@@ -98,9 +98,9 @@ def communication_backend(device: torch.device) -> str:
 
 
 def split_group(world: dist.ProcessGroup, sets: list[list[int]], backend: str | None) -> dist.ProcessGroup:
-    """Split `world`, which must have an NCCL communicator, into the groups of ranks `sets`, all at once. Collective.
+    """Split `world` into groups with the ranks in `sets`, all at once. Return this rank's group. Collective.
 
-    Return this rank's group. backend: the part of `world`'s backend that the groups get, e.g. "cuda:nccl"; None:
+    `world` must have an NCCL communicator. backend: the part of `world`'s backend for the groups, e.g. "cuda:nccl"; None:
     the whole backend. PyTorch 2.11 always uses the whole backend.
     """
     options: dict[str, Any] = {}
@@ -150,7 +150,8 @@ def start_all_to_all(
 ) -> Callable[[], Tensor]:
     """Start an `all_to_all`. Return a function that waits and returns the result. Not differentiable.
 
-    Unlike PyTorch's function, the operator does not wait under a fake mode, so a plan shows what runs meanwhile.
+    Calls the operator directly: under FakeTensorMode, PyTorch's function would wait at once, and the planner (--plan)
+    would see no overlap.
     """
     equal = [x.shape[0] // group.size()] * group.size()
     start = torch.ops._c10d_functional.all_to_all_single
@@ -183,7 +184,7 @@ def _groups(state: Any) -> list[Any]:
 
 
 def end_fsdp_backward(model: FSDPModule) -> None:
-    """Run FSDP2's end-of-backward work for the root `model`, with the flags that are set on it now."""
+    """Run FSDP2's end-of-backward work for the root `model`, with the flags now set on `model`."""
     model._get_fsdp_state()._root_post_backward_final_callback()
 
 
@@ -261,7 +262,10 @@ def raise_timeouts(seconds: float) -> None:
 
 
 def flight_record() -> bytes | None:
-    """Return PyTorch's flight record of this process's latest collectives, a pickle for `torchfrtrace`; None without one."""
+    """Return PyTorch's flight record of this process's latest collectives, a pickle for `torchfrtrace`.
+
+    None if this build of PyTorch has no flight recorder.
+    """
     import torch._C._distributed_c10d as c10d
 
     # NCCL and gloo keep separate records. With CUDA, NCCL's collectives are the ones that hang.

@@ -106,7 +106,7 @@ _BROKEN_CONNECTION = re.compile(r"gloo/transport/|Connection (?:closed|reset) by
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Return the cause of a run's end by `error`. Parses only the text of PyTorch's errors, never that of forge's."""
+    """Return the cause of a run that `error` ended. Parses messages of PyTorch's errors, but never of forge's errors."""
     if isinstance(error, UserError):
         return error.cause
     if isinstance(error, OSError):

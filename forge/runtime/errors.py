@@ -1,6 +1,6 @@
 """Errors of the user, in contrast to defects of forge.
 
-They are reported as one sentence and an exit code, without a traceback.
+An error of the user is reported as one sentence and an exit code, without a traceback.
 """
 
 from __future__ import annotations

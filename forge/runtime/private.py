@@ -25,11 +25,11 @@ _TEXT = b"forge keeps temporary data here and removes it. Do not put other files
 class PrivateFolder:
     """The private folder `path`, made if it does not exist. Several processes may make it at the same time.
 
-    An empty folder of this user gets mode 0700 and a marker file. So does a folder without a marker if `adopts(path)`
-    recognises the content of an earlier forge version, which wrote no markers. key: the configuration key of the folder,
-    for messages.
-    Raises UserError if `path` is a link or a file, belongs to another user, or cannot be used. Also raises it for a folder
-    that other users can write to, a marked folder that other users can read, and an unmarked folder with other files.
+    An empty folder of this user gets mode 0700 and a marker file. A folder without a marker gets both, too, if
+    `adopts(path)` recognises files of an earlier forge version, which wrote no markers. key: the configuration key of the
+    folder, for messages.
+    Raises UserError if `path` is a link or a file, belongs to another user, is writable by other users, or cannot be used.
+    Also raises it if a marked folder is readable by other users, or if an unmarked folder has other files.
     """
 
     def __init__(self, path: Path, key: str, adopts: Callable[[Path], bool] = lambda path: False):

@@ -117,7 +117,7 @@ def give_up_on(event: threading.Event) -> None:
 
 
 def waiting_for() -> str:
-    """Return a text about this process's threads that wait for stores now, the longest wait first. Empty without waits."""
+    """Return a text about this process's threads that wait for stores now, the longest wait first. Empty if none waits."""
     waits = list(_waits.values())
     return "; ".join(waits[:3]) + (f"; and {len(waits) - 3} more" if len(waits) > 3 else "")
 
@@ -184,7 +184,7 @@ def _names(error: BaseException) -> set[str]:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status in an error of aiohttp, azure, gcsfs, requests or botocore; None without one."""
+    """Return the HTTP status in an error of aiohttp, azure, gcsfs, requests or botocore; None if it has none."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -197,7 +197,7 @@ def _status(error: BaseException) -> int | None:
 def read_whole(url: str) -> bytes:
     """Return the content of a small object.
 
-    Raises FileNotFoundError if it does not exist, else errors like `with_retries`.
+    Raises FileNotFoundError if the object does not exist. Raises UserError like `with_retries` for other errors.
     """
     files = filesystem_of(url)
 
@@ -239,9 +239,9 @@ def _bytes(url: str, begin: int, end: int) -> str:
 class RemoteFile:
     """A remote object, read in blocks.
 
-    key: identifies the object's content in a cache; equal keys mean equal bytes. expected: returns the recorded digest
-    of a block. None: the object must keep its version (ETag or modification time) since opening. In both cases a
-    changed object raises UserError with its URL.
+    key: identifies the object's content in a cache; equal keys mean equal bytes. expected: returns the recorded digest of
+    a block; None: blocks have no digests, and the object must keep the version (ETag or modification time) that it had
+    when it was opened. In both cases a changed object raises UserError with its URL.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class _Reader(io.RawIOBase):
 
 
 def find_objects(url: str) -> dict[str, int]:
-    """Return the size in bytes of the object `url`, or of each object below it. Keys are URLs, in order."""
+    """Return URL -> size in bytes of the object `url`, or of each object below it, in order. Empty if there is none."""
     files = filesystem_of(url)
 
     def find() -> dict[str, Any]:

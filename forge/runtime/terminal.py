@@ -87,7 +87,7 @@ stderr = PatientStream(2)
 
 
 def patient(stream: TextIO | None) -> TextIO | PatientStream:
-    """Return a stream that writes to `stream` without waiting for its reader. None: stderr.
+    """Return a stream that writes to `stream` (None: stderr) without waiting for its reader.
 
     A stream without a file descriptor is returned unchanged.
     """

@@ -54,7 +54,10 @@ class World:
 
     @property
     def first_process(self) -> int:
-        """Return the id of a process that survives restarts of the ranks: torchrun's local agent, else this process."""
+        """Return the id of torchrun's local agent, which survives restarts of the ranks.
+
+        Without an agent, return this process's id.
+        """
         return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
     @property
@@ -65,7 +68,7 @@ class World:
 
 
 def read_world(environment: Mapping[str, str] = os.environ) -> World:
-    """Read rank and world size from the environment of torchrun, or else of an srun step.
+    """Read rank and world size from torchrun's environment variables or, without these, from those of an srun step.
 
     Without a launcher, this process is the only rank. Raises UserError for a missing or non-numeric variable, and for a
     rank not below the world size.

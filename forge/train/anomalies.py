@@ -45,7 +45,7 @@ class Diagnosis:
 class AnomalyPolicy:
     """Decides how training continues after each step.
 
-    Every rank has its own policy, and all ranks make equal decisions. compute_gradients: the trainer's method.
+    Every rank has its own policy, and all ranks make equal decisions. compute_gradients: `Trainer.compute_gradients`.
     `report_event(kind, **fields)` writes an event.
     """
 
@@ -103,8 +103,7 @@ class AnomalyPolicy:
     def check_replicas(self, step: int, replicas: Iterable[Copy]) -> None:
         """Compare replicas across ranks before a checkpoint of `step`. Collective.
 
-        Raises RollbackRequired if replicas differ. Any replica may be the wrong one, but all were equal at the last
-        save.
+        Raises RollbackRequired if replicas differ: the wrong replica is unknown, but all were equal at the last save.
         """
         if not self._config.check_replicas:
             return

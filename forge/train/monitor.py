@@ -42,7 +42,7 @@ def most_units(config: ModelConfig) -> int:
 
 
 class StepMonitors(Hook):
-    """Writes the monitors of a step once its result is known. Between monitored steps the model has no hooks."""
+    """Writes the monitors of a step once its result is known. Between monitored steps, no monitor is hooked to the model."""
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer

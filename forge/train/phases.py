@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class PhaseChanges(Hook):
-    """Applies changed keys before the first step of a phase, and before each step of a ramp."""
+    """Applies changed keys before the first step of a phase. In a phase with a ramp, applies them before each step."""
 
     def __init__(self, trainer: Trainer):
         self._trainer, self._last = trainer, None
@@ -54,7 +54,7 @@ class PhaseChanges(Hook):
 
 
 def apply_plan(plan: StepPlan, before: StepPlan | None, models: Iterable[Any], optimizer: Optimizer) -> None:
-    """Set the sliding windows of `models` and the keys of `optimizer` that differ between `plan` and `before`.
+    """Set the sliding windows of `models` and the keys of `optimizer` to those of `plan`, where they differ from `before`.
 
     before: the previous step's plan; None: set all values.
     """

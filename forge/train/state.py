@@ -19,7 +19,7 @@ from forge.shard import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback(SkippedRange):
-    """A roll-back from `from_step` to the checkpoint of `to_step`. Training skips the samples read in between."""
+    """A roll-back from `from_step` to the checkpoint of `to_step`, and the samples that training then skips."""
 
     from_step: int
     to_step: int
@@ -43,7 +43,7 @@ class Progress:
     spikes: SpikeWindow = field(default_factory=SpikeWindow)
 
     def advance(self, plan: StepPlan) -> None:
-        """Add one step of sizes `plan` to the counts."""
+        """Add one step to the counts. plan: the step's sizes."""
         self.step += 1
         self.next_sample = self.order.nth(self.next_sample, plan.windows)
         self.tokens += plan.tokens
@@ -93,7 +93,7 @@ def model_tensors(model: ParallelModel) -> dict[str, tuple[Shard, Tensor]]:
 
 
 def all_tensors(model: ParallelModel, optimizer: Optimizer) -> dict[str, tuple[Shard, Tensor]]:
-    """Return (shard, values) of all tensors of a checkpoint, by checkpoint name."""
+    """Return (shard, values) of all parameters, router state and optimizer state, by checkpoint name."""
     slots = {f"optimizer.{shard.name}.{slot}": (shard, values) for slot, shard, values in optimizer.tensors()}
     return model_tensors(model) | slots
 

@@ -38,7 +38,7 @@ class Trainer:
     All methods except `request_stop`, `request_save` and `is_due` are collective.
 
     The constructor builds everything with initial weights and writes no file. `History` (forge/run/history.py) loads
-    the start state and opens the data at its step.
+    the start state, and opens the data at the step of this state.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Trainer:
         """Train until `train.steps`.
 
         Collective. Return None after the last step, otherwise the reason for an early stop. roll_back: returns this
-        trainer to an earlier state, or raises UserError (exit 1) without such a state.
+        trainer to an earlier state, or raises UserError (exit 1) if it cannot.
         """
         self.hooks = Hooks(hooks)
         with self.hooks.around_run(self.progress.step):
