@@ -23,10 +23,10 @@ from forge.model.sdpa import sdpa_attention
 class Shared:
     """Inputs shared by all blocks in one forward: RoPE's tables and the mask of each window.
 
-    cos, sin: `[tables, seq, 1, head_dim / 2]` or `[tables, batch, seq, 1, head_dim / 2]`, in the wider of float32 and the
-    compute dtype. masks: window (0: none) -> AttentionMask. labels: int64 `[batch, seq]`; tokens labelled IGNORE do not
-    count in load balancing; None: all tokens count. saved: with attention residuals, the streams at the start of earlier
-    residual blocks, each shaped like a block's input.
+    cos, sin: `[tables, seq, 1, head_dim / 2]` or `[tables, batch, seq, 1, head_dim / 2]`, in the wider of float32 and
+    the compute dtype. masks: window (0: none) -> AttentionMask. labels: int64 `[batch, seq]`; tokens labelled IGNORE do
+    not count in load balancing; None: all tokens count. saved: with attention residuals, the streams saved by earlier
+    layers, each shaped like a block's input.
 
     Not a dataclass, so FSDP does not cast the tables (see AttentionMask).
     """
@@ -47,7 +47,7 @@ class Shared:
         return other
 
     def with_labels(self, labels: Tensor) -> Shared:
-        """Return a copy with `labels` in place of its own labels."""
+        """Return a copy whose labels are `labels`."""
         other = copy.copy(self)
         other.labels = labels
         return other
@@ -153,7 +153,7 @@ class GroupedAttention(Attention):
 class HeadIndices(nn.Module):
     """The global indices of this process's heads, for per-head constants, e.g. ALiBi slopes.
 
-    Tensor parallelism divides `heads` if the plan makes the module colwise.
+    Tensor parallelism divides `heads` if the tensor-parallel plan makes the module colwise.
     """
 
     def __init__(self, heads: int):

@@ -13,8 +13,8 @@ system (the UT transform, section 3.3). Its right-hand side is linear in S:
 A chunk is therefore one affine map of the state. All chunks are prepared at once, in large products. Only the composition
 of these maps (`affine_scan`) is sequential.
 
-Sizes: batch, seq, heads, chunks of size tokens, key_dim and value_dim (rows and columns of the state), decays (1 or
-key_dim).
+Sizes: batch, seq, heads, chunks, size (tokens per chunk), key_dim and value_dim (rows and columns of the state), decays
+(1 or key_dim).
 """
 
 from __future__ import annotations

@@ -49,11 +49,12 @@ class LocalDispatcher:
 
 
 class DispatchPlan(NamedTuple):
-    """The order of rows sorted by expert. There is one row per choice; choice j of token t has number t * top_k + j.
+    """The order of rows sorted by expert. There is one row per choice (a token and one of its experts).
 
-    order: the number of each row's choice, int64 `[tokens * top_k]`. places: the row of each choice, int64 `[tokens,
-    top_k]`. counts: the number of rows of each expert, int64 `[n_experts]`. ends: the end of each expert's rows, int32
-    `[n_experts]`. The sort is stable. Choices without an expert come last.
+    Choice j of token t has number t * top_k + j. order: the number of each row's choice, int64 `[tokens * top_k]`.
+    places: the row of each choice, int64 `[tokens, top_k]`. counts: the number of rows of each expert, int64
+    `[n_experts]`. ends: the end of each expert's rows, int32 `[n_experts]`. The sort is stable. Choices without an
+    expert come last.
     """
 
     order: Tensor
@@ -110,7 +111,7 @@ def group_by_expert(arriving: Tensor, total: int) -> DispatchPlan:
     with one choice, so the plan's places are `[total]`.
     """
     sizes, by_expert = arriving.flatten(), arriving.t()
-    # Compiled, one scan over two rows is one launch. A stack would be written to memory before the scan.
+    # When compiled, one scan over two rows is one launch. A stack would be written to memory before the scan.
     rows = torch.arange(2, device=arriving.device).unsqueeze(1)
     ends, sorted_ends = torch.where(rows == 0, sizes, by_expert.flatten()).cumsum(1).unbind()
     ends_by_expert = sorted_ends.view_as(by_expert)
@@ -224,7 +225,7 @@ def combine(rows: Tensor, weights: Tensor, plan: DispatchPlan, kernels: Kernels 
     """rows `[n, dim]` sorted by expert, weights `[tokens, top_k]` -> weighted sums `[tokens, dim]`.
 
     n is at most tokens * top_k; choices with places >= n contribute nothing. The result has the dtype of rows. Sums are
-    in the wider of float32 and this dtype. They add one choice at a time, so no wide `[tokens, top_k, dim]` exists.
+    in the wider of float32 and this dtype. They add one choice at a time, so no tensor `[tokens, top_k, dim]` exists.
     """
     return _Combine.apply(rows, weights, plan.order, plan.places, kernels)
 

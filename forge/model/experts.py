@@ -19,14 +19,14 @@ _grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._gr
 
 
 class Experts(nn.Module):
-    """All experts of a layer. Each projection has one weight for all experts; gate and up are fused.
+    """All experts of a layer. Each projection stacks the weights of all experts; gate and up are fused.
 
     w13 `[n_experts, inputs * hidden_dim, dim]`, for an activation with `inputs` inputs: the gate's rows, then up's.
     w2 `[n_experts, dim, hidden_dim]`. With `bias` also w13_bias `[n_experts, inputs * hidden_dim]` and w2_bias
     `[n_experts, dim]`.
     """
 
-    # Experts that compute in another dtype than their block cast rows here, after dispatch.
+    # If the experts' dtype differs from their block's, this method casts the rows, after dispatch.
     casts_in = "compute"
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Count the parameters and FLOPs of a built model. It may contain users' own module classes."""
+"""Count the parameters and FLOPs of a built model. The model may contain users' module classes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ParameterCounts:
 def parameter_counts(model: nn.Module) -> ParameterCounts:
     """Count the parameters of `model`, which may be on the meta device.
 
-    A module's attribute `idle_parameters` is the number of its parameters that a token does not use: those of experts not
-    chosen.
+    A module's attribute `idle_parameters` is the number of its parameters that a token does not use, e.g. of experts
+    not chosen.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     idle = sum(getattr(module, "idle_parameters", 0) for module in model.modules())
@@ -30,17 +30,17 @@ def flops_per_token(module: nn.Module, seq_len: int) -> float:
     """Return the FLOPs of forward and backward per token, counting only matrix products.
 
     A module's method `flops_per_token(seq_len)` counts the module and all its submodules. Modules without this method
-    are counted by `matrix_flops`. Document masks are not subtracted, and recomputation is not added.
+    are counted by `matrix_flops`. Document masks do not reduce the count, and recomputation does not increase it.
     """
     method = getattr(module, "flops_per_token", None)
     return matrix_flops(module, seq_len) if method is None else method(seq_len)
 
 
 def matrix_flops(module: nn.Module, seq_len: int) -> float:
-    """Return 6 FLOPs per element of the module's own matrices that a token uses, plus the FLOPs of its submodules.
+    """Return the FLOPs per token: 6 per element of the module's own matrices, plus the FLOPs of its submodules.
 
-    Per element, forward has a multiply and an add, and backward twice as many. Parameters with fewer than two
-    dimensions (norms, biases) and look-ups do not count.
+    Per element, forward has a multiply and an add, and backward twice as many. Elements that a token does not use
+    (`idle_parameters`), parameters with fewer than two dimensions (norms, biases) and look-ups do not count.
     """
     own = (
         0

@@ -2,8 +2,8 @@
 
 Forward is one custom operator and its gradient another, so a compiler sees single nodes and needs only their shapes.
 
-fla separates documents by `cu_seqlens`, whose length depends on the data. With it, the host would synchronise with the
-device once per layer, and the compiler would see new shapes. Instead, the first token of a document has a decay of
+fla separates documents by `cu_seqlens`, whose length depends on the data. Passing `cu_seqlens` would synchronise host
+and device once per layer, and the compiler would see new shapes. Instead, the first token of a document has a decay of
 exp(RESET), nearly 0. fla accepts any decay, because no exponent in its kernels is above 0.
 """
 
@@ -34,7 +34,8 @@ RESET = -50.0
 def is_for_kernels(v: Tensor, log_decay: Tensor) -> bool:
     """Return whether fla's kernels can be used: fla is installed, and the values `v` are bfloat16 on CUDA.
 
-    On a Hopper GPU, fla refuses decays per head if Triton compiles their backward incorrectly (WRONG_ON_HOPPER).
+    Also return False for decays per head on a Hopper GPU if Triton compiles their backward incorrectly
+    (WRONG_ON_HOPPER), because fla refuses them.
     """
     if not (INSTALLED and v.is_cuda and v.dtype == torch.bfloat16):
         return False

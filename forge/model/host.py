@@ -23,9 +23,9 @@ class HostReads:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Return a context manager for a forward. The first run records the numbers read by the forward.
+        """Return a context manager for one run of a forward.
 
-        When the same forward runs again in this context, its reads return the recorded numbers.
+        In the first run, reads record their numbers. In a later run (recomputation), reads return the recorded numbers.
         """
         self._next = 0
         token = _current.set(self)

@@ -53,8 +53,8 @@ class Uniform:
 def initial_values(model: nn.Module, config: ModelConfig) -> dict[str, float | Normal | Uniform]:
     """Return the initial value of every parameter of `model`, by name. `model` may be a single pipeline stage.
 
-    A user's module class must have a method `initial_value(name)`. Raises TypeError for a parameter of an unknown
-    module class, so no parameter stays uninitialised.
+    A user's module class must have a method `initial_value(name)`. Raises TypeError if the method is missing, so no
+    parameter stays uninitialised.
     """
     return {
         f"{path}.{leaf}".removeprefix("."): _start(module, path, leaf, config)

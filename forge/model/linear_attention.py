@@ -239,8 +239,9 @@ def ages(documents: Tensor) -> Tensor:
 def causal_convolution(x: Tensor, weight: Tensor, age: Tensor | None) -> Tensor:
     """Convolve along the sequence, each channel separately, within documents.
 
-    x `[batch, size - 1 + seq, channels]`, beginning with the tokens before the sequence; weight `[channels, size]`; age
-    `[batch, seq]` from `ages` -> `[batch, seq, channels]`. Sums are in the wider of float32 and x's dtype.
+    x `[batch, size - 1 + seq, channels]`, beginning with the size - 1 tokens before the sequence; weight
+    `[channels, size]`; age `[batch, seq]` from `ages` -> `[batch, seq, channels]`. Sums are in the wider of float32 and
+    x's dtype.
     """
     size, exact = weight.shape[1], promoted(x.dtype)
     seq = x.shape[1] - size + 1

@@ -165,9 +165,9 @@ def chunk_loss(
 
     hidden `[chunk, dim]`, weight `[vocab, dim]`, target int64 and valid bool `[chunk, 1]`.
 
-    Return `[cross_entropy, z_loss]` of the chunk's tokens, `[2, chunk, 1]` in the wider of float32 and the compute dtype.
-    Also return the gradient of their objective with respect to the logits before the cap, `[chunk, vocab]` in hidden's
-    dtype (None unless `wants_grad`). In rows of ignored positions the gradient is finite but meaningless.
+    Return `[cross_entropy, z_loss]` of the chunk's tokens, `[2, chunk, 1]` in the wider of float32 and the compute
+    dtype. Also return the gradient of the objective with respect to the logits before the cap, `[chunk, vocab]` in
+    hidden's dtype (None unless `wants_grad`). In rows of ignored positions the gradient is finite but meaningless.
     """
     logits = head_logits(hidden, weight, soft_cap)  # [chunk, vocab]
     column, here = vocabulary.locate(target, logits.shape[-1])

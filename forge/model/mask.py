@@ -38,11 +38,14 @@ class AttentionMask:
         self.sinks = sinks
 
     def with_table(self, table: Any) -> AttentionMask:
-        """Return a copy of the mask with `table` in place of its own table."""
+        """Return a copy of the mask whose table is `table`."""
         return AttentionMask(self.window, self.documents, self.soft_cap, table, self.sinks)
 
     def is_causal(self, seq: int) -> bool:
-        """Return whether the mask for `seq` tokens is plain causal, so PyTorch's own kernels can compute it."""
+        """Return whether the mask of `seq` tokens is plain causal.
+
+        It then has no documents, no soft cap, no sinks, and no window shorter than `seq`.
+        """
         reaches = not self.window or self.window >= seq
         return reaches and self.documents is None and not self.soft_cap and not self.sinks
 
@@ -89,8 +92,8 @@ def block_table(window: int, documents: Tensor | None, seq: int, device: torch.d
     """Return the mask as tiles of BLOCK x BLOCK: empty, full or partial.
 
     flex_attention evaluates the rule only in partial tiles. Tiles are computed from their ranges of indices and
-    documents, without a host sync and without a tensor of size seq x seq. A tile is skipped only if it is certainly
-    empty, because document numbers may be in any order.
+    documents, without a host sync and without a tensor of size seq x seq. Document numbers may be in any order, so a
+    tile is skipped only if its ranges prove that it is empty.
     """
     index = torch.arange(seq, device=device)
     return _tiles(window, documents, index, index, visible(window, documents))
@@ -139,16 +142,16 @@ def _tiles(
 
 
 def _whole(index: Tensor) -> Tensor:
-    """Return a mask of the tiles of BLOCK tokens that lie wholly within the sequence: bool `[tiles]`.
+    """Return whether each tile of BLOCK tokens lies wholly within the sequence: bool `[tiles]`.
 
-    Only the length of `index`, one element per token, counts. In a tile that reaches past the end of the sequence,
+    index: one element per token; only the length is used. In a tile that reaches past the end of the sequence,
     flex_attention evaluates the mask function for each pair of tokens.
     """
     return torch.arange(BLOCK, len(index) + BLOCK, BLOCK, device=index.device) <= len(index)
 
 
 def _ranges(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (minimum, maximum) of each BLOCK consecutive tokens of `values` `[batch, tokens]`. Both are `[batch, tiles]`."""
+    """Return (minimum, maximum) of each tile of BLOCK tokens of `values` `[batch, tokens]`. Both are `[batch, tiles]`."""
     batch, tokens = values.shape
     # Padding with the last token's value changes neither minimum nor maximum.
     padded = torch.cat([values, values[:, -1:].expand(batch, -tokens % BLOCK)], dim=1).view(batch, -1, BLOCK)

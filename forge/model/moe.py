@@ -42,13 +42,13 @@ class Piecewise(nn.Linear):
 class MoE(nn.Module):
     """Mixture of experts: each token goes through the experts chosen by the router and through all shared experts.
 
-    The shared experts are computed as one feed-forward of their total width. The function is the same, with fewer and
+    The shared experts are computed as one feed-forward of their total width. The result is the same, with fewer and
     larger matrix products.
 
     With `latent_dim`, routed experts read and write a narrower latent, so dispatch moves narrower rows (LatentMoE,
     Elango et al. 2026, "Revisiting Efficiency-Accuracy Scaling in Mixture-of-Experts Architectures"). A projection to
-    the latent precedes dispatch. A norm, as in Kimi K3, and the projection back follow the weighted sum. Router and
-    shared experts read the stream.
+    the latent precedes dispatch. The weighted sum passes through a norm, as in Kimi K3, and is projected back. Router
+    and shared experts read the stream.
 
     `dispatch` and `experts` are extension points: expert parallelism replaces both. `rounding`, if not None, rounds the
     inputs of the experts and the gradients of their weighted sums.

@@ -60,7 +60,7 @@ def ahead_of(block: type[nn.Module]) -> type[nn.Module]:
 
 
 def look_ahead(tokens: Tensor, labels: Tensor, documents: Tensor | None, depth: int) -> Tensor:
-    """Return each module's input token and label at every position: int64 `[batch, seq, depth, 2]`.
+    """Return each MTP module's input token and label at every position: int64 `[batch, seq, depth, 2]`.
 
     tokens, labels (int64) and documents `[batch, seq]` must be whole sequences. A label beyond the end of its document
     or of the sequence is IGNORE.
@@ -79,7 +79,7 @@ def look_ahead(tokens: Tensor, labels: Tensor, documents: Tensor | None, depth: 
 
 
 def sums_with_ahead(model: Any, x: Tensor, labels: Tensor, ahead: Tensor, shared: Any) -> Tensor:
-    """Return the sums of `FusedLoss`, with the modules' losses added to the objective.
+    """Return the sums of `FusedLoss`, with the MTP modules' losses added to the objective.
 
     model: a Transformer. x: the model's hidden states `[batch, seq, dim]` after the final norm. ahead: from
     `look_ahead`.
@@ -95,7 +95,7 @@ def sums_with_ahead(model: Any, x: Tensor, labels: Tensor, ahead: Tensor, shared
 
 
 def hidden_ahead(model: Any, module: int, x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Run module number `module` (0: the first) for some tokens of a text. Return its hidden states `[batch, n, dim]`.
+    """Run MTP module number `module` (0: the first) for some tokens of a text. Return its hidden states `[batch, n, dim]`.
 
     x: hidden states of the previous module, `[batch, n, dim]`. tokens: for each position, the token `module` + 1 positions
     later, int64 `[batch, n]`. positions: int64 `[batch, n]`.
@@ -107,7 +107,7 @@ def hidden_ahead(model: Any, module: int, x: Tensor, tokens: Tensor, positions: 
 class _Averaged:
     """The model's loss plus `loss_coef` times the mean loss of the MTP modules. All other sums are the model's own.
 
-    hidden, labels: stacked, first the model's, then those of each MTP module.
+    hidden `[1 + modules, batch, seq, dim]`, labels `[1 + modules, batch, seq]`: of the model, then of each MTP module.
     """
 
     def __init__(self, model: Any):

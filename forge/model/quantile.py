@@ -19,10 +19,11 @@ BINS = 1000
 
 
 def count_required(scores: Tensor, experts: Tensor, bias: Tensor, valid: Tensor) -> Tensor:
-    """Return histograms of the required biases of one forward: int32 `[n_experts, BINS]`.
+    """Return the histogram of each expert's required biases in one forward: int32 `[n_experts, BINS]`.
 
-    scores `[batch, seq, n_experts]`. experts: the choices by scores + bias, int64 `[batch, seq, top_k]`. bias
-    `[n_experts]`. valid: the tokens to count, bool `[batch, seq]`.
+    With the required bias, an expert's biased score would equal the token's (k+1)-th highest. scores
+    `[batch, seq, n_experts]`. experts: the choices by scores + bias, int64 `[batch, seq, top_k]`. bias `[n_experts]`.
+    valid: the tokens to count, bool `[batch, seq]`.
     """
     cutoff = (scores + bias).scatter(-1, experts, -torch.inf).amax(-1, keepdim=True)
     low, width = _bins(bias.to(scores.dtype))
@@ -36,8 +37,9 @@ def count_required(scores: Tensor, experts: Tensor, bias: Tensor, valid: Tensor)
 def solve(counts: Tensor, biases: Tensor, top_k: int) -> Tensor:
     """Return the next biases, float32 `[routers, n_experts]`, with mean 0 in each router.
 
-    counts: histograms over all ranks, integers `[routers, n_experts, BINS]`. biases: the current biases, float32
-    `[routers, n_experts]`. A quantile is interpolated within its bin. A router without counted tokens keeps its biases.
+    A bias is the top_k / n_experts quantile of the expert's required biases, interpolated within its bin. counts:
+    histograms of required biases over all ranks, integers `[routers, n_experts, BINS]`. biases: the current biases,
+    float32 `[routers, n_experts]`. A router without counted tokens keeps its biases.
     """
     low, width = _bins(biases.double())
     upto = counts.cumsum(-1, dtype=torch.int64)

@@ -26,7 +26,10 @@ from forge.model.norm import promoted
 
 
 class DepthMix(nn.Module):
-    """The mix over depth before one attention, feed-forward or head, with its query `[dim]`."""
+    """The softmax-weighted mean of the saved streams and the current stream, read by one attention, feed-forward or head.
+
+    A learned query `[dim]` gives the scores.
+    """
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -47,7 +50,7 @@ class DepthMix(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A mixin that overrides how a block reads and writes the stream. List it before the block's class among the bases."""
+    """A mixin that gives a block attention residuals. List it before the block's class among the bases."""
 
     attention_branch: Any
     ffn_input: Any
@@ -63,7 +66,7 @@ class Mixed(nn.Module):
     def attend(self, x: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
         """Apply the attention half: stream x -> the new stream and the input of `ffn_branch`, all `[batch, seq, dim]`.
 
-        The caller must save x if the layer begins a block.
+        The caller must save x (`Shared.with_saved`) if the layer begins a block.
         """
         mix = x if self.attention_mix is None else self.attention_mix(x, shared.saved)
         out = self.attention_branch(mix, shared)
@@ -77,9 +80,9 @@ def mixed_of(block: type[nn.Module]) -> type[nn.Module]:
 
 
 class _Mix(torch.autograd.Function):
-    """Autograd function of the mix over depth.
+    """Autograd function of `DepthMix`.
 
-    Saved for backward: references to the streams, and two numbers per token and stream. Plain autograd would save
+    Saves for backward: references to the streams, and two numbers per token and stream. Plain autograd would save
     float32 copies of the streams.
     """
 

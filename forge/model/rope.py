@@ -57,7 +57,7 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
 
 
 def score_factor(scaling: RopeScalingConfig | None) -> float:
-    """Return the factor by which `mscale_all_dim` multiplies all attention scores (DeepSeek-V2's code, `yarn_get_mscale`)."""
+    """Return the factor of `mscale_all_dim` on attention scores; 1 without YaRN (DeepSeek-V2's code, `yarn_get_mscale`)."""
     if scaling is None or scaling.kind != "yarn" or scaling.factor <= 1.0:
         return 1.0
     return (0.1 * scaling.mscale_all_dim * log(scaling.factor) + 1.0) ** 2
@@ -101,8 +101,8 @@ def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tens
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate every pair of every head by its position's angle, in the wider of float32 and x's dtype. Return the dtype of x.
 
-    x `[batch, seq, heads, head_dim]`; cos, sin `[seq or batch x seq, 1, rope_dim / 2]`: the first rope_dim elements of each
-    head are rotated.
+    x `[batch, seq, heads, head_dim]`; cos, sin `[seq, 1, rope_dim / 2]` or `[batch, seq, 1, rope_dim / 2]`. Only the
+    first rope_dim elements of each head are rotated.
     """
     pairs = cos.shape[-1]
     first, second, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)

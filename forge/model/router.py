@@ -86,9 +86,9 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return experts and weights like `forward`, `sums` after this forward, and the values to add to `required`.
 
-        The method changes no state: recomputation must run the same compiled code as forward. noise `[batch, seq,
-        n_experts]` is added to the logits. Without a gradient, `sums` is returned unchanged. The last value is None if
-        there is nothing to add.
+        The method changes no state: recomputation runs the same compiled code as forward, and must not count a forward
+        twice. noise `[batch, seq, n_experts]` is added to the logits. Without a gradient, `sums` is returned unchanged.
+        The last value is None if there is nothing to add.
         """
         config = self.config
         logits, scores = self.score(x, noise)
@@ -142,14 +142,14 @@ class Router(nn.Module):
             best = _first_indices(groups, min(n_best, groups.shape[-1]))
             chosen = _first_indices(groups.gather(-1, best).sum(-1), config.n_limited_groups)
             open_groups = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(-1, chosen, True)
-            # Not 0, because 0 would beat a negative biased score.
+            # Not 0, because 0 would exceed a negative biased score.
             scores = groups.masked_fill(~open_groups.unsqueeze(-1), -torch.inf).flatten(-2)
         return _first_indices(scores, config.top_k)
 
     def _balance(
         self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, valid: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `weights`, the choices of each expert `[n_experts]`, and the balancing loss and z-loss, `[2]`.
+        """Return `weights`, the number of choices of each expert `[n_experts]`, and the balancing loss and z-loss, `[2]`.
 
         In backward, the returned `weights` also add the gradients of the balancing losses.
 
@@ -208,7 +208,7 @@ class Router(nn.Module):
 
     @property
     def dropped(self) -> Tensor:
-        """Return the choices beyond an expert's capacity since the last step, int64 `[]`."""
+        """Return the number of choices dropped since the last step (beyond an expert's capacity), int64 `[]`."""
         return self.sums[-1].to(torch.int64)
 
     def reset_state(self) -> None:
@@ -235,8 +235,8 @@ def update_routers(
     """Update the state of all routers by one optimizer step, and reset the sums.
 
     counts: choices of each expert in this step over all ranks, int64 `[routers, n_experts]`. skip: scalar, 1 in a
-    skipped step. required: for quantile balancing, the histograms of this step over all ranks, int32 `[routers,
-    n_experts, BINS]`.
+    skipped step, which only resets the sums. required: for quantile balancing, the histograms of this step over all
+    ranks, int32 `[routers, n_experts, BINS]`.
 
     With balance = bias, an expert's bias increases by bias_update_rate if the expert got less than an even share, and
     decreases if it got more (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for MoE"). Integer

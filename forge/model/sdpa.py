@@ -18,8 +18,8 @@ from forge.model.norm import promoted
 class SdpaAttention:
     """Attention by PyTorch's kernels: causal SDPA for a plain causal mask, else flex_attention on CUDA.
 
-    On a CPU, and for float64, which flex_attention does not support, SDPA takes a dense table. SDPA has no soft cap and
-    no sinks, so these are computed in plain operations instead.
+    On a CPU, and for float64 (not supported by flex_attention), SDPA takes a dense table. SDPA has no soft cap and no
+    sinks, so these are computed in plain operations instead.
     """
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:

@@ -51,7 +51,7 @@ class Block(nn.Module):
     def attend(self, x: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
         """Apply the attention half: x -> the stream and the input of `ffn_branch`, all `[batch, seq, dim]`.
 
-        The norm before a feed-forward belongs to this half, so that it is compiled if the feed-forward is a mixture.
+        This half includes the feed-forward's norm: in a block with experts, only this half is compiled.
         """
         x = x + self.attention_branch(x, shared)
         return x, self.ffn_input(x)
@@ -83,7 +83,7 @@ class PostNormBlock(Block):
         return self.attention_norm(self.attention(x, shared))
 
     def ffn_input(self, x: Tensor) -> Tensor:
-        """Return x."""
+        """Return x, because the norm comes after the feed-forward."""
         return x
 
     def ffn_branch(self, x: Tensor, shared: Shared) -> Tensor:
@@ -173,8 +173,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Run the model on `[batch, seq]` tokens. The first dimension of every tensor argument is the batch.
 
-        x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` if another part embeds. With attention
-        residuals     hidden states are `[1 + saved, batch, seq, dim]`: the stream, then the saved streams.
+        x: tokens int64 `[batch, seq]`, or hidden states `[batch, seq, dim]` if another part has the embedding. With
+            attention residuals, hidden states are `[1 + saved, batch, seq, dim]`: the stream, then the saved streams.
         labels: int64 `[batch, seq]`, IGNORE for positions without a target. With experts, parts without a head need
             labels too, because ignored tokens do not count in load balancing.
         positions: int64 `[batch, seq]`, below `seq_len`, used only by RoPE; None: 0, 1, ...

@@ -29,12 +29,14 @@ def build_optimizer(
     compiled: Compile | None = None,
     copies: Mapping[Tensor, Tensor] | None = None,
 ) -> Optimizer:
-    """Make the optimizer `config.name`, with an average of the weights if `config.ema` is above 0. May be collective.
+    """Make the optimizer `config.name`, with an average of the weights if `config.ema` is above 0.
+
+    Call on all ranks together: Muon and int8 moments may use collectives.
 
     group: ranks that together hold every element of the parameters, with the same list of shards on each rank; None:
-    only this process. Optimizers of whole matrices exchange parts of matrices over this group. compiled: compiler settings
-    for AdamW's update, also within Muon; None: do not compile. copies: parameter -> the same elements in the
-    compute dtype. The compiled update writes parameters and copies.
+    only this process. Optimizers that need whole matrices, e.g. Muon, exchange parts of matrices over this group.
+    compiled: compiler settings for AdamW's update, also within Muon; None: do not compile. copies: parameter -> the
+    same elements in the compute dtype. The compiled update writes parameters and copies.
     """
     shards = with_scales(shards, config)
     if compiled is None:

@@ -122,8 +122,9 @@ def update_elements(
     """Update elements `[rows, columns]` in place, like torch.optim.adamw with fused=True, in the dtype of `numbers`.
 
     rounded: the compute weights, which receive the new values in their own dtype; None: no such weights. noise: the
-    factors of both moments from `StochasticRounding.factors`; () without rounding. If SKIP_BIT is set in the first
-    factor, nothing changes. numbers: from `CompiledAdamW._numbers`.
+    factors of both moments from `StochasticRounding.factors`; () without rounding. numbers: from
+    `CompiledAdamW._numbers`. A skipped step changes nothing. The skip flag is SKIP_BIT of the first factor; without
+    noise, the last of `numbers`.
     """
     keep, share, decay_rate, square_share, eps, step_size, root, factor, skip = numbers.unbind()
     wide, skipped = numbers.dtype, (noise[0] >> SKIP_BIT if noise else skip) > 0

@@ -38,7 +38,7 @@ class Moments:
     def draw(self, updates: Tensor) -> None:
         """Generate the noise of the next update.
 
-        updates: number of past updates: a scalar, or one number per shard, of which the largest is used.
+        updates: number of past updates, a scalar or one number per shard; the largest is used.
         """
         if self.rounding is not None:
             self.rounding.draw(updates.max() if updates.dim() else updates)
@@ -50,7 +50,7 @@ class Moments:
     def write(self, shard: Shard, slot: str, wide: Tensor) -> None:
         """Store `wide`, the tensor returned by `read`.
 
-        May overwrite `wide`. If moments are not rounded, `wide` is the stored tensor itself.
+        May overwrite `wide`. If moments are not rounded, `wide` is the stored tensor itself and needs no copy.
         """
         if self.rounding is not None:
             self.rounding.copy_(self.stored[slot, shard.name], wide, shard, slot)

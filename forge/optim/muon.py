@@ -37,10 +37,11 @@ LEAST_MOMENT = 1e-10
 class Muon:
     """The update theta <- theta - lr * (weight_decay * theta + factor * O), with O the orthogonalised momentum.
 
-    A matrix is a global 2-D tensor or one expert of a 3-D tensor; with `split_heads`, one head of the query, key or
-    value projection. Orthogonalisation runs in float64 if storage is float64, otherwise in bfloat16 on CUDA and in
-    float32 elsewhere. Momentum is a mean of gradients, laid out like the parameter. One rank, the matrix's owner,
-    orthogonalises it. With second_moment = "neuron" the owner also holds the second moment of each row.
+    `optimizer.muon.adjust_lr` determines the factor. A matrix is a global 2-D tensor or one expert of a 3-D tensor;
+    with `split_heads`, one head of the query, key or value projection. Orthogonalisation runs in float64 if storage is
+    float64, otherwise in bfloat16 on CUDA and in float32 elsewhere. Momentum is a mean of gradients, laid out like the
+    parameter. One rank, the matrix's owner, orthogonalises it. With second_moment = "neuron" the owner also holds the
+    second moment of each row.
     """
 
     def __init__(
@@ -115,9 +116,9 @@ class Muon:
                 piece.mul_(of_rows.view(-1, *[1] * (piece.dim() - 1)))
 
     def bound_logits(self, logits: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Set the logits to bound in each step.
+        """Set the largest attention logits. Each step scales down the query and key weights of heads above `qk_clip`.
 
-        logits: parameter -> (largest logit per head, powers), see `LargestLogits`.
+        logits: parameter -> (largest logit of each head, powers), see `LargestLogits`.
         """
         self._logits = logits
 
@@ -136,7 +137,7 @@ class Muon:
         return result if self._rows is None else self._rows.normalize(result, batch, skip)
 
     def _factor(self, shard: Shard, heads: int) -> float:
-        """Return the factor of the learning rate that `adjust_lr` gives for the shape of the shard's matrices."""
+        """Return the learning-rate factor for the shape of the shard's matrices, by `optimizer.muon.adjust_lr`."""
         rows, columns = shard.global_shape[-2] // heads, shard.global_shape[-1]
         if self._keys.adjust_lr == "original":
             return sqrt(max(1, rows / columns))
@@ -196,7 +197,7 @@ class _RowMoments:
         }
 
     def normalize(self, matrices: Tensor, batch: MatrixBatch, skip: Tensor) -> Tensor:
-        """Divide each row of `[n, rows, columns]` by the square root of its moment. Then restore each matrix's norm.
+        """Divide each row of `matrices` `[n, rows, columns]` by the root of its moment. Then restore each matrix's norm.
 
         The paper scales to norm 0.2 sqrt(rows * columns). For an orthogonal matrix under match_rms_adamw, the two scales
         are equal.

@@ -28,7 +28,7 @@ class Optimizer(Protocol):
     - `follow(config)`: called by phases before a step, to change hyperparameters.
     - `scale_by(factor)`: receives the clip coefficient of the next step.
     - `bound_logits(logits)`: receives the largest attention logits (forge/parallel/logits.py).
-    - `copies`: parameter -> its compute weights, if each step writes these too.
+    - `copies`: parameter -> its copy in the compute dtype, if each step writes this copy too.
     """
 
     def step(self, lr: float, skip: Tensor) -> None:
@@ -40,7 +40,7 @@ class Optimizer(Protocol):
         """
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        """Yield (slot, shard, values) for all tensors. slot: name of the kind of state, e.g. the first moment.
+        """Yield (slot, shard, values) for each tensor of the state. slot: name of the kind of state, e.g. the first moment.
 
         shard: the parameter's shard, or a separate shard for state of another shape. Checkpoints save each tensor as
         `optimizer.<parameter>.<slot>` and load into `values` in place. All tensors must therefore exist from the start,
@@ -51,7 +51,7 @@ class Optimizer(Protocol):
         """Return the state that is not in `tensors`: JSON, equal on all ranks. May synchronise with the device."""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state`. Ignore unknown keys, e.g. of a former weight average."""
+        """Restore a result of `state`. Ignore unknown keys: optimizer.ema may have been on."""
 
 
 OptimizerClass: TypeAlias = Callable[[list[Shard], OptimizerConfig, ProcessGroup | None], Optimizer]
@@ -108,7 +108,7 @@ def with_scales(shards: Sequence[Shard], config: OptimizerConfig) -> list[Shard]
 
 
 def _of_groups(name: str, config: OptimizerConfig, key: str) -> float | None:
-    """Return `key` of the last group of `optimizer.groups` that matches `name` and sets `key`; None without one."""
+    """Return `key` of the last group of `optimizer.groups` that matches `name` and sets `key`; None if no group does."""
     for group in reversed(config.groups):
         value: float | None = getattr(group, key)
         if value is not None and any(fnmatchcase(name, glob) for glob in group.names):

@@ -1,6 +1,6 @@
-"""The holders of each matrix and its owner.
+"""Find the ranks that hold parts of each matrix (its holders), and choose its owner.
 
-Holders are the ranks with its parts; the owner is the holder that computes on it.
+The owner is the holder that computes on the whole matrix.
 
 Owners are chosen to balance the work over all ranks. An owner computes in several rounds, to limit its memory.
 """
@@ -109,10 +109,10 @@ class MatrixRun:
 def parts_of(
     boxes: Sequence[Box], shape: torch.Size, number: int, heads: int
 ) -> Iterator[tuple[MatrixPart, tuple[int, slice]]]:
-    """Yield (part, (index of its box in `boxes`, slice of the box's first dimension)) for all parts of matrices in `boxes`.
+    """Yield (part, location) for each part of a matrix in `boxes`.
 
-    number: index of the shard. shape: the shard's global shape. heads: number of matrices into which the rows of a 2-D
-    shard are divided.
+    location: (index into `boxes`, slice of that box's first dimension). number: index of the shard. shape: the shard's
+    global shape. heads: number of matrices into which the rows of a 2-D shard are divided.
     """
     for piece, box in enumerate(boxes):
         if len(shape) == 3:

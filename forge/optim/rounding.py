@@ -26,7 +26,7 @@ _POSITION = -7046029254386353131
 
 
 class StochasticRounding:
-    """Rounds `slots` of the optimizer state of `shards`, with layout-independent noise, in two cheap passes.
+    """Rounds the optimizer state `slots` of `shards` stochastically, with noise that does not depend on the layout.
 
     The noise of an element is the xor of one uniform number per dimension. Each number is a hash of (name, slot,
     dimension, global index along the dimension, number of updates). Noise is uniform, and independent between any two

@@ -9,7 +9,7 @@ from forge.config.schema import ScheduleConfig
 
 
 def planned_rate(config: Config, phases: Phases, step: int, tokens: int) -> float:
-    """Return the learning rate of update `step`, counted from 1. It is `learning_rate` with the peak of the phase.
+    """Return the learning rate of update `step`, counted from 1: `learning_rate`, with the phase's lr as its peak.
 
     tokens: number of tokens trained before the update. With `schedule.unit = "tokens"` the schedule counts tokens up to
     the end of the update.
@@ -69,9 +69,9 @@ def _shape(schedule: ScheduleConfig) -> str:
 
 
 def _remaining(shape: str, done: float) -> float:
-    """Return the factor f(p) of `learning_rate`, which falls from 1 to 0. shape: of the decay.
+    """Return the factor f(p) of `learning_rate`, which falls from 1 to 0.
 
-    done: p, its completed fraction.
+    shape: the shape of the decay. done: p, the completed fraction of the decay.
 
     linear: 1 - p. cosine: (1 + cos(pi p)) / 2 (Loshchilov and Hutter 2017, arXiv:1608.03983, without
     restarts). sqrt: 1 - sqrt(p) (the best decay after a plateau in Hägele et al. 2024, arXiv:2405.18392).

@@ -1,4 +1,4 @@
-"""All-to-alls that computation overlaps.
+"""All-to-alls that overlap with computation.
 
 `AsyncAllToAll.start` returns before the rows have arrived, and `finish` waits for them. Operators between the two run during
 the all-to-all. Backward mirrors this: the gradient's all-to-all starts in the backward of `finish`, and the backward of
@@ -27,7 +27,8 @@ Send: TypeAlias = Callable[[Tensor, dist.ProcessGroup, list[int], list[int]], Ar
 class AsyncAllToAll:
     """One all-to-all of rows `[sum(sends), dim]` over `group`. Call `start` and `finish` once each.
 
-    sends, receives: number of rows to and from each rank. send: used in forward. send_gradients: used in backward.
+    sends, receives: number of rows to and from each rank. send, send_gradients: start the transfer in forward and in
+    backward.
     """
 
     def __init__(

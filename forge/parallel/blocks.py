@@ -166,7 +166,7 @@ class BlockPolicy:
     def _lighten(self, module: nn.Module, forward: Any) -> Any:
         """Return `forward`, a forward of `module`, wrapped in offload or recomputation.
 
-        It then keeps less memory for backward.
+        The wrapped forward keeps less memory for backward.
         """
         if self._offload is not None:
             return self._offload.wrap(module, forward)
@@ -270,7 +270,7 @@ def _overloads(name: str) -> Iterator[Any]:
 
 
 def compiler_for(chosen: Compile) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator like torch.compile, with the settings of `chosen`. It compiles a function at its first call.
+    """Return a decorator like torch.compile, with the settings of `chosen`. Functions are compiled at their first call.
 
     Raises UserError for an unknown backend.
     """
@@ -342,8 +342,8 @@ def cast_at_borders(model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype], p
 
     dtypes: compute dtype of each parameter. policy: compute dtype of all other modules. The subtree receives
     floating-point arguments in its own compute dtype and returns results in `policy`. If the class of the subtree's root
-    sets `exact_output`, the results are not cast. If it sets `casts_in`, that method casts instead of forward, or with None
-    nothing casts. `model` never casts, because it takes tokens and returns losses.
+    sets `exact_output`, the results are not cast. If it sets `casts_in`, the method of that name casts instead of
+    forward; None: nothing casts. `model` never casts, because it takes tokens and returns losses.
     """
     for child in model.children():
         for subtree, compute in maximal_subtrees(child, dtypes):

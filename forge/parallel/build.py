@@ -135,7 +135,7 @@ class Builder:
 def check_names(config: Config, layout: Layout) -> None:
     """Raise UserError if the configuration names a module that the whole model lacks.
 
-    Each step checks its own names, but a pipeline stage has only some of the modules.
+    A pipeline stage has only some of the modules, so the steps applied to a stage cannot check all names.
     """
     model = build_meta_model(config)
     check_groups(model, config)

@@ -36,8 +36,8 @@ from forge.runtime import compat
 class AllToAllDispatcher:
     """A Dispatcher (forge/model/dispatch.py) for experts distributed over `group`.
 
-    Each rank has the same number of consecutive experts. parts: see the module docstring.
-    Calls are collective over `group`, in forward and in backward.
+    Each rank has the same number of consecutive experts. parts: number of parts of a microbatch's tokens, to overlap
+    transfers with computation. Calls are collective over `group`, in forward and in backward.
     """
 
     def __init__(self, group: dist.ProcessGroup, n_experts: int, parts: int = 1):
@@ -111,7 +111,7 @@ class RoundTrip:
 
 
 def split_tokens(parts: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return the tensors `[tokens, ...]` of each of `parts` consecutive parts of the tokens."""
+    """Split `tensors` `[tokens, ...]` along tokens. Return a tuple of tensors for each part."""
     if parts == 1:
         return [tensors]
     return list(zip(*(x.split(part_sizes(x.shape[0], parts)) for x in tensors), strict=True))
@@ -123,7 +123,7 @@ def part_sizes(tokens: int, parts: int) -> list[int]:
 
 
 def _side_by_side(numbers: list[Tensor]) -> Tensor:
-    """Return `[ranks, parts, ...]`, contiguous, for the numbers `[ranks, ...]` of each part."""
+    """Stack tensors `[ranks, ...]`, one per part, into one contiguous tensor `[ranks, parts, ...]`."""
     return torch.stack(numbers, 1) if len(numbers) > 1 else numbers[0].unsqueeze(1)
 
 
@@ -132,7 +132,7 @@ def _joined(outputs: list[Tensor]) -> Tensor:
 
 
 def exchange(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the all-to-all of `numbers` `[ranks, ...]` over `group`, in equal parts. Collective. Not differentiable."""
+    """Send row r of `numbers` `[ranks, ...]` to rank r. Return the received rows. Collective. Not differentiable."""
     return compat.start_all_to_all(numbers, group)()
 
 
@@ -153,7 +153,7 @@ class NodeDispatcher:
     """A Dispatcher for experts distributed over nodes. It sends a token to each node at most once.
 
     across: the ranks with this rank's local rank, one per node. within: the ranks of this node. Each rank has the same
-    number of consecutive experts, in the order of nodes and of ranks within a node. parts: see the module docstring.
+    number of consecutive experts, in the order of nodes and of ranks within a node. parts: as for `AllToAllDispatcher`.
     """
 
     def __init__(self, across: dist.ProcessGroup, within: dist.ProcessGroup, n_experts: int, parts: int = 1):
@@ -209,8 +209,9 @@ class NodeRoundTrip:
     The constructor starts sending the tokens' rows to nodes. Call the methods in the order of their definitions.
 
     part: (x `[tokens, dim]`, experts int64 `[tokens, top_k]`, weights `[tokens, top_k]`). visits: the plan that sorts
-    the tokens by node. arriving: number of rows from each rank of this node for each local expert, int64 `[ranks, local
-    experts]`. Each list: number of rows to and from each node, and to and from each rank of this node.
+    the tokens by node. arriving: number of rows from each rank of this node for each local expert, int64
+    `[ranks, local experts]`. to_nodes, from_nodes: number of rows to and from each node. to_ranks, from_ranks: number
+    of rows to and from each rank of this node.
     """
 
     def __init__(

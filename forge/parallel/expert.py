@@ -93,7 +93,7 @@ class PieceRoutedMoE(MoE):
         self.mesh, self.whole_stream = layout.meshes.tp, not layout.parallel.sequence_parallel
 
     def routed(self, x: Tensor, labels: Tensor | None) -> Tensor:
-        """Return the output of the chosen experts, shaped like x. Collective over tp if x is whole.
+        """Return the output of the chosen experts, shaped like x. Without sequence parallelism, collective over tp.
 
         x `[batch, seq / tp, dim]` under sequence parallelism, else `[batch, seq, dim]`, equal on every tp rank. labels
         `[batch, seq]`.

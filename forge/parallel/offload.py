@@ -9,9 +9,9 @@ meanwhile, and frees the storages at its end. Backward fetches a block's storage
 The last block's storages are still on the device when its backward begins, so they are not fetched. The host never waits:
 streams wait for events. The compute stream owns all memory, so the allocator frees it as without offload.
 
-Autograd may save several views of a storage, e.g. of queries and keys, and consecutive blocks may save the same storage,
-e.g. a mask: it is copied once. Kept on the device are parameters, including parameters gathered by FSDP2, tensor
-subclasses other than DTensor, and storages smaller than LEAST.
+Each storage is copied once, although autograd may save several views of it, e.g. of queries and keys, and consecutive
+blocks may save the same storage, e.g. a mask. Parameters (including those gathered by FSDP2), tensor subclasses other
+than DTensor, and storages smaller than LEAST stay on the device.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ PLAIN = (Tensor, FakeTensor)
 
 
 class HostMemory:
-    """Host buffers of offloaded storages, and the stream that copies. On a CPU: no stream, unpinned buffers.
+    """Host buffers of offloaded storages, and the stream of all copies. On a CPU: no stream, unpinned buffers.
 
-    Buffers are reused, by size. A buffer is free as soon as its tensor is no longer needed. A copy from the buffer may
-    still be running, because one stream runs all copies in order. PyTorch's cache of pinned memory does not know this
-    order: it would allocate more buffers while the host is ahead of the device.
+    Buffers are reused, by size. A buffer is free as soon as its tensor is no longer needed. A copy from it may still be
+    running: the next copy waits, because one stream runs all copies in order. PyTorch's cache of pinned memory does not
+    know this order: it would allocate more buffers while the host is ahead of the device.
     """
 
     def __init__(self, device: torch.device):
@@ -63,7 +63,7 @@ class HostMemory:
         self._free[size].append(buffer)
 
     def copy(self, pairs: Iterable[tuple[Any, Any]]) -> torch.cuda.Event | None:
-        """Copy the second tensor of each pair into the first, after the work issued so far. Return an event to `wait` for."""
+        """Copy the second tensor of each pair into the first, after the work issued so far. Return an event for `wait`."""
         if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)
@@ -123,7 +123,8 @@ class Distributed(NamedTuple):
 class SavedBlock:
     """The storages saved by one forward of a block. Only the block's Views keep this object and its storages alive.
 
-    before: the SavedBlock of the previous block. is_weight: takes a storage's key and returns whether it is a parameter's.
+    before: the SavedBlock of the previous block. is_weight: takes a storage's key and returns whether a parameter uses
+    this storage.
     """
 
     def __init__(self, memory: HostMemory, before: SavedBlock | None, is_weight: Callable[[int], bool]):
@@ -134,10 +135,7 @@ class SavedBlock:
         self.storages: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
 
     def pack(self, tensor: Tensor) -> Tensor | View | Distributed:
-        """Return the object that autograd keeps in place of `tensor`.
-
-        A tensor that stays on the device is returned itself.
-        """
+        """Return the object that autograd keeps in place of `tensor`: `tensor` itself if it stays on the device."""
         if isinstance(tensor, AsyncCollectiveTensor):
             # The operator that saves the result of a collective waits for it too.
             tensor = tensor.trigger_wait()
@@ -233,14 +231,14 @@ class Offload:
 
 
 def offloads(model: nn.Module) -> set[Offload]:
-    """Return the offloads of wrapped forwards in `model`."""
+    """Return the `Offload` objects of all wrapped forwards in `model`."""
     return {m.forward.offload for m in model.modules() if hasattr(m.forward, "offload")}
 
 
 def is_weight(module: nn.Module, key: int) -> bool:
     """Return whether `key` is the storage of a parameter of `module`.
 
-    Valid only for this moment, because FSDP2 replaces parameters during a forward.
+    The answer holds only at this moment, because FSDP2 replaces parameters during a forward.
     """
     return any(key == own for parameter in module.parameters() for own in _storages(parameter))
 

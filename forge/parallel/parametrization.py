@@ -45,7 +45,7 @@ from forge.model.linear_attention import ShortConvolution
 from forge.model.moe import SharedGate
 from forge.shard import Kind, Rates, Shard
 
-# The last matrix of a branch, before it is added to the stream, by model.norm_position.
+# The last weight of each branch, before the branch is added to the stream, by model.norm_position.
 BRANCH_ENDS = {
     "pre": re.compile(
         r"layers\.\d+\.(attention\.wo|feed_forward\.((shared\.|experts\.)?w2|from_latent))(\.|_|$)"
@@ -124,7 +124,7 @@ def factors(shard: Shard, config: Config) -> tuple[float, Rates]:
 
 
 def _multiplier(name: str, config: Config, width: float, depth: float) -> float:
-    """Return the parameter's multiplier (see the table in the module docstring): the product over all applicable rows."""
+    """Return the parameter's multiplier: the factor on its layer's output, from the table in the module docstring."""
     model = config.model
     embedding = (
         1 / sqrt(width) if model.scale_embeddings else 1.0

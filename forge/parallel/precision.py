@@ -76,7 +76,8 @@ def compute_dtypes(
 class Unit:
     """Modules whose parameters FSDP gathers together.
 
-    compute: dtype of the gather. experts: the modules are routed experts, in a unit of their own.
+    compute: the dtype in which FSDP gathers the parameters. experts: the modules are routed experts, in a unit of their
+    own.
     """
 
     modules: tuple[nn.Module, ...]
@@ -150,7 +151,7 @@ def uniform_units(
         sizes[key] += parameter.numel()
     if len(sizes) <= 1:
         return [Unit(tuple(modules), compute) for compute in sizes]
-    # Among dtypes with equally many elements, take the one whose first parameter comes last.
+    # Among dtypes with equally many elements, take the dtype whose first parameter comes last.
     rest = max(reversed(sizes), key=lambda key: sizes[key])
 
     borders: dict[nn.Parameter, Any] = {**keys, **dict.fromkeys(apart)}

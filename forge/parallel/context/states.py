@@ -69,7 +69,7 @@ class PassedStates:
     def _before(self, x: Tensor, tokens: int) -> Tensor:
         """Return the `tokens` tokens before each of this rank's chunks, `[2 batch, tokens, channels]`.
 
-        Zeros stand before the sequence. Collective. x `[batch, seq / cp, channels]`.
+        Positions before the sequence are zeros. Collective. x `[batch, seq / cp, channels]`.
         """
         ends = x.unflatten(1, (2, -1))[:, :, max(0, x.shape[1] // 2 - tokens) :]
         # A chunk shorter than the window is sent whole, and the window then spans several chunks.

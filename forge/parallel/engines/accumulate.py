@@ -21,9 +21,9 @@ from forge.shard import local
 class SummingReduceScatter:
     """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`. Its output includes earlier microbatches' gradients.
 
-    It then clears the earlier gradients, so that FSDP2 does not add them again. It leaves the addition to FSDP2 if the
-    earlier gradients are not views of one flat tensor with the output's dtype and size. This happens if the storage dtype
-    differs from the reduction dtype, or if a parameter got no gradient in a microbatch.
+    The earlier gradients are then cleared, so FSDP2 does not add them again. If they are not views of one flat tensor
+    with the output's dtype and size, FSDP2 adds them instead. This happens if the storage dtype differs from the
+    reduction dtype, or if a parameter got no gradient in a microbatch.
     """
 
     def __init__(self, unit: FSDPModule):
@@ -56,9 +56,10 @@ class SummingReduceScatter:
 
 
 def _flat(gradients: list[Tensor | None], like: Tensor) -> Tensor | None:
-    """Return the flat tensor of which all `gradients` are views; None if there is no such tensor like `like`.
+    """Return the flat tensor of which all `gradients` are views; None if there is none, or if it does not fit `like`.
 
-    The flat tensor has the gradients of all the unit's parameters. So if `like` has the same size, it has them all, too.
+    FSDP2 makes a unit's gradients views of one flat tensor. The tensor fits if it has the dtype, device and size of
+    `like`. Both then hold the same parameters.
     """
     views = [local(gradient) for gradient in gradients if gradient is not None]
     if len(views) < len(gradients) or any(

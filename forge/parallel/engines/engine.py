@@ -81,8 +81,8 @@ class DataParallel(Protocol):
 def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
     """Apply the engine of `parallel.data_parallel` to `model` (on the meta device), in place. Collective.
 
-    If no other rank shares this rank's parameters, fsdp2 has nothing to shard. Contiguous buffers then replace fsdp2:
-    they take the same memory, without hooks, casts and copies for gathering and reducing.
+    If no other rank shares this rank's parameters, fsdp2 has nothing to shard. Contiguous buffers then replace fsdp2,
+    unless they take more memory: they need no hooks, casts and copies for gathering and reducing.
     """
     parallel = layout.parallel
     if parallel.data_parallel != "fsdp2":

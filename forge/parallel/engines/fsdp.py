@@ -53,9 +53,8 @@ from forge.shard import Shard, local
 class FullySharded:
     """The `DataParallel` engine on FSDP2.
 
-    Shards `model`, on the meta device, in place. Units of experts are sharded over `meshes.fsdp_experts`, other units over
-    `meshes.fsdp`. Raises UserError if precision.fp32_modules is invalid for the model, or splits a compiled
-    block.
+    Shards `model` (on the meta device) in place. Units of experts are sharded over `meshes.fsdp_experts`, other units
+    over `meshes.fsdp`. Raises UserError if precision.fp32_modules is invalid for the model, or splits a compiled block.
     """
 
     name = "fsdp2"
@@ -122,13 +121,13 @@ class FullySharded:
             unit.set_reshard_after_backward(last or not stays, recurse=False)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Reduce weight gradients that a pipeline schedule computed separately, as the hooks of a backward do."""
+        """Reduce weight gradients as the hooks of a backward do, after a pipeline schedule has computed them separately."""
         for group in compat.fsdp_parameter_groups(self._root):
             group.post_backward()
         compat.end_fsdp_backward(self._root)
 
     def start_gradient_sync(self) -> None:
-        """Do nothing. FSDP2 reduces all units during the last backward and waits for them at its end."""
+        """Do nothing, because the last backward reduces all units and waits for the reductions."""
 
     def finish_gradient_sync(self) -> None:
         if self._replicated:
@@ -205,10 +204,10 @@ def _degree(mesh: DeviceMesh) -> int:
 
 
 def _experts_apart(layout: Layout) -> bool:
-    """Return whether routed experts are always units of their own.
+    """Return whether routed experts are always separate units.
 
-    This is so if their ranks are not those of the block, or if FSDP2 reshards blocks over fewer ranks, which it cannot do
-    with an expert's parameter that is split along dimension 1.
+    True if their ranks differ from the block's. Also true if blocks are resharded over fewer ranks: FSDP2 cannot
+    reshard an expert's parameter that is split along dimension 1.
     """
     parallel = layout.parallel
     return parallel.ep > 1 or parallel.tp > 1 or isinstance(parallel.reshard_after_forward, int)
@@ -240,9 +239,9 @@ def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: 
     """Return FSDP2's `reshard_after_forward`: True, False, or the number of ranks to reshard over.
 
     `auto` frees a sharded unit's gathered parameters after forward. Exceptions are the last units of forward (`last`),
-    which backward uses first, and every unit in a pipeline, where every microbatch would gather the parameters again. If
-    the key is a number, experts are freed: FSDP2 cannot reshard over fewer ranks if parameters are also split over ep.
-    degree: number of ranks sharding the unit.
+    which backward uses first, and every unit in a pipeline, where every microbatch would gather the parameters again.
+    If parallel.reshard_after_forward is a number, experts are freed: FSDP2 cannot reshard over fewer ranks if
+    parameters are also split over ep. degree: number of ranks sharding the unit.
     """
     choice = layout.parallel.reshard_after_forward
     if isinstance(choice, int) and experts:
@@ -256,7 +255,7 @@ def _reshard_after_forward(layout: Layout, degree: int, *, experts: bool, last: 
 def _set_prefetch(model: Transformer, groups: list[list[FSDPModule]], number: int) -> None:
     """Make FSDP2 gather the parameters of the next `number` units while a unit computes, in forward and in backward.
 
-    0: PyTorch's default, i.e. no explicit prefetch in forward and one unit in backward.
+    number = 0: PyTorch's default, i.e. no explicit prefetch in forward and one unit in backward.
     """
     if number == 0:
         return

@@ -49,8 +49,8 @@ def apply_float8(model: nn.Module, layout: Layout) -> None:
     With `float8_dispatch`, also round the rows of each dispatch. Layers in `float8_exclude` and layers of unsuitable size
     stay in precision.compute; the log names them.
 
-    Raises UserError if the hardware has no kernel and float8_emulate is false, if tensor parallelism cuts a block, if no
-    layer is left to convert, or if a pattern in `float8_exclude` matches no module.
+    Raises UserError if a pattern in `float8_exclude` matches no module, if no layer is left to convert, or if tensor
+    parallelism cuts a block. With float8_emulate = false, also if the hardware has no kernel.
     """
     precision = layout.precision
     if precision.float8_dispatch:
@@ -131,14 +131,14 @@ def compute_in_float8(model: nn.Module, precision: Precision, device_type: str) 
 def convert(
     model: nn.Module, layers: Iterable[str], experts: dict[str, Experts], form: Format, *, emulate: bool
 ) -> None:
-    """Convert the layers with these names, and `experts`, to products in `form`, in place."""
+    """Convert the linear layers named in `layers`, and `experts`, to products in `form`, in place."""
     products = products_for(form, emulate=emulate)
     hooks = count_hooks(model)
     for name in layers:
         convert_linear(model, name, products)
     for module in experts.values():
         convert_experts(module, products)
-    # Tensor parallelism lives in these hooks. Without them, every rank would silently take its part for the whole.
+    # Tensor parallelism lives in these hooks. Without them, every rank would silently treat its part as the whole.
     assert count_hooks(model) == hooks, "hooks were lost when linear layers were swapped"
 
 
@@ -201,7 +201,10 @@ def choose_experts(model: nn.Module, precision: Precision) -> dict[str, Experts]
 
 
 def check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Raise UserError for a pattern matching no module, unless the pattern is a default of the key."""
+    """Raise UserError for a pattern that matches no module.
+
+    Default patterns may match nothing. A pipeline stage is not checked.
+    """
     if not has_all_names(model):
         return
     names = [name for name, _ in model.named_modules() if name]
@@ -215,7 +218,7 @@ def check_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def _refuse_cut_blocks(layers: dict[str, nn.Linear], form: Format, tp: int) -> None:
-    """Raise UserError if tensor parallelism cuts a block. The scale of a cut block would differ from that in one process."""
+    """Raise UserError if tensor parallelism cuts a block. A cut block's scale would differ from its scale in one process."""
     split = {}
     for name, layer in layers.items():
         weight = layer.weight

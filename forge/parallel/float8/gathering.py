@@ -1,8 +1,7 @@
 """FSDP2 gathers weights of the block formats as codes and scales: one byte per weight instead of two.
 
-A shard holds whole blocks, so its codes equal those of the whole weight. FSDP2 calls two methods of `ShardedWeight`,
-its extension point for tensor subclasses. `fsdp_pre_all_gather` quantises the shard; `fsdp_post_all_gather` makes the
-gathered weight.
+A shard holds whole blocks, so its codes equal those of the whole weight. FSDP2 calls two methods of the tensor subclass
+`ShardedWeight`: `fsdp_pre_all_gather` quantises the shard; `fsdp_post_all_gather` makes the gathered weight.
 
     blockwise  square blocks serve the products of forward and backward
     mxfp8      forward sums over columns, backward over rows. The two directions need different codes, so each gathers
@@ -85,9 +84,9 @@ class ShardedWeight(torch.Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: tuple[int, ...], dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """Return the gathered weight and its tensors, for FSDP2 to free later.
+        """Return the gathered weight, and its tensors, which FSDP2 frees later.
 
-        With `out`, an existing GatheredWeight, update `out` instead and return None.
+        If `out`, an existing GatheredWeight, is given, update `out` instead and return None.
         """
         codes, scales = outputs
         if out is not None:
@@ -172,7 +171,7 @@ def gather_in_blocks(weights: dict[str, tuple[nn.Module, str]], form: Format, la
 def gather_plain(modules: tuple[nn.Module, ...]) -> None:
     """Make FSDP2 gather mxfp8 weights of `modules` in precision.compute, in place.
 
-    Forward and backward need different codes of these weights.
+    Call for modules that stay gathered until backward: backward needs other codes than forward.
     """
     for module in modules:
         for inner in module.modules():

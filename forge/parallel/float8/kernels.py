@@ -32,7 +32,7 @@ from forge.parallel.float8.torchao import quiet
 class BlockwiseKernels(Emulated):
     """`Products` of blockwise: GPU kernels for linear layers, emulation for experts.
 
-    native: the GPU has cuBLASLt's kernel.
+    native: True: use cuBLASLt's kernel (Hopper). False: use torchao's.
     """
 
     def __init__(self, form: Format, *, native: bool):

@@ -1,11 +1,11 @@
 """Rows that travel to routed experts as float8 codes (`precision.float8_dispatch`).
 
-DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.2, sends the inputs of experts, and the gradients of their outputs, in float8.
-The results of experts, and the gradients of their inputs, stay in precision.compute.
+DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.2, sends the inputs of experts, and the gradients of their outputs, in
+float8. The outputs of experts, and the gradients of their inputs, stay in precision.compute.
 
-`RoundedRows` rounds both in every layout, so the layout changes no result. Rounded values are codes times powers of two
-(mxfp8 in formats.py), so encoding them again loses nothing. Between nodes, `RoundedRows.send` sends codes and scales, 33
-bytes for 32 values.
+`RoundedRows` rounds these inputs and gradients in every layout, so the layout changes no result. Rounded values are
+codes times powers of two (mxfp8 in formats.py), so encoding them again loses nothing. Between nodes, `RoundedRows.send`
+sends codes and scales, 33 bytes for 32 values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BLOCK = MXFP8.along(-1)
 
 
 def send_in_float8(model: nn.Module) -> None:
-    """Make each mixture of experts in `model` round its rows, in place. A NodeDispatcher sends them as codes."""
+    """Make each mixture of experts in `model` round the rows of its dispatch. A NodeDispatcher sends them as codes."""
     layers = [layer for layer in model.modules() if isinstance(layer, MoE)]
     coded = 0
     for layer in layers:
@@ -61,7 +61,7 @@ class RoundedRows:
         return _RoundGradients.apply(rows, self.round)
 
     def send(self, rows: Tensor, group: dist.ProcessGroup, receives: list[int], sends: list[int]) -> Arrival:
-        """Start an all-to-all of `rows` as codes, a `Send` (forge/parallel/all_to_all.py). The received rows are rounded."""
+        """Start an all-to-all of `rows` as codes; a `Send` (forge/parallel/all_to_all.py). The received rows are rounded."""
         codes = compat.start_all_to_all(self.encode(rows), group, receives, sends)
         return lambda: self.decode(codes(), rows.shape[1], rows.dtype)
 

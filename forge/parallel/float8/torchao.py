@@ -37,7 +37,7 @@ def convert_with_torchao(
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
     for name, layer in chosen.items():
         carry_hooks(layer, model.get_submodule(name))
-    # Tensor parallelism lives in these hooks: without them every rank would silently compute a part for the whole.
+    # Tensor parallelism lives in these hooks: without them every rank would silently treat its part as the whole.
     assert count_hooks(model) == hooks, "hooks were lost when linear layers were swapped"
 
 

@@ -251,8 +251,8 @@ class _ProgramRun:
 class Messages:
     """Activations and their gradients between stages. A tensor is sent only if the neighbour stage is on another rank.
 
-    Each tensor is stored under the action that needs it. For F, the tensor is the input of the action's stage; for B, the
-    gradient of the stage's output. Only `take` waits, and only for the tensor it returns.
+    Each tensor is stored under the action that needs it. For F, the tensor is the input of the action's stage; for B,
+    the gradient of the stage's output. `take` waits only for the tensor it returns.
     """
 
     def __init__(self, model: PipelinedModel, device: torch.device):
@@ -298,8 +298,8 @@ class Messages:
     def _with(self, stage: int, key: str) -> dict[str, Any]:
         """Return the keyword arguments of a send or receive between this rank and the rank of `stage`.
 
-        They are the group of the two ranks and the other rank's index in this group. key: group_src or group_dst, the
-        name of the index.
+        They are the group of the two ranks and the other rank's index in this group. key: the argument for the index,
+        group_src or group_dst.
         """
         group = self._groups[self._rank_of[stage]]
         return {"group": group, key: 1 - group.rank()}

@@ -163,8 +163,8 @@ def split_evenly(layers: int, stages: int) -> list[int]:
 def split_by_cost(costs: Costs, stages: int) -> list[int]:
     """Return the number of layers of each stage, at least 1, such that the most expensive stage costs least.
 
-    Among equal splits, take the most even one (smallest sum of squared costs), then the one with more layers in the first
-    stages.
+    Among equally good splits, return the most even (smallest sum of squared costs). If several remain, return the split
+    with more layers in the first stages.
     """
     n_layers = len(costs.layers)
     assert 1 <= stages <= n_layers

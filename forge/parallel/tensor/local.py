@@ -32,7 +32,7 @@ from forge.parallel.step.collectives import (
 
 @dataclass(frozen=True)
 class ModulePlace:
-    """The position of a module in the model.
+    """The tensor-parallel mesh, and the placements around a module.
 
     stream: the placement of the residual stream: in pieces of the sequence, or whole on every rank. input, output: the
     placements of a linear layer's input (all features) and output. partial: True if the module processes only some of the
@@ -114,7 +114,7 @@ class LocalRouter(Router):
 
 
 class LocalMix(DepthMix):
-    """The mix over depth (`DepthMix`) for this rank's tokens. Its query is whole on every rank."""
+    """`DepthMix` for this rank's tokens. Its query is whole on every rank."""
 
     def __init__(self, plain: DepthMix, place: ModulePlace):
         with torch.device("meta"):

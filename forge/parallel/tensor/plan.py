@@ -122,9 +122,9 @@ PARTS: dict[type[nn.Module], tuple[tuple[str, ...], str]] = {
 def plan_for(model: nn.Module, layout: Layout) -> TensorPlan:
     """Return a dict from module name to style, for all modules that the plan matches.
 
-    The plan is `parallel.tp_plan` or, if that is "auto", the model's own. Raises UserError for a pattern matching no
-    module, a style unsuitable for its module, a plan that cannot be imported, and inconsistent projections of one
-    submodule.
+    The plan is `parallel.tp_plan` or, for "auto", the model's `tensor_plan` if it has one, else OWN. Raises UserError
+    for a pattern of `parallel.tp_plan` that matches no module, a style unsuitable for its module, a plan that cannot be
+    imported, and inconsistent projections of one submodule.
     """
     key, patterns = _patterns(model, layout)
     plan: TensorPlan = {}
@@ -149,7 +149,10 @@ def plan_for(model: nn.Module, layout: Layout) -> TensorPlan:
 
 
 def _is_foreign(name: str, module: nn.Module, plan: TensorPlan) -> bool:
-    """Return whether `module` has direct parameters that no style covers: no entry in STYLES, no ParallelStyle, no expert."""
+    """Return whether `module` has direct parameters that tensor parallelism cannot split or replicate.
+
+    It can do so for modules with an entry in STYLES, modules inside a module with a ParallelStyle, and experts.
+    """
     path = name.split(".")
     around = (plan.get(".".join(path[:end])) for end in range(1, len(path)))
     own = next(module.parameters(recurse=False), None) is not None
@@ -158,7 +161,7 @@ def _is_foreign(name: str, module: nn.Module, plan: TensorPlan) -> bool:
 
 
 def _patterns(model: nn.Module, layout: Layout) -> tuple[str | None, Mapping[str, Any]]:
-    """Return (configuration key, plan). The key is None for the model's own plan, whose patterns may match nothing."""
+    """Return (configuration key, plan). The key is None for the default plan ("auto"), whose patterns may match nothing."""
     chosen = layout.parallel.tp_plan
     if isinstance(chosen, dict):
         return "parallel.tp_plan", chosen
@@ -197,7 +200,7 @@ def _check_style(key: str | None, name: str, module: nn.Module, style: Any, layo
 
 
 def _check_part(name: str, part: nn.Module, plan: TensorPlan, tp: int) -> None:
-    """Check a submodule: all projections must be whole, or all split as colwise inputs and a rowwise output.
+    """Check a submodule: either all projections are whole, or the input projections are colwise and the output is rowwise.
 
     Raises UserError otherwise, or if tp does not divide the heads.
     """
@@ -225,7 +228,7 @@ def _check_part(name: str, part: nn.Module, plan: TensorPlan, tp: int) -> None:
 
 
 def _take_stream(part: nn.Module, place: ModulePlace) -> nn.Module:
-    """Return the submodule `part` unchanged, because its projections gather their own inputs."""
+    """Return the submodule `part` unchanged, because each of its projections gathers its input."""
     return part
 
 
@@ -324,7 +327,8 @@ def styles_of(module: nn.Module) -> dict[str | None, Apply]:
 def input_of(model: nn.Module, name: str, stream: Placement) -> Placement:
     """Return the placement of the input of linear layer `name`: `stream` in latent attention, else replicated.
 
-    Each rank has all features of its tokens in both cases. The output projection of latent attention is replicated, too.
+    In both cases each rank has all features of its tokens. The output projection of latent attention also has a
+    replicated input.
     """
     parent, _, leaf = name.rpartition(".")
     latent = isinstance(model.get_submodule(parent), LatentAttention) and leaf != "wo"

@@ -82,7 +82,7 @@ class BucketMemory:
 
 
 class Buffer:
-    """Memory for `plan` on `device`, all zeros. Its new parameters replace the model's `originals`.
+    """Memory for `plan` on `device`, all zeros, and new parameters in it, to replace the model's `originals`.
 
     microbatch_groups: groups over which each microbatch's gradients are summed before accumulation; only this rank's
     part of the sum is kept. Empty: gradients are summed once, after all microbatches.
@@ -148,7 +148,7 @@ class Buffer:
         return parameter, slot, _like(original, self.gradients[slot.start :][: prod(shape)].view(shape))
 
     def shards(self, meshes: Meshes) -> list[Shard]:
-        """Return this rank's part of each parameter: flat slices of `masters`. Their gradients are views of `gradients`."""
+        """Return this rank's shard of each parameter, a flat slice of the masters. Its gradient is a view of `gradients`."""
         for memory in self.buckets:
             gradients = own_part(memory.gradient, self.plan.groups.shard[len(memory.microbatch_groups) :])
             for placed in memory.parameters:

@@ -20,7 +20,7 @@ ProcessGroups: TypeAlias = Sequence[dist.ProcessGroup]
 
 
 def own_part(whole: Tensor, groups: ProcessGroups) -> Tensor:
-    """Return this rank's part of `whole` `[n]`, cut over the first of `groups`, then over the next; a view."""
+    """Return a view of this rank's part of `whole` `[n]`. Each group in turn cuts the part left by the groups before it."""
     for group in groups:
         whole = whole.view(group.size(), -1)[group.rank()]
     return whole
@@ -37,7 +37,7 @@ def address(tensor: Tensor) -> tuple[int, int]:
 def sum_to_parts(whole: Tensor, shard: ProcessGroups, replicate: ProcessGroups) -> Iterator[dist.Work]:
     """Sum `whole` over the ranks of all groups into `own_part(whole, shard)`.
 
-    Overwrites the rest of `whole`. Yields each collective.
+    Overwrites the rest of `whole`. Yields each started collective; the caller waits for it before taking the next.
     """
     for group in shard:
         part = own_part(whole, [group])
@@ -48,7 +48,7 @@ def sum_to_parts(whole: Tensor, shard: ProcessGroups, replicate: ProcessGroups) 
 
 
 def gather_parts(whole: Tensor, shard: ProcessGroups) -> Iterator[dist.Work]:
-    """All-gather every rank's `own_part` into `whole`. Yields each collective."""
+    """All-gather every rank's `own_part` into `whole`. Yields collectives as `sum_to_parts` does."""
     for number in reversed(range(len(shard))):
         outer = own_part(whole, shard[:number])
         yield compat.all_gather_into(outer, own_part(outer, [shard[number]]), shard[number])

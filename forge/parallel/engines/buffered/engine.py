@@ -133,7 +133,7 @@ class Buffered:
         self._gathering.finish()
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
-        """Yield (name, fingerprint, group) of the weights used since the last call, and of the weights to be used next.
+        """Yield (name, fingerprint, group) for each weight, over its values since the last call and its current values.
 
         All ranks of `group` must have the same fingerprint, an int64 scalar.
         """
@@ -164,10 +164,7 @@ class Buffered:
 
 
 def _needs(model: Transformer, names: dict[nn.Parameter, str]) -> Iterator[tuple[nn.Module, list[str]]]:
-    """Yield (module, names of parameters), in the order of forward.
-
-    The parameters must be gathered before the module runs.
-    """
+    """Yield (module, names of the parameters to gather before the module runs), in the order of forward."""
     parts = [model.embedding, *model.layers.values(), model.norm, model.head]
     needs = [(part, [names[p] for p in part.parameters()]) for part in parts if part is not None]
     of_parts = {name for _, own in needs for name in own}

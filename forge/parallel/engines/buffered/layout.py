@@ -33,7 +33,7 @@ class BufferItem:
 
 @dataclass(frozen=True)
 class Slot:
-    """Elements [start, stop) of the buffer."""
+    """The place of one parameter: elements [start, stop) of the buffer."""
 
     name: str
     start: int
@@ -42,7 +42,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, start + parts * part_numel) of the buffer."""
+    """Elements [start, start + parts * part_numel) of the buffer, sent in one collective. Each rank has one part."""
 
     start: int
     part_numel: int
@@ -88,7 +88,7 @@ def lay_out(items: Sequence[BufferItem], *, parts: int, bucket_numel: int) -> tu
 
 
 def default_bucket_numel(ranks: int) -> int:
-    """Return a bucket size, in elements, large enough to hide the latency of a ring of `ranks`.
+    """Return a bucket size, in elements, large enough to hide the latency of a ring of `ranks` ranks.
 
     The rule is Megatron-Core's (DistributedDataParallelConfig.bucket_size).
     """

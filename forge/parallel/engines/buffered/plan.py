@@ -24,9 +24,9 @@ class Groups:
     """Process groups for dense parameters, or for experts.
 
     Groups of one rank are left out. shard: groups over which gradients and optimizer state are sharded, outermost
-    first. shard_axes: the mesh axis of each such group. replicate: groups of ranks with replicas of a shard.
-    replicate_axes: the mesh axes of these groups. same_weights: group of ranks with equal compute weights; it may have only
-    this rank.
+    first. shard_axes: the mesh axis of each group in `shard`. replicate: groups of ranks with replicas of a shard.
+    replicate_axes: the mesh axes of these groups. same_weights: group of ranks with equal compute weights; it may have
+    only this rank.
     """
 
     shard: tuple[dist.ProcessGroup, ...]
