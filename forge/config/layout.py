@@ -183,7 +183,7 @@ class Precision(Section):
     """Number formats. Softmax, norms, rotary tables and the loss always use at least float32."""
 
     storage: Dtype = "float32"
-    """Format of the stored parameters. bfloat16 loses updates smaller than 1/256 of a weight."""
+    """Format of the stored parameters. bfloat16 loses updates smaller than 1/512 of a weight."""
     compute: Dtype = "bfloat16"
     """Format of parameters and activations in forward and backward."""
     reduce: Dtype = "float32"
