@@ -13,6 +13,6 @@ HYBRID = ("--parallel.dp_replicate=2", "--parallel.dp_shard=2")
 COPIES = {
     "pp 2, hsdp": (*PIPELINE, "--parallel.dp_replicate=2", "--parallel.dp_shard=1"),
     "pp 2, ddp": (*PIPELINE, "--parallel.data_parallel=ddp", "--precision.compute=bfloat16"),
-    "ep 2, hsdp": (*EXPERTS, *HYBRID, "--parallel.ep=2"),
+    "ep 2, hsdp": (*EXPERTS, *HYBRID, "--parallel.ep=2", "--parallel.ep_overlap=true"),
     "zero1, hybrid": (*HYBRID, "--parallel.data_parallel=zero1", "--precision.compute=bfloat16"),
 }
