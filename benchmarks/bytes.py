@@ -75,13 +75,12 @@ ACCUMULATION = ("first microbatch", "each other")
 
 
 class Traffic(TorchDispatchMode):
-    """A dispatch mode that counts bytes by `part` of the step and by operator, without collectives.
+    """A dispatch mode that counts bytes read and written, by `part` of the step and by operator, without collectives.
 
     masters: storages of the float32 parameters that fsdp2 gathers.
 
-    gradients: storages of the gradients during forward and backward; otherwise None. While `gradients` is set, the mode
-    counts only two kinds of operators: copies of `masters`, and writes to the gradients. A write includes the cast that
-    made the written values.
+    gradients: storages of the gradients during forward and backward; otherwise None. If set, only two kinds of operators
+    count: copies of `masters`, and writes to the gradients. The cast of the written values counts with the write.
     """
 
     def __init__(self, masters: set[int]) -> None:
@@ -116,7 +115,7 @@ class Traffic(TorchDispatchMode):
         return result
 
     def count_as(self, part: str, of: Any, method: str) -> None:
-        """Wrap `of.method`. From the start of each of its calls, operators count as `part` of the step."""
+        """Wrap `of.method`. After a call begins, all further operators count as `part` of the step."""
         call = getattr(of, method)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -132,7 +131,7 @@ class Traffic(TorchDispatchMode):
 def accesses(
     func: Any, args: Any, kwargs: dict[str, Any], result: Any
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return an operator's inputs, its in-place outputs, and its new outputs."""
+    """Return the tensors that an operator reads, the tensors that it writes in place, and its new results."""
     name = func._overloadpacket.__name__
     arguments = func._schema.arguments
     given = [
@@ -201,9 +200,9 @@ def _rows(device: torch.device, given: argparse.Namespace, overrides: list[str])
 
 
 def traffic_of(config_name: str, keys: tuple[str, ...], device: torch.device) -> Row:
-    """Return this rank's bytes read and written in one step with two microbatches, divided by the model's parameters.
+    """Return the bytes that this rank reads and writes per model parameter, in one step with two microbatches.
 
-    Key "bytes": by part of the step. Key "operators": by part and operator.
+    The key "bytes" has the bytes by part of the step, the key "operators" by part and operator.
     """
     config = configure(config_name, *keys)
     ranks = dist.get_world_size()

@@ -125,7 +125,7 @@ def _with_save(loop: ForgeLoop, device: torch.device) -> Save:
 
 
 def _resume(loop: ForgeLoop, rounds: int) -> dict[str, Any]:
-    """Time resumes from the newest checkpoint and bare reads of its files, in turns, with a cold page cache."""
+    """Time resumes from the newest checkpoint, and bare reads of its files. Both alternate, with a cold page cache."""
     checkpoints = loop.checkpoints
     step = checkpoints.latest(verify=False)
     assert step is not None

@@ -15,8 +15,8 @@ from forge.tools.plan.collectives import collective_of
 class Collectives(TorchDispatchMode):
     """A context manager that records `calls`, in order of issue, as (name, bytes of the largest tensor of the call).
 
-    Replaces PyTorch's CommDebugMode, whose module hooks fail in a second step with FSDP2. forge/tools/plan/collectives.py
-    gives the names. Collectives missing there keep the operator's name.
+    Replaces PyTorch's CommDebugMode, whose module hooks fail in a second step with FSDP2. The names are those of NAMES in
+    forge/tools/plan/collectives.py. Collectives missing there have the operator's name.
     """
 
     def __init__(self) -> None:

@@ -76,7 +76,7 @@ class Engine:
         self._losses.append(sums.cross_entropy / sums.tokens)
 
     def sent(self) -> tuple[dict[str, int], float]:
-        """Return the collectives of a step: name -> number of calls, and the MiB of all their tensors.
+        """Return a dict from each collective of a step to its number of calls, and the MiB of all their tensors.
 
         Collectives of at most 256 bytes are left out.
         """

@@ -1,4 +1,4 @@
-"""One GPU in ten minutes: the tests marked `gpu`, then 1B and 8B Llama-3 shapes and a mixture at 4096 tokens.
+"""One GPU in ten minutes: the tests marked `gpu`, then 1B and 8B Llama-3 shapes and a mixture of experts, at 4096 tokens.
 
     python benchmarks/gpu.py                       the tests, then as many rows as fit into --minutes
     python benchmarks/gpu.py --only "8b B 1x8"     rows with this text in their name, without the tests; may be repeated
@@ -222,15 +222,15 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> list[Row]:
 
 
 def _chooses(text: str, name: str) -> bool:
-    """Return whether `--only text` chooses row `name`: the row of this name, or every row whose name contains it."""
+    """Return whether `--only text` chooses row `name`. A row's full name chooses this row, other text each name with it."""
     return text == name if text in ROWS else text in name
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The plan of one row. needed: bytes at the peak. available: bytes of the GPU. kinds: the peak by kind.
+    """The plan of one row. needed: bytes at the peak. available: bytes of the GPU. kinds: bytes at the peak by kind.
 
-    tokens_per_second: planned speed; None for a bare loop, because plans are of forge's own step.
+    tokens_per_second: planned speed; None for a bare loop, because forge plans only its own step.
     """
 
     needed: int
@@ -251,7 +251,7 @@ class RowPlan:
 def plan_of(name: str, given: argparse.Namespace, overrides: list[str], hardware: Hardware) -> RowPlan:
     """Plan the memory and the speed of a row."""
     bare = bare_loop(name) is not None
-    # A bare loop has one copy of its weights.
+    # Plan a bare loop with "reshard", because it has only one copy of its weights.
     config = config_of(name + ", reshard" if bare else name, given, overrides)
     plan = make_plan(config, check_world(config, 1), hardware)
     needed = plan.worst.needed
@@ -313,7 +313,7 @@ def _attempt(name: str, given: argparse.Namespace, overrides: list[str]) -> Row:
         RuntimeError,
         NotImplementedError,
         ImportError,
-    ) as error:  # from the compiler, or for want of a kernel
+    ) as error:  # e.g. the compiler fails, or a kernel is missing
         return Row(name, f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
 
 

@@ -99,7 +99,7 @@ def settings_of(
 
 
 def joined() -> World:
-    """Return this process's rank on this machine. The first call joins the process group."""
+    """Return the World of this process; all ranks are on this machine. The first call joins the process group."""
     if not dist.is_initialized():
         join(read_world())
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -269,7 +269,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def why_no_bfloat16(device: torch.device) -> str | None:
-    """Return the reason for slow bfloat16 (minutes per step) on `device`; None if bfloat16 is fast."""
+    """Return the reason if bfloat16 is slow on `device` (minutes per step), otherwise None."""
     if device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
     return (
@@ -278,7 +278,7 @@ def why_no_bfloat16(device: torch.device) -> str | None:
 
 
 def why_no_llama() -> str | None:
-    """Return the reason to leave out transformers' Llama; None if it can take part."""
+    """Return the reason if transformers' Llama cannot take part, otherwise None."""
     return None if find_spec("transformers") else "transformers is not installed"
 
 
@@ -302,8 +302,8 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Measure the contenders of `make(folder)` in turns; return a row of JSON values for each. Collective.
 
-    A row has the seconds per step of each round, the losses, the tokens per step, and the seconds per step at the
-    device's peak FLOP/s (None if the peak is unknown). Raises UserError if a contender's loss does not fall.
+    A row has the seconds per step of each round, the losses, the tokens per step, and the seconds that a step would take at
+    the device's peak FLOP/s (None if the peak is unknown). Raises UserError if a contender's loss does not fall.
     """
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)

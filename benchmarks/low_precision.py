@@ -135,7 +135,7 @@ def _options(recipe: str, compute: str) -> list[str]:
 def gradient_noise(
     model: str, given: argparse.Namespace, overrides: list[str]
 ) -> dict[str, dict[str, float]]:
-    """Return the signal-to-noise ratio of each parameter's gradient, dB, by recipe and name.
+    """Return recipe -> parameter -> signal-to-noise ratio of the parameter's gradient, in dB.
 
     The gradients are of the first batch at the initial weights, in float32. Gradients without float8 are the reference.
     """
@@ -165,7 +165,7 @@ def gradient_noise(
 
 
 def _noise_table(found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Return a table of the ratios by kind of parameter, as ranges over layers."""
+    """Return a table of `gradient_noise` by kind of parameter, each as a range over layers. found: by model."""
     rows = []
     for model, of in found.items():
         kinds = dict.fromkeys(re.sub(r"layers\.\d+\.", "", name) for one in of.values() for name in one)
@@ -181,10 +181,10 @@ def _noise_table(found: dict[str, dict[str, dict[str, float]]]) -> str:
 
 
 def outliers(dim: int, tokens: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the signal-to-noise ratios, dB, of a linear layer's output and gradients, by size of an outlier channel.
+    """Return recipe -> size of the outlier -> output or gradient -> signal-to-noise ratio in dB, for a linear layer.
 
-    One of the `dim` input features is multiplied by the size. The reference is float64. The outlier's weight column is
-    zero. Otherwise the outlier's part of the output would hide the error.
+    The outlier is one of the `dim` input features, multiplied by its size. The reference is float64. The outlier's weight
+    column is zero. Otherwise the outlier's part of the output would hide the error.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, tokens, dim, generator=generator)

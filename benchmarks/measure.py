@@ -110,10 +110,10 @@ def take_turns(
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Return, by contender, the seconds of `clock` per step in each round.
+    """Return contender -> seconds per step in each round, measured by `clock`.
 
-    In a round every contender takes `steps` steps. Another contender starts in each round, so a drift of the machine's
-    speed affects all contenders equally. Before the first round, each contender takes `warmup` steps.
+    In a round every contender makes `steps` steps. Each round starts with another contender, so a drift of the machine's
+    speed affects all contenders equally. Before the first round, each contender makes `warmup` steps.
     """
     for contender in contenders:
         for _ in range(warmup):
@@ -202,8 +202,8 @@ def publish(
 
     timed: the results depend on the speed of the machine.
 
-    Raises UserError (exit 1) in two cases: `folder` is in the repository and the repository has uncommitted changes; the
-    results are timed and the machine was busy.
+    If `folder` is the folder of published results, raises UserError (exit 1) in two cases: forge is not a clean commit, or
+    the results are timed and the machine was busy.
     """
     print(table)
     require_publishable(folder, about, timed=timed)
@@ -213,7 +213,7 @@ def publish(
 
 
 def require_publishable(folder: Path, about: dict[str, Any], *, timed: bool) -> None:
-    """Raise UserError (exit 1) if `folder` has published results and `publish` would refuse. Call before long work."""
+    """Raise UserError (exit 1) if `publish` would refuse to write to `folder`. Call this function before long work."""
     if folder.resolve() == RESULTS:
         commit = about["versions"]["forge"] or ""
         if timed and is_busy(about):
@@ -246,7 +246,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def against_bar(bar: float | None, found: Spread | float) -> str:
-    """Compare a measurement with its bar, a minimum. Return met, missed, or undecided if the range includes the bar."""
+    """Return the bar (a minimum) and "met", "missed", or "undecided" if the measured range includes the bar."""
     if bar is None:
         return ""
     low, high = (found.low, found.high) if isinstance(found, Spread) else (found, found)

@@ -53,7 +53,7 @@ SIZE = ("--train.micro_batch_size=8",)
 
 
 def padded(experts: Experts, rows: Tensor, groups: RowGroups, *_held: Any) -> Tensor:
-    """Compute `Experts.compute` by batched matrix products, with every expert's rows padded to the largest number of rows.
+    """Replace `Experts.compute` by batched matrix products. Each expert's rows are padded to the largest number of rows.
 
     Synchronises with the device, because the host reads the largest number.
     """

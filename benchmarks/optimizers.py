@@ -48,19 +48,19 @@ OPTIMIZERS = {
 }
 TORCH, TORCH_FLOAT32 = "torch.optim.Muon", "torch.optim.Muon, float32"
 MIB = 2**20
-# Smallest accepted ratio of the update time of PyTorch's Muon to that of forge's Muon. For one process on a CPU, both with
-# float32 iterations.
+# Smallest accepted ratio (time of PyTorch's Muon) / (time of forge's Muon) of an update, for one process on a CPU, both
+# with float32 iterations.
 BAR = 1.0
 
 
 class Update:
-    """Updates by one optimizer, always with the gradient of one batch."""
+    """Updates by one optimizer, all with the same gradient."""
 
     def __init__(self, name: str, step: Callable[[], None]):
         self.name, self.step = name, step
 
     def sent(self) -> tuple[dict[str, int], float]:
-        """Return the collectives of an update: name -> number of calls, and the MiB of all their tensors.
+        """Return a dict from each collective of an update to its number of calls, and the MiB of all their tensors.
 
         Collectives of at most 256 bytes are left out.
         """
@@ -131,7 +131,7 @@ def _measure(
 
 
 def _with_gradients(config: Config, device: torch.device) -> tuple[ParallelModel, Any]:
-    """Return the model with the gradient of one batch, and the ranks among which matrices are divided for the update."""
+    """Return the model with the gradient of one batch, and the group of ranks that divide matrices for the update."""
     degrees = check_world(config, dist.get_world_size())
     meshes = make_meshes(degrees, device.type)
     model = build_parallel_model(config, meshes, device)
@@ -159,7 +159,7 @@ def _ours(config: Config, device: torch.device) -> Callable[[], None]:
 def _torchs(config: Config, device: torch.device, cast: bool) -> Callable[[], None]:
     """Return a step of torch.optim.Muon for the parameters of forge's Muon, and of torch.optim.AdamW for all others.
 
-    The gradients are those of forge's optimizers. cast: keep the bfloat16 iterations of PyTorch's Muon. False: float32.
+    The gradients are the same as for forge's optimizers. cast: PyTorch's Muon iterates in bfloat16. False: in float32.
     """
     shards = _with_gradients(config, device)[0].shards
     matrices: list[Tensor] = []

@@ -113,7 +113,7 @@ def _one(
 def _run(
     device: torch.device, argv: list[str], warmup: int, steps: int, threads: int
 ) -> list[dict[str, float]]:
-    """Return the median seconds of this rank's optimizer steps on random tokens. Collective."""
+    """Run optimizer steps on random tokens. Return the median, least and most seconds of this rank's steps. Collective."""
     torch.set_num_threads(threads)
     clock = time.process_time if torch.distributed.get_world_size() == threads == 1 else time.perf_counter
     config = load_config(argv)

@@ -3,8 +3,8 @@
     python benchmarks/published.py                  # all rows of benchmarks/published.toml; minutes
     python benchmarks/published.py --only "MPT"     # rows with this text in their name
 
-Prints a table in Markdown. Rows are sorted by tokens per second. The planner was fitted to every other row; the rest
-are held out.
+Prints a table in Markdown. Rows are sorted by tokens per second. The planner was fitted to rows 1, 3, 5, and so on. The
+other rows are held out.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "lion": ("--optimizer.name=lion", "--optimizer.betas=[0.9,0.99]"),
 }
 SMOOTHED = 10  # steps
-# Ratio of Lion's learning rates to those of the other optimizers, as recommended by Lion's authors.
+# Factor of the learning rates for Lion, as recommended by Lion's authors.
 SMALLER = {"lion": 0.2}
 Run = dict[str, Any]
 
@@ -108,7 +108,7 @@ def _tune(name: str, given: argparse.Namespace, overrides: list[str]) -> dict[st
 
 
 def train(what: str, config: str, steps: int, options: list[str]) -> Run:
-    """Run train.py. Return the final held-out loss, all losses and the seconds of the steps. UserError if the run fails."""
+    """Run train.py. Return the final held-out loss, all losses and seconds of steps. Raises UserError if the run fails."""
     with tempfile.TemporaryDirectory() as folder:
         own = [
             f"--run.output_dir={folder}",

@@ -104,7 +104,7 @@ def _case(folder: Path, fault: str, options: list[str]) -> dict[str, Any]:
         _wait_for(lambda: _last_step(run) > lost["step"])
         until_there = time.monotonic() - began
         recovered = _events(run, "recovered")[0]
-        # Seconds by kind of work, from the last goodput event with steps, which is an event of the launch before the fault.
+        # The last goodput event with steps is from the launch before the fault. It has the seconds by kind of work.
         of_launches = [event["seconds"] for event in _events(run, "goodput")]
         seconds = [one for one in of_launches if one.get("steps")][-1]
         share = seconds.get("save", 0.0) / (seconds["steps"] + seconds.get("save", 0.0))
@@ -123,7 +123,7 @@ def _two_nodes(
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start a meeting (rendezvous server) and two agents of one run in `folder`; end them after the body.
 
-    variables: variables of the environment.
+    variables: environment variables of the agents.
     """
     meeting, closed = Meeting(0), threading.Event()
     serving = threading.Thread(target=meeting.serve, args=(closed, 1.0), daemon=True)

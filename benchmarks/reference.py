@@ -107,7 +107,8 @@ def reference(given: argparse.Namespace, overrides: list[str]) -> None:
 def compare(curve: Curve, seed: int, published: list[Curve]) -> list[list[str]]:
     """Return one row of texts for each source: seed, source, final bits per byte, published interval, "equal" or "differs".
 
-    The interval predicts one further run. The variance of the published runs, pooled over the sources, gives its width.
+    The interval is the prediction interval for one further run. Its width comes from the variance of the published runs,
+    pooled over the sources.
     """
     last = max(curve[SOURCES[0]])
     values = {source: [one[source][last] for one in published] for source in SOURCES}
@@ -184,7 +185,7 @@ def _train(given: argparse.Namespace, options: list[str], inputs: dict[str, Any]
 
 
 def _curve_table(curves: dict[int, Curve]) -> str:
-    """Return a table with one row for each evaluation: per source, the mean of the seeds and their range."""
+    """Return a table with a row for each evaluation and a column for each source: mean and range over the seeds."""
     steps = sorted(next(iter(curves.values()))[SOURCES[0]])
     rows = []
     for step in steps:

@@ -245,7 +245,7 @@ def table(curves: dict[str, Curves]) -> str:
 
 
 def speeds(curves: Curves, step_tokens: int) -> dict[str, Spread]:
-    """Return the tokens per second of each package, as the spread over turns of TURN steps without the first turn.
+    """Return the tokens per second of each curve, as a Spread over turns of TURN steps. The first turn does not count.
 
     A curve of fewer than two turns is left out.
     """
@@ -274,7 +274,7 @@ def _losses(curves: dict[str, Curves]) -> dict[str, dict[str, list[float]]]:
 
 
 def _draw(curves: dict[str, Curves], file: Path) -> None:
-    """Draw the losses of each model; below, on a logarithmic scale, the differences from the first curve."""
+    """Draw the losses of each model, and below them the differences from the first curve, on a logarithmic scale."""
     from forge.tools.report.draw import Curve as Line  # needs matplotlib
     from forge.tools.report.draw import curves as draw
 

@@ -3,7 +3,7 @@
     python benchmarks/startup.py                          gloo on 2 to 32 processes, fake ranks of 64 to 8,192; five minutes
     python benchmarks/startup.py --worlds 8 --fake 1024
 
-The table also has PyTorch's init_device_mesh for forge's three views of the ranks, with a group per axis. The script
+For comparison, the table has three meshes of PyTorch's init_device_mesh with forge's axes and a group per axis. The script
 measures gloo twice. By default, all ranks of a group connect to each other at once. With TORCH_GLOO_LAZY_INIT=1, two ranks
 connect at their first message. The time includes the first all-reduce of each group. Rows of fake ranks show the work of
 one process among many, without connections. Prints the table and writes it, with date, versions and settings, to
@@ -95,7 +95,7 @@ def forge_meshes(degrees: Degrees) -> None:
 
 
 def mesh_per_view(degrees: Degrees) -> None:
-    """Make a mesh for each view of the ranks with init_device_mesh, without shared process groups. Collective."""
+    """Make the meshes for FSDP, experts and context parallelism with init_device_mesh. They share no groups. Collective."""
     d = degrees
     for shape in (
         (d.pp, d.dp_replicate, d.dp_shard * d.cp, d.tp),

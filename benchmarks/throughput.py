@@ -107,7 +107,7 @@ def _contenders(
     folder: Path,
     skipped: dict[str, str] | None,
 ) -> list[Contender]:
-    """Return the contenders. skipped: receives row -> reason for each impossible row; None: only rows with a bar."""
+    """Return the contenders. skipped: a dict to fill with impossible row -> reason; None: return only rows with a bar."""
     plain, bfloat16 = (
         configure(given.config, *overrides, f"--precision.compute={dtype}")
         for dtype in ("float32", "bfloat16")
@@ -143,7 +143,7 @@ def _contenders(
             RuntimeError,
             NotImplementedError,
             ImportError,
-        ) as error:  # from the compiler, or for want of a kernel
+        ) as error:  # e.g. the compiler fails, or a kernel is missing
             skipped[title] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return found
 

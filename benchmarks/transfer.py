@@ -5,9 +5,9 @@
 
 Makes whole runs of train.py, one after another. Trains the config's model with each learning rate, at each width with the
 first depth, and at each depth with the first width. The first width and depth are the base sizes of the parametrization.
-Prints the held-out losses. For each size, prints the distance on the grid between its best learning rate and that of the
-first size. Writes everything, with date, versions and settings, to benchmarks/results/. Other --section.key=value options
-override the config.
+Prints the held-out losses and, for each size, the distance between its best learning rate and the best of the first size,
+in places of the grid. Writes everything, with date, versions and settings, to benchmarks/results/. Other
+--section.key=value options override the config.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from scripts.options import Options, exit_code_of, positive
 
 MeasuredRates = list[list[float]]
 Action = Callable[[], object]
-# Returns the seconds of a call of an action.
+# Takes an action and returns the seconds of a call.
 Timer = Callable[[Action], float]
 Turns = Iterator[list[torch.Tensor]]
 # If a call takes this many seconds, skip larger sizes. On a CPU that is slow in bfloat16, they would take minutes.
@@ -229,11 +229,11 @@ def _operator_us(device: torch.device, timer: Timer, number: int = 100) -> float
 
 
 def _timer(device: torch.device, processes: int) -> Timer:
-    """Return a function that returns the median seconds of a call.
+    """Return a function that takes an action and returns the median seconds of a call.
 
-    On a GPU, many calls are timed together, so that the host launches the next while the GPU works. On a CPU, one process
-    with one thread is timed by its processor time, which excludes other work on the machine. Several processes need
-    wall-clock time, to include their mutual slowdown.
+    On a GPU, many calls are timed together, so that the host launches the next call while the GPU works. On a CPU, one
+    process with one thread is timed by its processor time, which excludes other work on the machine. Several processes are
+    timed by wall-clock time, which includes their mutual slowdown.
     """
     if device.type == "cuda":
         return lambda action: _median_of_many(action, clock_of(device))
@@ -242,7 +242,7 @@ def _timer(device: torch.device, processes: int) -> Timer:
 
 
 def _median_of_many(action: Action, clock: Callable[[], float]) -> float:
-    """Return the median seconds of a call, from readings after READING_S of calls."""
+    """Return the median seconds of a call. Read the clock only after READING_S seconds of calls."""
     calls = max(1, int(READING_S / median_s(action, clock)))
 
     def repeated() -> None:
@@ -268,7 +268,7 @@ def _link(card: bool, size: int) -> dict[str, float]:
         port = free.getsockname()[1]
     context = processes.get_context("spawn")
     answer = context.SimpleQueue()
-    # On a CPU, use two sizes of real steps. At such sizes, threads wake late. At a few bytes, they do not.
+    # On a CPU, use two sizes as in real steps. Threads wake late for such sizes, but not for a few bytes.
     sizes = (32 if card else size // 16, size)
     processes.spawn(_rank, (port, card, sizes, answer), nprocs=2)
     few, many = answer.get()

@@ -80,7 +80,7 @@ def exit_code_of_ranks(work: Callable[[Any], object], interrupted: str = "") -> 
 
 
 def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) -> Callable[[str], Number]:
-    """Return the `type` of an argparse option for numbers accepted by `holds`.
+    """Return the `type` of an argparse option for numbers of type `kind` for which `holds` returns True.
 
     allowed: description of these numbers in messages, after "must be".
     """
@@ -105,7 +105,7 @@ def add_trust_option(add: Callable[..., object]) -> None:
 
 
 def add_input_options(add: Callable[..., object]) -> None:
-    """Add the options for the input text: parameters of `find_corpus` and `read_documents`."""
+    """Add the options for the input text. They are arguments of `find_corpus` and `read_documents`."""
     add("--input", nargs="+", required=True, metavar="PATH", help="files, or directories to search")
     add(
         "--text-key", default="text", metavar="KEY", help="key of the text in JSONL and Parquet (%(default)s)"

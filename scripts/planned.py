@@ -27,7 +27,7 @@ class Planner:
         self._known: dict[tuple[str, int, str], dict[str, Any]] = {}
 
     def add(self, run: RunRecord) -> None:
-        """Set `run.plan` to the output of train.py --plan --json, or to {"problem": reason}. {} stays if it never started."""
+        """Set `run.plan` to the output of train.py --plan --json, or to {"problem": reason}. Skip runs that never started."""
         started = run.events_of("started")
         text = run.path / "config.toml"
         if not started or not text.is_file():

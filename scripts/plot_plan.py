@@ -95,7 +95,7 @@ def draw_memory(plan: dict[str, Any]) -> str:
 def _places(peaks: Sequence[dict[str, Any]]) -> list[float]:
     """Return the horizontal position of each peak.
 
-    The distance of neighbouring peaks is 1. The distance of the peaks of two layers is the difference of their numbers.
+    The distance of neighbouring peaks is 1. Between two layers it is the difference of the layers' numbers.
     """
     places: list[float] = []
     previous: int | None = None

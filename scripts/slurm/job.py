@@ -68,7 +68,7 @@ class RunSnapshot:
 
 @dataclass
 class JobHistory:
-    """Counts over the consecutive job runs of a job, up to the latest.
+    """Counts of the latest consecutive job runs of a job.
 
     failed: job runs with a failure. without_progress: job runs stopped or killed without a new checkpoint. newest: for an
     elastic job, the newest checkpoint at the end of the previous job run.
@@ -225,7 +225,7 @@ def check(argv: list[str], world: int) -> Config:
 
 
 def workers_per_node(environment: Mapping[str, str]) -> int:
-    """Return the number of workers per node: PROCESSES_PER_NODE, else the GPUs from Slurm or from nvidia-smi, else 1."""
+    """Return the number of workers per node: PROCESSES_PER_NODE if set, else the number of GPUs, 1 without a GPU."""
     for name in ("PROCESSES_PER_NODE", "SLURM_GPUS_ON_NODE"):
         if number := _number(environment, name, 0):
             return number
@@ -234,8 +234,8 @@ def workers_per_node(environment: Mapping[str, str]) -> int:
 
 def step(nodes: int, workers: int, argv: list[str], environment: Mapping[str, str]) -> list[str]:
     """Return the srun command of a step with one task per worker."""
-    # A worker's end must not end the others at once, because rank 0 may be writing its crash report. `--wait` ends workers
-    # that remain, later than SlurmdTimeout: until then Slurm detects a lost node and requeues the job.
+    # A worker's end must not end the others at once, because rank 0 may be writing its crash report. `--wait` ends the
+    # remaining workers, but only after SlurmdTimeout, so that Slurm first detects a lost node and requeues the job.
     timeout = re.search(r"SlurmdTimeout\s*=\s*(\d+)", _output_of("scontrol", "show", "config"))
     wait = max(120, int(timeout[1]) + 60 if timeout else 360)
     tasks = [f"--nodes={nodes}", f"--ntasks={nodes * workers}", f"--ntasks-per-node={workers}"]
@@ -256,7 +256,7 @@ def step_environment(workers: int, environment: Mapping[str, str]) -> dict[str, 
 
 
 def time_limit(config: Config, left_s: float) -> list[str]:
-    """Return train.py's argument for a stop before the job's time limit; empty if the configuration stops the run earlier.
+    """Return the argument with which train.py stops before the job's time limit; [] if the configuration stops it earlier.
 
     left_s: seconds left for the job.
     """

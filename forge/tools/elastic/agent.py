@@ -50,7 +50,7 @@ class Node:
     """Settings of an agent.
 
     least, most: smallest and largest number of nodes. processes: ranks on this node. meeting: "HOST:PORT" of the rendezvous
-    server. restarts: how often failed ranks are restarted at most. lost_after_s: seconds without a heartbeat after which a
+    server. restarts: largest number of restarts after a failed rank. lost_after_s: seconds without a heartbeat after which a
     node counts as lost. gather_s: seconds to wait for more nodes after `least` nodes have arrived. patience_s: seconds to
     wait for `least` nodes.
     """
@@ -88,7 +88,7 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
     """Run the ranks of this node with train.py's arguments `argv`. Return the exit code of the run.
 
     0: finished. 75: the run or this node was stopped. Otherwise the exit code of the first failed rank. Raises UserError if
-    no rendezvous server answers at `node.meeting`, if it has another secret, or if too few nodes arrive in time.
+    no rendezvous server answers at `node.meeting`, if the server has another secret, or if too few nodes arrive in time.
     """
     store = _meet(node.meeting)
     os.environ.pop(VARIABLE, None)  # do not hand the secret to the ranks
@@ -145,8 +145,8 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
 class _Agent(LocalElasticAgent):
     """PyTorch's elastic agent, with one change: after the loss of another node, it kills the ranks instead of stopping them.
 
-    Stopped ranks save first. After the loss of a node, the remaining ranks wait in a collective for the lost ranks, so they
-    cannot save.
+    Stopped ranks save before they exit. After the loss of a node, the ranks of this node cannot save, because they wait in a
+    collective for the lost ranks.
     """
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

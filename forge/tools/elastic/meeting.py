@@ -43,7 +43,7 @@ class Meeting:
         self.host, self.port = listening.getsockname()[:2]
         if own:
             secret = make_local_secret(self.port)
-        # Pass a listening socket: left to itself, the store would listen on all addresses.
+        # Pass a listening socket. Without it, the store would listen on all addresses.
         server = dist.TCPStore(
             self.host,
             self.port,

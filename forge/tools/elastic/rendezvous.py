@@ -24,8 +24,8 @@ from forge.runtime.errors import UserError
 
 RUN_ID = "forge"
 HEARTBEAT_S = 1
-# PyTorch reads the state at most once a second, so an agent sees a heartbeat up to SLACK_S late. A member that leaves by
-# itself has sent a heartbeat shortly before it leaves, unlike a lost member.
+# PyTorch reads the state at most once a second, so an agent sees a heartbeat up to SLACK_S late. Unlike a lost member, a
+# member that leaves by itself has sent a heartbeat shortly before.
 SLACK_S = 1.0
 POLL_S, PATIENT_S = 0.5, 10.0
 
@@ -35,9 +35,9 @@ class Rendezvous(DynamicRendezvousHandler):
 
     A round begins when the agents meet, includes the training that follows, and ends when they meet again.
 
-    PyTorch removes a silent member, but does not interrupt the other members: their ranks wait for the lost ranks in a
-    collective until the watchdog ends them. This class ends the round when a member is lost. The remaining agents then meet
-    again, as after the arrival of a new node.
+    PyTorch removes a member without heartbeats, but does not interrupt the other members. Their ranks would wait for the
+    lost ranks in a collective until the watchdog ends them. This class ends the round when a member is lost. The remaining
+    agents then meet again, as after the arrival of a new node.
     """
 
     _lost_after_s: int
@@ -77,9 +77,9 @@ class Rendezvous(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other agents, then wait until no rank of an earlier round holds the lock of the run directory.
 
-        All agents at the rendezvous have ended their own ranks. Only a rank of a lost node can therefore hold the lock: this
-        rank is still running, or the file system has not noticed its death. The first round does not wait: a lock held
-        then belongs to another run, and rank 0 refuses to start. Raises RendezvousTimeoutError after `patience_s`.
+        All agents at the rendezvous have ended their ranks. Only a rank of a lost node can therefore hold the lock: this
+        rank is still running, or the file system has not noticed its death. In the first round, do not wait: the lock would
+        belong to another run, and rank 0 refuses to start. Raises RendezvousTimeoutError after `patience_s`.
         """
         deadline = time.monotonic() + self._patience_s
         while True:
@@ -96,10 +96,10 @@ class Rendezvous(DynamicRendezvousHandler):
         return super().num_nodes_waiting() + self.has_lost_member()
 
     def has_lost_member(self) -> bool:
-        """Return whether the rendezvous has removed a silent member of this round, possibly this node.
+        """Return whether the rendezvous has removed a member of this round (possibly this node) for lack of heartbeats.
 
-        A member that left by itself does not count as lost: its ranks have ended, so the ranks of this node fail by
-        themselves and report the reason.
+        A member that left by itself does not count as lost. Its ranks have ended, so the ranks of this node fail, too, and
+        report the reason.
         """
         state, now = self._state_holder.state, time.monotonic()
         for node in state.participants:
@@ -112,10 +112,10 @@ class Rendezvous(DynamicRendezvousHandler):
         )
 
     def _is_free(self, deadline: float) -> bool:
-        """Wait until the lock of the run directory is free and return True.
+        """Wait until the lock of the run directory is free, and return True.
 
-        Return False if a node arrives or is lost meanwhile; the agents must then meet again. Raises RendezvousTimeoutError at
-        `deadline`.
+        Return False if a node arrives or is lost during the wait, because the agents must then meet again. Raises
+        RendezvousTimeoutError at `deadline`.
         """
         speak_at = time.monotonic() + PATIENT_S
         while holder := self._holder():

@@ -28,7 +28,7 @@ _MAC_BYTES = 32
 
 
 def read_secret(host: str, port: int, environment: Mapping[str, str] = os.environ) -> bytes:
-    """Return the secret of a run whose rendezvous server is at `host`:`port`, from the environment variable VARIABLE.
+    """Return a run's secret from the environment variable VARIABLE. host, port: address of the run's rendezvous server.
 
     If the variable is not set and `host` is a loopback address, read the secret from the private file written by
     `make_local_secret`. Raises UserError (exit 2) if there is no secret, or if the variable's value is too short.
@@ -84,8 +84,8 @@ class SignedStore(dist.Store):
     """A view of `store` with signed values: HMAC-SHA256 of key and value under `secret`.
 
     Reading a value without a valid signature raises UserError. Counters (`add`) have no signature, because the server
-    computes them; they are read as integers. A replayed older value of a key is accepted. A stranger with write access to
-    the store can thus stop a run, but cannot choose a value.
+    computes them. An older value of the same key has a valid signature. A stranger with write access to the store can thus
+    stop a run, but cannot choose a value.
 
     Keep a reference to this object. A `dist.PrefixStore` around a SignedStore does not keep the Python object alive.
     """

@@ -113,7 +113,7 @@ class Architecture:
     window_keys: tuple[str, ...] = ()
     """Their keys for the choice of sliding-window layers."""
     every_other_kind: int = 0
-    """n: if config.json has no layer_types, every n-th layer has full attention and all others a sliding window."""
+    """n > 0: if config.json has no layer_types, every n-th layer has full attention, the others a sliding window."""
     layer: Mapping[str, str] = field(default_factory=dict)
     """Modules of a layer, ours -> theirs, in addition to LAYER."""
     experts: tuple[str, str, str, str] = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
@@ -123,19 +123,19 @@ class Architecture:
     router_bias_is_2d: bool = False
     """The router bias has shape `[1, n_experts]`."""
     output_bias: bool = False
-    """attention_bias also gives the output projection a bias, exported as zeros if forge's model has none."""
+    """With attention_bias, the output projection has a bias, too. Exported as zeros if forge's model has none."""
     must_be: Mapping[str, Any] = field(default_factory=dict)
-    """Their key -> only supported value, in addition to MUST_BE. Exports omit values of false, the default."""
+    """Their key -> the only supported value, in addition to MUST_BE. Exports leave out a value of False, the default."""
     default_scaling: Mapping[str, Any] | None = None
     """rope_scaling if config.json has none."""
     rope_by_kind: bool = False
     """Sliding-window layers have their own rotary frequencies, without scaling."""
     shared_experts_always: bool = False
-    """A model without shared experts still has the tensors of shared experts, without elements."""
+    """A model without shared experts still has tensors for them, with a dim of size 0."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Their key -> value written by exports, because transformers' default has another meaning."""
     places: Callable[[ModelConfig, int], dict[str, HFPlace]] | None = None
-    """Returns the tensors of a layer with a layout unlike that of other classes (forge/tools/hf/fused.py)."""
+    """Returns the places of a layer's tensors whose layout differs from that of other classes (forge/tools/hf/fused.py)."""
     predicts_ahead: bool = False
     """The class has the modules of [model.mtp], stored as extra layers after the last layer."""
     partial_rope: bool = False

@@ -36,11 +36,11 @@ def export_weights(
 ) -> Conversion:
     """Write the model of `checkpoint` to the new folder `output`, for AutoModelForCausalLM and AutoTokenizer.
 
-    dtype: of the parameters; None: as stored. shard_bytes: size limit of a file; a larger tensor gets a file of its own.
-    tokenizer: include the checkpoint's tokenizer, if any.
+    dtype: of the exported parameters; None: as stored. shard_bytes: size limit of a file; a larger tensor gets a separate
+    file. tokenizer: include the checkpoint's tokenizer, if any.
 
-    Memory: up to three times the largest tensor of forge (a layer's fused experts, or the embedding). It has the tensor,
-    the stored piece being read, and a copy in another dtype.
+    Memory: up to three times the largest tensor of forge (a layer's fused experts, or the embedding), for the tensor, the
+    stored piece being read, and a copy in another dtype.
 
     Raises UserError if the checkpoint is damaged (exit 77), or if transformers has no class for the model or no format for
     the tokenizer (exit 2). Raises OSError if `output` cannot be written. After any error `output` does not exist.

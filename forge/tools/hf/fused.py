@@ -49,7 +49,7 @@ class HFPlace(NamedTuple):
 
 
 def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
-    """Return a dict from forge's tensor name, below `layers.N`, to its place in gpt-oss, for the layer `layer`.
+    """Return a dict from the name of forge's tensor (below `layers.N`) to the tensor's place in gpt-oss, for one layer.
 
     Tensors with the usual name and layout of transformers are left out.
     """
@@ -72,7 +72,7 @@ def gpt_oss_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
 
 
 def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
-    """Return a dict from forge's tensor name, below `layers.N`, to its place in Qwen3-Next, for the layer `layer`.
+    """Return a dict from the name of forge's tensor (below `layers.N`) to the tensor's place in Qwen3-Next, for one layer.
 
     Tensors with the usual name and layout of transformers are left out.
     """
@@ -107,9 +107,9 @@ def qwen3_next_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
 
 
 def join(parts: list[Tensor], rows: list[Rows], shape: tuple[int, ...]) -> Tensor:
-    """Fuse forge's tensors `parts` into one tensor of transformers of shape `shape`. Part i fills the rows `rows[i]`.
+    """Fuse forge's tensors `parts` into one tensor of transformers, of shape `shape`. Part i fills the rows `rows[i]`.
 
-    Rows at the end of a group that no part fills are zeros.
+    The rows left at the end of each group are zeros.
     """
     runs = [
         part.reshape(place.groups, place.stop - place.start, -1)

@@ -39,7 +39,7 @@ _SHOWN = 5
 def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_progress) -> Conversion:
     """Write a checkpoint of step 0 to `output`, with the weights and the tokenizer of the folder `source`.
 
-    Weights keep their dtypes. The checkpoint has no optimizer state. It serves checkpoint.init, generation and evaluation.
+    Weights keep their dtypes. The checkpoint has no optimizer state. Use it for checkpoint.init, generation and evaluation.
     Memory: twice the largest tensor of forge (a layer's fused experts, or the embedding).
 
     Raises UserError (exit 2), naming key, tensor or file, if forge cannot compute the model or if a part is missing or
@@ -64,7 +64,7 @@ def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_
         raise UserError(
             f"{described}: asks for {model['n_layers']} layers, but the folder has only {len(stored)} tensors"
         )
-    # Count the MTP modules by their tensors: config.json may state a number of modules whose tensors were not saved.
+    # Count the MTP modules by their tensors, because the tensors may be missing although config.json names the modules.
     if architecture.predicts_ahead and (depth := modules_ahead(stored, model["n_layers"])):
         model["mtp"] = {"depth": depth}
     embedding = stored.get(f"{architecture.prefix}{ENDS['embedding']}.weight")
@@ -179,11 +179,9 @@ def _match(
     stored: Mapping[str, Stored | Blocks | Scaled],
     ignored: tuple[str, ...],
 ) -> dict[str, torch.dtype]:
-    """Check that no tensor of transformers is missing or has a wrong shape.
+    """Check the names, shapes and dtypes of the tensors of transformers. Return the dtype of each tensor of forge, by name.
 
-    Return the dtype of each tensor of forge, by name.
-
-    Raises UserError that names the first problems, e.g. missing or unknown tensors.
+    Raises UserError that lists the first problems, e.g. missing or unknown tensors.
     """
     problems: list[str] = []
     dtypes: dict[str, torch.dtype] = {}
@@ -231,7 +229,7 @@ def _read(stored: list[Stored | Blocks | Scaled], shape: tuple[int, ...]) -> Ten
 
 
 class _LazyTensor(ShardTensor):
-    """A tensor for DCP. It is made when DCP writes it, and freed after the write. make: returns the values."""
+    """A tensor whose values exist only while DCP (torch.distributed.checkpoint) writes them. make: returns the values."""
 
     _make: Callable[[], Tensor]
 

@@ -47,7 +47,7 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 def write_linear(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of linear_attn_config: linear-attention layers, full-attention layers and gate_lower_bound.
 
-    Layers are numbered from 1. gate_lower_bound is minus the bound of decays; None without a bound.
+    Layers are numbered from 1. gate_lower_bound is -decay_bound; None if decays have no bound.
     """
     kinds = [model.kind_of(layer) for layer in range(model.n_layers)]
     bound = model.linear_attention.decay_bound if model.linear_attention else 0.0
@@ -59,7 +59,7 @@ def write_linear(model: ModelConfig) -> dict[str, Any]:
 
 
 def k3_places(model: ModelConfig, layer: int) -> dict[str, HFPlace]:
-    """Return a dict from forge's tensor name, below `layers.N`, to its place in Kimi K3, for the layer `layer`.
+    """Return a dict from the name of forge's tensor (below `layers.N`) to the tensor's place in Kimi K3, for one layer.
 
     Tensors with the usual name and layout of transformers are left out. Empty for a layer without linear attention.
     """

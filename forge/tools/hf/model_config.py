@@ -39,7 +39,7 @@ def read_model(
 ) -> dict[str, Any]:
     """Return [model] as a tree of keys, from the config.json `values`. source: the file named in errors.
 
-    Raises UserError (exit 2), naming the key of config.json, for a feature missing in forge.
+    Raises UserError (exit 2) for a feature missing in forge. The message names the key of config.json.
     """
     config = ConfigJson(values, architecture, source)
     for key, needed in (MUST_BE | dict(architecture.must_be)).items():
@@ -139,7 +139,7 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
 def choose_architecture(model: ModelConfig) -> Architecture:
     """Return the first architecture in ARCHITECTURES that can express `model`.
 
-    If there is none, raises UserError (exit 2) that lists the unsupported keys for the nearest architecture.
+    If none can, raises UserError (exit 2) that lists the keys of `model` not supported by the nearest architecture.
     """
     differences = {}
     for architecture in ARCHITECTURES:
@@ -159,7 +159,7 @@ def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
     try:
         back = ModelConfig.model_validate(read_model(write_model(model, architecture, 1), architecture))
     except UserError:
-        # `read_model` refuses a written config only for normalised expert weights with top_k = 1.
+        # The only written config that `read_model` refuses has normalised expert weights with top_k = 1.
         return ["model.moe.top_k = 1 (it would make every weight 1)"]
     there, here = _effective(back), _effective(model)
     if architecture.router_bias is not None:
@@ -260,7 +260,7 @@ def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_dense(config: ConfigJson, n_layers: int) -> tuple[int, int]:
-    """Return moe.n_dense_layers and moe.every such that they describe the layers with experts in `config`.
+    """Return the values of moe.n_dense_layers and moe.every that give the same layers with experts as `config`.
 
     Raises UserError if no such values exist.
     """

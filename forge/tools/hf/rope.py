@@ -127,10 +127,7 @@ def _read_scaling(config: ConfigJson, key: str, scaling: dict[str, Any]) -> dict
 
 
 def _attention_factor(scaling: dict[str, Any], factor: float) -> float | None:
-    """Return YaRN's attention factor by the rules of transformers.
-
-    None stands for the factor of the paper, forge's default.
-    """
+    """Return YaRN's attention factor by the rules of transformers; None if it is forge's default, the paper's factor."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     own, over_all = scaling.get("mscale"), scaling.get("mscale_all_dim")

@@ -104,11 +104,11 @@ class Planned(NamedTuple):
 def write_tensors(
     folder: Path, planned: Sequence[Planned], tensors: Iterable[Tensor], limit: int
 ) -> Iterator[int]:
-    """Write the tensors to files in `folder`, with an index if there are several files. Yield each written tensor's bytes.
+    """Write the tensors to files in `folder`, with an index if there are several files. Yield the size of each tensor.
 
-    tensors: iterator over the values of `planned`, in order. The next tensor is requested after the previous one is
-    written.
-    limit: size limit of a file in bytes; a larger tensor gets a file of its own.
+    Sizes are in bytes. tensors: iterator over the values of `planned`, in order. The next tensor is requested after the
+    previous one is written.
+    limit: size limit of a file in bytes; a larger tensor gets a separate file.
     """
     parts: list[list[Planned]] = [[]]
     room = limit

@@ -64,7 +64,7 @@ _GEMMA: dict[str, Any] = {
     },
 }
 
-# Ordered: an export takes the first class able to represent the model.
+# The order matters: an export takes the first class that can express the model.
 ARCHITECTURES = (
     Architecture("LlamaForCausalLM", "llama"),
     Architecture(

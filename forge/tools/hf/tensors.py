@@ -29,7 +29,7 @@ class Weight:
     ours: name of forge's tensor, of shape `shape`; None: forge has no such tensor, and an export writes `fill`.
     theirs: names of transformers' tensors, each of shape `their_shape`. Their concatenation is forge's tensor. Empty:
         transformers has no such tensor, and an import writes zeros.
-    is_state: the tensor is a state in forge, not a parameter. dtype: forge's dtype of a state.
+    is_state: forge's tensor is a buffer, not a parameter. dtype: forge's dtype of the buffer.
     heads: number of heads (or experts) with paired rows. Transformers stores the two rows of a pair as neighbours; forge
         stores the first rows of all pairs, then the second rows. 0: both store rows in the same order.
     first: first paired row of a head. All later rows of the head are paired, too.
@@ -184,11 +184,9 @@ def their_tensors(weights: list[Weight], read: Callable[[Weight], Tensor]) -> It
 def _parameter(
     model: ModelConfig, architecture: Architecture, name: str, shape: tuple[int, ...], prefix: str, inner: str
 ) -> Iterator[Weight]:
-    """Yield the Weight of parameter `name` in module `inner` of a layer.
+    """Yield the Weight of parameter `name` in module `inner` of a layer. prefix: the layer's name in transformers.
 
-    Then yield Weights of related tensors missing in forge.
-
-    A related tensor is e.g. a bias, exported as zeros. prefix: the layer's name in transformers.
+    Then yield Weights of related tensors of transformers that forge lacks, e.g. a bias. They are exported as zeros.
     """
     leaf = name.rpartition(".")[2]
     theirs = f"{prefix}.{(LAYER | dict(architecture.layer))[inner]}"
@@ -208,7 +206,7 @@ def _mix(name: str, dim: int) -> list[Weight]:
     """Return two Weights for the tensor `name`, the query `[dim]` with which attention residuals weight earlier outputs.
 
     In folders of Kimi K3, this query is the product of two tensors: a projection to one number, and the gain of a norm.
-    The first Weight covers the gain, the second Weight the projection and the product.
+    The first Weight exports a gain of ones. The second exports the query as the projection, and imports the product.
     """
     *layer, module, _ = name.split(".")
     theirs = f"model.layers.{layer[1]}.{LAYER_MIXES[module]}" if layer else f"model.{LAST_MIX}"
@@ -220,7 +218,7 @@ def _mix(name: str, dim: int) -> list[Weight]:
 
 
 def _rotated(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return a dict from projection to two numbers: its number of heads, and the first row of a head rotated by RoPE."""
+    """Return a dict from projection to (number of its heads, first row of a head that RoPE rotates)."""
     if model.latent is None:
         return {"attention.wq": (model.n_heads, 0), "attention.wk": (model.n_kv_heads, 0)}
     queries = (model.n_heads, model.latent.qk_nope_head_dim)
@@ -238,7 +236,7 @@ def _zeros(theirs: str, *shape: int) -> Weight:
 def _router_state(
     model: ModelConfig, architecture: Architecture, name: str, tensor: Tensor, prefix: str
 ) -> Weight:
-    """Return the Weight of a router's state: the bias on the choice of experts, or the counts, which transformers lacks."""
+    """Return the Weight of a router's buffer: the bias on the choice of experts, or the counts, which transformers lacks."""
     shape = tuple(tensor.shape)
     if not name.endswith(".bias") or architecture.router_bias is None:
         return Weight(name, shape, (), shape, is_state=True, dtype=tensor.dtype)

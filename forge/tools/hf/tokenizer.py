@@ -37,9 +37,9 @@ _ALSO_COPIED = ("added_tokens.json", "chat_template.jinja")
 
 
 def export_files(folder: Path) -> dict[str, bytes]:
-    """Return the content of files for AutoTokenizer, by name. They give the ids of forge's tokenizer in `folder`.
+    """Return the content of files for AutoTokenizer, by name. AutoTokenizer then gives the ids of the tokenizer in `folder`.
 
-    Encoding differs in one case: AutoTokenizer encodes the spelling of a special token in a text as this token. If forge's
+    There is one exception: if a text spells out a special token, AutoTokenizer encodes it as this token. If forge's
     documents begin with a special token, AutoTokenizer begins each text with this token. An existing tokenizer.json is
     changed only if it would begin texts with another token, or with none.
 
@@ -87,7 +87,7 @@ def _described(folder: Path) -> dict[str, bytes]:
 
 
 def _with_begin(files: dict[str, bytes], name: str) -> bytes:
-    """Return tokenizer.json, edited if transformers would otherwise begin texts with another token than forge.
+    """Return tokenizer.json. If transformers would begin texts with another token than forge, edit the post-processor.
 
     forge follows add_bos_token in the settings file; transformers follows the post-processor in tokenizer.json.
     """

@@ -26,8 +26,8 @@ def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
 
     Return the number of averaged and copied tensors.
 
-    ema: average the exponential moving averages (`optimizer.ema`) instead of the weights. State without a moving average,
-    e.g. a router's bias, is averaged directly.
+    ema: average the exponential moving averages (`optimizer.ema`) instead of the weights. For a tensor without a moving
+    average, e.g. a router's bias, average its values.
 
     Sums are float64. Results have the dtypes of the last checkpoint. Config, tokenizer and integer state, e.g. router
     counters, are copied from the last checkpoint. Each checkpoint is verified first.

@@ -32,9 +32,9 @@ _GROWTH = 128
 class CachedScores:
     """Next-token logits (`NextScores`) of `model`, an unsharded Transformer in this process.
 
-    If every text equals its previous call's text or has one more token, a call computes only the last tokens. Otherwise the
-    call rebuilds the cache. The model sees the last `model.seq_len` tokens of a text, at positions 0, 1, ..., as without a
-    cache. Each further token of a longer text shifts all positions, so the whole text is recomputed.
+    If every text is the same as in the previous call or has one more token, a call computes only the last tokens. Otherwise
+    the call rebuilds the cache. The model sees the last `model.seq_len` tokens of a text, at positions 0, 1, ..., as without
+    a cache. Each further token of a longer text shifts all positions, so the call rebuilds the cache.
 
     Memory per text, token and layer: 2 * kv_heads * head_dim numbers, or kv_lora_rank + qk_rope_head_dim with latent
     attention. A linear-attention layer has one state per text and head. Raises UserError for an attention module without
@@ -92,8 +92,8 @@ class CachedScores:
 class _LayerCache:
     """The attention function of one layer. Stores keys and values, `[texts, kv_heads, places, head_dim]` each.
 
-    places: None if the next call has whole texts. Otherwise the positions of the next call's tokens, one token per text;
-    the tokens attend to the stored keys.
+    places: positions of the next call's tokens, one new token per text, which attends to the stored keys. None: the next
+    call has whole texts.
     """
 
     def __init__(self, inner: AttentionFunction):
@@ -157,7 +157,7 @@ def _with_room(kept: Tensor, places: int) -> Tensor:
 
 
 class _LastScores(nn.Module):
-    """A replacement of the loss. Returns the logits of one token per text, and does not compute those of other tokens."""
+    """A replacement of the loss. Computes and returns only the logits of token `last` of each text."""
 
     def __init__(self, last: Tensor, soft_cap: float):
         super().__init__()

@@ -1,9 +1,9 @@
 """`DraftedScores`: speculative decoding of one text. Multi-token prediction modules draft tokens, and the model checks them.
 
-The model reads the last token and the draft in one forward. The forward gives the logits of the next token. As long as the
-generated tokens equal the drafted ones, the same forward also gives the logits of further tokens. Drafts never change the
-text; good drafts save forwards (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"). Keys
-and values of rejected tokens are overwritten. Linear-attention layers return to the state before the rejected tokens.
+The model reads the last token and the drafted tokens in one forward, which gives the logits after each of them. They are
+valid as long as the generated tokens equal the drafted tokens. Drafts never change the text; good drafts save forwards
+(Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"). Keys and values of rejected tokens are
+overwritten. Linear-attention layers return to the state before the rejected tokens.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from forge.tools.inference.states import TextStates
 class DraftedScores:
     """Next-token logits (`NextScores`) for one text. model: an unsharded Transformer in this process, with [model.mtp].
 
-    forwards: number of the model's forwards so far. With accepted drafts it is smaller than the number of generated tokens.
-    The model sees the last `model.seq_len` tokens of the text, as without drafts. A longer text is recomputed for every
-    further token.
+    forwards: number of the model's forwards so far; smaller than the number of generated tokens if drafts were accepted.
+    The model sees the last `model.seq_len` tokens of the text, as without drafts. If the text is longer, every further token
+    recomputes all of them.
 
     Raises ValueError for a model without multi-token prediction modules.
     """
@@ -90,7 +90,7 @@ class DraftedScores:
         """
         model, end = self._model, len(text) - 1
         # Modules look ahead by up to len(model.ahead) tokens, so in the previous call they may have read rejected drafts.
-        # Read that many tokens again.
+        # Let them read the last len(model.ahead) tokens again.
         begin = max(0, min(self._finished, end) - len(model.ahead))
         begin = _back_to(begin, self._caches[len(self._trunk) :])
         assert self._hidden is not None

@@ -28,7 +28,7 @@ class Measured:
     """The loss of a model on token data.
 
     loss: mean cross-entropy in nats over `tokens` labels, including the special tokens of documents. sequences: number of
-    windows read. text_bytes: bytes of UTF-8 of the labels' text, without special tokens; None if unknown.
+    windows read. text_bytes: size of the labels' text in bytes of UTF-8, without special tokens; None if unknown.
     bytes_from: source of text_bytes: "dataset.json" (counted by prepare_data) or "decoding" (of the labels).
     """
 
@@ -44,7 +44,7 @@ class Measured:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The bits of all labels divided by the bytes of their text; None if unknown. Comparable between tokenizers."""
+        """Loss of all labels in bits, divided by the bytes of their text; None if unknown. Comparable between tokenizers."""
         return self.loss * self.tokens / log(2.0) / self.text_bytes if self.text_bytes else None
 
 
@@ -59,7 +59,7 @@ def measure(
 
     sequences: number of windows, chosen as in the evaluation of a run; None: all windows, including a shorter last one.
     Each token is predicted at most once, from the earlier tokens of its window. progress: called with the number of tokens
-    done.
+    read so far.
 
     Raises UserError if the source has fewer than two tokens, or (exit 1) if the loss is not finite.
     """
@@ -97,8 +97,8 @@ def _text_bytes(
 ) -> tuple[int | None, str | None]:
     """Return `Measured.text_bytes` and `Measured.bytes_from` for the labels of `windows`."""
     tokenizer, seq_len = opened.tokenizer, opened.config.train.seq_len
-    # dataset.json counts the text of all tokens. Without a begin token, a first token has text but may be no label, so
-    # the labels must be decoded.
+    # dataset.json counts the text of all tokens. Without a begin token, a document's first token has text, but may not be a
+    # label. The labels must then be decoded.
     ends_are_special = tokenizer is None or tokenizer.bos_id is not None
     everything = len(windows) * seq_len >= source.tokens - 1
     if isinstance(source, TokenDataset) and everything and ends_are_special:
@@ -119,8 +119,8 @@ def _decoded_bytes(source: Source, tokenizer: Tokenizer, first: int, last: int, 
     """Decode tokens first + 1 to last, document by document. Return the size of the text in bytes of UTF-8.
 
     masked: leave out the first token of each document, which is not a label under data.document_mask. If tokens `first` and
-    first + 1 are in one document, both are decoded together, and the bytes of token `first` are subtracted. The reason is
-    that tokenizers drop a space at the start of a text.
+    first + 1 are in one document, decode both together and subtract the bytes of token `first`, because tokenizers drop a
+    space at the start of a text.
     """
     total = 0
     document: list[int] = []

@@ -111,7 +111,7 @@ def _find_undamaged(path: Path, verify: bool) -> Path:
 def _for_inference(config: Config, compute: str | None, context: int | None) -> Config:
     model = config.model
     if model.moe is not None:
-        # A capacity limit makes dropped tokens, and so a text, depend on the other texts of the batch.
+        # With a capacity limit, the dropped tokens, and with them a text, would depend on the other texts of the batch.
         exact = model.moe.model_copy(update={"capacity_factor": 0.0, "router_noise": 0.0})
         model = model.model_copy(update={"moe": exact})
     precision = config.precision.model_copy(update={"compute": compute} if compute else {})
@@ -120,10 +120,10 @@ def _for_inference(config: Config, compute: str | None, context: int | None) -> 
 
 
 def _build(config: Config, device: torch.device, found: Path, *, float8: bool) -> Any:
-    """Return the model with uninitialised weights, each in the dtype in which training computes.
+    """Return the model with uninitialised weights, each in the dtype in which training computes with it.
 
-    float8: multiply in `precision.float8`. Raises UserError, before any allocation, if the tensors of the checkpoint
-    `found` do not match its config.
+    float8: compute matrix products in `precision.float8`. Raises UserError, before any allocation, if the tensors and the
+    config of the checkpoint `found` do not match.
     """
     index = TensorReader(found).index()
     if config.model.n_layers > len(index.state_dict_metadata):

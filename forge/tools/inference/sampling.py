@@ -12,17 +12,17 @@ from torch import Tensor
 from forge.data.tokenizer import Tokenizer
 
 NextScores = Callable[[Sequence[Sequence[int]]], Tensor]
-"""Non-empty texts, as token ids -> logits of the next token of each text, `[texts, vocab]`."""
+"""Maps non-empty texts, as token ids, to the logits of the next token of each text, `[texts, vocab]`."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """The rule for choosing a token from logits.
 
-    temperature: above 0, draw from softmax(logits / temperature). At 0, take the likeliest token, with the lowest id among
-    equals. top_k: draw only from the k likeliest tokens; 0: all. top_p: of the remaining tokens, draw only from the
-    smallest set of likeliest tokens with total probability top_p. seed: the random number for position n of a text
-    depends only on (seed, n).
+    temperature: above 0: draw from softmax(logits / temperature). 0: take the likeliest token; of equally likely tokens, the
+    one with the lowest id. top_k: draw only from the k likeliest tokens; 0: all. top_p: of these, draw only from the fewest
+    likeliest tokens whose total probability is at least top_p. seed: the random number for position n of a text depends only
+    on (seed, n).
     """
 
     temperature: float = 0.0
@@ -40,9 +40,9 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Continue every prompt by at most `max_tokens` tokens. Yield, per step, a list with the new token of each text.
 
-    stop: called as stop(row, new tokens of the text) after each token. True ends the text, and its later entries are None.
-    A text depends only on its own prompt. Processes with equal scores choose equal tokens without communication. Collective
-    if `next_scores` is.
+    stop: called as stop(row, new tokens of the text) after each token. If it returns True, the text ends, and its later
+    entries are None. A text does not depend on the other prompts. Processes with equal scores choose equal tokens without
+    communication. Collective if `next_scores` is.
 
     Raises ValueError for an empty prompt and for scores that are not finite.
     """
@@ -108,7 +108,7 @@ def choose_token(scores: Tensor, sampling: Sampling, position: int) -> int:
     if sampling.top_p < 1.0:
         # Keep the token at which the sum reaches top_p, so that at least the likeliest token stays.
         cumulative = cumulative[: int((cumulative < sampling.top_p).sum()) + 1]
-    # Draw a uniform number in [0, 1) from a hash, independent of the version of a random generator.
+    # Draw a uniform number in [0, 1) from a hash. The numbers of a random generator might change with its version.
     key = hashlib.blake2b(f"{sampling.seed}:sample:{position}".encode(), digest_size=8).digest()
     draw = int.from_bytes(key, "little") / 2**64 * float(cumulative[-1])
     place = int(torch.searchsorted(cumulative, draw, right=True))
@@ -120,8 +120,8 @@ class TextStream:
     """Decode new tokens after a prompt incrementally: return their text as soon as it is final.
 
     The text of a token depends on earlier tokens: a character may take several tokens, and a tokenizer may drop a space
-    at the start of a text. New tokens are therefore decoded together with the last emitted ones. The text of an incomplete
-    character is held back. A character begun by the prompt and completed by new tokens belongs to the new text.
+    at the start of a text. New tokens are therefore decoded together with the last emitted tokens. The text of an incomplete
+    character is held back. If the prompt begins a character and new tokens complete it, it belongs to the new text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
@@ -131,7 +131,7 @@ class TextStream:
         self.text = ""
 
     def add(self, token: int) -> str:
-        """Add a token. Return the newly final text, which may be empty."""
+        """Add a token. Return the text that is now final, which may be empty."""
         self._waiting.append(token)
         new = self._new_text()
         return "" if not new or new.endswith("\ufffd") else self._emit(new)

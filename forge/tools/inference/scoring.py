@@ -33,10 +33,10 @@ def replaced(
 
 @torch.no_grad()
 def token_scores(model: Any, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each label, and whether the label is the likeliest token. Both are `[batch, seq]`.
+    """Return the log-probability of each label, and a mask of the labels that are the likeliest token; both `[batch, seq]`.
 
     tokens, labels: int64 `[batch, seq]`; labels are the next tokens. Log-probabilities are in nats; for the label IGNORE
-    they are 0. Their dtype is the wider of float32 and the compute dtype. The second result is bool.
+    they are 0. Their dtype is the wider of float32 and the compute dtype. The mask is bool.
     """
     with replaced(model, _TokenScores(model.loss.chunk_tokens, model.config.logit_soft_cap)):
         scores = model(tokens, labels)
@@ -44,19 +44,14 @@ def token_scores(model: Any, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Te
 
 
 class _TokenScores(nn.Module):
-    """A replacement of the loss.
-
-    Returns the log-probability of each label, and 1 if the label is the likeliest token, else 0.
-
-    Logits are computed for `chunk_tokens` tokens at a time.
-    """
+    """A replacement of the loss. Computes the logits of `chunk_tokens` tokens at a time."""
 
     def __init__(self, chunk_tokens: int, soft_cap: float):
         super().__init__()
         self._chunk_tokens, self._soft_cap = chunk_tokens, soft_cap
 
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
-        """Return `[2, batch, seq]`: the log-probability of each label, and 1 if the label is the likeliest token.
+        """Return `[2, batch, seq]`: the log-probability of each label, and 1 if the label is the likeliest token, else 0.
 
         hidden `[batch, seq, dim]`, head_weight `[vocab, dim]`, labels int64 `[batch, seq]`.
         """

@@ -1,4 +1,4 @@
-"""Caches of a linear-attention layer: per text, the recurrent state and the inputs in the convolution's window."""
+"""Caches of a linear-attention layer. They hold the recurrent state of each text, and the last inputs of the convolution."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Places(NamedTuple):
 class StateCache:
     """The `Recurrence` of one linear-attention layer, with a cached state per text. The caller sets `places` and `last`.
 
-    places: None if forward reads whole texts, padded at the end; it then caches the state after the last token of each
-    text. Otherwise the positions of one new token per text; forward reads these tokens and advances the cached states. A
-    text without a new token keeps its state.
+    places: positions of one new token per text. Forward reads these tokens and advances the cached states. If the position
+    of a text has not changed, its state stays. None: forward reads whole texts, padded at the end, and caches the state
+    after the last token of each text.
 
     last: position of the last token of each text, int64 `[texts]`; used for whole texts.
     """

@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 class TaskScores(Hook):
     """Score the model on `evaluate.tasks` every `evaluate.tasks_interval` steps, if the data has a tokenizer.
 
-    All ranks process the same questions, so any layout works; data-parallel ranks repeat the work. An error on all ranks
-    gives a warning, and the run continues. After an error on some ranks only, these ranks wait for the other ranks until
-    the watchdog ends all ranks. The constructor raises UserError for an unknown task, or if lm-eval is not installed.
+    All ranks process the same questions, so any layout works, but data-parallel ranks repeat the work. If all ranks have an
+    error, the hook warns and the run continues. If only some ranks have an error, they wait for the other ranks until the
+    watchdog ends all ranks. The constructor raises UserError for an unknown task, or if lm-eval is not installed.
     """
 
     def __init__(self, trainer: Trainer):

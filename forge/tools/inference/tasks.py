@@ -24,7 +24,7 @@ from forge.tools.inference import CachedScores, Sampling, TextStream, generate, 
 from forge.tools.inference.open import TrainedModel
 from forge.tools.inference.sampling import NextScores, padded, recomputed
 
-# Options of a task for the maximum answer length in tokens. The first option set by the task counts. Default: _LENGTH.
+# Options of a task for the maximum answer length in tokens. The first of these that the task sets counts. Default: _LENGTH.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _LENGTH = 256
 
@@ -40,8 +40,8 @@ def run_tasks(
 ) -> dict[str, dict[str, Any]]:
     """Run tasks on an opened checkpoint. Return task or group -> metric -> value, with the names of lm-eval.
 
-    num_fewshot: examples before each question; None: the task's own number. limit: number of first questions per task;
-    None: all. Raises UserError for an unknown task, or for a model without a tokenizer.
+    num_fewshot: examples before each question; None: as set by the task. limit: use only the first `limit` questions of each
+    task; None: all. Raises UserError for an unknown task, or for a model without a tokenizer.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"--include-path {include_path}: is not a folder")
@@ -52,7 +52,8 @@ def run_tasks(
 def find_tasks(tasks: Sequence[str], folder: str | None, key: str, folder_key: str) -> TaskManager:
     """Return a TaskManager of lm-eval for the tasks. folder: the user's own tasks, in addition to those of lm-eval.
 
-    Raises UserError for an unknown task. key, folder_key: options or keys named in the message.
+    Raises UserError for an unknown task. key, folder_key: names of the options or keys for `tasks` and `folder`, for the
+    message.
     """
     manager = TaskManager(include_path=folder)
     for task in tasks:
@@ -134,7 +135,7 @@ class Scorer(TemplateLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each text, in nats.
 
-        A text is cut into disjoint windows. The model predicts the first token of a window from only the token before it.
+        A text is cut into disjoint windows. The first token of a window is predicted from only the token before the window.
         """
         windows: list[tuple[Any, list[int], list[int]]] = []
         owners: list[int] = []
@@ -152,7 +153,7 @@ class Scorer(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return, per request, the continuation's log-probability in nats, and True if greedy decoding would generate it.
+        """Return (log-probability of the continuation in nats, True if greedy decoding would generate it) for each request.
 
         Raises UserError if a continuation is longer than the model's context.
         """
@@ -232,8 +233,8 @@ class Scorer(TemplateLM):
 def _sampling(options: dict[str, Any]) -> Sampling:
     """Return the sampling rule for the `options` of a task.
 
-    Decoding is greedy by default. It is random if the task sets do_sample = true, or sets a temperature and omits
-    do_sample.
+    Decoding is greedy by default. Tokens are drawn at random if the task sets do_sample = true, or if it sets a temperature
+    and omits do_sample.
     """
     temperature = float(options.get("temperature") or 0.0)
     if options.get("do_sample") is False:

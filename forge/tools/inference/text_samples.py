@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 class TextSamples(Hook):
     """Continue `evaluate.sample_prompt` every `evaluate.sample_interval` steps, and write the text to the metrics.
 
-    Nothing is sampled if the data has no tokenizer. An empty prompt needs a token at the beginning or end of documents.
-    Without such a token, the hook warns at the start and writes no samples.
+    Without a tokenizer, the hook does nothing. An empty prompt needs a tokenizer with a token for the beginning or the end
+    of documents. Without such a token, the hook warns at the start and writes no samples.
 
-    An error on all ranks gives a warning, and the run continues. After an error on some ranks only, these ranks wait for
-    the other ranks until the watchdog ends all ranks. Without this wait, collectives of different operations would be
-    paired.
+    If all ranks have an error, the hook warns and the run continues. If only some ranks have an error, they wait for the
+    other ranks until the watchdog ends all ranks. Without this wait, their next collective would be matched with another
+    collective of the other ranks.
     """
 
     def __init__(self, trainer: Trainer):
@@ -60,7 +60,7 @@ class TextSamples(Hook):
 def write_sample(trainer: Trainer, tokenizer: Tokenizer, prompt: list[int], step: int) -> str:
     """Generate a continuation of `prompt`, and return the text of both. prompt: at least one token id.
 
-    Collective. All ranks draw the same tokens. step: added to the seed run.seed.
+    Collective. All ranks draw the same tokens. The seed is run.seed + `step`.
     """
     config, model = trainer.config, trainer.model
     steps = generate(

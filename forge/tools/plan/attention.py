@@ -1,8 +1,8 @@
 """Attention as it runs on a GPU, for plans made on a CPU.
 
 GPU attention runs in fused kernels: PyTorch's own, or flex_attention. A kernel keeps queries, keys, values, the output
-and its logsumexp for backward. It computes only the scores inside the mask. A CPU has no such kernels, so the operator
-`attend` replaces each of them. It takes the number of scores as an argument and returns fake tensors. The block tables of
+and its logsumexp for backward. It computes only the scores inside the mask. A CPU has no such kernels, so `attend`
+replaces each of them. `attend` takes the number of scores as an argument and returns fake tensors. The block tables of
 flex_attention are small and not planned. Document lengths are unknown, so each sequence counts as one document.
 """
 
@@ -39,7 +39,7 @@ def on_gpu(attend: Any) -> Any:
 
 
 class PlannedAttention(SdpaAttention):
-    """Attention for plans. The mask's `table` is a number: the visible scores per head. None: causal attention."""
+    """Attention for plans. The mask's `table` is the number of visible scores per head; None: causal attention."""
 
     def prepare(self, mask: AttentionMask, x: Tensor) -> AttentionMask:
         seq = x.shape[1]
@@ -128,7 +128,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: int) -> tuple[Tenso
 
 
 def _by_token(x: Tensor, width: int) -> Tensor:
-    """Return a fake tensor `[batch, heads, seq, width]`, in memory `[batch, seq, heads, width]` like the kernels' output."""
+    """Return a fake tensor `[batch, heads, seq, width]` with the kernels' memory layout, `[batch, seq, heads, width]`."""
     batch, heads, seq, _ = x.shape
     return x.new_empty((batch, seq, heads, width)).transpose(1, 2)
 

@@ -37,9 +37,9 @@ class Collective:
     size: int
     group: str = ""
     background: bool = False
-    """Whether the collective is asynchronous and the trace does not see the wait for it, as with FSDP's collectives."""
+    """Whether the trace does not see the wait for the asynchronous collective, as with FSDP's collectives."""
     meanwhile: tuple[tuple[Work, int], ...] = ()
-    """Operators between the call and the wait for its result, and the number of each."""
+    """(operator, number of its calls) for the operators between the collective's call and the wait for its result."""
 
     @property
     def overlaps(self) -> bool:
@@ -50,7 +50,7 @@ class Collective:
 def collective_of(func: Any, args: Any, kwargs: Any = None) -> Collective | None:
     """Return the collective called by the operator `func`; None if `func` is not a collective.
 
-    The collective's kind is looked up in NAMES. An operator missing there gives its own name as the kind.
+    NAMES has the collective's kind. For an operator missing in NAMES, the kind is the operator's name.
     """
     if func.namespace not in _NAMESPACES or (name := func._overloadpacket.__name__) in _NOT_SENT:
         return None
@@ -74,7 +74,7 @@ def _group_name(leaves: list[Any]) -> str:
 
 
 def axes_of(meshes: Meshes) -> dict[str, str]:
-    """Return a dict from a process group's name to its mesh axis. If axes share a group, the first in the list wins."""
+    """Return a dict from a process group's name to its mesh axis. If axes share a group, the first in `named` counts."""
     d = meshes.degrees
     fsdp = "dp_shard" if d.cp == 1 else "dp_shard x cp"
     named: list[tuple[str, Any]] = [

@@ -74,8 +74,8 @@ def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) 
 def largest(config: Config) -> Config:
     """Return `config` without phases, with the step sizes of the phase that needs the most memory.
 
-    This is the phase with the largest microbatch. train.steps becomes the run's tokens divided by the tokens of such a
-    step, rounded up. A `config` without phases is returned unchanged.
+    This is the phase with the largest microbatch. train.steps becomes the run's tokens divided by the tokens of a step in
+    this phase, rounded up. A `config` without phases is returned unchanged.
     """
     if not config.phase:
         return config

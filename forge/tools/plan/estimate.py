@@ -1,11 +1,12 @@
 """Estimate the time of a step: traced operators by a roofline model, collectives by the bandwidth and latency of links.
 
 An operator takes the longer of two times: its FLOPs at the GPU's peak, and its bytes at the memory bandwidth. The
-efficiencies in `Hardware` say what share of these peaks is reached; docs/internals/plan-accuracy.md names the published
-runs used to fit them. Computation hides a collective, and slows down by a share of its time. Any computation of a
-microbatch hides FSDP's collectives. Only operators between its call and the wait for its result hide another collective.
-On a CPU no collective is hidden, because the same cores move bytes and compute. The copies of activation offload are
-hidden up to the duration of all other work of the same phase, forward or backward.
+efficiencies in `Hardware` are the shares of peak and bandwidth that operators reach; docs/internals/plan-accuracy.md names
+the published runs used to fit them. A collective hidden by computation lengthens the computation by a share of the
+collective's time. FSDP's collectives are hidden by any computation of the microbatch. Other collectives are hidden only by
+operators between the call and the wait for its result. On a CPU no collective is hidden, because the same cores move bytes
+and compute. The copies of activation offload are hidden up to the duration of all other work of the same phase, forward or
+backward.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FUSED = 0.44
 
 @dataclass(frozen=True)
 class Pace:
-    """Factors from planned to actual duration: one for computation, one for collectives."""
+    """Factors by which planned durations are multiplied. compute: of computation. links: of collectives and copies."""
 
     compute: float
     links: float
@@ -58,7 +59,7 @@ class Spent:
         return max(self.compute + self.waiting, self.background, self.node, self.network, self.host)
 
     def with_exposed_copies(self) -> Spent:
-        """Return a copy with `waiting` at least the part of `host` that computation does not hide."""
+        """Return a copy in which `waiting` is at least `host` - `compute`, the part of `host` not hidden by computation."""
         return replace(self, waiting=max(self.waiting, self.host - self.compute))
 
     def __add__(self, other: Spent) -> Spent:
@@ -79,8 +80,8 @@ def time_of(
 ) -> StepTime:
     """Return the time of the traced step.
 
-    config: the run's own. The trace runs without compilation and without float8 products, so both effects are estimated.
-    ranks_of: name of a process group -> its ranks.
+    config: the run's configuration. The trace runs without compilation and float8 products, so the effects of both are
+    estimated. ranks_of: name of a process group -> its ranks.
     """
     spent: dict[tuple[str, int], Spent] = defaultdict(Spent)
     float8 = products_in_float8(config, hardware)

@@ -75,9 +75,9 @@ def _send(*args: Any, **kwargs: Any) -> Any:
 
 
 class FakeRank:
-    """The model and optimizer of one rank. Construct and use it inside `fake_ranks`.
+    """The model and optimizer of one rank. Construct and use a FakeRank inside `fake_ranks`.
 
-    load: tokens received by this rank's experts, divided by their number under an equal load of all experts.
+    load: tokens received by this rank's experts, as a multiple of an equal share.
     card: plan attention, norms and routers as on a GPU. optimizer: False leaves out the optimizer's state and work.
     """
 
@@ -131,14 +131,14 @@ class FakeRank:
         return report.bytes
 
     def buckets(self) -> int:
-        """Return the number of buckets of the buffered engines (ddp, zero1, zero2); 0 for another engine."""
+        """Return the number of buckets of an engine with buffers (ddp, zero1, zero2); 0 for fsdp2."""
         buffers = [buffer for engine in self.model._engines for buffer in getattr(engine, "buffers", ())]
         return sum(len(buffer.buckets) for buffer in buffers)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Return two numbers of bytes: the host memory for a save, and the size of this rank's tensors in a checkpoint.
+        """Return the bytes of host memory for a save, and the bytes of this rank's tensors in a checkpoint.
 
-        The second number counts each tensor whole, including the shards of other ranks.
+        The second number counts whole tensors, i.e. also their shards on other ranks.
         """
         host = whole = 0
         for name, (shard, values) in all_tensors(self.model, self.optimizer).items():
@@ -165,7 +165,7 @@ class FakeRank:
     def update(self, microbatches: int) -> None:
         """Run only the optimizer's part of a step, with fake gradients.
 
-        A batch of `microbatches` microbatches stays in memory meanwhile, as in a full step.
+        As in a full step, a batch of `microbatches` microbatches is in memory.
         """
         with _explained(), self._watched():
             self.trace.begin()
@@ -181,7 +181,7 @@ class FakeRank:
             del batch
 
     def batch_bytes(self, microbatches: int) -> int:
-        """Return the bytes of a batch of `microbatches` microbatches. With cp, add this rank's slices of the batch.
+        """Return the bytes of a batch of `microbatches` microbatches, and with cp also of this rank's slices of the batch.
 
         The batch and the slices stay allocated for a whole step.
         """
@@ -207,7 +207,7 @@ class FakeRank:
             yield
 
     def _rows(self, parts: int) -> list[int]:
-        """Return the number of rows of each part that this rank sends to the experts of one layer, per microbatch."""
+        """Return, for each of `parts` parts of a microbatch, the number of rows this rank sends to a layer's experts."""
         moe, train = self.config.model.moe, self.config.train
         assert moe is not None
         tokens = train.micro_batch_size * train.seq_len // (self.degrees.cp * self.degrees.tp)
@@ -260,10 +260,10 @@ def _leave(*_: Any) -> None:
 def _loads(
     rows: list[int], load: float, leaving: Tensor, _arriving: Tensor
 ) -> list[tuple[list[int], list[int]]]:
-    """Return two lists for each part: rows sent to and received from each rank. All experts are used equally.
+    """Return two lists for each part: rows sent to each rank, and rows received from each rank.
 
-    rows: rows of each part that this rank sends. load: received rows divided by their number under an equal load.
-    leaving: rows per expert, `[ranks, parts, local experts]`; only the number of ranks is read.
+    rows: rows of each part that this rank sends, divided equally among the ranks. load: received rows, as a multiple of an
+    equal share. leaving: rows per expert, `[ranks, parts, local experts]`; only the number of ranks is read.
     """
     ranks = leaving.shape[0]
     sends = [part_sizes(own, ranks) for own in rows]
@@ -282,7 +282,7 @@ def _node_loads(
     """Return four lists for each part: rows sent to and received from each node, then the same for the ranks of a node.
 
     rows: rows of each part that this rank sends to experts. share: from `FakeRank._share_of_nodes`. load: rows received
-    from ranks, divided by their number under an equal load.
+    from the ranks of a node, as a multiple of an equal share.
     """
     nodes, ranks = to_nodes.shape[0], leaving.shape[0]
     found = []
@@ -294,7 +294,7 @@ def _node_loads(
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise UserError if the body reads the values of a fake tensor. The message names the source line that does."""
+    """Raise UserError if the body reads the values of a fake tensor. The message names the source line of the read."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -41,7 +41,7 @@ def products_in_float8(config: Config, hardware: Hardware) -> set[str]:
 
 
 def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
-    """Yield notes on float8 for the report: emulated products, unconverted layers, memory missing in the plan."""
+    """Yield notes on float8 for the report: emulated products, layers not in float8, memory that the plan leaves out."""
     recipe = config.precision.float8
     if recipe == "none":
         return
@@ -81,8 +81,8 @@ def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
 class PlainProducts:
     """`Products` for fake tensors: multiply unquantised operands with the operators of `precision.compute`.
 
-    A weight gathered as float8 codes has no copy in `precision.compute`. The product then takes a tensor without memory
-    (all strides 0) in place of the copy.
+    A weight gathered as float8 codes has no copy in `precision.compute`. In its place, the product takes a tensor of the
+    weight's shape with all strides 0, which takes almost no memory.
     """
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class PlainProducts:
 
 
 def use_plain_products(model: nn.Module) -> None:
-    """Replace, in place, the products of layers and experts in a block format with `PlainProducts`.
+    """Set `PlainProducts` as the products of all layers and experts in a float8 block format.
 
     FSDP2 still gathers float8 codes and scales.
     """

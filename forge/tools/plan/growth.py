@@ -18,10 +18,10 @@ Times: TypeAlias = tuple[StepTime, ...] | None
 
 @dataclass(frozen=True)
 class Growth:
-    """The difference between the plans `large` and `small`, with the number of times the whole model's plan adds it.
+    """The plans of two small models that differ in one size. The whole model's plan adds their difference several times.
 
-    of_peaks: number of times for peaks of memory. of_kept: for the activations kept for backward.
-    steps: for every other quantity.
+    of_peaks: how often the difference is added to memory peaks. of_kept: to the activations kept for backward. steps: to
+    every other quantity.
     """
 
     small: StagePlan
@@ -32,9 +32,10 @@ class Growth:
 
 
 def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None) -> StagePlan:
-    """Return the plan of a rank with layers `names`: `growths[0].large`, plus the multiplied differences of all `growths`.
+    """Return the plan of a rank with layers `names`: `growths[0].large`, plus the differences of all `growths`.
 
-    whole: number of buckets in the whole model; None for an engine without buckets. All buckets are assumed equal in size.
+    A `Growth` says how often its difference is added. whole: number of buckets in the whole model, assumed equal in size;
+    None for an engine without buckets.
     """
     first, large = growths[0], growths[0].large
 
@@ -88,9 +89,10 @@ def whole_plan(growths: list[Growth], names: list[str], whole: int | None = None
 
 
 def _calls(growths: list[Growth], whole: int | None) -> Counter[tuple[str, str, int, bool]]:
-    """Count the collectives of the whole model: (axis, kind, bytes, hideable) -> calls. Only the first growth is read.
+    """Count the collectives of the whole model. Return (axis, kind, bytes, hideable) -> calls.
 
-    The other growths come from attention residuals and add no collective. whole: number of buckets; None without buckets.
+    Only `growths[0]` is read: the others come from attention residuals and add no collectives. whole: number of buckets;
+    None without buckets.
     """
     small, large, steps = growths[0].small, growths[0].large, growths[0].steps
 
@@ -136,7 +138,7 @@ def _each(
 
 
 def _times(growths: list[Growth]) -> Times:
-    """Return the times of the whole model, one for each element of `estimate.PACES`; None if `growths` have no times."""
+    """Return the times of the whole model, one per element of `estimate.PACES`; None if the plans have no times."""
     large = growths[0].large.times
     if large is None:
         return None
@@ -170,7 +172,7 @@ def _time(large: StepTime, growths: list[tuple[StepTime, StepTime, float]]) -> S
 
 
 def with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
-    """Return the plan `one` with `microbatches` more microbatches in flight. Each keeps `size` bytes for backward."""
+    """Return the plan `one` with `microbatches` additional microbatches in flight. Each keeps `size` bytes for backward."""
     peaks = dict(one.peaks)
     for place, peak in one.peaks.items():
         if place[0] in ("forward", "backward"):
@@ -181,8 +183,8 @@ def with_more(one: StagePlan, microbatches: int, size: int) -> StagePlan:
 def with_state(one: StagePlan, whole: StagePlan) -> StagePlan:
     """Return the plan `one` with the state bytes of `whole`, a plan traced with all layers of the rank.
 
-    Peaks grow by the difference of all lasting tensors. This includes tensors outside checkpoints, e.g. the block indices
-    of int8 optimizer state.
+    Memory peaks grow by the difference between the lasting tensors of `whole` and `one`. These include tensors that
+    checkpoints lack, e.g. the block indices of int8 optimizer state.
     """
     lasting, own = (max(peak.kinds.get("state", 0) for peak in plan.peaks.values()) for plan in (whole, one))
     peaks = {place: peak.with_more("state", lasting - own) for place, peak in one.peaks.items()}
@@ -206,9 +208,9 @@ def with_update(one: StagePlan, update: StagePlan) -> StagePlan:
 
 
 def _of_other_sizes(traced: StagePlan, fixed: Mapping[Any, int]) -> dict[tuple[str, str, bool], list[int]]:
-    """Return the sizes of the collectives in `traced` that are missing in `fixed`.
+    """Return a dict from (axis, kind, hideable) to the bytes of each call, ascending.
 
-    The dict maps (axis, kind, hideable) to the bytes of each call, ascending.
+    The dict has the collectives in `traced` that are missing in `fixed`.
     """
     found: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
     for (axis, kind, size, hidden), number in sorted(traced.collectives.items()):

@@ -48,14 +48,14 @@ class Hardware(Section):
     memory_gb_per_s: PositiveNumber
     """Memory bandwidth, in 10^9 bytes per second."""
     host_gb_per_s: PositiveNumber = 64
-    """Bandwidth from host memory to one GPU, and as much back, in 10^9 bytes per second.
+    """Bandwidth between host memory and one GPU, in each direction, in 10^9 bytes per second.
 
     The default is the nominal bandwidth of PCIe 5.0 x16, 32 GT/s per lane. PCIe 4.0 has half.
     """
     host_memory_gib: NonNegativeNumber = 0
     """Host memory of one node. 0: unknown, so a plan compares no host memory with it."""
     cards_per_node: Positive
-    """GPUs of one node. `node` links them to each other; `cluster` links each GPU's NIC to other nodes."""
+    """GPUs of one node. `node` is the link between GPUs of a node, `cluster` the link between NICs of different nodes."""
     cards_per_nic: Positive = 1
     """GPUs sharing one NIC."""
     node: Link
@@ -74,9 +74,9 @@ class Hardware(Section):
     memory_efficiency: PositiveNumber = 0.81
     """Share of the memory bandwidth reached by operators."""
     overlap_cost: NonNegativeNumber = 0.5
-    """Slowdown of computation by overlapped communication: this share of the communication's time is added.
+    """Slowdown of computation by overlapped communication, as a share of the communication's time.
 
-    Both use SMs, memory bandwidth and power.
+    Computation and communication share SMs, memory bandwidth and power.
     """
     operator_us: NonNegativeNumber = 0.0
     """Launch overhead of each operator, in microseconds. 0: launches are hidden, as on a GPU with enough work."""

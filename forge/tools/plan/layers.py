@@ -3,12 +3,12 @@
 Two small models of different depth are traced. Their difference is the cost of one layer. Each point of the step has its
 own difference, because the full model may peak at another point than the small models. A long pipeline is traced as three
 ranks: first, middle and last. A real rank may have more microbatches in flight than its traced counterpart. The memory of
-these microbatches is then added.
+the additional microbatches is then added.
 
 With attention residuals, attention and feed-forward each read a mix of streams: one saved by each earlier residual block,
 and the current one. The smaller model is traced twice more, with two residual blocks instead of one. These traces give the
-cost of a residual block and the cost of a stream in a mix. Sums over a step, e.g. FLOPs, grow with both. Peaks grow only
-with the number of residual blocks, because each block saves one stream.
+cost of a residual block and the cost of a stream in a mix. Sums over a step, e.g. FLOPs, have both costs. Memory peaks grow
+only with the number of residual blocks, because each block saves one stream.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def plan_stages(
 ) -> list[StagePlan]:
     """Return a plan for each rank of the pp axis.
 
-    load: tokens received by a rank's experts, divided by their number under an equal load of all experts.
+    load: tokens received by a rank's experts, as a multiple of an equal share.
     """
     config = with_experts_first(config, degrees)
     few = few_layers(config, degrees)
@@ -58,10 +58,10 @@ def plan_stages(
 
 
 def with_experts_first(config: Config, degrees: Degrees) -> Config:
-    """Return `config` with its first dense layers replaced by layers with experts, if `few_layers` needs this.
+    """Return `config` with experts also in the first, dense layers, if `few_layers` returns models only for such a config.
 
-    Without a pipeline, return `config` unchanged. The replacement is accurate for models like DeepSeek's: their dense
-    layers cost as many FLOPs as their layers with experts.
+    Otherwise, or without a pipeline, return `config` unchanged. The replacement is accurate for models like DeepSeek's:
+    their dense layers cost as many FLOPs as their layers with experts.
     """
     moe = config.model.moe
     if degrees.pp == 1 or moe is None or not moe.n_dense_layers or few_layers(config, degrees) is not None:
@@ -124,15 +124,15 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
 
 
 def _least(config: Config) -> int:
-    """Return the number of times the first small model repeats the period of layers.
+    """Return how often the smaller model repeats the period of layers.
 
-    With activation offload, up to three layers are in memory during backward of a layer.
+    With activation offload: three times, because up to three layers are in memory during backward of a layer.
     """
     return 3 if config.activation_checkpoint.mode == "offload" else 2
 
 
 def traced_layers(config: Config, degrees: Degrees) -> int:
-    """Return a measure of a plan's cost: the number of traced layer forwards, i.e. layers times microbatches."""
+    """Return the number of traced layer forwards (layers times microbatches), a measure of the time to make a plan."""
     config = with_experts_first(config, degrees)
     few, fewer = few_layers(config, degrees), fewer_microbatches(config, degrees)
     traced: tuple[Few, ...] = few or (Few(config.model.n_layers, config.model.n_layers),)
@@ -146,7 +146,7 @@ def traced_layers(config: Config, degrees: Degrees) -> int:
 def _few_in_one_stage(config: Config, kinds: list[Any], ahead: list[Any]) -> tuple[Few, Few] | None:
     """Return two models with few layers, for a run without a pipeline; None if the kinds of layers do not repeat.
 
-    The difference of their plans is the plan of the layers that the larger model has in addition.
+    The larger model has one more period of layers, so the difference of the two plans is the plan of one period.
 
     kinds, ahead: from `kinds_of_layers`, for the trunk's layers and for the MTP modules.
     """
@@ -325,8 +325,7 @@ def _growth(config: Config, few: tuple[Few, Few], small: StagePlan, large: Stage
 def two_blocks(few: Few) -> tuple[Few, Few]:
     """Return two versions of the small model `few`, both with two blocks of attention residuals.
 
-    In the first version the second block has almost half of the layers. In the second version the second block has two
-    layers.
+    The second block has almost half of the layers in the first version, and two layers in the second version.
     """
     return replace(few, block_size=few.layers // 2 + 1), replace(few, block_size=few.layers - 2)
 
@@ -334,9 +333,9 @@ def two_blocks(few: Few) -> tuple[Few, Few]:
 def _growths_by_streams(
     config: Config, few: tuple[Few, Few], small: StagePlan, less: StagePlan, more: StagePlan
 ) -> list[Growth]:
-    """Return two growths: one per residual block, and one per residual stream read by a mix.
+    """Return the Growth of a residual block, and the Growth of a residual stream read by a mix.
 
-    The caller adds both to the growth per layer (`_growth`), which is traced with one residual block.
+    The caller adds both to the Growth of a layer (`_growth`), which is traced with one residual block.
 
     more, less: plans of the two models of `two_blocks`. The second block of `more` is longer, so its mixes read more
     streams.
@@ -362,7 +361,7 @@ def streams_read(n_layers: int, block_size: int) -> int:
 
 
 def in_flight(schedule: Schedule, rank: int) -> int:
-    """Return the peak number of a rank's microbatches between their forward and their backward in `schedule`."""
+    """Return the largest number of forwards on a rank that wait for their backward at the same time."""
     number = most = 0
     for action in schedule.order[rank]:
         number += _opens(action)
@@ -384,7 +383,7 @@ def _extrapolate(
 ) -> StagePlan:
     """Return the plan of a rank with layers `names`, from the `growths` of small models.
 
-    If the optimizer's work is not linear in the number of layers, its part of a step is traced with all layers of the rank.
+    If the optimizer's work is not linear in the number of layers, the update is traced with all layers of the rank.
     """
     apart = _shares_work(config, degrees)
     if not growths[0].large.buckets and not apart:

@@ -29,12 +29,12 @@ Changes: TypeAlias = dict[str, Any]
 RESHARD, DEFER = "parallel.reshard_after_forward", "parallel.defer_gradient_reduction"
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 MODES = ("none", "selective", "full", "offload")
-# Largest number of layouts in a search. Beyond this number, up to PLAIN plain layouts and PLAIN simple layouts of each
-# recomputation mode are kept.
+# Largest number of layouts in a search. In addition, the fastest PLAIN plain layouts and the fastest PLAIN other simple
+# layouts of each recomputation mode are kept.
 MOST, PLAIN = 400, 3
-# Assumed upper bound of estimated divided by planned activations.
+# Assumed upper bound of the ratio (estimated activations) / (planned activations).
 DOUBT = 2.0
-# Fewest tokens of a sequence on a context-parallel rank, unless the batch has too few sequences for data parallelism.
+# Smallest number of tokens of a sequence on a cp rank, unless the batch has too few sequences for data parallelism.
 SHORTEST = 8192
 # Pipeline stages may have unequal numbers of layers only if each has at least this many layers.
 UNEVEN = 3
@@ -130,8 +130,8 @@ def layouts(
 ) -> list[CandidateLayout]:
     """Return the legal layouts on `world` ranks that may fit the hardware, by increasing estimated seconds.
 
-    Return at most MOST layouts. Two kinds are returned in addition: the config's own layout, if legal, and, for each
-    recomputation mode, the fastest PLAIN plain layouts and the fastest PLAIN other simple ones.
+    Return at most MOST layouts. In addition, return the config's own layout, if legal. For each recomputation mode, also
+    return the fastest PLAIN plain layouts and the fastest PLAIN other simple layouts.
     any_memory: also return layouts that cannot fit.
     """
     model = Model.of(config)
@@ -188,7 +188,7 @@ def _degrees(config: Config, world: int) -> Degrees | None:
 
 
 def _legal(layout: CandidateLayout, config: Config, world: int) -> CandidateLayout | None:
-    """Return the layout with checked degrees. None if a run would refuse the layout or its pipeline stages are uneven.
+    """Return the layout with checked degrees; None if a run would refuse it or if the pipeline stages are too uneven.
 
     The returned layout has only the changes that differ from `config`.
     """
@@ -289,7 +289,7 @@ def least_state(config: Config, degrees: Degrees, model: Model) -> float:
 
 
 def rough_activations(config: Config, degrees: Degrees) -> float:
-    """Estimate the bytes kept for backward on a rank. `gathered_bytes` counts gathered parameters, this function does not."""
+    """Estimate the bytes kept for backward on a rank, without gathered parameters (see `gathered_bytes`)."""
     train, mode = config.train, config.activation_checkpoint.mode
     n_layers = config.model.n_layers
     numbers = train.micro_batch_size * train.seq_len / (degrees.cp * degrees.tp) * config.model.dim
@@ -329,7 +329,7 @@ def gathered_bytes(config: Config, degrees: Degrees, model: Model) -> float:
 
 
 def held_parameters(degrees: Degrees, model: Model) -> float:
-    """Return the number of parameters in a rank's memory while FSDP2 has gathered all of its shards."""
+    """Return the number of parameters in a rank's memory after FSDP2 has gathered all of them."""
     # The ep axis includes the tp ranks, so experts are divided by ep alone.
     return (model.parameters - model.experts) / (degrees.tp * degrees.pp) + model.experts / (
         degrees.pp * max(degrees.ep, 1)
@@ -364,7 +364,7 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
         # Codes have half the bytes of bfloat16, in two of four directions.
         coded = 0.75 if config.precision.float8_dispatch else 1.0
         near, nodes = d.ep, d.on_nodes(config, hardware.cards_per_node).ep_nodes
-        # With ep_overlap, each part's rows are hidden in one direction. A token sent once to a node is exposed inside it.
+        # With ep_overlap, each part's rows are hidden in one direction; over several nodes, only those between nodes.
         exposed = (1 + hardware.overlap_cost) / 2 if config.parallel.ep_overlap else 1.0
         if nodes > 1:
             near = d.ep // nodes

@@ -1,6 +1,6 @@
-"""`cost_of`: the seconds of a collective, from its bytes over the slowest link.
+"""`cost_of`: the seconds of a collective, from the bytes that it sends over the slowest link.
 
-Ranks of one node send over NVLink (`Hardware.node`). Bytes to other nodes pass the sender's NIC (`Hardware.cluster`). In
+Ranks of one node send over NVLink (`Hardware.node`). Bytes to other nodes use the sender's NIC (`Hardware.cluster`). In
 a ring, every node sends all bytes, spread over the NICs of the group's ranks on that node. In an all-to-all, each rank
 sends only its own bytes, over its own NIC. All groups of an axis run at the same time, so ranks sharing a NIC divide its
 bandwidth.
@@ -17,7 +17,7 @@ from forge.config.model import MoEConfig
 from forge.tools.plan.collectives import Collective
 from forge.tools.plan.hardware import Hardware
 
-# Collectives moving the bytes of a ring twice.
+# Collectives that move every byte around the ring twice.
 TWICE = ("all_reduce",)
 
 
@@ -75,7 +75,7 @@ def cost_of(call: Collective, ranks: list[int], hardware: Hardware) -> Cost:
 
 
 def bandwidth(hardware: Hardware) -> tuple[float, float]:
-    """Return two achieved bandwidths of one rank, in bytes per second: inside its node, and to other nodes."""
+    """Return one rank's achieved bandwidth inside its node and to other nodes, both in bytes per second."""
     node, cluster = hardware.node, hardware.cluster
     return (
         1e9 * node.gb_per_s * node.efficiency,
@@ -105,10 +105,10 @@ def message_seconds(size: int, apart: int, hardware: Hardware) -> float:
 
 
 def visited_nodes(moe: MoEConfig, nodes: int) -> float:
-    """Return the expected number of distinct nodes holding the experts of one token, for uniformly random routing.
+    """Return the expected number of nodes that hold experts of one token, for uniformly random routing.
 
-    nodes: number of nodes that share the experts of a layer. With group-limited routing, a token is assumed to use an
-    expert of every chosen group, because groups are chosen by their best experts.
+    nodes: number of nodes among which a layer's experts are divided. With group-limited routing, a token is assumed to use
+    an expert of every chosen group, because groups are chosen by their best experts.
     """
     groups, limited = moe.n_expert_groups, moe.n_limited_groups or moe.n_expert_groups
     of_node = groups // nodes  # groups on a node

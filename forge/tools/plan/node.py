@@ -185,8 +185,8 @@ def _memory(device: torch.device, _dtype: torch.dtype, sizes: Sizes) -> Timed:
 def _error(found: Tensor, exact: Tensor) -> str:
     """Return a sentence if `found` is not finite or differs from `exact` by more than TOLERANCE; otherwise an empty string.
 
-    Both are `[rows, columns]`. The error of an element is relative to its exact size plus the root mean square of its
-    row. Rows differ in size: the first rows of causal attention average few values, and are much larger than the last.
+    Both are `[rows, columns]`. The error of an element is divided by the element's exact size plus the root mean square of
+    its row. The reason: the first rows of causal attention average few values, so they are much larger than the last rows.
     """
     size = exact.abs() + exact.square().mean(-1, keepdim=True).sqrt()
     error = float(((found - exact).abs() / size).max())
@@ -237,7 +237,7 @@ def _collective(
 
 
 def _groups(world: World) -> list[tuple[str, list[int]]]:
-    """Return (name, ranks) of the groups to measure: this rank's node and, if there are several nodes, all ranks.
+    """Return (name, ranks) of the groups to measure: the ranks of this node and, if there are several nodes, all ranks.
 
     A group of one process is left out.
     """

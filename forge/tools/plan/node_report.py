@@ -15,7 +15,7 @@ from forge.tools.plan.links import cost_of
 from forge.tools.plan.node import COLLECTIVES, IN_A_NODE, RankChecks, Sizes, attention_flops
 from forge.tools.plan.work import Work
 
-# Default required fractions of the planned rates: the slow end of the plan's range.
+# Default required fractions of the planned rates. They are the slow end of the plan's range.
 COMPUTE, LINKS = (round(1 / pace, 2) for pace in (PACES[-1].compute, PACES[-1].links))
 # A GPU must report at least this share of the memory in the hardware file. Drivers reserve different amounts.
 MEMORY = 0.98
@@ -23,7 +23,7 @@ MEMORY = 0.98
 
 @dataclass(frozen=True)
 class Check:
-    """The rates of one check over all ranks, in `unit`. status: ok, slow, wrong, or no figure.
+    """The rates of one check over all ranks, in `unit`. status: "ok", "slow", "wrong", or "no figure" (not compared).
 
     planned: the planned rate; None if the hardware is unknown. ratio: `slowest` divided by `planned`. least: the smallest
     ratio that passes. rank, host: of the slowest rank.
@@ -139,7 +139,7 @@ def problems_of(
 
 
 def record_ratio(record: RankChecks, check: Check, records: Sequence[RankChecks]) -> float:
-    """Return the rate of `record`'s rank in `check`, divided by the rate of the slowest rank."""
+    """Return the rate of one rank (`record`) in `check`, divided by the rate of the slowest rank."""
     return max(one.timed[check.name].seconds for one in records) / record.timed[check.name].seconds
 
 

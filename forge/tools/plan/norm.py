@@ -18,9 +18,9 @@ from forge.model.norm import RMSNorm, zero_centered_norm
 
 
 def use_fused_norms(model: nn.Module) -> None:
-    """Replace, in place, the computation of each RMS norm of `model` with one operator, like the CUDA kernel.
+    """Make each RMS norm of `model` compute with one operator, like the CUDA kernel.
 
-    CUDA has a fused kernel only for a weight in the input's dtype. Other norms keep PyTorch's operators.
+    CUDA has a fused kernel only if weight and input have the same dtype. Other norms keep PyTorch's operators.
     """
     for module in model.modules():
         if isinstance(module, RMSNorm):

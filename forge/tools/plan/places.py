@@ -24,9 +24,9 @@ RankPlace: TypeAlias = Mapping[str, int]
 def known_everywhere(
     shards: Sequence[Shard], engines: Sequence[DataParallel], degrees: Degrees
 ) -> list[Shard]:
-    """Return copies of `shards` with `boxes_on` set. `boxes_on(rank)` returns the boxes that `rank` holds of the tensor.
+    """Return copies of `shards` with `boxes_on` set, for optimizers. engines: the engines holding the shards.
 
-    Optimizers call it. engines: the engines holding the shards.
+    `boxes_on(rank)` returns the boxes of the shard's tensor held by `rank`.
     """
     at = functools.cache(partial(place_of, degrees=degrees))
     boxes_at = {name: function for engine in engines for name, function in _functions(engine)}
@@ -55,7 +55,7 @@ def place_of(rank: int, degrees: Degrees) -> RankPlace:
 
 
 def _functions(engine: Any) -> Iterator[tuple[str, Callable[[RankPlace], tuple[Box, ...]]]]:
-    """Yield (parameter name, function) for an engine. The function takes the coordinates of a rank and returns its boxes."""
+    """Yield (parameter name, function) for an engine. The function maps a rank's coordinates to the rank's boxes."""
     if not hasattr(engine, "buffers"):
         yield from ((shard.name, partial(_of_units, shard.parameter)) for shard in engine.shards)
         return

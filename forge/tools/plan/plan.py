@@ -16,7 +16,7 @@ from forge.tools.plan.plannable import plannable
 from forge.tools.plan.speed import Speed, speed_of
 from forge.tools.plan.stage import StagePlan
 
-# Load of a rank's experts in `crowded_bytes`, relative to an equal load of all experts.
+# Load of a rank's experts in `crowded_bytes`, as a multiple of an equal share.
 CROWDED = 2.0
 
 
@@ -90,7 +90,7 @@ class Plan:
 def local_states(plan: Plan, stage: StagePlan) -> int:
     """Return the bytes of host memory that checkpoint.local_interval needs on one rank; 0 if this key is 0.
 
-    A rank holds three states of its own (two complete states and one being written), three of each peer, and a buffer.
+    A rank holds three copies of its state (two complete and one being written), three of each peer's state, and a buffer.
     With checkpoint.local_dir only the buffer is in memory.
     """
     kept = plan.config.checkpoint
@@ -103,7 +103,7 @@ def local_states(plan: Plan, stage: StagePlan) -> int:
 def smallest_world(config: Config) -> Degrees:
     """Return the degrees for the smallest number of processes with which `config` can run.
 
-    If no number is accepted, raises the UserError of the first number tried.
+    If `config` refuses every number, raises the UserError for the smallest number.
     """
     parallel = config.parallel
     unit = parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
@@ -133,7 +133,7 @@ def make_plan(config: Config, degrees: Degrees, hardware: Hardware | None = None
 
 
 def crowded_bytes(config: Config, degrees: Degrees, hardware: Hardware | None = None) -> int | None:
-    """Return the bytes needed by the fullest rank if its experts receive CROWDED times their even share of tokens.
+    """Return the bytes needed by the fullest rank if its experts receive CROWDED times an equal share of the tokens.
 
     Return None without expert parallelism: each rank then has all experts, so its load is constant.
     """

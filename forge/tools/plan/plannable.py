@@ -10,7 +10,7 @@ from forge.parallel.float8.gathering import may_gather_in_blocks
 
 
 def plannable(config: Config) -> tuple[Config, list[str]]:
-    """Return `config` without the features that cannot run on fake tensors, and notes on how the plan deviates."""
+    """Return `config` without the features that cannot run on fake tensors, and notes on how a plan differs from the run."""
     changes: dict[str, Any] = {}
     warnings = []
     compiled = [f"compile.{key}" for key in ("enabled", "loss") if getattr(config.compile, key)]

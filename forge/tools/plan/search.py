@@ -33,15 +33,15 @@ TRIES = 24
 # A search also ends after this many traced layers (`traced_layers`). A plan without a pipeline traces about 20, a plan
 # of an interleaved pipeline 210 to 400.
 LAYERS = 1600
-# A search ends when the next layout's estimate is above the fastest plan by more than this factor.
+# A search ends when the estimate of the next layout exceeds the time of the fastest plan by this factor.
 MARGIN = 1.2
 # Layouts per round. Each round is chosen with the corrections of earlier rounds. The size does not depend on the number
 # of processes, and so neither does the result. The first round has only cheap plans.
 ROUND = 8
-# Layouts within this factor of the fastest count as equally fast, because the range of a plan is far wider.
+# Layouts within this factor of the fastest count as equally fast, because plans are far less accurate.
 EQUAL = 1.02
-# Assumed upper bound of estimated divided by planned activations, for layouts whose shapes have been planned. For other
-# layouts the bound is DOUBT.
+# Assumed upper bound of the ratio (estimated activations) / (planned activations), if a layout with equal `shapes` has been
+# planned. Otherwise the bound is DOUBT.
 KNOWN = 1.05
 # Free memory to spare: 3 GiB, or 5% of the memory of a small GPU.
 SPARE, SMALL_SPARE = 3 * GIB, 0.05
@@ -78,7 +78,8 @@ def search(
     """Plan up to `tries` layouts on `world` ranks. Return the layouts that fit with memory to spare, the fastest first.
 
     If no layout has memory to spare, return the layouts that fit. If none fits, return the layout with the least memory.
-    processes: by default one per core, eight at most. Raises UserError if no layout is valid or can be planned.
+    processes: number of planning processes; None: one per core, eight at most. Raises UserError if no layout is valid or
+    can be planned.
     """
     left = layouts(config, world, hardware)
     if not left:
@@ -128,7 +129,7 @@ def search(
 
 
 def _in_order(found: list[Found]) -> list[Found]:
-    """Sort layouts by step time. Layouts within a factor EQUAL of the fastest are sorted by number of axes, fewest first."""
+    """Sort layouts by step time. Those within a factor EQUAL of the fastest come first, by number of axes, fewest first."""
     limit = EQUAL * min((one.speed.step_s for one in found), default=0.0)
 
     def key(one: Found) -> tuple[bool, int, float]:
@@ -163,9 +164,9 @@ def _progress(asked: int, tries: int, fitting: list[Found]) -> str:
 class Corrections:
     """Correct estimates: multiply them by the median of plan / estimate over the most similar planned layouts.
 
-    The most similar layouts are those with an equal signature. If none of them is planned yet, the next criterion of this
-    list applies: equal shapes; equal sizes; equal recomputation mode, and both or neither pipelined; equal recomputation
-    mode; any layout.
+    The most similar layouts have an equal signature. If no such layout has been planned, use layouts with equal shapes, then
+    with equal sizes, then with equal recomputation mode and both or neither pipelined, then with equal recomputation mode,
+    then any layouts.
     """
 
     def __init__(self, tried: list[tuple[CandidateLayout, Found]]):
@@ -186,8 +187,8 @@ class Corrections:
     def least_bytes(self, layout: CandidateLayout) -> float:
         """Return a lower bound of the layout's memory in bytes: its state, plus a lower bound of its activations.
 
-        The corrected estimate of the activations may be too high. It is divided by KNOWN if a layout of the same shapes
-        has been planned, otherwise by DOUBT.
+        The lower bound is the corrected estimate of the activations, divided by KNOWN if a layout with equal `shapes` has
+        been planned, otherwise by DOUBT.
         """
         is_known = layout.signature in self._seconds or layout.shapes in self._seconds
         doubt = KNOWN if is_known else DOUBT
@@ -212,8 +213,8 @@ def _promising(
 ) -> list[CandidateLayout]:
     """Return the layouts that may fit, by increasing corrected seconds.
 
-    Leave out an interleaved pipeline until the 1F1B pipeline of its shapes has been planned. A 1F1B plan takes a quarter
-    of the time and corrects the estimates of both.
+    Leave out an interleaved pipeline until the 1F1B pipeline with equal `shapes` has been planned. A 1F1B plan takes a
+    quarter of the time and corrects the estimates of both.
     """
     waits = {layout.shapes for layout in left if layout.schedule == "1F1B"}
 
@@ -225,10 +226,10 @@ def _promising(
 
 
 def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
-    """Return the layouts of the first round: the config's own, and two plain FSDP layouts per recomputation mode.
+    """Return the layouts of the first round: the config's own, and two plain layouts per recomputation mode.
 
-    One of the two has the least estimated memory, the other the least estimated time. If a mode has no plain layout, e.g.
-    with more GPUs than sequences, take its other simple layouts. If `left` has none of these layouts, return up to ROUND
+    One of the two has the least estimated memory, the other the least estimated time. If a mode has no plain layouts, e.g.
+    with more GPUs than sequences, take simple layouts instead. If `left` has none of these layouts, return up to ROUND
     layouts of different sizes (`_next`).
     """
     chosen = [layout for layout in left if not layout.changes]
@@ -242,10 +243,10 @@ def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
 
 
 def _next(left: list[CandidateLayout], number: int, layers: int = LAYERS) -> list[CandidateLayout]:
-    """Return up to `number` layouts of different sizes, in the order of `left`, with at most `layers` traced layers in total.
+    """Return up to `number` layouts with different `sizes`, in the order of `left`, with at most `layers` traced layers.
 
-    Sizes are the degrees and the micro batch size. A round plans one layout per size, because its plan corrects the
-    estimates of all layouts of this size.
+    `sizes` are the degrees and the micro batch size. A round plans one layout per `sizes`, because this plan corrects the
+    estimates of all layouts with equal `sizes`.
     """
     chosen: dict[Any, CandidateLayout] = {}
     for layout in left:
@@ -259,9 +260,9 @@ def _next(left: list[CandidateLayout], number: int, layers: int = LAYERS) -> lis
 
 @contextmanager
 def _pool(processes: int | None) -> Iterator[Any]:
-    """Yield a function that takes (layouts, hardware), calls `_attempt` for each layout on `processes` processes, and waits.
+    """Yield a function of (layouts, hardware) that calls `_attempt` for each layout on `processes` processes, and waits.
 
-    The function returns the results in the order of `layouts`. processes: None: one per core, eight at most. 1: call in
+    The function returns the results in the order of the layouts. processes: None: one per core, eight at most. 1: call in
     this process.
     """
     number = processes or min(8, cores())

@@ -83,7 +83,7 @@ def _peak_as_json(peak: Peak) -> dict[str, Any]:
 
 
 def _flops(stage: StagePlan) -> dict[str, Any]:
-    """Return the FLOPs of each phase: a dict from submodule to FLOPs for forward and backward, one number for the update."""
+    """Return a dict from phase to FLOPs. Forward and backward have a dict from submodule to FLOPs, the update one number."""
     flops: dict[str, Any] = {}
     for (phase, part), number in stage.flops.items():
         flops |= {phase: flops.get(phase, {}) | {part: number}} if part else {phase: number}
@@ -180,9 +180,9 @@ def _table_of_collectives(stage: StagePlan) -> list[str]:
 
 
 def _shared_nic(stage: StagePlan) -> list[str]:
-    """Return a line naming the axes that share a NIC; the times of their collectives add up.
+    """Return a line that names the axes whose collectives share each rank's NIC; empty for fewer than two such axes.
 
-    Empty for fewer than two axes.
+    The times of these collectives add up.
     """
     axes = sorted(
         {axis for axis, *_ in stage.collectives if axis in stage.spans and stage.spans[axis].nodes > 1}

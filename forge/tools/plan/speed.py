@@ -82,11 +82,11 @@ def _step(
 
 
 def _sequential(time: StepTime, microbatches: int) -> tuple[float, float]:
-    """Return two numbers of seconds for a step without a pipeline: the whole step, and its computation.
+    """Return the seconds of a step without a pipeline, and the seconds of its computation.
 
-    Untraced microbatches count like the middle microbatch of the trace.
+    An untraced microbatch counts like the middle microbatch of the trace.
     """
-    # Backward hides no copies of forward.
+    # The computation of backward does not hide the copies of forward.
     spent = [
         time.forward[number].with_exposed_copies() + time.backward.get(number, Spent()).with_exposed_copies()
         for number in sorted(time.forward)

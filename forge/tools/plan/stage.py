@@ -22,7 +22,7 @@ from forge.tools.plan.links import Span
 from forge.tools.plan.plannable import plannable
 from forge.tools.plan.trace import Moment, Peak, Trace
 
-# The first, second and last microbatch of a step differ: the first gathers, the last reduces. Others equal the second.
+# The first microbatch of a step gathers parameters, and the last reduces gradients. All others equal the second.
 TRACED = 3
 # Schedules with all forwards before the first backward. Live memory grows with each microbatch.
 FORWARDS_FIRST = ("GPipe", "LoopedBFS")
@@ -32,7 +32,7 @@ STATE = ("parameters", "masters", "gradients", "optimizer", "buckets")
 
 
 StagePlace: TypeAlias = tuple[str, str]
-"""(phase of a step, submodule). A layer of the first half is "layer 0", "layer 1", ...; of the second, "layer -1", ..."""
+"""(phase of a step, submodule). A rank's layers are "layer 0", "layer 1", ... and, in the second half, ..., "layer -1"."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class StagePlan:
     offloaded: bytes of host memory of activations; 0 without activation offload.
     state_on_host: bytes of parameters, gradients and optimizer state in host memory; 0 without parallel.cpu_offload.
     checkpoint: bytes of this pp rank's tensors in a checkpoint, all shards included.
-    buckets: number of buckets in engines of contiguous buffers (ddp, zero1, zero2); 0 without one.
-    spans: axis -> (ranks, nodes) of its process group. Axes with ranks of several pipeline stages are left out.
+    buckets: number of buckets of an engine with buffers (ddp, zero1, zero2); 0 for fsdp2.
+    spans: axis -> the distribution of its group over nodes. Axes whose groups have several stages are left out.
     """
 
     pp_rank: int
@@ -100,9 +100,9 @@ def plan_stage(
 ) -> StagePlan:
     """Trace a step of the first rank at position `pp_rank` of the pp axis, and return the rank's plan.
 
-    microbatches: number to trace; None: enough to represent a step. load: tokens received by the rank's experts, divided by
-    their number under an equal load. optimizer: trace the step with the optimizer's part, without it, or this part alone.
-    With "alone", `kept` is the memory left allocated for the next step, e.g. random numbers.
+    microbatches: number to trace; None: enough to represent a step. load: tokens received by the rank's experts, as a
+    multiple of an equal share. optimizer: trace the step "with" the optimizer's update, "without" it, or the update "alone".
+    With "alone", `kept` has the bytes that stay allocated after the update, e.g. random numbers.
     """
     rank, traced = pp_rank * degrees.world // degrees.pp, fewer_microbatches(config, degrees)
     if microbatches is not None:
@@ -190,14 +190,14 @@ def fewer_microbatches(config: Config, degrees: Degrees) -> Degrees:
 
 
 def microbatches_of_steps(config: Config, degrees: Degrees) -> tuple[int, int]:
-    """Return the numbers of microbatches of two traced steps: the fewest that the schedule accepts, then all."""
+    """Return the number of microbatches in each of the two traced steps: the fewest that the schedule accepts, then all."""
     schedule = config.pipeline.schedule
     exact = degrees.pp > 1 and (schedule == "DualPipeV" or schedule.endswith(".csv"))
     return degrees.accumulation if exact else 1, degrees.accumulation
 
 
 def hideable(moment: Moment, call: Collective) -> bool:
-    """Return whether computation can hide `call`. True for calls in forward and backward that overlap products."""
+    """Return whether computation can hide `call`: it is in forward or backward, and overlaps matrix products or attention."""
     return call.overlaps and moment.phase in ("forward", "backward")
 
 
@@ -206,8 +206,8 @@ def all_calls(
 ) -> Iterator[tuple[Moment, Collective]]:
     """Yield (moment, collective) for every collective of a whole step, from a trace with fewer microbatches.
 
-    Untraced microbatches count like the middle microbatch of the trace. Messages between stages are not traced per
-    microbatch. Their number is scaled, because every microbatch has equally many.
+    An untraced microbatch counts like the middle microbatch of the trace. The trace does not assign messages between stages
+    to microbatches. Their number is scaled, because every microbatch has equally many messages.
     """
     left_out, middle = degrees.accumulation - traced.accumulation, traced.accumulation // 2
     for moment, call in calls:

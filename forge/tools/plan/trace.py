@@ -1,7 +1,7 @@
 """`Trace`: record live memory, collectives and operators of a step.
 
-A storage is live from its allocation by an operator until its last reference is gone. Its current size counts, because
-FSDP frees and restores gathered parameters by resizing their storage. Scratch memory inside a kernel is invisible.
+A storage is live from its allocation by an operator until its last reference is gone. It counts with its current size,
+because FSDP frees and restores gathered parameters by resizing their storage. Memory inside a kernel is not recorded.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ class Trace(TorchDispatchMode):
         self.copied: Counter[Moment] = Counter()
         """moment -> bytes copied to host memory and back by activation offload."""
         self.work: Counter[tuple[Moment, Work]] = Counter()
-        """(moment, work) -> number of such operators, without views and allocations."""
+        """(moment, work of an operator) -> number of calls. Views and allocations are left out."""
         self.kept = 0
-        """Bytes kept for backward by a microbatch's forward through the first stage. Minimum over microbatches.
+        """Bytes that the forward of a microbatch through the first stage keeps for backward. Minimum over microbatches.
 
-        With activation offload, only the latest microbatch's last block is on the device.
+        With activation offload, the device keeps only the last block, and only of the latest microbatch.
         """
         self._forwards: Counter[Transformer] = Counter()
         self.before = 0
@@ -91,7 +91,7 @@ class Trace(TorchDispatchMode):
         self._size_of: dict[int, int] = {}
         self._resize: Any = None
         self._in_flight: dict[int, tuple[int, Counter[Work]]] = {}
-        """Storage of an unfinished collective's result -> (its place in `calls`, operators since the call)."""
+        """Storage of an unfinished collective's result -> (index of the collective in `calls`, operators since the call)."""
 
     def begin(self) -> None:
         """Begin a step: clear the recorded peaks, collectives and operators."""
@@ -110,7 +110,7 @@ class Trace(TorchDispatchMode):
         return max(self.peaks.values(), key=lambda peak: peak.size)
 
     def watch(self, parts: Sequence[Transformer]) -> None:
-        """Add hooks to `parts`, one model per stage, to keep `moment` at the current phase and submodule."""
+        """Add hooks to `parts`, one model per stage. The hooks set `moment` to the current phase and submodule."""
         parts[0].register_forward_hook(self._end_of_first_forward)
         for part in parts:
             part.register_forward_pre_hook(self._new_microbatch, prepend=True)
@@ -190,7 +190,7 @@ class Trace(TorchDispatchMode):
         return output
 
     def _arrived(self, result: Tensor) -> None:
-        """Note what ran during the collective with this result."""
+        """End the collective with this result: store the operators called since its call in `Collective.meanwhile`."""
         place, meanwhile = self._in_flight.pop(result.untyped_storage()._cdata, (None, Counter()))
         if place is not None and meanwhile:
             moment, call = self.calls[place]

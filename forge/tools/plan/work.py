@@ -41,7 +41,7 @@ UNFUSED = (
     ),
     *("gather", "scatter", "scatter_", "scatter_add", "sort", "topk", "cumsum", "bincount", "histc"),
 )
-# Operators that touch only part of a large tensor. In each tensor, they touch as many elements as the smallest tensor has.
+# Operators that touch only part of large tensors: of each tensor, as many bytes as the smallest tensor has.
 SPARSE = ("gather", "scatter_", "all_gather_copy_in")
 
 

@@ -44,8 +44,8 @@ def read_archive(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (source, member name, text) for each text file of an archive, in the order of the names.
 
-    path: a wheel (.whl) or a Debian package (.deb). sources: source -> extensions of its files; a final .gz is accepted.
-    chosen: called with a member's name; returns whether to read it. left_out: reason -> number of skipped files; updated in
+    path: a wheel (.whl) or a Debian package (.deb). sources: source -> extensions of its files; .gz may follow them. chosen:
+    called with a member's name; returns whether to read the member. left_out: reason -> number of skipped files; updated in
     place.
 
     A file is skipped if it is not UTF-8, shorter than LEAST_BYTES, longer than MOST_BYTES, vendored (judged by its
@@ -99,9 +99,9 @@ def _unfit(content: bytes) -> str:
 
 
 def _members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes | None]]:
-    """Yield (name, decompressed content) of the wanted regular files.
+    """Yield (name, decompressed content) of the wanted regular files. wanted: takes a name, returns whether it is wanted.
 
-    wanted: called with a name. content: None for a file shorter than LEAST_BYTES or longer than MOST_BYTES.
+    The content is None for a file shorter than LEAST_BYTES or longer than MOST_BYTES.
     """
     opened = _zip_members if path.suffix == ".whl" else _deb_members
     for name, size, content in opened(path, wanted):

@@ -54,12 +54,12 @@ def plain_name(path: str) -> str:
 def recognise(path: str, key: str, size: int, text_key: str) -> File:
     """Return the file with its kind and compression.
 
-    The first bytes tell compression and Parquet; the name .parquet also counts. A file is JSON lines if its name ends in
-    .jsonl or .ndjson, or if its first line is an object with `text_key`. A .json file is also JSON lines if each of its
-    first two lines is an object. Other files are text.
+    The first bytes show whether a file is compressed or Parquet; a name that ends in .parquet also means Parquet. A file is
+    JSON lines if its name ends in .jsonl or .ndjson, or if its first line is an object with `text_key`. A .json file is also
+    JSON lines if each of its first two lines is an object. Other files are text.
 
-    An unreadable file counts as text; reading its documents reports the error. Raises UserError if a package for reading
-    the file is missing.
+    An unreadable file counts as text; `read_documents` reports the error. Raises UserError if a package for reading the
+    file is missing.
     """
     name = plain_name(path)
     file = File(path, key, size, "lines" if name.endswith(_LINES) else "text")

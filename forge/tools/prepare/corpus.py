@@ -23,13 +23,13 @@ _SHOWN = 8  # extensions of skipped files named in a note
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files to read, as pieces. Their order follows the inputs and, within an input, the paths.
+    """Files to read, as pieces. Pieces are in the order of the inputs and, within an input, of the paths.
 
-    Without a budget of bytes, each piece is a whole file. With a budget, the pieces are a sample of all files.
+    Without a limit of bytes, each piece is a whole file. With a limit, the pieces are a sample of all files.
 
     text_bytes: approximate size of the text in the pieces. found_bytes, found_files: size and number of all readable files,
-    sampled or not. duplicates: number of files dropped as copies. passed_over: extension -> number of skipped files in the
-    input directories.
+    including files left out of the sample. duplicates: number of files dropped as copies. passed_over: extension -> number
+    of skipped files in the input directories.
     """
 
     pieces: list[Piece]
@@ -41,7 +41,7 @@ class Corpus:
     passed_over: Counter[str] = field(default_factory=Counter)
 
     def notes(self) -> list[str]:
-        """Return sentences for the user about skipped files; none if every file is read whole."""
+        """Return sentences for the user about files that were skipped or are read in part; [] without such files."""
         notes = []
         if self.passed_over:
             number = self.passed_over.total()
@@ -74,7 +74,7 @@ def find_corpus(
     text_key: str = "text",
     option: str = "--input",
 ) -> Corpus:
-    """Find all files below `inputs`, drop copies, and sample `max_bytes` of their text (`sample`; None: all).
+    """Find all files below `inputs`, drop copies, and sample `max_bytes` of their text (see `sample`; None: take all).
 
     In a directory, files with one of the `extensions` count, compressed (.gz, .zst) or not. A .json file counts only if it
     has JSON lines. The search skips hidden directories, __pycache__, links to directories, and links to files outside of
@@ -104,7 +104,7 @@ def find_corpus(
 def _list_files(
     inputs: Sequence[str | Path], extensions: Sequence[str], text_key: str, option: str
 ) -> tuple[list[File], Corpus]:
-    """Return the files to read, and a Corpus. Only the Corpus's lists of unreadable and skipped files are filled in."""
+    """Return the files to read, and a Corpus with only the unreadable and the skipped files filled in."""
     files: list[File] = []
     corpus = Corpus([])
     seen: set[str] = set()
@@ -178,7 +178,7 @@ def _extension(key: str) -> str:
 
 
 def _refuse_array(file: File) -> None:
-    """Raise UserError if a .json file has one array. Read as text, the array's documents would become a single document."""
+    """Raise UserError if a .json file is an array. Read as text, all documents of the array would become one document."""
     try:
         with open_content(file) as content:
             is_array = content.peek(1)[:1] == b"["
@@ -204,7 +204,7 @@ def _walk(root: Path, unreadable: list[Bad]) -> list[tuple[str, str]]:
 
 
 def _drop_copies(files: list[File]) -> list[File]:
-    """Return `files` without text files whose content equals an earlier one. Only files of equal size are read."""
+    """Return `files` without text files that have the same content as an earlier file. Only files of equal size are read."""
     sizes = Counter(file.size for file in files if file.kind == "text")
     kept, seen = [], set()
     for file in files:

@@ -15,7 +15,7 @@ _ROWS_AT_ONCE = 1024  # Parquet rows held in memory
 class Bad(NamedTuple):
     """An unreadable document. where: its file, and its line or row in the file.
 
-    many: True if an unknown number of documents is unreadable: a folder, or the rest of a file.
+    many: True if an unknown number of documents is unreadable, e.g. all in a folder or in the rest of a file.
     """
 
     where: str
@@ -57,7 +57,7 @@ def _read_text(piece: Piece, _text_key: str, _keys: Sequence[str]) -> Iterator[s
         with open_content(piece.file) as content:
             for begin, end in piece.ranges():
                 skip(content, begin - place, piece.file)
-                # -1 reads to the current end of the file, which may have moved.
+                # -1 reads to the current end of the file, because the file may have grown.
                 text = content.read(-1 if piece.is_whole else end - begin)
                 place = begin + len(text)
                 if not piece.is_whole:

@@ -1,8 +1,8 @@
-"""The identity of a chunk's input: a stamp of its files, cheap to compute, and the SHA-256 of its documents.
+"""The identity of a chunk's input: a stamp of its files (size, inode and times), and the SHA-256 of its documents.
 
 A worker hashes documents while it tokenizes them, so the hash needs no second reading. Files with an unchanged stamp count
-as unchanged, as in git. After a change of the stamp, a worker reads the documents again, without tokenizing, and compares
-the hash.
+as unchanged, as in git. If the stamp has changed, a worker reads the documents again, without tokenizing, and compares the
+hash.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forge.tools.prepare.sample import Piece
 
 
 def stamp_of(chunk: Iterable[Piece | TextPart]) -> str:
-    """Return the stamp of a chunk: a hash of the size, inode and times of its files. For a URL, hash its version (ETag)."""
+    """Return the stamp of a chunk: a hash of the size, inode and times of its files or, for URLs, of the version (ETag)."""
     digest = hashlib.sha256()
     for path in dict.fromkeys(piece.file.path for piece in chunk):
         if is_url(path):

@@ -27,9 +27,9 @@ from forge.train.state import Progress, Rollback
 class Sample:
     """One sequence of a step.
 
-    sample: global number of the sample. rank: the data rank that reads the sequence. source, epoch, window: the sample is
-    number `window` of `source`, in the source's epoch `epoch` (from 0). part: in a phase with shorter sequences, the index
-    of the sequence in its sample; otherwise None. first_token: index of the sequence's first token in the source.
+    sample: global number of the sample. rank: the data rank that reads the sequence. source: the sample's source. window:
+    number of the sample in `source`. epoch: epoch of `source`, from 0. part: in a phase with shorter sequences, the index of
+    the sequence in its sample; otherwise None. first_token: index of the sequence's first token in the source.
     tokens: the first ids of the sequence. text: their text; None without a tokenizer. documents: positions in the sequence
     at which documents begin. masked: number of labels ignored at document starts, under `data.document_mask`.
     """
@@ -63,11 +63,11 @@ class Sample:
 
 
 def dataset_of_run(config: Config, last: int) -> PackedDataset:
-    """Open the dataset in the sample order of the run described by `config`, up to step `last`.
+    """Open the dataset of the run described by `config`, with the run's sample order up to step `last`.
 
-    The run need not have reached this step. The mixtures and roll-backs of the run come from its newest checkpoint.
-    Prints the skipped ranges and the changes of the mixture. Raises UserError if seed or sequence length of the run differ
-    from `config`.
+    The run need not have reached this step. Its newest checkpoint tells the mixtures and roll-backs so far. Print the
+    skipped ranges and the changes of the mixture. Raises UserError if the run has another seed or sequence length than
+    `config`.
     """
     dataset = build_dataset(config)
     directory = RunDirectory(Path(config.run.output_dir) / config.run.name)
@@ -121,8 +121,8 @@ def samples_of_step(
     """Yield the sequences of step `step` (from 1), by data rank and then in order.
 
     rank: only the sequences of this data rank; None: of all `ranks`. head: number of first ids to keep. excerpt: number of
-    first ids to decode as text. phases: sizes of all steps; None: every step has `global_batch_size` sequences. Earlier
-    steps are assumed to have had these sizes. Raises UserError if the sample order has a source that the dataset lacks.
+    first ids to decode as text. phases: sizes of all steps, including earlier ones; None: every step has
+    `global_batch_size` sequences. Raises UserError if the sample order has a source that the dataset lacks.
     """
     tokens_before, first_sample = _begin(dataset, step, global_batch_size, phases)
     sizes = next(
@@ -169,7 +169,7 @@ def _begin(
 
 
 def _token_at(pieces: list[tuple[int, int]], place: int) -> int:
-    """Return the index in the source of the token at position `place` of a sample. In padding, return the last token's index.
+    """Return the index in the source of a sample's token at position `place`; for padding, the index of the last token.
 
     pieces: (first token, number of tokens) of the sample's ranges in the source.
     """
@@ -182,9 +182,9 @@ def _token_at(pieces: list[tuple[int, int]], place: int) -> int:
 
 @dataclass(frozen=True)
 class Reading:
-    """The reads of one source in a range of steps. samples, tokens: numbers read. share: fraction of all samples.
+    """The reads of one source in a range of steps. samples, tokens: numbers read. share: fraction of all samples read.
 
-    epochs_before, epochs_after: epochs of the source read before and after these steps.
+    epochs_before, epochs_after: number of epochs of the source read before the first and after the last of these steps.
     """
 
     source: str
@@ -206,8 +206,8 @@ def mixture_of_steps(
 ) -> list[Reading]:
     """Return the Reading of each source in steps `first` to `last` (from 1, both included), without reading data.
 
-    phases: sizes of all steps; None: every step has `global_batch_size` sequences. Earlier steps are assumed to have had
-    these sizes. Padding counts as tokens.
+    phases: sizes of all steps, including earlier ones; None: every step has `global_batch_size` sequences. Padding counts as
+    tokens.
     """
     order = dataset.order
     (tokens_before, begin), (tokens_after, end) = (

@@ -25,7 +25,7 @@ _BLOCK = 1 << 20
 class TextPart(NamedTuple):
     """Bytes `begin` to `end` - 1 of a text file. The whole file is one document of the split `split`.
 
-    A reader moves both ends forward to the next position where a cut leaves the token ids unchanged.
+    `read_part` moves both ends forward to the next position where a cut leaves the token ids unchanged.
     """
 
     file: File
@@ -84,7 +84,8 @@ def check_text(file: File) -> bytes | Bad:
 def read_part(part: TextPart, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the part as texts of limited size. Their ids, in order, are the ids of the part.
 
-    A part begins at its first allowed cut. A part without an allowed cut yields nothing; an earlier part yields its text.
+    A part begins at its first allowed cut; the part before yields the text up to this cut. A part without an allowed cut
+    yields nothing.
     """
     with open_binary(part.file.path) as content:
         begin, end = (

@@ -25,7 +25,7 @@ from forge.runtime.files import replace_atomically, sync_folder
 from forge.runtime.remote import join
 
 WINDOW = 1 << 17
-"""Number of documents packed at a time. Documents of one sequence are less than this number of documents apart."""
+"""Number of documents packed at a time. The documents of a sequence are fewer than WINDOW documents apart."""
 
 
 def pack(folder: Path, kind: PackingKind, seq_len: int, window: int = WINDOW) -> PlanIndex:
@@ -89,9 +89,9 @@ def describe_plan(index: PlanIndex, documents: int) -> str:
 
 
 def cut(starts: np.ndarray, lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Cut documents into pieces of at most `capacity` tokens, and return the pieces in order, an array of dtype PIECES.
+    """Cut documents into pieces of at most `capacity` tokens. Return the pieces in order, an array of dtype PIECES.
 
-    starts, lengths: of the documents in tokens, int64 `[documents]`.
+    starts, lengths: first token and number of tokens of each document, int64 `[documents]`.
     """
     parts = -(-lengths // capacity)
     which = np.repeat(np.arange(len(lengths)), parts)

@@ -49,7 +49,7 @@ class _Strict(pydantic.BaseModel):
 
 
 class Package(_Strict):
-    """One package of the manifest. small: share of its files in the small corpus, chosen by a hash of the file's name."""
+    """One package of the manifest. small: share of its files in the small corpus. A hash of the file's name decides."""
 
     name: Word
     version: Word
@@ -117,8 +117,8 @@ def read_manifest(path: Path) -> Manifest:
 def make_corpus(manifest: Manifest, size: str, cache: Path, output: Path, workers: int) -> str:
     """Fetch the packages, make tokenizer and datasets below `output`, and return the `corpus_hash` of all datasets.
 
-    Raises UserError if a package is missing or differs from the manifest, or if the result has another hash than the
-    manifest.
+    Raises UserError if a package is missing or differs from the manifest, or if the result does not have the manifest's
+    hash.
     """
     if size not in manifest.sizes:
         raise UserError(f"--size {size}: must be one of {', '.join(manifest.sizes)}")
@@ -175,8 +175,8 @@ def corpus_hash(folders: dict[str, Path]) -> str:
 def fetch(packages: list[Package], cache: Path) -> dict[Package, Path]:
     """Download each package unless `cache` has a file with its SHA-256. Return a dict from package to file.
 
-    Raises UserError if a downloaded file has another SHA-256. If the registries lack packages, raises UserError after all
-    other downloads.
+    Raises UserError at once for a downloaded file with another SHA-256. If registries lack packages, raises UserError after
+    all other packages are downloaded.
     """
     cache = cache.absolute()  # pip and apt-get run in other folders
     cache.mkdir(parents=True, exist_ok=True)
@@ -250,7 +250,7 @@ def _share(package: Package, size: str) -> float:
 
 
 def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], folder: Path) -> CorpusText:
-    """Write the text of all packages below `folder` as JSON lines, unless it exists there unchanged.
+    """Write the text of all packages below `folder` as JSON lines. Files with the same content are not written again.
 
     For each package, print the numbers of files and bytes, and the number of skipped files by reason.
     """
@@ -284,7 +284,7 @@ def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], fo
 def _chosen(package: Package, share: float) -> Callable[[str], bool]:
     """Return a function that takes a file's name and returns whether to read the file.
 
-    A hash selects the fraction `share`.
+    It selects the fraction `share` of all files by a hash of the name.
     """
 
     def chosen(name: str) -> bool:

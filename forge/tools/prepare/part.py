@@ -47,11 +47,10 @@ tokenizer_of = lru_cache(maxsize=1)(load_tokenizer)  # load once per worker proc
 class Tally(BaseModel):
     """Counts for the documents of a chunk, or of all chunks.
 
-    documents: all documents, readable or not. unknown: how many of `tokens` are the unknown token. bad: number of
-    unreadable documents; examples: the first of them. lost: the first files with an unknown number of unreadable
-    documents.
-    left_out: reason -> number of readable documents left out. text_bytes: split -> UTF-8 bytes. stamp, content: identity
-    of a chunk's input (inputs.py).
+    documents: all documents, readable or not. tokens: all tokens. unknown: how many of `tokens` are the unknown token.
+    bad: number of unreadable documents; examples: the first of them. lost: the first files with an unknown number of
+    unreadable documents. left_out: reason -> number of readable documents left out. text_bytes: split -> UTF-8 bytes.
+    stamp, content: identity of a chunk's input (inputs.py).
     """
 
     documents: int = 0
@@ -204,8 +203,9 @@ def _ignoring_interrupts() -> Iterator[None]:
     """Ignore SIGINT in the body. Worker processes started in the body inherit this setting.
 
     A terminal sends Ctrl-C to all its processes. Workers ignore the signal, and the main process stops each worker after
-    its current chunk. A handler installed by a worker would miss a Ctrl-C during the worker's start. Outside of the main
-    thread, e.g. in a Dask worker, do nothing: other threads cannot set handlers, and a Dask worker has no terminal.
+    its current chunk. A handler that the worker installs would come too late for a Ctrl-C during the worker's start. Outside
+    of the main thread, e.g. in a Dask worker, do nothing: other threads cannot set handlers, and a Dask worker has no
+    terminal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -241,7 +241,7 @@ def _make(number: int, chunk: Chunk, how: Encoding) -> None:
 def _encode(
     chunk: Chunk, how: Encoding, tokens: dict[str, _Tokens], traits: dict[str, Traits], tally: Tally
 ) -> None:
-    """Tokenize the documents of a chunk. Write each to the entry of `tokens` and `traits` for its split. Count it in `tally`.
+    """Tokenize the documents of a chunk, and count them in `tally`. tokens, traits: receive the documents of each split.
 
     Raises UserError if the user's filter fails.
     """
@@ -338,7 +338,7 @@ def write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def part_path(parts: Path, number: int) -> Path:
-    """Return the path of the file with a part's document starts and tally. It is the last file written of a complete part."""
+    """Return the path of the file with a part's document starts and tally. It is written last and completes the part."""
     return parts / f"part-{number:05d}.npz"
 
 

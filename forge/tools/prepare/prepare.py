@@ -71,10 +71,10 @@ _REMEDY = "choose another --output or delete it"
 
 @dataclass(frozen=True)
 class Request:
-    """A request for datasets. holdout: fraction of documents for OUTPUT/validation. The others go to OUTPUT/train.
+    """A request for datasets. holdout: fraction of documents for OUTPUT/validation; the others go to OUTPUT/train.
 
-    holdout 0: one dataset in OUTPUT. max_bytes: bytes of text to sample; None: all. max_bad_fraction: allowed fraction of
-    unreadable documents.
+    With holdout 0, there is one dataset, in OUTPUT. max_bytes: bytes of text to sample; None: all. max_bad_fraction: allowed
+    fraction of unreadable documents.
     """
 
     inputs: tuple[str, ...]
@@ -272,9 +272,9 @@ def _find_chunks(request: Request, tokenizer: Tokenizer) -> tuple[list[Chunk], C
 def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) -> tuple[list[Chunk], Corpus]:
     """Cut the corpus into chunks of about 1/256 of its size, at least 1 MiB and at most 128 MiB.
 
-    A text file is one document; a cut inside it leaves its tokens unchanged. cut_texts: whether to cut text
-    files. A compressed file is not cut, because it can be read only from its start. This function opens the text files that
-    it may cut, and adds the unreadable ones to the corpus's list. Return the chunks, and the corpus with this list.
+    A cut inside a text file leaves the file's tokens unchanged. cut_texts: whether to cut text files. A compressed file is
+    not cut, because it can be read only from its start. Opens the text files to cut, and leaves out the unreadable ones.
+    Return the chunks, and the corpus with these files added to `unreadable`.
     """
     chunk_bytes = min(max(sum(piece.size for piece in corpus.pieces) // 256, 1 << 20), 128 << 20)
     chunks: list[Chunk] = [[]]
@@ -303,7 +303,8 @@ def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) 
 def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
     """Lock the output folder in the body. shared: allow other processes with `shared` to lock the folder at the same time.
 
-    The kernel releases the lock when the process ends. Raises UserError if the lock is taken or the folder not writable.
+    The kernel releases the lock when the process ends. Raises UserError if another process has the lock, or if the folder is
+    not writable.
     """
     try:
         parts.mkdir(parents=True, exist_ok=True)
@@ -325,11 +326,10 @@ def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
 
 
 def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], shared: bool = False) -> None:
-    """Remove existing parts made from other options or chunks, and write this run's options and chunks to `parts`.
+    """Remove existing parts made with other options or chunks, and write this run's options and chunks to `parts`.
 
-    shared: raise UserError for parts with other options, and remove nothing. This function does not detect changed
-    documents.
-    `encode_chunk` does: it compares each part with the content of its chunk.
+    shared: raise UserError instead of removing parts. This function does not detect changed documents: `encode_chunk`
+    compares each part with the content of its chunk.
     """
     digest = hashlib.sha256()
     for number, (file, *places) in ((n, piece) for n, chunk in enumerate(chunks) for piece in chunk):

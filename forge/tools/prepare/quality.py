@@ -1,4 +1,4 @@
-"""Leave out three kinds of documents: rejected by a user's filter, sharing passages with given files, and duplicates.
+"""Leave out documents that a user's filter rejects, that share passages with given files, or that are duplicates.
 
 All three rules are off by default.
 """
@@ -86,7 +86,7 @@ class Quality:
 def filter_code(path: str) -> str:
     """Return the SHA-256 of the source files of the filter `path`, MODULE:FUNCTION.
 
-    These are the file of MODULE and the file of the module that defines the function. Their imports are not hashed.
+    These are the file of MODULE and the file that defines the function. Modules imported by them are not hashed.
     """
     names = {path.partition(":")[0], getattr(load_filter(path), "__module__", None)}
     files = {getattr(sys.modules.get(name or ""), "__file__", None) for name in names}
@@ -148,13 +148,13 @@ def _hash(text: str) -> int:
 
 @lru_cache(maxsize=1)
 def _coefficients() -> tuple[np.ndarray, np.ndarray]:
-    """Return scale and shift of the hash functions, uint64 `[PERMUTATIONS]` each. Constants make signatures comparable."""
+    """Return scale and shift of the hash functions, uint64 `[PERMUTATIONS]` each. They are the same for all signatures."""
     draws = np.random.default_rng(20240410).integers(0, 1 << 64, (2, PERMUTATIONS), dtype=np.uint64)
     return draws[0] | np.uint64(1), draws[1]
 
 
 def signature(text: str) -> np.ndarray:
-    """Return the MinHash signature of a text, uint32 `[PERMUTATIONS]`, over its sequences of five words (Broder, 1997).
+    """Return the MinHash signature of a text's sequences of five words (Broder, 1997), uint32 `[PERMUTATIONS]`.
 
     The expected fraction of equal numbers in two signatures is the Jaccard similarity of the two sets of sequences.
     """
@@ -172,7 +172,7 @@ def signature(text: str) -> np.ndarray:
 
 
 def first_of_equal(digests: np.ndarray) -> np.ndarray:
-    """Return the index of the first equal element for each element of `digests`. Shape int64 `[n]`.
+    """Return, for each element of `digests`, the index of the first element equal to it, int64 `[n]`.
 
     digests: uint64 `[n]`.
     """
@@ -183,8 +183,8 @@ def first_of_equal(digests: np.ndarray) -> np.ndarray:
 def first_of_similar(signatures: np.ndarray, candidates: np.ndarray) -> np.ndarray:
     """Group similar documents. Return, for each document, the index of the first member of its group, int64 `[n]`.
 
-    signatures: uint32 `[n, PERMUTATIONS]`. candidates: indices of documents to group. Any other document has a group of its
-    own.
+    signatures: uint32 `[n, PERMUTATIONS]`. candidates: indices of documents to group. Any other document is alone in its
+    group.
 
     A band is one of BANDS equal parts of a signature. Two documents are similar if they agree in all numbers of any band
     and in at least the fraction SIMILAR of all numbers. Groups are the connected components of similar documents. Bands
@@ -230,7 +230,7 @@ def duplicates(digests: np.ndarray, signatures: np.ndarray | None) -> tuple[np.n
 
 
 def add_counts(counts: dict[str, int], more: Iterable[tuple[str, int]]) -> None:
-    """Add the pairs (reason, count) in `more` to `counts`, in place. Counts of 0 add no key."""
+    """Add the pairs (reason, count) in `more` to `counts`, in place. Pairs with count 0 are left out."""
     for reason, count in more:
         if count:
             counts[reason] = counts.get(reason, 0) + count

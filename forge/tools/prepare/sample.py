@@ -11,7 +11,7 @@ from typing import NamedTuple
 from forge.tools.prepare.content import File, text_bytes
 
 TO_THE_END = sys.maxsize
-# Limits of the bytes in a range; within the limits a range has 1/1024 of the budget.
+# Smallest and largest number of bytes in a range. Within these limits, a range has 1/1024 of the budget `max_bytes`.
 _SHORTEST, _LONGEST = 4096, 1 << 20
 # A compressed file can be read only from its start. Its ranges are spread over its first bytes: _REACH times its share of the
 # budget, at least _LEAST_REACH bytes.
@@ -19,13 +19,12 @@ _REACH, _LEAST_REACH = 16, 16 << 20
 
 
 class Piece(NamedTuple):
-    """Ranges of a file's decompressed content: the first `take` of every `step` bytes, between byte `begin` and `end` - 1.
+    """Ranges of a file's decompressed content: the first `take` of every `step` bytes, from byte `begin` to `end` - 1.
 
     With step 0, there is one range, from `begin` to `end` - 1.
 
-    A JSON line belongs to the range with its first byte. Rows of Parquet are divided in proportion to the bytes of the
-    file.
-    Each range of a text file is a document.
+    A JSON line belongs to the range with its first byte. Rows of Parquet are assigned to ranges in proportion to the bytes
+    of the file. Each range of a text file is a document.
     """
 
     file: File
@@ -56,7 +55,7 @@ class Piece(NamedTuple):
     def parts(self, size: int) -> Iterator[Piece]:
         """Divide the piece into pieces of up to `size` bytes, with at least one range each.
 
-        Together they have all documents.
+        Together, these pieces have all documents of this piece.
         """
         span = self.step * max(1, size // self.take) if self.step else size
         for begin in range(self.begin, self.end, span):
@@ -74,9 +73,9 @@ def sample(files: Sequence[File], max_bytes: int, text_key: str) -> tuple[list[P
     Return the pieces in the order of `files`, the size of the pieces, and the size of all files. Sizes are estimated bytes
     of text.
 
-    Small files are no larger than one range. Their share of the budget is proportional to their total size. They are taken
-    whole, in the order of a hash of their keys, while they fit this share. Larger files divide the rest of the budget in
-    proportion to their sizes, as evenly spaced ranges. The sample depends only on keys, sizes and content.
+    Small files, no larger than one range, have a share of `max_bytes` in proportion to their total size. Each is taken whole
+    if it fits in the rest of this share, in the order of a hash of their keys. Larger files divide the rest of `max_bytes`
+    in proportion to their sizes, as evenly spaced ranges. The sample depends only on keys, sizes and content.
     """
     sizes = [text_bytes(file, text_key) for file in files]
     found = sum(sizes)

@@ -85,7 +85,7 @@ def metadata_lines(parts: Path, number: int, split: str, kept: np.ndarray) -> It
 
 
 def select(tokens: np.ndarray, starts: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens and starts of the documents to keep.
+    """Return the tokens of the documents to keep, and the offsets of these documents in the returned tokens.
 
     starts: offsets of documents in `tokens`. kept: mask, bool `[documents]`.
     """

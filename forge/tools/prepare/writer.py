@@ -29,9 +29,8 @@ _AT_ONCE = 1 << 20  # tokens copied at a time, because a part may not fit into m
 class ShardWriter:
     """Append documents to shards of at most `shard_bytes` bytes. `finish` completes the dataset.
 
-    The name of an incomplete file begins with a dot, so an interrupted writer leaves no seemingly complete file. The next
-    writer overwrites incomplete files. A document may continue in the next shard. Raises UserError if the folder already
-    has a dataset.
+    The name of a file begins with a dot until the file is complete. The next writer overwrites incomplete files. A document
+    may continue in the next shard. Raises UserError if the folder already has a dataset.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class ShardWriter:
 
 
 class _HashedFile:
-    """A file with a temporary name. While it is written, the whole file and each of its blocks are hashed.
+    """A file with a temporary name. Hashes the whole file and each of its blocks as they are written.
 
     `close` syncs the file to disk and renames it.
     """

@@ -104,7 +104,7 @@ def _was_killed(run: RunRecord, events: list[dict[str, Any]]) -> bool:
 def _of_start(events: list[dict[str, Any]], killed: bool) -> Iterator[Incident]:
     """Yield the incidents among the events of one start.
 
-    killed: True if the start was killed; then also yield an incident for its end, which the events lack.
+    killed: True if the start was killed. The events then lack its end, so also yield an incident for the end.
     """
     timed = [(datetime.fromisoformat(event["time"]), event) for event in events if "time" in event]
     for when, event in timed:
@@ -179,7 +179,7 @@ def _lives(pid: int) -> bool:
 
 
 def _first(run: RunRecord, incidents: list[Incident]) -> str:
-    """Return the first paragraphs of the diagnosis: the cause that ended the latest start, its rank and remedy.
+    """Return the first paragraphs of the diagnosis: the cause that ended the latest start, the rank at fault, the remedy.
 
     If no fault ended this start, the text says so.
     """

@@ -54,7 +54,7 @@ WIDE, HALF = (10.4, 3.0), (5.2, 2.7)
 
 @dataclass(frozen=True)
 class Curve:
-    """A named curve. points: (x values, y values). color: index of the colour. run: index of the dash pattern."""
+    """A named curve. points: (x values, y values). color: index into COLORS. run: index into DASHES."""
 
     name: str
     points: Points | tuple[list[float], list[float]]
@@ -102,8 +102,8 @@ def curves(
     """Draw curves over steps. Return an SVG element.
 
     key: prefix of the ids in the SVG. x, unit: labels of the axes. size: width and height in inches. log, log_x:
-    logarithmic y and x axis. share: show values in per cent (times 100), from 0 up. marks: events, as vertical lines.
-    levels: (name, value) of dashed horizontal lines.
+    logarithmic y and x axis. share: values are fractions; show them in per cent, on an axis from 0. marks: events, as
+    vertical lines. levels: (name, value) of dashed horizontal lines.
     """
     with matplotlib.rc_context(STYLE):
         outside = len(drawn) > 6
@@ -161,8 +161,8 @@ def heat_maps(
 ) -> str:
     """Draw maps side by side, with one colour scale. Return an SVG element.
 
-    key: prefix of the ids in the SVG. log: logarithmic colour scale. even: colour scale for loads divided by an even
-    share, in powers of two: white at 1, blue below, red above. columns: largest number of maps in a row.
+    key: prefix of the ids in the SVG. log: logarithmic colour scale. even: values are multiples of an even share; the colour
+    scale is logarithmic, white at 1, blue below, red above. columns: largest number of maps in a row.
     """
     columns = min(columns, len(maps))
     rows = -(-len(maps) // columns)
@@ -258,7 +258,7 @@ def shares(key: str, bars: Mapping[str, Mapping[str, float]], unit: str, absent:
 
 @dataclass
 class Lane:
-    """Events of one kind. minutes: times of the events, since the first start of the run."""
+    """Events of one kind. minutes: times of the events, in minutes since the first start of the run."""
 
     name: str
     minutes: list[float] = field(default_factory=list)

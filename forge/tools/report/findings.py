@@ -9,7 +9,7 @@ from statistics import median
 
 from forge.tools.report.read import RunRecord
 
-# A layer is an outlier if its value exceeds this multiple of the median over all layers, for the same matrix.
+# A layer is an outlier if the value of one of its matrices exceeds this multiple of the matrix's median over all layers.
 OUTLIER = 8.0
 # At attention logits of this size, a softmax attends to a single key.
 LARGE_LOGIT = 100.0

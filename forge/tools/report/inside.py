@@ -130,9 +130,9 @@ def expert_pictures(
 ) -> list[Picture]:
     """Return pictures of a run's expert loads; none if the metrics have no routers.
 
-    The first picture shows, for each layer, the load of its fullest expert as a curve. The second shows, for each layer,
-    the loads of all its experts as a map. It is missing if the metrics have no counts. levels: (name, value) of dashed
-    lines in the first picture.
+    The first picture has a curve for each layer: the load of its fullest expert. The second picture has a map for each
+    layer: the loads of all its experts. Without counts in the metrics, the second picture is left out. levels: (name, value)
+    of dashed lines in the first picture.
     """
     layers = sorted(run.names("routers"), key=int)
     if not layers:

@@ -104,7 +104,7 @@ class PageSection:
 
 
 def shown(value: Any) -> str:
-    """Return a cell's value as text. A non-integer number has four digits."""
+    """Return a cell's value as text. Numbers that are not integers have four significant digits."""
     if value is None:
         return ""
     if _is_number(value):

@@ -60,8 +60,8 @@ def standing(text: str) -> Standing:
 def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
     """Return the ranks that probably delay the others.
 
-    If only some ranks wait in a collective, return the ranks that do not. Otherwise, if more than half of all ranks share
-    a position, return the ranks at other positions.
+    If some ranks wait in a collective and others do not, return the others. Otherwise, if more than half of all ranks are at
+    one position, return the ranks at other positions.
     """
     if len(standings) < 2:
         return []
@@ -74,7 +74,7 @@ def odd_ranks(standings: Mapping[int, Standing]) -> list[int]:
 
 
 def read_collectives(logs: Path) -> dict[int, str]:
-    """Return a dict from rank to the last collective in its flight record, as text: name, number in its group, and state."""
+    """Return a dict from rank to its last recorded collective, as text: name, number in its process group, and state."""
     found = {}
     for path in logs.glob("collectives-rank-*"):
         with suppress(OSError, pickle.UnpicklingError, EOFError, ValueError, AttributeError, IndexError):

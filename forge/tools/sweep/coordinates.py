@@ -57,7 +57,7 @@ def of_width(config: Config, dim: int) -> Config:
 
 
 def changes_of_activations(config: Config, steps: int) -> dict[str, float]:
-    """Train `steps` optimizer steps in one process. Return, by activation, the root mean square of its change on one batch.
+    """Train `steps` optimizer steps in one process. Return activation -> root mean square of its change, on a fixed batch.
 
     Steps use the learning rate `optimizer.lr` without a schedule, the global batch of the config, and no clipping.
     """
@@ -82,7 +82,7 @@ def changes_of_activations(config: Config, steps: int) -> dict[str, float]:
 
 
 def growth(sizes: dict[int, float]) -> float:
-    """Return the exponent of growth with width: the slope of log(size) over log(width). sizes: width -> size of a change."""
+    """Return the exponent p of size ~ width^p, the slope of log(size) over log(width). sizes: width -> size of a change."""
     xs, ys = zip(*((math.log(width), math.log(size)) for width, size in sizes.items()), strict=True)
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))

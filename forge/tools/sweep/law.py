@@ -40,7 +40,7 @@ class Law:
         return self.E + self.A / parameters**self.a + self.B / tokens**self.b
 
     def optimum(self, operations: float) -> tuple[float, float]:
-        """Return the N and D with the least loss among those with 6 N D = `operations` FLOPs (equation 4 of the paper)."""
+        """Return the N and D with the least loss for 6 N D = `operations` FLOPs (equation 4 of the paper)."""
         ratio = (self.a * self.A / (self.b * self.B)) ** (1 / (self.a + self.b))
         parameters = ratio * (operations / OPERATIONS) ** (self.b / (self.a + self.b))
         return parameters, operations / OPERATIONS / parameters
@@ -60,15 +60,15 @@ class Fit:
     def interval(self, of: Callable[[Law], float], share: float = 0.9) -> tuple[float, float]:
         """Compute `of(law)` for each resampled law.
 
-        Return the central interval (low, high) of the fraction `share` of these values.
+        Return the central interval (low, high) that contains the fraction `share` of these values.
         """
         return _central([of(law) for law in self.resampled], share)
 
     def interval_of_run(self, parameters: float, tokens: float, share: float = 0.9) -> tuple[float, float]:
-        """Return the central interval (low, high) of the losses of a new run, with probability `share`.
+        """Return the central interval (low, high) that contains the loss of a new run with probability `share`.
 
-        Each resampled law is combined with each error of the fitted runs. The errors are multiplied by sqrt(runs / (runs
-        - 5)), because the law's five coefficients are fitted to the runs.
+        The interval is over all pairs of a resampled law and an error of a fitted run. The errors are multiplied by
+        sqrt(runs / (runs - 5)), because the law's five coefficients are fitted to the runs.
         """
         runs = len(self.errors)
         scale = math.sqrt(runs / max(runs - 5, 1))
@@ -127,13 +127,13 @@ def fit_law(
 
 
 def _central(values: list[float], share: float) -> tuple[float, float]:
-    """Return the central interval (low, high) with the fraction `share` of `values`."""
+    """Return the central interval (low, high) that contains the fraction `share` of `values`."""
     low, high = np.quantile(values, [(1 - share) / 2, (1 + share) / 2])
     return float(low), float(high)
 
 
 def _starts(x: np.ndarray, loss: np.ndarray) -> list[list[float]]:
-    """Return starting points (log E, log A, a, log B, b) on a grid of exponents and of E's fraction of the loss.
+    """Return starting points (log E, log A, a, log B, b) on a grid of a, b and E / loss.
 
     At the mean log N and log D, each starting point predicts the smallest loss of the runs.
     """

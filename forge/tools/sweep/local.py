@@ -43,7 +43,7 @@ def run_sweep(
 
 
 def command(sweep: Sweep) -> list[str]:
-    """Return the command for a run of the sweep, without train.py's options."""
+    """Return the command that starts a run of the sweep, without the arguments of train.py."""
     if sweep.processes == 1:
         return [sys.executable, str(TRAIN)]
     return [

@@ -25,9 +25,9 @@ class PowerLaw:
 
 
 def least_at(values: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Fit a parabola over log(value) through the best value and its two neighbours. Return the value at its vertex.
+    """Fit a parabola of the loss over log(value) to the best value and its two neighbours. Return the value at its minimum.
 
-    Return None if the best value is the smallest or the largest: the minimum then lies outside of the tried values.
+    Return None if the best value is the smallest or the largest, because the minimum is then outside of the tried values.
     """
     best: dict[float, float] = {}
     for value, loss in zip(values, losses, strict=True):
@@ -42,7 +42,10 @@ def least_at(values: Sequence[float], losses: Sequence[float]) -> float | None:
 
 
 def fit_power_law(rows: Sequence[Mapping[str, float]], value: str, sizes: Sequence[str]) -> PowerLaw | None:
-    """Fit the column `value` of `rows` as a power law in those columns of `sizes` that vary. Return None for too few rows."""
+    """Fit the column `value` of `rows` as a power law in the columns `sizes`, without constant columns.
+
+    Return None for too few rows.
+    """
     used = [name for name in sizes if len({row[name] for row in rows}) > 1]
     if len(rows) < len(used) + 1 or not used:
         return None

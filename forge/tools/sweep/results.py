@@ -64,8 +64,8 @@ def result_of(sweep: Sweep, trial: Trial) -> SweepResult:
 def check_runs(sweep: Sweep, trials: Iterable[Trial]) -> None:
     """Raise UserError if the configuration of an existing run differs from its trial.
 
-    Run directories are named by the number of the trial. After an edit of the sweep file, an existing run may have other
-    values than the trial of this number.
+    The name of a run directory has the number of the trial. After an edit of the sweep file, a trial may have other values
+    than the existing run with its number.
     """
     for trial in trials:
         for seed in sweep.seeds:

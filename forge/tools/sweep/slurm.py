@@ -47,7 +47,7 @@ def job_array(sweep: Sweep) -> str:
         "#!/bin/bash",
         f"#SBATCH --job-name={re.sub(r'[^A-Za-z0-9._-]', '-', sweep.name)}",
         f"#SBATCH --array=0-{len(runs) - 1}%{sweep.workers}",
-        # The script opens the log itself, because sbatch has its own rules for quotes and patterns in file names.
+        # The script opens the log itself, because sbatch would interpret quotes and patterns in the file name.
         "#SBATCH --output=/dev/null",
         "#SBATCH --signal=B:TERM@300",
         "#SBATCH --requeue",

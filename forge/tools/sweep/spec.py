@@ -77,7 +77,7 @@ class Sweep(Section):
 class Trial:
     """One choice of values for the swept keys.
 
-    steps: length of its runs in this rung, in steps; 0: train.steps of the recipe.
+    steps: number of steps of the trial's runs in this rung; 0: train.steps of the recipe.
     """
 
     number: int
@@ -191,7 +191,7 @@ def _tokens(sweep: Sweep, trial: Trial) -> int:
 
 
 def _tokens_of_all(sweep: Sweep, tokens: list[list[int]]) -> int:
-    """Return an upper bound of a sweep's tokens. The bound is reached if the most expensive trials survive every rung.
+    """Return an upper bound of a sweep's tokens: the tokens if the most expensive trials survive every rung.
 
     tokens: for each rung, the tokens of each trial.
     """

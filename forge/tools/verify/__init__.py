@@ -7,9 +7,9 @@
     record    run a few steps of one layout and record every tensor
     plain     run the same steps as a plain module in one process: the reference
     compare   compare a recording with the reference, number by number
-    library   compare a plain module under another library's parallelism with the module in one process
+    library   compare a plain module, parallelised by another library, with the same module in one process
     explain   find the first difference in computation order
-    run       check all layouts within a time budget, also after a failure or a hang, and reduce the worst one
+    run       check all layouts within a time budget, then reduce the worst one to a smaller layout
 
 The equivalence tests of forge use the same functions.
 """

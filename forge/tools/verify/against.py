@@ -96,8 +96,8 @@ def compare_records(
 ) -> tuple[Comparison, list[str]]:
     """Compare two recordings of one layout, rank by rank. Return the differences, and the modules in computation order.
 
-    bound: allowed difference of a tensor, relative to its largest element; 0: bitwise equality. The index in a Difference
-    is local to the rank.
+    bound: allowed difference of a tensor, relative to its largest element; 0: bitwise equality. A Difference has the index
+    in the rank's local tensor.
     """
     result = Comparison()
     order: list[str] = []
@@ -120,7 +120,7 @@ def compare_records(
 def _tensors(step: RankStep) -> Iterator[tuple[tuple[TensorKey, int], TensorPiece]]:
     """Yield ((key, number), piece) for all tensors of a step on one rank.
 
-    number: of the box of a sharded tensor, or of the microbatch of an activation. Numbers begin at 0 for each key.
+    number: counts the boxes of a sharded tensor, or the microbatches of an activation. It begins at 0 for each key.
     """
     numbers: Counter[TensorKey] = Counter()
     for key, pieces in step.pieces.items():
@@ -135,9 +135,9 @@ def _tensors(step: RankStep) -> Iterator[tuple[tuple[TensorKey, int], TensorPiec
 def _paired(
     now: dict[tuple[TensorKey, int], TensorPiece], then: dict[tuple[TensorKey, int], TensorPiece]
 ) -> Iterator[tuple[tuple[TensorKey, int], TensorPiece, TensorPiece]]:
-    """Yield (key, piece of `now`, piece of `then`) for each tensor that both recordings have in equal shapes.
+    """Yield (key, piece of `now`, piece of `then`) for each tensor with equal shapes in both recordings.
 
-    Raises UserError if an initial value, a gradient or a parameter is missing in one recording or has another shape there.
+    Raises UserError if one recording lacks an initial value, gradient or parameter of the other, or has it in another shape.
     """
     for place in {**then, **now}:
         (kind, name), _ = place

@@ -1,7 +1,7 @@
 """Borders: the inputs and outputs of modules on one rank, with their place in the global batch.
 
-Forward hooks record the first argument and the outputs of every module, in the order in which forwards end. Children
-therefore come before their parents. The origin of a difference is the first module in this order with an equal input and a
+Forward hooks record the first argument and the outputs of every module. Outputs are in the order in which forwards end, so
+children come before their parents. The origin of a difference is the first module in this order with an equal input and a
 different output.
 
 The shape of a local tensor tells which part of the global tensor it is. A cp rank has two chunks of each sequence, and a tp
@@ -172,35 +172,35 @@ class _Microbatch:
         self.row = self._next_row = 0
 
     def called(self, name: str, output: int = 0) -> str:
-        """Return the border name of the latest call of module `name`. output: index of the output; 0 for an input."""
+        """Return `Seen.name` for the latest call of module `name`. output: index of the output; 0: first output, or input."""
         name = f"{name}[{output}]" if output else name
         return name if self.calls[module_of(name)] == 1 else f"{name} (call {self.calls[module_of(name)]})"
 
 
 def call_of(name: str) -> str:
-    """Remove the output index from the border name `name` of an output. The result names the input of the same call.
+    """Return the `Seen.name` of an input, given the name of an output of the same call.
 
-    All outputs of a call share one input.
+    All outputs of a call share one input. The name of an output may add an index, e.g. `[1]`.
     """
     return re.sub(r"\[\d+\]", "", name)
 
 
 def parent_of(name: str) -> str:
-    """Return the border name of the enclosing module, with the call number of `name`; "" for a top-level module."""
+    """Return the `Seen.name` of the enclosing module, with the call number of `name`; "" for a top-level module."""
     module, call, number = name.partition(" (call ")
     parent = module.rpartition(".")[0]
     return parent + call + number if parent else ""
 
 
 def module_of(name: str) -> str:
-    """Return the module name in the border name `name`, without call number and output index."""
+    """Return the name of the module in a `Seen.name`, i.e. `name` without call number and output index."""
     return name.partition(" (call ")[0].partition("[")[0]
 
 
 def _local(value: Any) -> Tensor | None:
     """Return a CPU copy of this rank's part of `value`.
 
-    Return None for a tensor of fewer than two dims, a DTensor with partial sums, and any other type.
+    Return None for a tensor of fewer than two dims, for a DTensor with partial sums, and for a `value` of another type.
     """
     if isinstance(value, DTensor):
         if any(placement.is_partial() for placement in value.placements):

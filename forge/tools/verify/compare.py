@@ -31,10 +31,10 @@ COMPLETE = ("initial", "gradient", "parameter", "optimizer", "router", "hooked",
 class Difference:
     """The element of a tensor that differs most, on one rank.
 
-    step: 0 for the initial parameters. rank: -1 if no rank has the element; `found` is then NaN. index: of the element in
-    the global tensor. found, expected: the element's values on the rank and in the reference. size: the difference
-    relative to the tensor's scale (see the module docstring). digest: True if `found` and `expected` are digests of the
-    whole tensor.
+    step: 0 for the initial parameters. rank: -1 if some element is on no rank; `found` and `expected` are then undefined.
+    index: of the element in the global tensor. found, expected: the element's values on the rank and in the reference.
+    size: the difference divided by the tensor's scale (see the module docstring). digest: True if `found` and `expected`
+    are digests of the whole tensor.
     part: the rank's part of the global tensor; () if the rank has the whole tensor, or if its part is unknown.
     """
 
@@ -61,8 +61,8 @@ class Comparison:
 
     differences: one per tensor above the tolerance. largest: kind -> largest difference. compared: number of tensors.
     counted: (step, tensor) -> number of its elements on all ranks; copies of an element count once.
-    index_sums: (step, tensor) -> sum of the flat indices of these elements. The sum reveals a missing element when a
-    duplicate of another element makes the count right.
+    index_sums: (step, tensor) -> sum of the flat indices of the counted elements. If one element is missing and another is
+    counted twice, the count is right but this sum is wrong.
     unplaced: names of tensors excluded from the comparison: activations whose place in the global tensor is unknown, and
     hooks' curves that differ between runs.
     """
@@ -116,8 +116,8 @@ def compare_rank(
 def merge(comparisons: Sequence[Comparison], expected: dict[tuple[int, TensorKey], int]) -> Comparison:
     """Merge the comparisons of all ranks. For each tensor, keep the rank with the largest difference.
 
-    expected: the result of `elements`. A tensor counts as different if some element is on no rank. This check covers only
-    kinds in COMPLETE that some rank has recorded: layouts may lack inputs and outputs of modules.
+    expected: the result of `elements`. A tensor also counts as different if some element is on no rank. This check covers
+    only the kinds in COMPLETE, and of these only the recorded ones. Other kinds may be incomplete, e.g. module inputs.
     """
     result = Comparison()
     worst: dict[tuple[int, str, str], Difference] = {}
@@ -208,9 +208,9 @@ def difference_of(
 
 
 def _resumed(rank: int, record: RankRecord) -> Iterator[Difference]:
-    """Compare the last step of the uninterrupted run with the last step after a resume from its own checkpoint.
+    """Compare the last step after a resume from the run's checkpoint with the last step of the uninterrupted run.
 
-    Yields one Difference per piece that differs.
+    Yield one Difference per piece that differs.
     """
     last = record.steps[-1].pieces
     for (kind, name), pieces in last.items():

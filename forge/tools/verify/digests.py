@@ -1,9 +1,9 @@
 """Digests: three numbers per tensor. A small file of digests from one process can check a run on many ranks.
 
-The first two numbers are inner products of the tensor with two pseudo-random tensors. These depend only on the global
-index. Each rank digests its own elements, so the sum over ranks does not depend on the layout. The relative difference of
-two digests is about the relative difference of the tensors. The third number is the tensor's sum of squares, a measure of
-its size.
+The first two numbers are inner products of the tensor with two pseudo-random tensors, whose elements depend only on their
+global index. Each rank digests its own elements, so the sum over ranks does not depend on the layout. The relative
+difference of two digests is about the relative difference of the tensors. The third number is the sum of the tensor's
+squared elements, a measure of its size.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: 
 def _pieces(key: TensorKey, ranks: Sequence[Held]) -> Iterator[tuple[int, float, int, Digest]]:
     """Yield (rank, difference, number of elements, digest) for every distinct piece of the tensor `key`.
 
-    digest: of the first copy of the piece. rank: the rank with the copy that differs most from the first copy. difference:
-    between the digests of these two copies.
+    Several ranks may have copies of a piece. digest: of the first copy. rank: has the copy that differs most from the first
+    copy. difference: between the digests of these two copies.
     """
     found: dict[str, tuple[int, float, int, Digest]] = {}
     for rank, held in enumerate(ranks):
@@ -176,9 +176,9 @@ def _all_of(shape: Sequence[int]) -> TensorPlace:
 
 
 def _weights(place: slice | tuple[int, ...], seed: int) -> Tensor:
-    """Return one pseudo-random float64 number of variance 1 for each index in `place`, hashed from the index and `seed`.
+    """Return a pseudo-random number for each index in `place`, float64 `[indices]`: a hash of the index and `seed`.
 
-    place: indices of one dim of a global tensor.
+    The numbers have variance 1. place: indices of one dim of a global tensor.
     """
     indices = range(place.start, place.stop) if isinstance(place, slice) else place
     x = torch.tensor(list(indices), dtype=torch.int64) + (seed + 1) * 0x9E3779B1

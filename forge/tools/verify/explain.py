@@ -14,7 +14,7 @@ class Finding:
     """The likely origin of the differences.
 
     culprit: a module, a parameter or a phase of the step. why: the reason for this choice, as a sentence. difference: the
-    numbers at the culprit. others: names of equally likely origins.
+    Difference at the culprit. others: names of equally likely origins.
     """
 
     culprit: str
@@ -23,7 +23,7 @@ class Finding:
     others: tuple[str, ...] = ()
 
 
-# Kinds of forwards without gradients, made after a step.
+# Kinds of the tensors from forwards without gradients, which run after a step.
 FORWARDS = ("held-out", "generation")
 # Hook methods called before the forward of their step.
 EARLY = ("before_run", "before_step", "before_data", "after_data", "before_gradients")
@@ -32,7 +32,7 @@ EARLY = ("before_run", "before_step", "before_data", "after_data", "before_gradi
 def explain(comparison: Comparison, order: Sequence[str], other: str = "one process") -> Finding:
     """Return the likely origin of the differences in `comparison`, which must have at least one.
 
-    order: modules in computation order. other: name of the layout whose checkpoint was loaded, for the sentence.
+    order: modules in computation order. other: name of the layout whose checkpoint was loaded, for `Finding.why`.
     """
     # A forward without gradients also differs e.g. after a missing update, but the next training step locates it better.
     training = [one for one in comparison.differences if one.kind not in FORWARDS] or comparison.differences
@@ -82,7 +82,7 @@ def explain(comparison: Comparison, order: Sequence[str], other: str = "one proc
 
 
 def _hooks(found: list[Difference]) -> Finding | None:
-    """Return the first hook call with equal inputs and different results, as the origin; None without one.
+    """Return as the origin the first hook call with equal inputs and different results; None if there is no such call.
 
     found: differences of kind `hooked`, with names `CALL before|after KIND PARAMETER`.
     """
@@ -106,9 +106,10 @@ def _curve(found: list[Difference]) -> Finding:
 
 
 def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Finding:
-    """Return the module of the first differing input or output, in computation order, as the origin.
+    """Return as the origin a module whose output differs while its input agrees.
 
-    If the input of this module differs, search the enclosing modules, from the inside out, for the origin.
+    Begin with the first differing input or output in computation order. If the input of this module differs, search the
+    modules around it, from the inside out. If none qualifies, return the outermost module with a different input.
     """
     places = {name: number for number, name in enumerate(order)}
     outputs = {one.name: one for one in by_kind.get("output", ())}
@@ -128,9 +129,9 @@ def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Findi
 
 
 def _gradient(found: list[Difference], order: Sequence[str]) -> Finding:
-    """Return, as the origin, the differing gradient of the parameter that forward uses last.
+    """Return as the origin the differing gradient that backward computes first.
 
-    Backward runs from the end of the model, so this gradient is the first to differ.
+    Backward runs from the end of the model, so this is the gradient of the parameter that forward uses last.
     """
     # For a module with several calls, the last call counts.
     places = {module_of(name): number for number, name in enumerate(order)}

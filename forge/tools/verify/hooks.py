@@ -2,7 +2,7 @@
 
 Hooks are called at the same points as in a run. They get a Trainer with the verified model and optimizer, and with a
 temporary run directory. The recording has parameters and gradients before and after each call, and the numbers passed to
-`trainer.metrics.scalars`. From these, a report names the first hook call with different effects.
+`trainer.metrics.scalars`. The recording shows which hook call has different effects on a layout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from forge.tools.verify.pieces import TensorKey, TensorPiece, pieces_of, whole
 from forge.train.trainer import Trainer
 
 CPU = torch.device("cpu")
-# Events at which gradients are complete, and are recorded.
+# Events with complete gradients, which are recorded. Other events record only parameters.
 WITH_GRADIENTS = ("after_gradients", "before_optimizer", "after_optimizer")
 
 
@@ -104,9 +104,9 @@ class UserHooks:
         return hooks
 
     def begin(self, step: int) -> None:
-        """Construct the hooks and call `before_run`: at the start of a run (`step` 0) or at a resume after `step` steps.
+        """Construct the hooks and call `before_run`. step: 0 at the start of a run; otherwise a resume after `step` steps.
 
-        A resume loads the state saved by the last `before_save`. Collective if there are hooks.
+        A resume loads the hooks' state from the last `before_save`. Collective if there are hooks.
         """
         if not self._kinds:
             return
@@ -152,7 +152,7 @@ class UserHooks:
     ) -> None:
         """Advance the Trainer's progress by one step, and store the step's result for `process_last_result`.
 
-        sums: the values of a `Sums`. routers: `layers.N` -> row of the router report.
+        sums: `Sums.values` (objective, cross-entropy, z-loss, tokens). routers: `layers.N` -> row of the router report.
         """
         if not self._each:
             return
@@ -177,7 +177,7 @@ class UserHooks:
         )
 
     def process_last_result(self) -> None:
-        """Call the hooks' `after_result` with the result of the last step, once per step."""
+        """Call the hooks' `after_result` with the result of the last step, unless this was done before."""
         result, self._result = self._result, None
         if result is not None:
             self.call("after_result", result)

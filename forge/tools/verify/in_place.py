@@ -26,14 +26,14 @@ from forge.tools.verify.record import Settings, record_on_rank
 from forge.tools.verify.run import Outcome, drop_unsteady, outcome_of
 from forge.tools.verify.shrink import for_layout, shrink
 
-# Sections of the configuration without influence on the result of a step. They may differ from those of the digests.
+# Sections of the configuration without influence on the result of a step. They may differ between digests and run.
 _HOW = ("parallel", "pipeline", "activation_checkpoint")
 
 
 def write_digests(config: Config, settings: Settings, world: int, file: Path) -> Config:
     """Shrink `config`, run it in one process and write the digests of its tensors to `file`. Return the shrunk configuration.
 
-    world: number of processes that will call `verify_in_place` with this file. The degrees divide the shrunk sizes.
+    world: number of processes that will call `verify_in_place` with this file. The shrunk sizes are multiples of the degrees.
     """
     small = for_layout(shrink(config)[0], check_world(config, world))
     text = to_toml(small)
@@ -51,8 +51,8 @@ def verify_in_place(
 ) -> tuple[Config, Outcome]:
     """Compare the layout of `config`, on the launcher's processes and devices, with one process. Collective.
 
-    digests: a file of `write_digests`. None: each rank computes the reference on its own device, because random numbers
-    depend on the kind of device. Return the small configuration and the result, on every rank.
+    digests: a file of `write_digests`. None: each rank computes the reference on its device, because random numbers depend
+    on the kind of device. Return the shrunk configuration and the result, on every rank.
     """
     began = time.monotonic()
     degrees = check_world(config, world.size)

@@ -19,8 +19,8 @@ from forge.runtime.errors import UserError
 from forge.tools.verify.shrink import changed
 
 AXES = ("dp_shard", "dp_replicate", "cp", "tp", "ep", "pp")
-# (key, axis, values) of options of a layout. The first ALONE options are tried one at a time, on two ranks of their axis;
-# all are combined at random.
+# (key, axis, values) of options of a layout. `systematic` tries the first ALONE options one at a time, on two ranks of their
+# axis. `at_random` combines all options at random.
 OPTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("parallel.data_parallel", "dp_shard", ("ddp", "zero1", "zero2", "fsdp2")),
     ("parallel.context", "cp", ("allgather", "ulysses", "ring")),
@@ -78,7 +78,7 @@ class Case:
     def config(self, config: Config) -> Config:
         """Apply this layout to the one-process configuration `config` and return the result.
 
-        Raises UserError if it is illegal.
+        Raises UserError if the result is illegal.
         """
         keys = {f"parallel.{axis}": degree for axis, degree in self.degrees} | dict(self.options)
         result = changed(config, keys)
@@ -112,10 +112,10 @@ def why_illegal(config: Config, case: Case) -> str | None:
 
 
 def systematic(config: Config, worlds: Sequence[int]) -> Iterator[Case]:
-    """Yield the layouts of one process, of each axis with degree 2, and of each pair of axes with degree 2.
+    """Yield the layout of one process, then each axis with degree 2, then each pair of axes with degree 2.
 
     Then yield one layout for each value of each option in OPTIONS[:ALONE], except the values of `config`.
-    worlds: allowed numbers of processes. Layouts of other sizes are left out, except the first. Layouts may be illegal.
+    worlds: allowed numbers of processes. Only the first layout may have another number. Layouts may be illegal.
     """
     axes = [axis for axis in AXES if axis != "ep" or config.model.moe is not None]
     yield Case()

@@ -58,15 +58,15 @@ class Parallelized:
 
     model: the module, or this rank's pipeline stages. The modules of stages keep the names of the whole model.
     data_rank, data_ranks: this rank reads part `data_rank` of `data_ranks` equal parts of the batch's sequences.
-    positions: positions of this rank's tokens in each sequence; None: all. Used to locate activations.
-    tp_rank, tp_ranks: this rank's part of the features or of the sequence. Used to locate activations.
+    positions: positions of this rank's tokens in each sequence, to locate activations; None: all.
+    tp_rank, tp_ranks: part `tp_rank` of `tp_ranks` of features or sequence is on this rank, to locate activations.
     forward_backward: called with tokens and labels, int64 `[sequences of this data rank, seq]`. Leaves complete gradients
         in `.grad`. Returns this rank's mean loss, or None on a rank without a loss. None: cross-entropy of `model(tokens)`.
     optimizer: one per module of `model`; None: `make_optimizer` applied to each module's parameters.
     clip: called with the limit of the global norm. Clips the gradients and returns their global norm before clipping.
         None: torch.nn.utils.clip_grad_norm_.
     whole: called with a parameter's name and a tensor sharded like this parameter. Returns the whole tensor. Collective.
-        None: `full_tensor()` of a DTensor; other tensors count as whole.
+        None: tensors count as whole. DTensors are always gathered by `full_tensor()` instead.
     checkpoint: True if torch.distributed.checkpoint can save and load the module and its optimizers. False: compare none.
     """
 
@@ -235,7 +235,7 @@ def _together(rank: int, _world: int, request: LibraryRequest, file: Path, folde
 class _ModuleRun:
     """The steps of one module on this rank.
 
-    shapes: name -> shape of the parameter in one process. limit: of the gradient norm; None: half of the first step's norm.
+    shapes: name -> parameter in one process, for its shape. limit: of the gradient norm; None: half of the first step's norm.
     """
 
     def __init__(self, done: Parallelized, make: Any, shapes: dict[str, nn.Parameter], limit: float | None):
@@ -311,7 +311,7 @@ class _ModuleRun:
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Yield (name, parameter, parameter) for all trained parameters, as the argument `tensors` of `_pieces`."""
+        """Yield (name, parameter, parameter) for all trained parameters, as needed by the argument `tensors` of `_pieces`."""
         for part in self.done.parts:
             for name, parameter in part.named_parameters():
                 if parameter.requires_grad:
@@ -366,8 +366,8 @@ class _ModuleRun:
 def _of_batch(seen: Sequence[Seen], rows: int) -> list[Seen]:
     """Return `seen` without warm-up calls, without wrappers in the names, and with `Seen.row` filled in.
 
-    rows: number of this rank's sequences. Before the first step, PyTorch's pipelines infer shapes with an extra forward. If
-    more than `rows` sequences are recorded for a module, the first sequences belong to such warm-up calls.
+    A warm-up call is an extra forward of PyTorch's pipelines before the first step, to infer shapes. rows: number of this
+    rank's sequences. If a module has more than `rows` recorded sequences, the first ones belong to warm-up calls.
     """
     found: list[Seen] = []
     extra = Counter({key: -rows for key in ((one.name, one.output) for one in seen)})

@@ -33,7 +33,7 @@ class TensorPiece:
 
 
 def pieces_of(kind: str, tensors: Iterable[tuple[Shard, Tensor]]) -> dict[TensorKey, list[TensorPiece]]:
-    """Return a dict from (kind, name) to CPU copies of this rank's pieces.
+    """Return a dict from (kind, name of the shard) to CPU copies of this rank's pieces.
 
     tensors: pairs of a shard and values, shaped like `shard.data`.
     """
@@ -48,7 +48,7 @@ def pieces_of(kind: str, tensors: Iterable[tuple[Shard, Tensor]]) -> dict[Tensor
 
 
 def assemble(shard: Shard, values: Tensor) -> Tensor:
-    """Return a copy of the whole tensor of `shard`, which has every element on this process.
+    """Return a copy of the whole tensor of `shard`. All elements of the tensor must be on this process.
 
     values: shaped like `shard.data`.
     """

@@ -1,8 +1,8 @@
 """The reference: a plain module in one process, without any layout.
 
-The reference computes the whole global batch in one forward, clips with PyTorch's functions, and updates routers with its
-own code. It shares three things with a layout: the model, the optimizer, and the optimizer's description of the parameters
-(kinds, heads, learning rates and largest logits). Without this description, the optimizer would run another algorithm.
+The reference computes the whole global batch in one forward, clips with PyTorch's functions, and updates routers with
+separate code. It shares three things with a layout: the model, the optimizer, and the description of the parameters for the
+optimizer (kinds, heads, learning rates, largest logits). Without this description, the optimizer would compute other updates.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _save(
 
 
 def _quantile(bins: list[int], share: float) -> float:
-    """Return the interpolated quantile of a histogram, in bins from its left end. share: the quantile, 0 to 1."""
+    """Return the interpolated quantile `share` (0 to 1) of a histogram, as a number of bins from its left end."""
     below = 0
     for index, count in enumerate(bins):
         if count and below + count >= share * sum(bins):

@@ -37,9 +37,9 @@ context.set_forkserver_preload(
 )
 
 
-# Far more than any layout of a small model needs, even on a busy machine.
+# Default timeout: far more than any layout of a small model needs, even on a busy machine.
 TIMEOUT_S = 400.0
-# Time limit of a verified layout, per process and at least for two. A small model takes seconds; beyond this, it hangs.
+# Timeout of a verified layout, in seconds per process (at least for two). A small model takes seconds, unless it hangs.
 LIMIT_S = 45.0
 
 

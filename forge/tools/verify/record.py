@@ -45,8 +45,8 @@ OptimizerFactory: TypeAlias = Callable[[list[Shard], Config, Any], Optimizer]
 class Twist:
     """Changes made by a test to both the layout and the reference. Functions must be at module level, for pickling.
 
-    routers: called at the start with the routers' local weights and their biases; writes into them. labels: called with
-    the labels of every batch, int64 `[sequences, seq]`, and the data rank; writes into the labels.
+    routers: called at the start with the routers' local weights and their biases; may change both in place. labels: called
+    with the labels of every batch, int64 `[sequences, seq]`, and the data rank; may change the labels in place.
     """
 
     routers: Callable[[list[Tensor], list[Tensor]], None] | None = None
@@ -61,7 +61,7 @@ PLAIN = Twist()
 
 
 def own_optimizer(shards: list[Shard], config: Config, group: Any) -> Optimizer:
-    """Return the optimizer chosen by the configuration. group: the process group over which the optimizer communicates."""
+    """Return the configuration's optimizer, the default of `Settings`. group: the optimizer's process group."""
     return build_optimizer(shards, config.optimizer, group)
 
 
@@ -73,8 +73,8 @@ class Settings:
     have different numbers of valid tokens. held_out: evaluate and generate after the first step.
     own_folder: folder in which to save a checkpoint before the last step; None: save none. other_folder: folder of another
     layout's checkpoint; None: load none. The last step is repeated from each of these checkpoints.
-    draw_on_cpu: draw initial values with the CPU's random numbers on any device. patch: called on each rank of a layout
-    before anything else, but not in the reference.
+    draw_on_cpu: on any device, use the CPU's random numbers for initial values. patch: called first on each rank of a
+    layout, but not in the reference.
     """
 
     steps: int = 3
@@ -235,7 +235,7 @@ def _slots(optimizer: Optimizer) -> dict[TensorKey, list[TensorPiece]]:
 
 
 def _routers(model: ParallelModel, report: RouterReport | None) -> dict[str, Tensor]:
-    """Return a dict from name to local state of the routers, with the reference's names (`_move_routers` of plain.py)."""
+    """Return a dict from name to this rank's state of the routers, with the names of `_move_routers` (plain.py)."""
     if report is None:
         return {}
     rows = {
@@ -281,10 +281,10 @@ def every_batch(
 
 
 def leave_out(batch: Batch, first: int) -> None:
-    """Set some labels to IGNORE, in place. Each row of `batch` has its own number of ignored labels.
+    """Set some labels to IGNORE, in place, a different number in each row of `batch`.
 
-    The choice depends only on the global index of the row. first: global index of the batch's first row. With context
-    parallelism each part of a sequence counts as a row.
+    The choice depends only on the global index of the row. first: global index of the batch's first row. In a phase with
+    shorter sequences, each of them counts as a row.
     """
     rows, seq = batch.labels.shape
     for row in range(rows):

@@ -68,7 +68,7 @@ def summary(report: Report) -> str:
 def precision_table(report: Report, small: Config) -> str:
     """Return a table of each layout's relative differences from one process in float64, by kind of tensor.
 
-    One group of columns is for the layout computed in float64, the other for the formats of the configuration.
+    For one group of columns the layout computes in float64, for the other in the formats of the configuration.
     """
     kinds = ("loss", "output", "gradient", "parameter")
     own = f"{small.precision.compute}, sums in {small.precision.reduce}"

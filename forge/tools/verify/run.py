@@ -39,7 +39,7 @@ class Outcome:
     """The result of one layout.
 
     largest: kind of tensor -> largest relative difference. rounded: the same for a run in the formats of the configuration;
-    empty unless requested. compared: number of tensors. unplaced: names of tensors excluded from the comparison.
+    empty unless requested. compared: number of compared tensors. unplaced: names of tensors excluded from the comparison.
     finding: the origin of the difference; None if equal. other: the layout whose checkpoint was loaded.
     """
 
@@ -65,8 +65,8 @@ class Report:
     """The results of all layouts.
 
     refused: (layout, reason) of layouts refused by the configuration's checks. not_reached: number of requested layouts
-    left when the time was over. worst: the layout with the largest difference. smallest: the result of `Verifier.reduce`
-    for `worst`: a layout with fewer degrees and options that still differs or fails.
+    for which no time was left. worst: the layout with the largest difference. smallest: the result of `Verifier.reduce`
+    for `worst`, i.e. the smallest layout found that still differs or fails.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
@@ -90,9 +90,9 @@ class Verifier:
     """Compare layouts of `config` with one process. The constructor runs the reference in one process.
 
     config: a small configuration for one process. settings: how to make the steps; both checkpoint folders are replaced
-    with temporary ones. rounded: `config` in its original formats, not in float64; None: skip. If given, each layout also
-    runs in these formats and is compared with the float64 reference. other: the layout whose checkpoint the next layout
-    loads.
+    with temporary ones. rounded: `config` in its original formats instead of float64; each layout then also runs in these
+    formats and is compared with the float64 reference. None: skip these runs. other: the layout whose checkpoint the next
+    layout loads.
 
     Raises RankFailed if the reference fails.
     """
@@ -127,8 +127,8 @@ class Verifier:
     def check(self, case: Case) -> Outcome:
         """Return the result of the legal layout `case`. Repeated calls return the first result.
 
-        The layout also loads a checkpoint of another layout: the latest one with several processes and an equal result.
-        Until such a layout exists, it loads the reference's checkpoint.
+        `case` also loads the checkpoint of the latest other layout with several processes and status `equal`. Without such
+        a layout, `case` loads the reference's checkpoint.
         """
         if case not in self._known:
             self._known[case] = self._run(case, self.other, keep=True)
@@ -138,7 +138,7 @@ class Verifier:
         return tempfile.mkdtemp(dir=self._home.name)
 
     def _run(self, case: Case, other: Case, keep: bool = False) -> Outcome:
-        """Run the layout `case` and return the result. It also loads the checkpoint of the layout `other`.
+        """Run the layout `case`, which also loads the checkpoint of the layout `other`. Return the result.
 
         keep: if nothing differs, keep the checkpoint of `case` for the next layout.
         """
@@ -171,7 +171,7 @@ class Verifier:
     def reduce(self, worst: Outcome, time_left: Callable[[], float]) -> Outcome:
         """Remove options and degrees from the layout of `worst` one by one, as long as the layout's status stays the same.
 
-        Return the result of the smallest layout found. Stop early when `time_left()`, in seconds, is not positive.
+        Return the result of the smallest layout found. Stop early if `time_left()` returns no positive number of seconds.
         """
         smallest, other, again = worst, worst.other, True
         loads = worst.finding is not None and worst.finding.difference.kind in ("loaded", "continued")
@@ -271,7 +271,7 @@ def verify_against(
     """Run each of `cases` with this forge and with the forge of `checkout`, and compare the two recordings.
 
     bound: allowed relative difference; 0: bitwise equality. Raises UserError if `checkout` has no forge, or if a run with
-    that forge fails.
+    the forge of `checkout` fails.
     """
     require_checkout(checkout)
     report = Report()

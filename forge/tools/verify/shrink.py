@@ -1,8 +1,8 @@
 """`shrink`: reduce a configuration to the smallest sizes its structure allows, in float64.
 
-Kept: the kind of model, the ratio of query to key/value heads, the pattern of sliding windows, tied weights, expert groups
-and shared experts, dense first layers, the parity of sizes, the optimizer, modules pinned to a format, the engine, the
-tensor-parallel plan and every other option. Reduced: widths, layers, experts, vocabulary, sequence length and batch. Each
+Reduced: widths, layers, experts, vocabulary, sequence length and batch. Kept: the kind of model, the ratio of query to
+key/value heads, the pattern of sliding windows, tied weights, expert groups and shared experts, dense first layers, even
+or odd sizes, the optimizer, modules with a fixed format, the engine, the tensor-parallel plan and every other option. Each
 phase becomes one step, or two steps with a ramp. Data are synthetic, because the comparison needs tokens, not text.
 """
 
@@ -30,7 +30,7 @@ WIDTHS = ("dim", "rank", "size")
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
-# Sections and keys whose changes need no note: sizes, data, formats and layout, all shown in the report's heading.
+# Sections and keys whose changes need no note (`_notes`): sizes, data, formats and layout. The report's heading shows them.
 TOLD = ("model", "train", "data", "evaluate", "phase", *(f"parallel.{axis}" for axis in DEGREES))
 TOLD += (
     "optimizer.mup",
@@ -39,7 +39,7 @@ TOLD += (
     "precision.compute",
     "precision.reduce",
 )
-# Changes of these keys are noted with the reason given here. Changes of other keys outside of TOLD are noted without reason.
+# Key -> reason for its change, for `_notes`. The keys that neither TOLD nor REASONS lists get a note without a reason.
 REASONS = {
     "activation_checkpoint.mode": "memory_budget needs the compiler",
     "compile.enabled": "nothing is compiled",
@@ -101,7 +101,7 @@ def shrink(config: Config, *, exact: bool = True) -> tuple[Config, list[str]]:
 
 
 def _bases(config: Config, small: Config) -> dict[str, Any]:
-    """Return base sizes of mup and completep for `small`. The ratio of each base size to its size is the same as in `config`.
+    """Return the base sizes of mup and completep for `small`. Each has the same ratio to the model's size as in `config`.
 
     Unchanged base sizes would multiply learning rates by base_dim / dim. This would amplify rounding errors.
     """
@@ -116,7 +116,7 @@ def _bases(config: Config, small: Config) -> dict[str, Any]:
 
 
 def _notes(config: Config, small: Config) -> Iterator[str]:
-    """Yield a note for each changed key outside of TOLD, and for phases."""
+    """Yield a note for each changed key that REASONS lists or TOLD does not list, and for phases."""
     before, after = (dict(_leaves(one.model_dump(mode="json"))) for one in (config, small))
     for key, value in before.items():
         told = key not in REASONS and any(f"{key}.".startswith(f"{one}.") for one in TOLD)
@@ -136,7 +136,7 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def steps_through(small: Config) -> int:
-    """Return the number of steps through all phases of a small configuration, plus one step. 0 if it has no phases."""
+    """Return the number of steps through all phases of a small configuration, plus one step. Return 0 without phases."""
     return Phases(small).steps_to(small.phase[-1].until_tokens) + 1 if small.phase else 0
 
 
@@ -146,7 +146,7 @@ def one_process(config: Config) -> Config:
 
 
 def for_layout(small: Config, degrees: Degrees) -> Config:
-    """Return the small configuration with the degrees `degrees`. Raise sizes until the degrees divide them.
+    """Return the small configuration with the degrees `degrees`, and with sizes raised until the degrees divide them.
 
     Raises UserError if no such sizes exist.
     """
@@ -201,8 +201,8 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
 def _whole_blocks(model: ModelConfig, keys: Mapping[str, Any], unit: int) -> dict[str, Any]:
     """Return sizes of heads and feed-forwards such that tensor parallelism splits no float8 block.
 
-    keys: the current sizes. unit: block size of the float8 format times the number of tp ranks. In the returned sizes,
-    `unit` divides every dim that tensor parallelism splits.
+    keys: the current sizes. unit: block size of the float8 format times the number of tp ranks. It divides every returned
+    dim that tensor parallelism splits.
     """
     of_head = unit // gcd(unit, keys["model.n_kv_heads"])
     found = {"model.ffn_dim": _multiple(keys["model.ffn_dim"], unit)}
@@ -326,9 +326,9 @@ def _training(config: Config) -> dict[str, Any]:
 def _phases(config: Config, seq_len: int) -> list[dict[str, Any]]:
     """Return the phases with batch sizes and lengths scaled to the small configuration.
 
-    A phase's value becomes the small configuration's value if it equals the value outside of phases. A lower value
-    becomes half of the small value, a higher value twice the small value. A sequence length is never higher: it must
-    divide train.seq_len.
+    If a phase's value equals the value outside of phases, it becomes the small configuration's value. A lower value becomes
+    half of the small value, a higher value twice the small value. A phase's sequence length is never higher, because it
+    must divide train.seq_len.
     """
     found = []
     for phase in config.phase:
@@ -347,9 +347,9 @@ def _phases(config: Config, seq_len: int) -> list[dict[str, Any]]:
 
 
 def _let_end(phases: list[dict[str, Any]], batch: int, seq_len: int) -> None:
-    """Set `until_tokens` of each phase, in place: one step, or two with a ramp.
+    """Set `until_tokens` of each phase, in place, so that the phase has one step, or two with a ramp.
 
-    batch, seq_len: used where a phase sets none.
+    batch, seq_len: for phases that do not set these sizes.
     """
     tokens, before = 0, batch
     for phase in phases:
@@ -398,7 +398,7 @@ def _few(number: int) -> int:
 def _scaled(size: int, factor: Fraction) -> int:
     """Return `size` times `factor`, rounded up, at least 8.
 
-    The result is divisible by the same power of 2 as `size`, up to 8.
+    `gcd(result, 8)` equals `gcd(size, 8)`.
     """
     unit = gcd(size, 8)
     units = max(8 // unit, ceil(size * factor / unit))
