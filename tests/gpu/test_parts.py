@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forge.config import check_world, parse_toml_text
 from forge.model import IGNORE
+from forge.model.split_product import linear
 from forge.optim import build_optimizer
 from forge.parallel.build import build_parallel_model
 from forge.parallel.mesh import make_meshes
@@ -80,3 +81,22 @@ def test_a_compiled_update_equals_the_plain_one(moments: str) -> None:
         found.append([shard.data.clone() for shard in model.shards])
     for plain, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, plain, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_router_multiplies_bfloat16_inputs_at_float32_accuracy(compiled: bool) -> None:
+    random = torch.Generator(CUDA).manual_seed(0)
+    drawn = [
+        torch.randn(*shape, device=CUDA, generator=random) for shape in ((512, 1024), (64, 1024), (512, 64))
+    ]
+    x, weight, grad = drawn[0].bfloat16(), drawn[1], drawn[2] * 1e-6
+    exact = (
+        x.double() @ weight.double().t(),
+        grad.double() @ weight.double(),
+        grad.double().t() @ x.double(),
+    )
+    of_x, of_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    out = (torch.compile(linear, fullgraph=True) if compiled else linear)(of_x, of_weight)
+    found = out, *torch.autograd.grad(out, (of_x, of_weight), grad)
+    for values, expected, bound in zip(found, exact, (2e-5, 2e-3, 2e-5), strict=True):
+        assert (values.double() - expected).norm() < bound * expected.norm()
