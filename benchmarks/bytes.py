@@ -295,9 +295,9 @@ def _table(rows: list[Row]) -> str:
         )
     return (
         f"{markdown(head, lines)}\n\nBytes that one rank reads and writes, per parameter of the whole model. "
-        "Stochastic rounding draws by row and column, with 12 bytes for each if compiled and a few hundred if not: nothing "
-        "in large matrices. "
-        "Accumulation is counted for buffers that hold whole gradients; elsewhere it is done on the way to collectives."
+        "Stochastic rounding draws random bits for each row and column. This reads and writes 12 bytes for each if "
+        "compiled, a few hundred if not; in large matrices that is negligible. "
+        "Gradient accumulation is counted only in gradient buffers; an engine without them shows 0."
     )
 
 

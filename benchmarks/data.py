@@ -190,9 +190,14 @@ def _parser() -> argparse.ArgumentParser:
         type=positive,
         default=400,
         metavar="N",
-        help="size of the one that is made (%(default)s)",
+        help="size of the dataset to write (%(default)s)",
     )
-    add("--folder", type=Path, metavar="DIR", help="where it is made: the disk that is measured (/tmp)")
+    add(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="folder for the written dataset, on the disk to measure (/tmp)",
+    )
     add("--seq-len", type=positive, default=2048, metavar="N", help="tokens in a sequence (%(default)s)")
     add("--batch", type=positive, default=16, metavar="N", help="sequences in a batch (%(default)s)")
     add(

@@ -96,7 +96,13 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    return parser(__doc__, config="what all else is taken from", rounds=9, steps=5, warmup=5)
+    return parser(
+        __doc__,
+        config="config with the values of all keys that this benchmark does not set",
+        rounds=9,
+        steps=5,
+        warmup=5,
+    )
 
 
 if __name__ == "__main__":

@@ -280,10 +280,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--seeds", type=positive, default=3, metavar="N", help="seeds (%(default)s)")
     add("--models", nargs="+", default=list(MODELS), choices=MODELS, metavar="NAME", help="models (all)")
     add("--only", nargs="+", default=list(RECIPES), choices=RECIPES, metavar="NAME", help="recipes (all)")
-    add("--compute", default="bfloat16", choices=("bfloat16", "float32"), help="around float8 (%(default)s)")
+    add(
+        "--compute",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="format of the computations outside float8 (%(default)s)",
+    )
     add("--small", action="store_true", help="two layers of width 128 on sequences of 128 tokens")
     add("--dim", type=positive, default=512, help="features of the layer with the outlier (%(default)s)")
-    add("--tokens", type=positive, default=512, help="its tokens (%(default)s)")
+    add("--tokens", type=positive, default=512, help="tokens of the layer with the outlier (%(default)s)")
     return made
 
 

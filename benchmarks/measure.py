@@ -63,9 +63,15 @@ def parser(
             metavar="N",
             help=f"{COUNTS[name]} (%(default)s)",
         )
-    add("--output", type=Path, default=RESULTS, metavar="DIR", help="for the results (benchmarks/results)")
+    add(
+        "--output",
+        type=Path,
+        default=RESULTS,
+        metavar="DIR",
+        help="folder for the results (benchmarks/results)",
+    )
     if tiny:
-        add("--tiny", action="store_true", help="of toy size: shows that it works, measures nothing")
+        add("--tiny", action="store_true", help="run at toy size, to test the script; measures nothing")
     return made
 
 
@@ -142,8 +148,8 @@ def require_learning(name: str, losses: Sequence[float], least_gain: float = LEA
     if len(losses) < 2 or not losses[0] - last >= least_gain:  # this form also refuses NaN
         raise UserError(
             f"{name}: its loss did not fall by {least_gain} nats on learnable data (it went from "
-            f"{losses[0] if losses else float('nan'):.3f} to {last:.3f}); nothing is reported of a model that does "
-            "not learn",
+            f"{losses[0] if losses else float('nan'):.3f} to {last:.3f}); a model that does not learn is not "
+            "reported",
             exit_code=FAILED,
         )
 
@@ -218,7 +224,8 @@ def require_publishable(folder: Path, about: dict[str, Any], *, timed: bool) -> 
         commit = about["versions"]["forge"] or ""
         if timed and is_busy(about):
             raise UserError(
-                f"not published: the load before was {about['load']:.1f} on {about['cores']} cores", FAILED
+                f"not published: the machine was busy before the start (load {about['load']:.1f} on {about['cores']} cores)",
+                FAILED,
             )
         if not commit or commit.endswith("-dirty"):
             raise UserError("not published: forge is not a clean commit", FAILED)

@@ -198,7 +198,13 @@ def _parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--experts", type=positive, default=32, metavar="N", help="routed experts (%(default)s)")
     add("--top-k", type=positive, default=4, metavar="N", help="experts that a token visits (%(default)s)")
-    add("--skew", type=float, default=0.75, metavar="X", help="expert i is i^-X as popular (%(default)s)")
+    add(
+        "--skew",
+        type=float,
+        default=0.75,
+        metavar="X",
+        help="a token draws expert i with weight i^-X (%(default)s)",
+    )
     return made
 
 

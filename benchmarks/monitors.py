@@ -85,7 +85,7 @@ def measure(given: argparse.Namespace, overrides: list[str]) -> None:
             require_learning(loop.name, of_loop)
             loop.close()
     if losses[0] != losses[1]:
-        raise UserError("the run that was monitored has another loss", FAILED)
+        raise UserError("monitors changed the loss", FAILED)
     base, mine = (seconds[loop.name] for loop in loops)
     more = Spread.of([mine / base - 1 for base, mine in zip(base, mine, strict=True)])
     share = Spread.of([m / INTERVAL for m in (more.low, more.median, more.high)])

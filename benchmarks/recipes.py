@@ -162,7 +162,7 @@ def _table(results: dict[str, dict[str, list[Run]]]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = parser(__doc__, config="what is trained", tiny=False)
+    made = parser(__doc__, config="config to train", tiny=False)
     add = made.add_argument
     add("--steps", type=positive, default=300, metavar="N", help="steps of a run (%(default)s)")
     add("--seeds", type=positive, default=3, metavar="N", help="runs at the best rate (%(default)s)")

@@ -57,13 +57,22 @@ def main(arguments: list[str] | None = None) -> int:
     """Train, compare or publish, and return the exit code."""
     made = parser(__doc__, tiny=False)
     made.add_argument(
-        "--corpus", type=Path, default=ROOT / "data" / "corpus-small", metavar="DIR", help="%(default)s"
+        "--corpus",
+        type=Path,
+        default=ROOT / "data" / "corpus-small",
+        metavar="DIR",
+        help="folder of the prepared data (%(default)s)",
     )
     made.add_argument(
         "--runs", type=Path, default=ROOT / "runs", metavar="DIR", help="run directories (%(default)s)"
     )
     made.add_argument(
-        "--seeds", type=count, nargs="+", default=[3], metavar="N", help="one run for each (%(default)s)"
+        "--seeds",
+        type=count,
+        nargs="+",
+        default=[3],
+        metavar="N",
+        help="seeds, with one run for each (%(default)s)",
     )
     made.add_argument(
         "--publish", action="store_true", help="write the curve to --output instead of comparing"

@@ -309,7 +309,7 @@ def _version(peer: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = parser(__doc__, config="data and everything but the model's shape")
+    made = parser(__doc__, config="config with the data and all other keys, except the model's shape")
     add = made.add_argument
     add("--steps", type=positive, default=300, metavar="N", help="optimizer steps of a run (%(default)s)")
     add("--worlds", type=positive, nargs="+", default=[1, 2], metavar="N", help="processes of a run (1 2)")

@@ -208,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[1, 2],
         metavar="N",
-        help="1, or 1 2: two processes, too",
+        help="numbers of processes: 1, or 1 2",
     )
     made.add_argument("--features", action="store_true", help="also compile, checkpointing and float8")
     return made

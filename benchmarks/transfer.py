@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         default=["standard", "mup"],
         choices=["standard", "mup", "completep"],
         metavar="NAME",
-        help="(standard mup)",
+        help="parametrizations to compare (standard mup)",
     )
     add(
         "--rates",

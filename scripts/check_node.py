@@ -113,7 +113,7 @@ def _parser() -> Options:
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="devices to check (%(default)s)")
-    names = "h100, h200, b200, a100, l40s, or a TOML file (by default that of the GPU's name)"
+    names = "h100, h200, b200, a100, l40s, or a TOML file (default: the file for this GPU's name)"
     add("--hardware", metavar="NAME", help=f"source of the planned rates: {names}")
     add("--gpus", type=positive, metavar="N", help="expected GPUs per node (as in the hardware file)")
     slow = "required fraction of the planned rate"

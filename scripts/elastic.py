@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     meeting.add_argument(
         "--host",
         default=socket.gethostname(),
-        help="name or address of this machine for the agents; the meeting listens on no other",
+        help="name or address of this machine; the meeting listens only there, and agents connect to it",
     )
     meeting.add_argument("--port", type=int, default=29400, help="0: a free port; it is printed")
     agent = commands.add_parser("agent", help="run the ranks of this node")
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     for command in (agent, layouts):
         command.add_argument("--nodes", required=True, metavar="MIN:MAX")
         command.add_argument("--processes", type=int, default=1, help="ranks on each node")
-        command.add_argument("train", nargs="*", metavar="-- ARGUMENTS", help="of train.py")
+        command.add_argument("train", nargs="*", metavar="-- ARGUMENTS", help="arguments of train.py")
     given = parser.parse_args(arguments)
     if given.command == "meeting":
         return exit_code_of(lambda: _meeting(given.port, given.host))

@@ -62,7 +62,12 @@ def main(arguments: list[str] | None = None) -> int:
         help="N does not count the embedding and the output head (Kaplan et al., 2020); default: all that a token uses "
         "(Hoffmann et al., 2022)",
     )
-    add("--resamples", type=count, default=100, help="for the intervals (%(default)s)")
+    add(
+        "--resamples",
+        type=count,
+        default=100,
+        help="number of bootstrap samples for the intervals (%(default)s)",
+    )
     add("--output", type=Path, help="page to write")
     add_trust_option(add)
     add("--json", action="store_true", help="print one JSON object")
@@ -200,7 +205,7 @@ def _loss(one: dict[str, Any]) -> str:
     (low, high), (least, most) = one["loss_interval"], one["run_interval"]
     times = one["extrapolates"]
     far = f"{times:.3g} times the FLOPs of the largest run" if times > 1 else "within the runs"
-    return f"loss {one['loss']:.4g} (law {low:.4g} to {high:.4g}, a run {least:.4g} to {most:.4g}), {far}"
+    return f"loss {one['loss']:.4g} (interval of the law {low:.4g} to {high:.4g}, of a run {least:.4g} to {most:.4g}), {far}"
 
 
 def _page(path: Path, metric: str, best: list[MeasuredRun], fit: Fit, found: dict[str, Any]) -> None:

@@ -63,6 +63,6 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"--device {name}: cannot be used: {reason}; use cpu, or leave the option out"
+            f"--device {name}: cannot be used: {reason}; use cpu, or leave out --device"
         ) from None
     return device

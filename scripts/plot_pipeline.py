@@ -32,7 +32,12 @@ def main(argv: list[str]) -> int:
     add("--schedule", required=True, help="a value of pipeline.schedule: a name, or a CSV file")
     add("--ranks", type=positive, default=4, help="parallel.pp (default: 4)")
     add("--microbatches", type=positive, default=8, help="microbatches per optimizer step (default: 8)")
-    add("--stages-per-rank", type=positive, default=2, help="for looped schedules (default: 2)")
+    add(
+        "--stages-per-rank",
+        type=positive,
+        default=2,
+        help="stages of a rank in looped schedules (default: 2)",
+    )
     add(
         "--whole-backward",
         action="store_true",

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     add(
         "--slurm",
         action="store_true",
-        help="print a job array for sbatch of all pending runs, instead of making them",
+        help="print an sbatch job array with all pending runs, instead of running them",
     )
     given = parser.parse_args(arguments)
     stopped = "interrupted; the runs have saved, and the same command continues"

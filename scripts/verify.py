@@ -171,7 +171,7 @@ def _write_digests(given: argparse.Namespace, overrides: list[str]) -> None:
     """Run the steps in one process and write their digests to a file, for `--in-place --digests`."""
     if given.world_sizes is None or len(given.world_sizes) != 1:
         raise UserError(
-            "--digests: needs --world-sizes N, the number of processes of the run that is to read the file"
+            "--digests: needs --world-sizes N, the number of processes of the run that will read the file"
         )
     config = load_config(["--config", given.config, *overrides])
     small = write_digests(config, _settings(given, shrink(config)[0]), given.world_sizes[0], given.digests)
@@ -263,8 +263,16 @@ def _parser() -> Options:
     add(
         "--module", metavar="PATH", help="function that makes a plain PyTorch module: package.module:function"
     )
-    add("--parallelize", metavar="PATH", help="--module: function that applies a library's parallelism to it")
-    add("--make-optimizer", metavar="PATH", help="--module: function of parameters (torch.optim.AdamW)")
+    add(
+        "--parallelize",
+        metavar="PATH",
+        help="--module: function that applies a library's parallelism to the module",
+    )
+    add(
+        "--make-optimizer",
+        metavar="PATH",
+        help="--module: function that makes the optimizer from the parameters (torch.optim.AdamW)",
+    )
     add("--layouts", metavar="TEXT", help='these layouts only, such as "tp=2 cp=2; ep=4 pp=2 context=ring"')
     add("--world-sizes", type=_worlds, metavar="2,4", help="numbers of processes (2,4)")
     add(

@@ -119,7 +119,7 @@ def decide(
     saved = bool(after.checkpoints - before.checkpoints)
     if code in (BAD_CONFIG, NO_CHECKPOINT):
         # Do not read the status: another run may use the directory.
-        return "end", f"has ended with exit code {code}: the reason above has to be fixed first"
+        return "end", f"ended with exit code {code}: fix the reason above first"
     if state == "finished":
         return "end", "is finished"
     # srun returns the greatest exit code of its workers. With 75, a worker was stopped, perhaps before it wrote a status.
@@ -140,8 +140,8 @@ def decide(
         # The usual cause of KILLED is a lost node, because srun ends before Slurm notices the loss.
         history.without_progress += code == KILLED
         if code != KILLED or history.without_progress >= limits.turns_without_progress:
-            return "end", f"is {state}, exit code {code}, and this job run has saved nothing"
-        return "requeue", f"is {state}, a worker was killed, and this job run has saved nothing"
+            return "end", f"is {state}, exit code {code}, and this job run saved no checkpoint"
+        return "requeue", f"is {state}, a worker was killed, and this job run saved no checkpoint"
     if history.failed > limits.failed_turns:
         return "end", f"is {state}, exit code {code}, after {history.failed} consecutive job runs that failed"
     history.without_progress = 0

@@ -86,7 +86,7 @@ def test_a_run_moved_to_other_layouts_keeps_the_mean_and_average_uses_it(
         assert not torch.equal(made.read(weights), one.read(weights))
     without = Run(tmp_path / "without", "--train.steps=1")
     assert without() == 0
-    with pytest.raises(UserError, match="has no mean of the weights"):
+    with pytest.raises(UserError, match="has no moving average of the weights"):
         average([without.path / "checkpoints" / step_name(1)], tmp_path / "none", ema=True)
 
 

@@ -191,7 +191,9 @@ def test_the_planned_figures_come_from_the_hardware_file() -> None:
 def test_a_healthy_node_has_no_problem_and_a_slow_gpu_is_named() -> None:
     assert problems(records()) == [] and problems(records(slow=1.1)) == []
     (problem,) = problems(records(slow=1.3))
-    assert problem.startswith("node1, rank 5: matrix product: 525.2 TFLOP/s, under 0.87 of the planned 682.8")
+    assert problem.startswith(
+        "node1, rank 5: matrix product: 525.2 TFLOP/s, below 0.87 times the planned 682.8"
+    )
 
 
 def test_a_slow_link_is_named_once_for_all_its_ranks() -> None:
@@ -199,13 +201,13 @@ def test_a_slow_link_is_named_once_for_all_its_ranks() -> None:
     for record in found:
         record.timed[LINK[0]] = replace(record.timed[LINK[0]], seconds=2 * record.timed[LINK[0]].seconds)
     (problem,) = problems(found)
-    assert problem.startswith("all_reduce in a node: ") and "under 0.71 of the planned" in problem
+    assert problem.startswith("all_reduce in a node: ") and "below 0.71 times the planned" in problem
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"name": "NVIDIA H200"}, "the GPU is NVIDIA H200, not NVIDIA H100 80GB HBM3"),
+        ({"name": "NVIDIA H200"}, "the GPU is NVIDIA H200, expected NVIDIA H100 80GB HBM3"),
         ({"memory_gib": 39.0}, "39.0 GiB of GPU memory, not 79.1"),
         ({"uncorrected": "2"}, "2 uncorrected memory errors"),
     ],
@@ -220,7 +222,7 @@ def test_a_wrong_device_is_named(change: dict, text: str) -> None:
 def test_a_missing_gpu_is_a_problem_unless_expected() -> None:
     assert problems(records(6), gpus=6) == []
     (problem,) = problems(records(6))
-    assert problem.startswith("node1: 6 GPUs are checked, not 8")
+    assert problem.startswith("node1: checked 6 GPUs, expected 8")
 
 
 @pytest.mark.processes

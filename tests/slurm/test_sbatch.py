@@ -101,7 +101,7 @@ def test_p6_a_dying_worker_is_restarted_while_job_runs_save_new_steps(cluster) -
     job = cluster.submit("--checkpoint.mode=sync", FORGE_FAULT="step:5:0")
     assert job.wait(LONG_S) != 0
     assert cluster.requeues() == 3
-    assert "this job run has saved nothing; not requeued" in cluster.log()
+    assert "this job run saved no checkpoint; not requeued" in cluster.log()
 
 
 # A step that only writes status.json, to test the script's decisions without the seconds of a launch.

@@ -204,5 +204,6 @@ def _share_clock(offset_s: float) -> None:
         return datetime.fromtimestamp(time.time() + offset_s, zone)
 
     if abs(offset_s) > 1:
-        print(f"forge: the clock of this node is {-offset_s:.0f} s ahead of the meeting's", file=sys.stderr)
+        side = "behind" if offset_s > 0 else "ahead of"
+        print(f"forge: the clock of this node is {abs(offset_s):.0f} s {side} the meeting's", file=sys.stderr)
     vars(dynamic_rendezvous)["datetime"] = SimpleNamespace(now=now)

@@ -125,9 +125,7 @@ class Rendezvous(DynamicRendezvousHandler):
                     f"the run directory is still in use by {holder}, a rank of a lost node; end that process"
                 )
             if now >= speak_at:
-                text = (
-                    f"waiting for {holder}, a rank of a lost node: it holds the run directory until it ends"
-                )
+                text = f"waiting until {holder}, a rank of a lost node, ends: it still holds the lock of the run directory"
                 print(f"forge: {text}", file=sys.stderr, flush=True)
                 speak_at = now + 60
             if self.num_nodes_waiting():

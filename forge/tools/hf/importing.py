@@ -199,7 +199,7 @@ def _match(
         found = {stored[name].dtype for name in weight.theirs if name in stored}
         if len(found) > 1:
             problems.append(
-                f"{weight.theirs[0]} and its siblings differ in dtype: {', '.join(sorted(found))}"
+                f"{weight.theirs[0]} and the other tensors of the same weight differ in dtype: {', '.join(sorted(found))}"
             )
         if weight.ours is not None and not weight.is_copy:
             dtype = DTYPES.get(next(iter(found), ""), weight.dtype)
@@ -210,7 +210,7 @@ def _match(
             "lm_head.weight"
         )  # ignored, as by transformers; the same holds for rotary_emb.inv_freq of old versions
     problems += [
-        f"{name} is no part of the model that config.json describes"
+        f"{name} is not a tensor of the model in config.json"
         for name in stored
         if name not in known and not name.endswith("rotary_emb.inv_freq") and not name.startswith(ignored)
     ]

@@ -49,7 +49,7 @@ def read_model(
             and (key in config or key in architecture.defaults)
             and config[key] not in (needed, None)
         ):
-            raise config.error(key, f"forge computes with {needed!r} only")
+            raise config.error(key, f"forge supports only {needed!r}")
     model = {ours: config[theirs] for ours, theirs in (KEYS | dict(architecture.keys)).items()}
     for ours, needed in architecture.fixed.items():
         if ours in model and model[ours] != needed:
@@ -167,7 +167,7 @@ def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
     if architecture.output_bias and model.attention_bias and not model.attention_output_bias:
         there["attention_output_bias"] = False  # the exported output bias of zeros has no effect
     return [
-        f"model.{key} = {here[key]!r} (it would be {there[key]!r})"
+        f"model.{key} = {here[key]!r} (it would become {there[key]!r})"
         for key in here
         if key in there and here[key] != there[key]
     ]
@@ -271,13 +271,13 @@ def _read_dense(config: ConfigJson, n_layers: int) -> tuple[int, int]:
         for every, dense in product(range(1, n_layers + 1), range(n_layers + 1)):
             if experts == [layer >= dense and (layer + 1) % every == 0 for layer in range(n_layers)]:
                 return dense, every
-        why = "layers with experts can only be every n-th one, from some layer on"
+        why = "forge supports experts only in every n-th layer, from some layer on"
         raise config.error("decoder_sparse_step" if step != 1 else key, why)
     every = 1
     if key == "moe_layer_start_index":
         every = config["moe_layer_interval"]
         if config["moe_layer_end_index"] not in (-1, n_layers - 1):
-            raise config.error("moe_layer_end_index", "layers without experts can only be the first ones")
+            raise config.error("moe_layer_end_index", "only the first layers can be without experts")
     return (config[key] or 0) if key else 0, every
 
 

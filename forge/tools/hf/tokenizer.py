@@ -145,13 +145,13 @@ def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
     }
     for what, is_so in (
         ("is not BPE", trainer.model_type != trainer.BPE),
-        ("has no bytes to fall back to", not trainer.byte_fallback),
+        ("has no byte fallback", not trainer.byte_fallback),
         ("normalises text", bool(text.precompiled_charsmap)),
         ("removes spaces", text.remove_extra_whitespaces),
         ("does not escape spaces", not text.escape_whitespaces),
         ("has spaces at the ends of pieces", trainer.treat_whitespace_as_suffix),
         # tokenizer.json would also add a space after every symbol.
-        ("has symbols of its own and puts a space before a text", bool(whole) and text.add_dummy_prefix),
+        ("has user-defined symbols and adds a space before a text", bool(whole) and text.add_dummy_prefix),
     ):
         if is_so:
             raise UserError(f"tokenizer {name}: {what}, which tokenizer.json cannot express")

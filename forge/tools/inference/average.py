@@ -49,7 +49,9 @@ def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
     for path, reader in zip(paths, readers, strict=True) if ema else ():
         have = reader.tensors()
         if not any(_mean_of(name) in have for name in known):
-            raise UserError(f"{path}: has no mean of the weights; only a run with optimizer.ema > 0 has one")
+            raise UserError(
+                f"{path}: has no moving average of the weights; only a run with optimizer.ema > 0 has one"
+            )
     tensors: dict[str, ShardTensor] = {}
     for name, (shape, dtype) in known.items():
         if not name.startswith("model."):

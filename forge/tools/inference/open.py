@@ -71,7 +71,7 @@ def open_checkpoint(
         require_trust(config, str(found / "config.toml"), ["model.kind"])
     config = _for_inference(config, compute, context)
     if float8 and config.precision.float8 == "none" and not config.precision.float8_dispatch:
-        raise UserError(f"--float8: {found} was trained with precision.float8 = none; leave the option out")
+        raise UserError(f"--float8: {found} was trained with precision.float8 = none; leave out --float8")
     model = _build(config, device, found, float8=float8)
     with single_process_group():
         state = model.state_dict()

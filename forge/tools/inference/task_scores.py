@@ -42,7 +42,7 @@ class TaskScores(Hook):
         )
         self._scorer = None
         if trainer.data.tokenizer is None:
-            message = "evaluate.tasks: tasks are text, and there is no tokenizer; they are left out"
+            message = "evaluate.tasks: skipped, because the data has no tokenizer"
             log.warning(message, extra=Cause.SIDE_SYSTEM.mark)
         else:
             self._scorer = tasks.LoopScorer(

@@ -301,8 +301,8 @@ def _explained() -> Iterator[None]:
             yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UserError(
-                f"--plan: {_where(error)} reads data ({error.func}), and a plan has shapes only. Compute it without "
-                f"`.item()`, `.tolist()`, `if` on a tensor, or shapes that depend on values; or run without --plan"
+                f"--plan: {_where(error)} reads values of a tensor ({error.func}), but a plan has only shapes. Avoid "
+                f"`.item()`, `.tolist()`, `if` on a tensor, and shapes that depend on values; or run without --plan"
             ) from error
 
 

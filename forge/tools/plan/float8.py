@@ -56,7 +56,7 @@ def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
         fast = products_in_float8(config, hardware)
         card = hardware.card or "a CPU"
         if not fast:
-            compute = "slower than this plan, whose products are in precision.compute"
+            compute = "the run is slower than this plan, which assumes matrix products in precision.compute"
             yield f"precision.float8 = {recipe} is emulated on {card}: {compute}"
         elif (
             recipe == "blockwise"

@@ -48,7 +48,9 @@ class Check:
         return self.planned is not None and rate < self.least * self.planned
 
     def describe(self, rate: float) -> str:
-        return f"{self.name}: {rate:.4g} {self.unit}, under {self.least:g} of the planned {self.planned:.4g}"
+        return (
+            f"{self.name}: {rate:.4g} {self.unit}, below {self.least:g} times the planned {self.planned:.4g}"
+        )
 
 
 def is_collective(name: str) -> bool:
@@ -121,7 +123,7 @@ def problems_of(
     gpus: required number on each node; 0: any number.
     """
     found = [
-        f"{host}: {number} GPUs are checked, not {gpus}: look at nvidia-smi, or give --gpus {number}"
+        f"{host}: checked {number} GPUs, expected {gpus}: look at nvidia-smi, or give --gpus {number}"
         for host, number in {record.host: record.gpus for record in records}.items()
         if gpus and number != gpus
     ]
@@ -146,7 +148,7 @@ def record_ratio(record: RankChecks, check: Check, records: Sequence[RankChecks]
 def _device_problems(record: RankChecks, hardware: Hardware | None) -> list[str]:
     found = []
     if hardware is not None and hardware.card and record.name != hardware.card:
-        found.append(f"the GPU is {record.name}, not {hardware.card}")
+        found.append(f"the GPU is {record.name}, expected {hardware.card}")
     elif hardware is not None and hardware.card and record.memory_gib < MEMORY * hardware.memory_gib:
         found.append(f"{record.memory_gib:.1f} GiB of GPU memory, not {hardware.memory_gib}")
     if record.uncorrected.isdecimal() and int(record.uncorrected):

@@ -17,7 +17,7 @@ def plannable(config: Config) -> tuple[Config, list[str]]:
     if compiled:
         changes["compile"] = config.compile.model_copy(update={"enabled": False, "loss": False})
         warnings.append(
-            f"{' and '.join(compiled)}: memory is planned without; a compiler that fuses operators keeps fewer activations"
+            f"{' and '.join(compiled)}: memory is planned without compilation; compiled code keeps fewer activations"
         )
     if config.activation_checkpoint.mode == "memory_budget":
         changes["activation_checkpoint"] = config.activation_checkpoint.model_copy(update={"mode": "none"})

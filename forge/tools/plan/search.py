@@ -156,7 +156,7 @@ def _progress(asked: int, tries: int, fitting: list[Found]) -> str:
     so_far = "none fits so far"
     if best is not None:
         so_far = (
-            f"fastest so far {best.speed.step_s:.3g} s per step: {' '.join(best.overrides) or 'as it is'}"
+            f"fastest so far {best.speed.step_s:.3g} s per step: {' '.join(best.overrides) or 'no overrides'}"
         )
     return f"planned {asked} of at most {tries} layouts; {so_far}"
 

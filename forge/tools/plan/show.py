@@ -68,7 +68,7 @@ def remedy_as_text(remedy: Remedy, hardware: Hardware) -> str:
     """Return a line: the remedy's overrides, the memory needed with all of them, and whether this memory fits."""
     fits = remedy.needed <= hardware.memory_bytes
     return (
-        f"with {' '.join(remedy.overrides)} it needs {remedy.needed / GIB:.1f} of {hardware.memory_gib:g} GiB"
+        f"with {' '.join(remedy.overrides)} the run needs {remedy.needed / GIB:.1f} of {hardware.memory_gib:g} GiB"
         + ("" if fits else ", which is still too much: more processes are needed, or a smaller model")
     )
 
@@ -154,7 +154,8 @@ def as_text(plan: Plan, crowded: int | None = None, remedy: Remedy | None = None
     if crowded is not None:
         lines += [
             "",
-            f"with {CROWDED:g} times their share of tokens for the experts of a rank, it needs {crowded / GIB:.1f} GiB",
+            f"the fullest rank needs {crowded / GIB:.1f} GiB if its experts receive {CROWDED:g} times an equal share of the "
+            "tokens",
         ]
     if plan.warnings:
         lines += ["", *(f"note: {warning}" for warning in plan.warnings)]
@@ -232,8 +233,8 @@ def search_as_text(
     if not found[0].fits:
         enough = f"at least {fewest} processes" if fewest else "other hardware, or a smaller model"
         head = (
-            f"{config.run.name} on {world} processes: no layout that was tried fits in {has}; it needs {enough}. "
-            f"The nearest:"
+            f"{config.run.name} on {world} processes: none of the tried layouts fits in {has}; the run needs {enough}. "
+            f"The layout closest to fitting:"
         )
     else:
         head = f"{config.run.name} on {world} processes: the {len(found)} fastest layouts that fit in {has}"
@@ -244,7 +245,7 @@ def search_as_text(
             "" if one.speed.mfu is None else f"{one.speed.mfu:.0%}",
             *(f"{share:.0%}" for share in _shares(one.speed).values()),
             max(_shares(one.speed).items(), key=lambda item: item[1])[0],
-            " ".join(one.overrides) or "(as it is)",
+            " ".join(one.overrides) or "(no overrides)",
         ]
         for one in found
     ]

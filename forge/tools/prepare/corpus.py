@@ -45,7 +45,7 @@ class Corpus:
         notes = []
         if self.passed_over:
             number = self.passed_over.total()
-            notes.append(f"{number} {'file' if number == 1 else 'files'} passed over: {self._passed_over()}")
+            notes.append(f"{number} {'file' if number == 1 else 'files'} skipped: {self._passed_over()}")
         if self.duplicates:
             notes.append(f"{self.duplicates} copies of other files left out")
         partly = sum(not piece.is_whole for piece in self.pieces)
@@ -63,7 +63,7 @@ class Corpus:
         rest = sum(count for _, count in common[_SHOWN:])
         return (
             ", ".join([*shown, *([f"{rest} others"] if rest else [])])
-            + " (--extensions, or name a file itself)"
+            + " (to read such files, use --extensions or name each file)"
         )
 
 

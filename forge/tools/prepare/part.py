@@ -99,7 +99,7 @@ class Tally(BaseModel):
             )
         if self.bad > allowed * self.documents:
             raise UserError(
-                f"{self.bad} of {self.documents} documents are bad, the first {self.examples[0].where}: "
+                f"{self.bad} of {self.documents} documents are bad. The first is {self.examples[0].where}: "
                 f"{self.examples[0].reason}; repair the input, or name another --text-key; {remedy}"
             )
 

@@ -175,8 +175,8 @@ def _prepare_part(
         _encode_missing(request, chunks, parts, range(number - 1, len(chunks), count))
     done = sum(part_path(parts, chunk).exists() for chunk in range(len(chunks)))
     print(
-        f"{parts}: part {number} of {count} is done, and {done} of {len(chunks)} chunks in all; the same command "
-        "without --part makes the missing chunks and joins all"
+        f"{parts}: part {number} of {count} is done; of all parts, {done} of {len(chunks)} chunks are done. "
+        "The same command without --part makes the missing chunks and joins all"
     )
 
 
@@ -390,8 +390,8 @@ def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> T
             ).unlink()  # retry next time: the file may be readable then, with an equal stamp
     if tally.unknown:
         print(
-            f"warning: {tally.unknown:,} of {tally.tokens:,} tokens ({tally.unknown / tally.tokens:.2%}) are unknown ones: "
-            "the tokenizer has no tokens for this text, so the text is lost",
+            f"warning: {tally.unknown:,} of {tally.tokens:,} tokens ({tally.unknown / tally.tokens:.2%}) are the unknown "
+            "token: the tokenizer cannot encode this text, so the text is lost",
             file=sys.stderr,
         )
     tally.require_readable(
@@ -400,8 +400,8 @@ def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> T
     )
     for split, folder in request.targets.items():
         if not tally.text_bytes[split]:
-            hint = f", or another --holdout than {request.holdout:g}" if request.holdout else ""
-            hint += f", or more --max-bytes than {request.max_bytes}" if request.max_bytes else ""
+            hint = f", or change --holdout ({request.holdout:g})" if request.holdout else ""
+            hint += f", or increase --max-bytes ({request.max_bytes})" if request.max_bytes else ""
             raise UserError(f"{folder}: no document with text is left; give more --input{hint}")
     return tally
 

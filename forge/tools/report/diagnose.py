@@ -201,7 +201,7 @@ def _first(run: RunRecord, incidents: list[Incident]) -> str:
         saving = sorted(one.name for one in (run.path / "checkpoints").glob(".partial*"))
         text += f", during a save ({saving[-1]} was left)" if saving else ""
         later = [one for one in incidents if one.when >= end.when and one.cause.severity is Severity.ENDS]
-        told = "0, which the others report lost"
+        told = "0, which the other ranks report as lost"
         ranks = told if later[1:] else "every rank, or the one whose log ends first"
     remedy = f"{cause.remedy} {AGAIN}" if cause.severity is Severity.ENDS else cause.remedy
     lines = [f"WHAT HAPPENED FIRST: {_plain(cause.meaning)} [{cause}]"]

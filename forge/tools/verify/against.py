@@ -66,14 +66,16 @@ def record_elsewhere(checkout: Path, text: str, world: int, settings: Settings) 
         try:
             _, errors = process.communicate(timeout=limit_s(world) + EXTRA_S)
         except subprocess.TimeoutExpired:
-            errors = f"nothing within {limit_s(world) + EXTRA_S:.0f} s"
+            errors = f"no result within {limit_s(world) + EXTRA_S:.0f} s"
         finally:
             # The second process, its ranks and their fork server share one session.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if process.wait() or not answer.exists():
             problem = errors.strip().splitlines()[-1] if errors.strip() else "no message"
-            raise UserError(f"--against {checkout}: its forge fails on this configuration: {problem}")
+            raise UserError(
+                f"--against {checkout}: the forge of that checkout fails on this configuration: {problem}"
+            )
         return pickle.loads(answer.read_bytes())
 
 

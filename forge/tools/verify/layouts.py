@@ -165,7 +165,7 @@ def parse_layouts(text: str) -> list[Case]:
     """Parse layouts, e.g. `tp=2 cp=2; ep=4 pp=2 context=ring`. Raises UserError for an unknown key or value."""
     cases = [_parse(part) for part in text.split(";") if part.strip()]
     if not cases:
-        raise UserError('--layouts: names no layout; give some such as "tp=2; dp_shard=2 pp=2"')
+        raise UserError('--layouts: no layout given; example: "tp=2; dp_shard=2 pp=2"')
     return cases
 
 
@@ -211,5 +211,5 @@ def _parse(part: str) -> Case:
         elif value.isdecimal() and int(value) > 0:
             degrees[name.removeprefix("parallel.")] = int(value)
         else:
-            raise UserError(f"--layouts: {word}: needs a whole number from 1 up")
+            raise UserError(f"--layouts: {word}: needs a whole number of at least 1")
     return Case.of(degrees, options)

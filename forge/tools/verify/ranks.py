@@ -98,7 +98,7 @@ def _collect(processes: list[Any], pipes: list[Any], timeout: float) -> dict[int
         ready: list[Any] = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             for rank in waiting.values():
-                results[rank] = (False, f"nothing within {timeout:.0f} s")
+                results[rank] = (False, f"no result within {timeout:.0f} s")
             break
         for pipe in ready:
             rank = waiting[pipe]

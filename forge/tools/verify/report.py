@@ -27,7 +27,7 @@ def heading(name: str, small: Config, notes: list[str]) -> str:
     )
     return "\n".join(
         [
-            f"{name}, shrunk to {size}; float64, synthetic data, constant rate",
+            f"{name}, shrunk to {size}; float64, synthetic data, constant learning rate",
             *(f"note: {note}" for note in notes),
         ]
     )
@@ -51,7 +51,8 @@ def summary(report: Report) -> str:
         numbers += [f"{number} {status}"] if number else []
     lines = [", ".join(numbers)]
     if report.not_reached:
-        lines.append(f"no time was left for {report.not_reached} more: give more --minutes")
+        more = f"{report.not_reached} more layout{'' if report.not_reached == 1 else 's'}"
+        lines.append(f"no time was left for {more}: increase --minutes")
     lines += [f"not allowed: {case.name}: {reason}" for case, reason in report.refused]
     unplaced = sorted({_general(name) for one in report.outcomes for name in one.unplaced})
     if unplaced:
@@ -85,11 +86,9 @@ def precision_table(report: Report, small: Config) -> str:
 
 
 def _explained(worst: Outcome, smallest: Outcome) -> list[str]:
-    shown = (
-        "shows it"
-        if smallest.case == worst.case
-        else f"shows it, the smallest layout within {worst.case.name} that does"
-    )
+    shown = "shows the failure" if smallest.finding is None else "shows the difference"
+    if smallest.case != worst.case:
+        shown += f"; it is the smallest part of {worst.case.name} that does"
     if smallest.finding is None:
         return [f"{smallest.case.name} {shown}:", *smallest.error.rstrip().splitlines()[-25:]]
     finding = smallest.finding
@@ -105,7 +104,7 @@ def _explained(worst: Outcome, smallest: Outcome) -> list[str]:
 
 def _numbers(one: Difference) -> str:
     if one.rank < 0:
-        return f"step {one.step}: no rank has all of the {one.kind} {one.name}"
+        return f"step {one.step}: some elements of the {one.kind} {one.name} are on no rank"
     place = f"[{', '.join(map(str, one.index))}]" if one.index else ""
     what = f"{one.kind} {one.name}{place}"
     if one.kind == "hooked":
@@ -117,7 +116,7 @@ def _numbers(one: Difference) -> str:
         dims = (" and ".join(f"{first}:{stop}" for first, stop in dim) for dim in ranges(one.part))
         where += f" (the rank has [{', '.join(dims)}])"
     if one.digest:
-        copy = f", of which rank {one.rank} has another copy" if one.rank else ""
+        copy = f" (the copy of rank {one.rank} differs)" if one.rank else ""
         where = f"digest of the {what}{copy}"
     # 12 digits, or 17 if the numbers look equal with 12.
     digits = 12 if f"{one.found:.12g}" != f"{one.expected:.12g}" else 17

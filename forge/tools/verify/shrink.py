@@ -45,7 +45,7 @@ REASONS = {
     "compile.enabled": "nothing is compiled",
     "compile.loss": "nothing is compiled",
     "compile.optimizer": "nothing is compiled",
-    "model.moe.capacity_factor": "which tokens it drops depends on the layout",
+    "model.moe.capacity_factor": "the layout decides which tokens are dropped",
     "model.moe.router_noise": "its noise depends on the layout",
     "parallel.async_tp": "it needs CUDA",
     "parallel.ep_node_size": "small worlds have no nodes; layouts set it",
@@ -55,7 +55,7 @@ REASONS = {
     "pipeline.module_names": "the small model has other layers",
     "pipeline.schedule": "the CSV file is for one number of stages",
     "precision.float8": "its scales depend on the layout",
-    "precision.float8_dispatch": "outside float64, the order of sums changes its codes",
+    "precision.float8_dispatch": "except in float64, the order of sums changes the float8 codes",
 }
 
 
@@ -124,7 +124,7 @@ def _notes(config: Config, small: Config) -> Iterator[str]:
             reason = f": {REASONS[key]}" if key in REASONS else ""
             yield f"{key} is {to_literal(after[key])}, not {to_literal(value)}{reason}"
     if config.phase:
-        yield "each phase is one step, two with a ramp, and the mixture has one source"
+        yield "each phase has one step (two with a ramp), and the mixture has one source"
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

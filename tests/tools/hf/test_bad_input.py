@@ -148,7 +148,7 @@ BAD: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
     "dense_layers_between": (
         "qwen3_moe",
         keys(mlp_only_layers=[1]),
-        ["mlp_only_layers = [1]", "can only be every n-th one"],
+        ["mlp_only_layers = [1]", "experts only in every n-th layer"],
     ),
     "one_normalised_expert": (
         "qwen3_moe",
@@ -184,7 +184,7 @@ BAD: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
     "tensor_too_many": (
         "llama",
         tensor("model.layers.1.adapter.weight", lambda t: t),
-        ["model.layers.1.adapter.weight is no part of the model"],
+        ["model.layers.1.adapter.weight is not a tensor of the model"],
     ),
     "file_missing": ("llama", files(Path.unlink), ["00002-of-", "cannot be read"]),
     "file_truncated": (
@@ -282,10 +282,13 @@ NOT_IN_TRANSFORMERS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["Qwen3MoeForCausalLM", "model.moe.balance = 'bias'"],
     ),
     "one_choice_of_softmax": ({"moe": MOE | {"top_k": 1, "balance": "none"}}, ["model.moe.top_k = 1"]),
-    "attention_residuals": ({"residual": "attention"}, ["model.residual = 'attention' (it would be 'add')"]),
+    "attention_residuals": (
+        {"residual": "attention"},
+        ["model.residual = 'attention' (it would become 'add')"],
+    ),
     "latent_experts": (
         {"moe": MOE | {"latent_dim": 8, "balance": "none"}},
-        ["model.moe.latent_dim = 8 (it would be 0)"],
+        ["model.moe.latent_dim = 8 (it would become 0)"],
     ),
     "scaled_softmax": (
         {"moe": MOE | {"balance": "none", "route_scale": 2.0}},

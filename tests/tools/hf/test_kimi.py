@@ -281,8 +281,8 @@ PACKED = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"
             {"quantization_config": PACKED},
             "packed by compressed-tensors (format 'mxfp4-pack-quantized') cannot be read",
         ),
-        ({"mla_use_nope": False}, "mla_use_nope = False: forge computes with True only"),
-        ({"hidden_act": "silu"}, "hidden_act = 'silu': forge computes with 'situ' only"),
+        ({"mla_use_nope": False}, "mla_use_nope = False: forge supports only True"),
+        ({"hidden_act": "silu"}, "hidden_act = 'silu': forge supports only 'situ'"),
         (
             {"linear_attn_config": {**PUBLISHED["linear_attn_config"], "head_dim": 8, "num_heads": 4}},
             "name each layer from 1 to 3 once",

@@ -171,10 +171,10 @@ def test_a_tokenizer_model_of_another_format_is_ignored_beside_a_tokenizer_json(
     ("options", "what"),
     [
         ({"model_type": "unigram"}, "is not BPE"),
-        ({"byte_fallback": False}, "no bytes to fall back to"),
+        ({"byte_fallback": False}, "no byte fallback"),
         ({"normalization_rule_name": "nmt_nfkc"}, "normalises text"),
         ({"remove_extra_whitespaces": True}, "removes spaces"),
-        ({"user_defined_symbols": ["[INST]"]}, "symbols of its own"),
+        ({"user_defined_symbols": ["[INST]"]}, "user-defined symbols"),
     ],
 )
 def test_a_model_unsupported_by_tokenizer_json_is_refused(options: dict, what: str, tmp_path: Path) -> None:

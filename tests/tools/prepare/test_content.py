@@ -63,7 +63,7 @@ def test_a_json_document_is_read_if_named_and_skipped_in_a_folder(tmp_path):
     (tmp_path / "a.txt").write_text("{text}\n{text}\n")
     assert documents(tmp_path) == ["{text}\n{text}\n"]
     assert documents(tmp_path / "package.json") == ['{\n "name": "x"\n}\n']
-    assert "2 files passed over: 2 .json without JSON lines" in find_corpus([tmp_path]).notes()[0]
+    assert "2 files skipped: 2 .json without JSON lines" in find_corpus([tmp_path]).notes()[0]
 
 
 def test_an_array_of_records_is_refused_with_the_remedy(tmp_path):
@@ -77,7 +77,7 @@ def test_skipped_files_are_counted_by_extension(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     (note,) = find_corpus([tmp_path]).notes()
-    assert note.startswith("4 files passed over: 2 .html, 1 without an extension, 1 .tar.gz (")
+    assert note.startswith("4 files skipped: 2 .html, 1 without an extension, 1 .tar.gz (")
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstd])

@@ -48,7 +48,7 @@ def test_copies_links_and_empty_files_are_left_out(tmp_path):
     [
         (["absent"], {}, "absent: no such"),
         (["."], {}, "no file with text"),
-        (["."], {}, r"1 file passed over: 1 \.bin \(--extensions"),
+        (["."], {}, r"1 file skipped: 1 \.bin \(to read such files, use --extensions"),
     ],
 )
 def test_no_input_is_refused_in_one_sentence(tmp_path, names, options, message):

@@ -46,7 +46,9 @@ def test_joined_parts_equal_one_machines_output_byte_for_byte(text, whole, tmp_p
     wanted = request(text, tmp_path / "out", packing="best_fit", seq_len=100)
     for part in (3, 1, 2):
         assert prepare(replace(wanted, part=(part, 3))) == []
-    done = re.search(r"part 2 of 3 is done, and (\d+) of (\d+) chunks in all", capsys.readouterr().out)
+    done = re.search(
+        r"part 2 of 3 is done; of all parts, (\d+) of (\d+) chunks are done", capsys.readouterr().out
+    )
     assert done and done[1] == done[2] and int(done[2]) >= 3
     prepare(wanted)
     assert files(tmp_path / "out") == whole  # and no folder of parts

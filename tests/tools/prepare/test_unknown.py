@@ -45,7 +45,7 @@ def test_unknown_tokens_are_counted_and_reported(tmp_path, capsys, kind):
     assert load_tokenizer(path).unk_id == 0 and index.origin["unknown_tokens"] == 20
     output = capsys.readouterr().err
     assert (
-        "warning: 20 of 60 tokens (33.33%) are unknown ones" in output
+        "warning: 20 of 60 tokens (33.33%) are the unknown token" in output
         and "no token that begins" not in output
     )
 
@@ -68,7 +68,7 @@ def test_a_sentencepiece_model_without_bytes_has_unknown_tokens(tmp_path, capsys
         (folder / "tokenizer.model").write_bytes(model.getvalue())
         index = run(folder, folder / "tokenizer.model")
         assert index.origin["unknown_tokens"] == (0 if byte_fallback else 20)
-        assert ("are unknown ones" in capsys.readouterr().err) == (not byte_fallback)
+        assert ("are the unknown token" in capsys.readouterr().err) == (not byte_fallback)
 
 
 def test_documents_without_an_end_are_reported_once(tmp_path, capsys):
@@ -78,4 +78,6 @@ def test_documents_without_an_end_are_reported_once(tmp_path, capsys):
     index = run(tmp_path, path, "a b")
     assert index.documents == 10 and index.tokens == 20
     output = capsys.readouterr().err
-    assert output.count("no token that begins or ends a document") == 1 and "unknown ones" not in output
+    assert (
+        output.count("no token that begins or ends a document") == 1 and "are the unknown token" not in output
+    )

@@ -187,7 +187,7 @@ def test_a_silent_rank_0_is_named_by_the_others(tmp_path) -> None:
     write_lines(run / "events.jsonl", [STARTED])
     (run / "status.json").write_text(json.dumps({"state": "running", "step": 3}))
     log_line(run, 1, "forge.run.crash[rendezvous_lost]", "the store is gone")
-    assert "[killed]\nRANK: 0, which the others report lost\n" in diagnose(run)
+    assert "[killed]\nRANK: 0, which the other ranks report as lost\n" in diagnose(run)
 
 
 def test_the_end_of_a_start_is_named_before_earlier_smaller_incidents(tmp_path) -> None:

@@ -40,7 +40,7 @@ def test_a_changed_module_is_named_and_equal_checkouts_have_no_difference(
 
     file.write_text(code.replace("self.weight, self.eps)", "self.weight, self.epsilon)"))
     assert main(options) == 2
-    assert "its forge fails on this configuration: " in capfd.readouterr().err
+    assert "the forge of that checkout fails on this configuration: " in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -58,7 +58,10 @@ def test_hanging_ranks_of_the_other_checkout_are_killed(
     monkeypatch.setattr(ranks, "LIMIT_S", 10.0)
     options = ["--config", "debug", "--model.n_layers=2", "--steps", "1", "--layouts", "dp_shard=2"]
     assert main([*options, "--against", str(tmp_path)]) == 2
-    assert "its forge fails on this configuration: rank 1: nothing within 20 s" in capfd.readouterr().err
+    assert (
+        "the forge of that checkout fails on this configuration: rank 1: no result within 20 s"
+        in capfd.readouterr().err
+    )
     ended = [Path(f"/proc/{pid}") for pid in pids.read_text().split()]
     assert len(ended) == 2 and not any(path.exists() for path in ended)
 

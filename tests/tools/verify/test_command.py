@@ -93,7 +93,7 @@ def test_a_custom_model_with_a_defect_is_named_by_its_module(run) -> None:
     assert output.code == 1, output.out + output.err
     lines = [line.strip() for line in output.out.splitlines()]
     assert "layers.0.feed_forward.hidden_norm: its output differs while its input agrees" in lines
-    assert "tp=2 alone shows it" in lines
+    assert "tp=2 alone shows the difference" in lines
     assert any("instead of" in line and "rank" in line for line in lines)
     assert "1 equal, 1 different" in output.out
 

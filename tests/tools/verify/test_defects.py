@@ -53,7 +53,7 @@ def test_a_hanging_layout_is_killed_and_the_next_one_runs(monkeypatch: pytest.Mo
     monkeypatch.setattr(ranks, "LIMIT_S", 10.0)
     (case,) = parse_layouts("dp_shard=2")
     found = verifier("dense").patched(hanging).check(case)
-    assert found.status == "failed" and "nothing within 20 s" in found.error
+    assert found.status == "failed" and "no result within 20 s" in found.error
     assert verifier("dense").check(case).status == "equal"
 
 

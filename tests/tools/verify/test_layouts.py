@@ -69,7 +69,7 @@ def test_experts_over_more_ranks_than_named_get_them_from_dp_shard() -> None:
         ("tp", "KEY=VALUE"),
         ("tp=0", "whole number"),
         ("tp=two", "whole number"),
-        (" ; ", "names no layout"),
+        (" ; ", "no layout given"),
     ],
 )
 def test_an_ambiguous_or_impossible_layout_is_refused(text: str, message: str) -> None:

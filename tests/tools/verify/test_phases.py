@@ -40,7 +40,7 @@ def phased(tmp_path_factory) -> Verifier:
 
 def test_each_phase_is_a_step_and_a_ramp_is_two(tmp_path) -> None:
     small, notes = shrink(load_config(["--config", write(tmp_path), *PHASED]))
-    assert any("each phase is one step, two with a ramp" in note for note in notes)
+    assert any("each phase has one step (two with a ramp)" in note for note in notes)
     plans = record.plans_of(small, steps_through(small))
     assert [(plan.global_batch_size, plan.seq_len) for plan in plans] == [(4, 32), (4, 64), (8, 64), (8, 64)]
     assert [plan.document_mask for plan in plans] == [True, False, False, False]

@@ -13,14 +13,16 @@ RAISED = "Traceback (most recent call last):\n  File x\nValueError: no such head
 
 
 def test_among_several_ranks_the_raising_one_is_quoted() -> None:
-    assert last_line(f"rank 0: nothing within 90 s\nrank 1: {RAISED}\n") == "ValueError: no such head"
+    assert last_line(f"rank 0: no result within 90 s\nrank 1: {RAISED}\n") == "ValueError: no such head"
     assert (
         last_line(f"rank 0: {RAISED}\nrank 1: {RAISED.replace('head', 'tail')}") == "ValueError: no such head"
     )
 
 
 def test_a_hanging_layout_is_reported_as_such() -> None:
-    assert last_line("rank 0: nothing within 90 s\nrank 1: nothing within 90 s") == "nothing within 90 s"
+    assert (
+        last_line("rank 0: no result within 90 s\nrank 1: no result within 90 s") == "no result within 90 s"
+    )
 
 
 def test_a_difference_is_shown_with_the_part_of_the_rank_and_with_enough_digits() -> None:
