@@ -205,5 +205,8 @@ def _share_clock(offset_s: float) -> None:
 
     if abs(offset_s) > 1:
         side = "behind" if offset_s > 0 else "ahead of"
-        print(f"forge: the clock of this node is {abs(offset_s):.0f} s {side} the meeting's", file=sys.stderr)
+        print(
+            f"forge: the clock of this node is {abs(offset_s):.0f} s {side} the rendezvous server's",
+            file=sys.stderr,
+        )
     vars(dynamic_rendezvous)["datetime"] = SimpleNamespace(now=now)
