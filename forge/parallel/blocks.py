@@ -42,7 +42,6 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
@@ -58,7 +57,7 @@ from forge.model.residual import Mixed
 from forge.parallel.layout import Layout
 from forge.parallel.modules import has_all_names
 from forge.parallel.offload import Offload
-from forge.parallel.precision import maximal_subtrees, plan_units
+from forge.parallel.precision import cast_at_borders, plan_units
 from forge.runtime import compat
 from forge.runtime.errors import UserError, did_you_mean
 
@@ -335,40 +334,6 @@ def waiting(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(x.clone() if isinstance(x, AsyncCollectiveTensor) else x, *args)
 
     return waited
-
-
-def cast_at_borders(model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype], policy: torch.dtype) -> None:
-    """Cast inputs and outputs of each maximal subtree of `model` whose compute dtype is not `policy`.
-
-    dtypes: compute dtype of each parameter. policy: compute dtype of all other modules. The subtree receives
-    floating-point arguments in its own compute dtype and returns results in `policy`. If the class of the subtree's root
-    sets `exact_output`, the results are not cast. If it sets `casts_in`, the method of that name casts instead of
-    forward; None: nothing casts. `model` never casts, because it takes tokens and returns losses.
-    """
-    for child in model.children():
-        for subtree, compute in maximal_subtrees(child, dtypes):
-            if compute != policy:
-                outside = None if getattr(subtree, "exact_output", False) else policy
-                method = getattr(subtree, "casts_in", "forward")
-                if method is not None:
-                    setattr(subtree, method, casting(getattr(subtree, method), compute, outside))
-
-
-def casting(
-    forward: Callable[..., Any], inside: torch.dtype, outside: torch.dtype | None
-) -> Callable[..., Any]:
-    """Return `forward` with floating-point arguments cast to `inside`, and results cast to `outside` (None: not cast)."""
-
-    @functools.wraps(forward)
-    def cast(*args: Any) -> Any:
-        output = forward(*(_to(arg, inside) for arg in args))
-        return output if outside is None else tree_map(lambda leaf: _to(leaf, outside), output)
-
-    return cast
-
-
-def _to(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def check_modules(model: Transformer, chosen: ActivationCheckpoint) -> None:

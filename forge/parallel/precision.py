@@ -2,7 +2,7 @@
 
 Results depend only on the dtypes, not on the units. The policy is the dtype precision.compute. A maximal subtree of
 modules with another compute dtype casts its inputs to this dtype and its outputs back to the policy
-(forge/parallel/blocks.py). A float32 module thus leaves the residual stream in bfloat16. FSDP's units follow the same
+(`cast_at_borders`). A float32 module thus leaves the residual stream in bfloat16. FSDP's units follow the same
 subtrees. The units of a block, of the embedding, or of the norm with the head depend on its number of compute dtypes:
 
     one dtype      all modules form one unit
@@ -15,13 +15,15 @@ Routed experts that are sharded over other ranks than their block are separate u
 from __future__ import annotations
 
 import difflib
+import functools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from forge.config.layout import Precision
 from forge.model import Experts, Transformer
@@ -188,6 +190,40 @@ def maximal_subtrees(module: nn.Module, keys: dict[nn.Parameter, Any]) -> list[t
     held = {keys[p] for p in module.parameters() if p in keys}
     called = type(module).forward is not nn.Module.forward
     return [(module, held.pop())] if len(held) == 1 and called else found
+
+
+def cast_at_borders(model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype], policy: torch.dtype) -> None:
+    """Cast inputs and outputs of each maximal subtree of `model` whose compute dtype is not `policy`.
+
+    dtypes: compute dtype of each parameter. policy: compute dtype of all other modules. The subtree receives
+    floating-point arguments in its own compute dtype and returns results in `policy`. If the class of the subtree's root
+    sets `exact_output`, the results are not cast. If it sets `casts_in`, the method of that name casts instead of
+    forward; None: nothing casts. `model` never casts, because it takes tokens and returns losses.
+    """
+    for child in model.children():
+        for subtree, compute in maximal_subtrees(child, dtypes):
+            if compute != policy:
+                outside = None if getattr(subtree, "exact_output", False) else policy
+                method = getattr(subtree, "casts_in", "forward")
+                if method is not None:
+                    setattr(subtree, method, casting(getattr(subtree, method), compute, outside))
+
+
+def casting(
+    forward: Callable[..., Any], inside: torch.dtype, outside: torch.dtype | None
+) -> Callable[..., Any]:
+    """Return `forward` with floating-point arguments cast to `inside`, and results cast to `outside` (None: not cast)."""
+
+    @functools.wraps(forward)
+    def cast(*args: Any) -> Any:
+        output = forward(*(_to(arg, inside) for arg in args))
+        return output if outside is None else tree_map(lambda leaf: _to(leaf, outside), output)
+
+    return cast
+
+
+def _to(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def joined_by_parameters(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from forge.config import parse_toml_text
-from forge.parallel.blocks import cast_at_borders
 from forge.parallel.build import build_meta_model
 from forge.parallel.modules import matches_any_depth
 from forge.parallel.precision import (
     Unit,
+    cast_at_borders,
     compute_dtypes,
     joined_by_parameters,
     maximal_subtrees,

@@ -16,10 +16,9 @@ from forge.checkpoint.manifest import MANIFEST, Damaged, read_manifest
 from forge.config import Config, parse_toml_text
 from forge.config.extensions import require_trust
 from forge.data.tokenizer import Tokenizer, load_tokenizer
-from forge.parallel.blocks import cast_at_borders
 from forge.parallel.build import build_meta_model
 from forge.parallel.float8 import compute_in_float8
-from forge.parallel.precision import DTYPES, plan_units
+from forge.parallel.precision import DTYPES, cast_at_borders, plan_units
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import RanksFailed, single_process_group
 from forge.runtime.errors import NO_CHECKPOINT, UserError
