@@ -1,4 +1,4 @@
-"""Wrap the forwards of blocks, for recomputation or offload, compilation and casts. No other file wraps forwards.
+"""Wrap the forwards of blocks, for recomputation or offload, and compilation. Casts: forge/parallel/precision.py.
 
 Only forwards are replaced, never modules, so parameters keep their names. FSDP's hooks on a block, and tensor
 parallelism's hooks on a child, run outside the new forward: recomputation gathers no parameters again, and the compiled
