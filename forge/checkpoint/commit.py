@@ -97,7 +97,7 @@ def write_checkpoint(
         if (final / MANIFEST).exists():
             return False
         if final.exists():
-            message = "%s has no %s, so it is not a checkpoint: renaming it .damaged-%s"
+            message = "%s is not a complete checkpoint, because it has no %s: renaming it to .damaged-%s"
             logger.error(message, final, MANIFEST, final.name, extra=Cause.FALLBACK.mark)
             folders.set_aside(root, step, "damaged")
         return True

@@ -69,7 +69,7 @@ class LocalTier:
             digests = {rank: of_rank[step] for rank, of_rank in enumerate(held) if step in of_rank}
             if len(set(digests.values())) > 1:
                 self.problems.append(
-                    f"the local states of step {step} on different nodes are from different saves"
+                    f"the nodes hold parts of different saves of step {step}, so this local state is not used"
                 )
             elif self._is_whole(step, digests.keys()):
                 return step

@@ -168,16 +168,17 @@ class Checkpoints:
                     return step
                 rename = functools.partial(folders.set_aside, self.folder, step, "damaged")
                 name = on_first_rank("setting a damaged checkpoint aside", rename, self._group)
-                self.fallbacks.append(f"checkpoint {self.path(step)} is damaged: {problem}; renamed {name}")
+                self.fallbacks.append(
+                    f"checkpoint {self.path(step)} is damaged: {problem}; it was renamed to {name}"
+                )
                 if dist.get_rank(self._group) == 0:
                     logger.error("%s", self.fallbacks[-1], extra=Cause.FALLBACK.mark)
         except RanksFailed as error:
             raise UserError(f"no checkpoint in {self.folder} can be used: {error}", NO_CHECKPOINT) from error
         if at_most is None and (candidates or damaged):
             raise UserError(
-                f"every checkpoint in {self.folder} is damaged and was renamed .damaged-step-*. Either restore one, or start "
-                f"over: choose another run.name, or keep the name and set checkpoint.resume = none (if it is none already, "
-                f"also remove origin.json)",
+                f"every checkpoint in {self.folder} is damaged and was renamed to .damaged-step-*. Restore one of them. Or "
+                "start over with another run.name; under the same name, set checkpoint.resume = none and remove origin.json",
                 NO_CHECKPOINT,
             )
         return None

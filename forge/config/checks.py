@@ -109,7 +109,7 @@ def _tensor(config: Config) -> Iterator[Problem]:
             key, needed = "parallel.sequence_parallel", f"needs {train.seq_len = } to be {product}"
             yield problem(key, needed, f"use {near}, or false", *degrees, "train.seq_len")
     if -(-model.vocab_size // tp) * (tp - 1) >= model.vocab_size:
-        few = f"leaves a rank without a row of {model.vocab_size = }"
+        few = f"is too large: with {model.vocab_size = }, the last tp rank would get no row of the embedding"
         yield problem("parallel.tp", few, "use a smaller degree", "model.vocab_size")
     if isinstance(parallel.reshard_after_forward, int) and parallel.data_parallel == "fsdp2":
         key, remedy = "parallel.reshard_after_forward", "use auto, always or never"
@@ -139,13 +139,13 @@ def _tensor_plan(config: Config) -> Iterator[Problem]:
         sizes["linear_attention.n_key_heads"] = model.linear_attention.n_key_heads, "key heads"
     for key, (size, what) in sizes.items():
         if size % tp:
-            whole = f"must divide model.{key} = {size}, the {what} that it splits"
+            whole = f"must divide model.{key} = {size}, because every tp rank needs the same number of {what}"
             yield problem("parallel.tp", whole, f"use {divisors(size)}", f"model.{key}")
     number, dim = (model.moe.n_shared_experts, model.moe.expert_dim) if model.moe else (0, 0)
     if number * dim % tp:
         others = "model.moe.n_shared_experts", "model.moe.expert_dim"
         product = f"{' * '.join(others)} = {number} * {dim}"
-        whole = f"must divide {product}, the features that it splits"
+        whole = f"must divide {product}, because every tp rank needs the same number of features"
         yield problem("parallel.tp", whole, f"use {divisors(number * dim)}", *others)
 
 
@@ -193,20 +193,20 @@ def _moe(config: Config) -> Iterator[Problem]:
             key, few, remedy, *(f"model.moe.{name}" for name in ("n_expert_groups", "n_experts", "top_k"))
         )
     if moe.balance == "quantile":
-        solves = "needs a bias for each expert at which its share of the tokens chooses the expert"
         others = "model.moe.n_limited_groups", "model.moe.n_experts"
         if moe.n_limited_groups < moe.n_expert_groups:
-            closed = f"{solves}, but with group limits some tokens cannot choose the expert at any bias"
+            closed = "assumes that every token can choose every expert, but group limits exclude some experts"
             yield problem("model.moe.balance", closed, "use bias, or n_limited_groups = 0", others[0])
         elif moe.top_k >= moe.n_experts:
-            none = f"{solves}, but with {model.moe.top_k = } every token chooses every expert"
+            every = f"with {model.moe.top_k = } every token chooses every expert"
+            none = f"balances the load by a bias for each expert, but {every}"
             yield problem("model.moe.balance", none, "use none, or a smaller top_k", others[1])
     if moe.n_dense_layers > model.n_layers:
         most = f"must be at most {model.n_layers = }"
         yield problem("model.moe.n_dense_layers", most, "", "model.n_layers")
     elif moe.every > 1 and model.n_layers // moe.every * moe.every <= moe.n_dense_layers:
-        after = f" with {model.moe.n_dense_layers = }" if moe.n_dense_layers else ""
-        none = f"leaves none of {model.n_layers = } layers with experts{after}"
+        after = f" and {model.moe.n_dense_layers = }" if moe.n_dense_layers else ""
+        none = f"leaves no layer with experts, because {model.n_layers = }{after}"
         others = "model.n_layers", "model.moe.n_dense_layers"
         yield problem("model.moe.every", none, "use a smaller number", *others)
 
@@ -233,7 +233,7 @@ def _engine(config: Config) -> Iterator[Problem]:
 def _precision(config: Config) -> Iterator[Problem]:
     for key in ("storage", "reduce"):
         if config.precision.compute == "float64" and getattr(config.precision, key) == "bfloat16":
-            rounds = "would round what precision.compute = float64 computes"
+            rounds = "is too inexact for precision.compute = float64"
             yield problem(f"precision.{key}", rounds, "use float64 or float32", "precision.compute")
 
 
@@ -258,7 +258,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
                 yield problem(f"optimizer.mup.{key}", least, remedy, "optimizer.parametrization")
     if optimizer.name == "muon":
         if optimizer.muon.qk_clip and config.model.qk_norm and config.model.latent is None:
-            undone = "because the norms undo every scale of the projections and bound the logits themselves"
+            undone = "because RMSNorm removes the scale of queries and keys, and bounds the logits"
             none = f"has no effect with model.qk_norm = true, {undone}"
             yield problem("optimizer.muon.qk_clip", none, "use 0, or model.qk_norm = false", "model.qk_norm")
         return
@@ -294,9 +294,11 @@ def _others(config: Config) -> Iterator[Problem]:
     for name in config.checkpoint.init_changes:
         if name not in model_keys:
             close = nearest(name, model_keys)
-            remedy = f'did you mean "{close}"?' if close else "use such as model.norm_eps"
-            yield problem("checkpoint.init_changes", f'has "{name}", which is no key of [model]', remedy)
+            remedy = f'did you mean "{close}"?' if close else "name a key of [model], e.g. model.norm_eps"
+            yield problem("checkpoint.init_changes", f'lists "{name}", which is not a key of [model]', remedy)
     resume = config.checkpoint.resume
     if config.checkpoint.init and resume not in ("auto", "none"):
-        continues = f'begins a new history, but checkpoint.resume = "{resume}" continues one'
+        continues = (
+            f'starts at step 0 with loaded weights, but checkpoint.resume = "{resume}" continues a run'
+        )
         yield problem("checkpoint.init", continues, "leave one out", "checkpoint.resume")

@@ -145,4 +145,5 @@ def _unknown(path: KeyPath, table: type[Section], value: Any) -> tuple[str, str]
     elif not homes and (close := nearest(name, {key.last for key in keys().values()})):
         hints.append(f"did you mean {' or '.join(key.name for key in keys().values() if key.last == close)}?")
     home = f" in [{section}]" if section else ""
-    return f"no such {kind}{home}", "; ".join(hints) or f"there are {', '.join(table.model_fields)}"
+    known = f"{'its keys' if section else 'the sections'} are {', '.join(table.model_fields)}"
+    return f"no such {kind}{home}", "; ".join(hints) or known

@@ -25,8 +25,9 @@ options:
                            A bare word is a string: --run.name=second
   --print-config           print the complete configuration as TOML and exit
   --plan [--world-size N] [--hardware NAME] [--json]
-                           print what the run needs on N processes (default: the fewest that it can
-                           run on), and whether a GPU (h100, ...) has it: docs/guides/planning.md
+                           print the memory and communication of the run on N processes (default:
+                           the fewest possible); with a GPU (h100, ...) also the step time, and
+                           whether the run fits: docs/guides/planning.md
   --plan --search --world-size N --hardware NAME
                            print layouts that fit, the fastest first, with their overrides
   -h, --help               print this text

@@ -270,7 +270,7 @@ def check_phases(config: Config) -> Iterator[Problem]:
         batch, parts = variant.train.global_batch_size, config.train.seq_len // variant.train.seq_len
         if batch % parts:
             equation = f"train.seq_len / seq_len = {config.train.seq_len} / {variant.train.seq_len} = {parts}"
-            allowed = f"has steps of {batch} sequences, which must be a multiple of {equation}"
+            allowed = f"has global_batch_size = {batch}, which must be a multiple of {equation}"
             others = ("train", "seq_len"), ("train", "global_batch_size")
             yield Problem(("phase", number - 1), allowed, "change one", others)
 
@@ -287,7 +287,9 @@ def _problems(config: Config, phase: Phase) -> Iterator[tuple[str, ...]]:
         many = f"has {len(phase.weights)} weights for {sources} data.sources"
         yield "weights", many, "give one weight for each source", "data.sources"
     elif phase.weights is not None and config.data.temperature:
-        changed = f"would be changed by data.temperature = {config.data.temperature:g}"
+        changed = (
+            f"cannot be set with data.temperature = {config.data.temperature:g}, which changes the weights"
+        )
         yield "weights", changed, "set data.temperature = 0", "data.temperature"
     elif phase.weights is not None and not any(phase.weights):
         yield "weights", "has no weight above 0", "set at least one"
@@ -308,5 +310,5 @@ def _problems(config: Config, phase: Phase) -> Iterator[tuple[str, ...]]:
         micro = phase.micro_batch_size or train.micro_batch_size
         if batch / micro != train.global_batch_size / train.micro_batch_size:
             key = "global_batch_size" if phase.global_batch_size else "micro_batch_size"
-            made = f"changes the number of microbatches that {config.pipeline.schedule} is made for"
+            made = f"changes the number of microbatches, but {config.pipeline.schedule} is written for a fixed number"
             yield key, made, "use a named schedule", "pipeline.schedule"

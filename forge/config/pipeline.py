@@ -73,8 +73,8 @@ def check_stages(config: Config) -> Iterator[Problem]:
         if not all(chosen[1:-1]):
             yield problem(key, "has an empty stage between the first and the last", "leave it out")
     elif stages > layers:
-        many = f"makes {stages} stages with pipeline.schedule = {schedule}"
-        few = f"there are only model.n_layers = {layers} layers"
+        many = f"needs {stages} stages with pipeline.schedule = {schedule}"
+        few = f"the model has only model.n_layers = {layers} layers"
         remedy = "use fewer ranks, or GPipe or 1F1B, which have one stage per rank"
         yield problem("parallel.pp", f"{many}, but {few}", remedy, *others)
 
@@ -83,7 +83,7 @@ def _remedy(config: Config) -> str:
     """Suggest valid values of pipeline.layers_per_stage and pipeline.round."""
     chosen, layers = config.pipeline.layers_per_stage, config.model.n_layers
     if isinstance(chosen, tuple):
-        return "list that many"
+        return "list that many stages"
     if _fewest_stages(config) > layers:
         return "use fewer ranks"
     rounding = config.pipeline.round

@@ -49,7 +49,7 @@ TOKENIZER = Unused("there is no tokenizer", lambda c: c.data.tokenizer == "none"
 
 def _first_and_last(steps: tuple[int, ...]) -> tuple[int, ...]:
     if steps and (len(steps) != 2 or steps[0] > steps[1]):
-        raise ValueError("give the first and the last step, such as [10, 12], or [] for none")
+        raise ValueError("give two numbers, the first and the last step, e.g. [10, 12], or [] for none")
     return steps
 
 

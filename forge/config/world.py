@@ -89,7 +89,7 @@ def _check_dp_shard(config: Config, world: int, others: dict[str, int]) -> Itera
     if dp_shard != -1 and world != product:
         other = "change a degree" if world % rest else f"set parallel.dp_shard = {world // rest} or -1"
         remedy = f"start {product} processes, or {other}"
-        yield problem("parallel.dp_shard", f"makes {equation}, but {there}", remedy)
+        yield problem("parallel.dp_shard", f"needs {equation} processes, but {there}", remedy)
 
 
 def _check_degrees(config: Config, dp_shard: int) -> Iterator[Problem]:

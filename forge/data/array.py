@@ -110,8 +110,8 @@ class CheckedArray:
         data = self._bytes[begin : begin + BLOCK_BYTES]
         if self._digest(data) != self._expected(block):
             raise UserError(
-                f"{self._path}: block {block} (bytes {begin} to {begin + len(data) - 1}) has another checksum than when the "
-                "dataset was written, so the file was changed or is damaged; scripts/verify_data.py finds all such files: "
-                "restore them, or prepare the dataset again"
+                f"{self._path}: block {block} (bytes {begin} to {begin + len(data) - 1}) does not match its recorded "
+                "checksum: the file was changed or is damaged. scripts/verify_data.py lists all such files; restore them, or "
+                "prepare the dataset again"
             )
         self._is_checked[block] = True

@@ -47,8 +47,8 @@ def check_caps(dataset: PackedDataset, last: int) -> None:
         most = dataset.most_epochs.get(name, total)
         if total > most:
             raise UserError(
-                f"data.sources: {dataset.labels[name]} would be read {total:.3g} times by the end of the run, and its "
-                f"max_epochs is {most:g}; lower its weight or train.steps, raise max_epochs, or set "
+                f"data.sources: {dataset.labels[name]} would be read {total:.3g} times by the end of the run, more "
+                f"than its max_epochs = {most:g}; lower its weight or train.steps, raise max_epochs, or set "
                 'data.on_max_epochs = "leave_out"'
             )
 
@@ -95,8 +95,8 @@ def log_epochs(before: dict[str, float], after: dict[str, float]) -> None:
     many = [f"{name} {total:.3g} times" for name, total in after.items() if total > MANY]
     if many:
         log.warning(
-            "the run reads %s: beyond about %g epochs a model learns little more from the same text; add data, or lower "
-            "its weight or train.steps",
+            "the run reads %s, but after about %g times a model learns little more from the same text; add data, or lower "
+            "the weight of the source or train.steps",
             ", ".join(many),
             MANY,
             extra=Cause.NOTE.mark,

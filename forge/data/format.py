@@ -264,8 +264,8 @@ class TokenDataset:
         totals = sum(s.tokens for s in index.shards), sum(s.documents for s in index.shards)
         if totals != (index.tokens, index.documents):
             raise UserError(
-                f"{where}: its totals (tokens, documents) are {(index.tokens, index.documents)}, but those of its "
-                f"shards add up to {totals}; it is damaged: prepare the dataset again"
+                f"{where}: says (tokens, documents) = {(index.tokens, index.documents)}, but its shards add up to "
+                f"{totals}; the file is damaged: prepare the dataset again"
             )
         if index.documents < 1:
             raise UserError(f"{self.path}: holds no document; prepare it again from input that has text")

@@ -230,8 +230,8 @@ class MegatronTokens(MappedIds):
         found = self.tokens * self.dtype.itemsize
         if total != found:
             raise UserError(
-                f"{self.path}: has {found} bytes, but {Path(self._index).name} says {total}; it is truncated, or "
-                "the two do not belong together"
+                f"{self.path}: has {found} bytes, but {Path(self._index).name} says {total}; the .bin is "
+                "truncated, or belongs to another .idx"
             )
 
     def _check_documents(self) -> None:
@@ -260,7 +260,8 @@ def _read_header(file: _CachedFile) -> tuple[np.dtype, int, int]:
         raise UserError(f"{path}: is a Megatron index of version {version}; forge reads version {VERSION}")
     if code not in _MEGATRON_DTYPES:
         raise UserError(
-            f"{path}: has dtype code {code}, which is not an integer type; token ids have {sorted(_MEGATRON_DTYPES)}"
+            f"{path}: has dtype code {code}, which is not an integer type; the codes of integer types are "
+            f"{sorted(_MEGATRON_DTYPES)}"
         )
     if not sequences:
         raise UserError(f"{path}: holds no sequence")

@@ -90,8 +90,8 @@ def windows_of(source: Source, seq_len: int, packing: str) -> Windows:
         return StreamWindows(source, seq_len)
     if not isinstance(source, TokenDataset):
         raise UserError(
-            f'data.packing = "{packing}": {source.name} has no plan of sequences, which only folders written by '
-            'scripts/prepare_data.py have; set data.packing = "stream"'
+            f'data.packing = "{packing}": {source.name} has no packing plan, because only folders written by '
+            'scripts/prepare_data.py can have one; set data.packing = "stream"'
         )
     plan = open_plan(source.path, packing, seq_len, source.fingerprint, source.open_file)
     return PackedWindows(source, plan)

@@ -77,7 +77,9 @@ def _start(module: nn.Module, path: str, leaf: str, config: ModelConfig) -> floa
     if (own := getattr(module, "initial_value", None)) is not None:
         return own(leaf)
     kind = type(module).__name__
-    raise TypeError(f"{path}.{leaf}: has no initial value; give {kind} a method initial_value(name)")
+    raise TypeError(
+        f"{path}.{leaf} has no initial value: add a method initial_value(name) to the class {kind}"
+    )
 
 
 def _projection(name: str, config: ModelConfig) -> Normal:

@@ -229,7 +229,9 @@ class Transformer(nn.Module):
     ) -> Shared:
         """Build the inputs shared by all blocks. x: the first block's input. seq: number of tokens visible to attention."""
         if seq > self.seq_len:
-            raise ValueError(f"a sequence has {seq} tokens, but the model was built for {self.seq_len}")
+            raise ValueError(
+                f"a sequence has {seq} tokens, but the model was built for sequences of at most {self.seq_len} tokens"
+            )
         chosen = slice(seq) if positions is None else positions
         # Masks use only the shape, dtype and device of x.
         like_x = x.new_empty(()).expand(x.shape[0], seq, x.shape[-1])

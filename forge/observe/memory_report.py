@@ -84,7 +84,7 @@ class MemoryReport(Hook):
         ]
         where = "on its GPU" if self._on_gpu else "in its process"
         if "activations" in self.bytes:
-            rows[-1] += f", by the {'allocator' if self._on_gpu else 'growth of the process'}"
+            rows[-1] += f", measured by the {'allocator' if self._on_gpu else 'growth of the process'}"
         return "\n".join([f"memory of this rank {where}:", *(rows or ["  nothing is built yet"])])
 
     def state_dominates(self) -> bool:

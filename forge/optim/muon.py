@@ -71,7 +71,7 @@ class Muon:
             self._rows = _RowMoments(self._shards, self._matrices.batches, config.betas[1])
         elements = sum(shard.global_shape.numel() for shard in self._shards)
         log.info(
-            "muon updates %d tensors of %s elements; adamw updates all others",
+            "muon updates %d tensors (%s elements in total); adamw updates all other parameters",
             len(self._shards),
             f"{elements:,}",
         )

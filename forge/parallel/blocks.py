@@ -363,6 +363,6 @@ def _set_memory_budget(layout: Layout) -> None:
         raise UserError(
             'activation_checkpoint.mode = "memory_budget" does not work with '
             f"parallel.tp = {layout.parallel.tp} under PyTorch {torch.__version__}; "
-            'use "selective", or another version'
+            'use "selective", or another version of PyTorch'
         )
     torch._functorch.config.activation_memory_budget = chosen.memory_budget if limited else 1.0

@@ -48,12 +48,14 @@ def apply_expert(model: Transformer, layout: Layout) -> None:
     if meshes.ep_node.size() > 1:
         nodes, ranks = meshes.ep_node.size(), meshes.ep_local.size()
         log.info(
-            "experts are on %d nodes with %d ranks each: a token is sent to each node once", nodes, ranks
+            "experts are on %d nodes with %d ranks each: each token is sent to each node at most once",
+            nodes,
+            ranks,
         )
     outside = [key for key in ("capacity_factor", "router_noise") if getattr(moe, key)]
     if outside and dist.get_world_size() > 1:
         keys = " and ".join(f"model.moe.{key}" for key in outside)
-        log.info("results depend on the layout: %s", keys)
+        log.info("results depend on the layout, because of %s", keys)
 
 
 def _dispatcher(meshes: Meshes, n_experts: int, parts: int) -> Dispatcher:

@@ -117,7 +117,10 @@ class StopSignals:
                 os._exit(STOPPED)
             if new and speak:
                 first = "stopping after this step, once a checkpoint is saved"
-                second = "already stopping, a save may be running; one more signal, some seconds later, ends the run at once"
+                second = (
+                    "already stopping, and a save may be running; send one more signal after a few seconds to end the run at "
+                    "once"
+                )
                 _to_stderr(f"{names[0]}: {first if requests == 1 else second}")
         os.close(listening)
 

@@ -178,9 +178,9 @@ def _refuse_a_past_decay(path: Path, step: int, old: Config, new: Config) -> Non
     if start < step <= before and step < new.train.steps:
         share = (new.train.steps - step) / new.train.steps
         raise UserError(
-            f"checkpoint.resume = {str(path)!r}: step {step} was on the plateau, and with train.steps = {new.train.steps} "
-            f"the decay would have begun after step {start}; resume from a checkpoint up to step {start}, raise train.steps, "
-            f"or set schedule.decay_fraction = {share:.3g}, which decays from step {step} on",
+            f"checkpoint.resume = {str(path)!r}: step {step} was trained on the plateau of the learning rate, but with "
+            f"train.steps = {new.train.steps} the decay begins after step {start}; resume from a checkpoint up to step "
+            f"{start}, raise train.steps, or set schedule.decay_fraction = {share:.3g}, which decays from step {step} on",
             cause=Cause.CHANGED_SETTINGS,
         )
 

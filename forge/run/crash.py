@@ -103,13 +103,13 @@ class CrashReporter:
             self._roll_call.raise_alarm(first)
             missing = self._roll_call.missing(PATIENCE_S, quiet_s)
         except Exception as error:
-            gone = f"the rendezvous store is gone, and with it the process that held it: {error}"
+            gone = f"the process with the rendezvous store is gone: {error}"
             found = Alarm(gone, FAILED, Cause.RENDEZVOUS_LOST)
         else:
             found, reason = first, first.reason
             if len(missing) == self._world.size - 1:
                 # Dead ranks cannot be distinguished from ranks that have not yet noticed this rank's failure.
-                reason += f"; no answer from {_ranks(missing)}: killed, hung or waiting for this one"
+                reason += f"; no answer from {_ranks(missing)}: killed, hung, or waiting for this rank"
             elif missing:
                 reason = f"no answer from {_ranks(missing)}, killed or hung; {reason}"
             if missing and first.cause is Cause.CONNECTION_LOST:

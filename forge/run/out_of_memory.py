@@ -101,7 +101,7 @@ def _log_plans(
         if peak is not None
     ]
     if now is None or not lines:
-        log.info("no plan was made: the planner had too little time, or cannot plan this model")
+        log.info("the planner gave no result: it ran out of time, or does not support this model")
         return
     has = ""
     if device.type == "cuda":

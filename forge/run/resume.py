@@ -120,7 +120,7 @@ def _require_sound(path: Path, checkpoints: Checkpoints, key: str, verify: bool)
     if problem is None:
         return
     if (path / "config.json").is_file():
-        remedy = "scripts/convert.py from-hf makes a checkpoint of it"
+        remedy = "convert it with scripts/convert.py from-hf"
         raise UserError(f"{key} = {str(path)!r}: is a Hugging Face checkpoint; {remedy}")
     try:
         newest = find_checkpoint(path)

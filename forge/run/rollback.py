@@ -110,8 +110,8 @@ def read_rollbacks(directory: RunDirectory) -> list[dict[str, Any]]:
         found = error
     if not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
         raise UserError(
-            f"{directory.rollbacks} cannot be read as JSON. Remove it; nothing is lost. The newest checkpoint lists the "
-            "earlier roll-backs, and the run rolls back again if the cause of a later one recurs"
+            f"{directory.rollbacks} cannot be read as JSON. Remove it. The newest checkpoint lists all earlier "
+            "roll-backs. The run forgets later ones, and repeats them if their causes recur"
         )
     return found
 

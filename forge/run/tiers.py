@@ -177,7 +177,7 @@ class LocalSaves(Hook):
         self._report(self._local.forget_after(step))
 
     def _report(self, outcomes: list[SaveOutcome]) -> None:
-        cause, message = Cause.LOCAL_SAVE_FAILED, "keeping step %d on the nodes failed: %s"
+        cause, message = Cause.LOCAL_SAVE_FAILED, "the node-local state of step %d was not saved: %s"
         for outcome in outcomes:
             if outcome.error is not None:
                 log.error(message, outcome.step, outcome.error, extra=cause.mark)
@@ -225,9 +225,9 @@ def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirecto
             restore(url, folder)
         elif new_because is not None and (copies := copied_steps(url)):
             raise UserError(
-                f"checkpoint.mirror = {url}: has the checkpoints {copies} of another history, which a new history would "
-                f"overwrite ({new_because}). Use another run.name or another checkpoint.mirror, or continue that history "
-                'with checkpoint.resume = "auto"'
+                f"checkpoint.mirror = {url}: has checkpoints {copies} of an earlier run under this name. This run would "
+                f"begin a new history ({new_because}) and overwrite them. Use another run.name or another "
+                'checkpoint.mirror, or continue the earlier run with checkpoint.resume = "auto"'
             )
 
     on_first_rank("restoring the mirror", bring)

@@ -96,8 +96,8 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in environment:
                 raise UserError(
-                    f"RANK and WORLD_SIZE are set in the environment, but {name}, with which ranks connect, is not: start "
-                    f"under torchrun or srun, set it, or unset RANK and WORLD_SIZE for one process"
+                    f"RANK and WORLD_SIZE are set in the environment, but {name} (part of the rendezvous address) is "
+                    f"not: start under torchrun or srun, set it, or unset RANK and WORLD_SIZE for one process"
                 )
         rank, size = number("RANK"), number("WORLD_SIZE")
         if not 0 <= rank < size:

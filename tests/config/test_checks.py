@@ -7,6 +7,10 @@ from tests.support.configs import TINY, complaint, load, write
 
 LINEAR = ['--model.layer_pattern=["linear"]', "--model.linear_attention={n_key_heads=2,key_head_dim=4}"]
 ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
+KEY_HEADS = (
+    "must divide model.linear_attention.n_key_heads = 2, because every tp rank needs the same number of key heads; "
+    "use 1, 2"
+)
 
 
 @pytest.mark.parametrize(
@@ -46,11 +50,11 @@ ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
         ),
         (
             [*LINEAR, "--parallel.tp=4"],
-            "must divide model.linear_attention.n_key_heads = 2, the key heads that it splits; use 1, 2",
+            KEY_HEADS,
         ),
         (
             [*LINEAR, "--model.attention=mla", "--parallel.tp=4"],
-            "must divide model.linear_attention.n_key_heads = 2, the key heads that it splits; use 1, 2",
+            KEY_HEADS,
         ),
         (
             ['--model.rope_scaling={kind="yarn",factor=2}'],

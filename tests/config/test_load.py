@@ -148,7 +148,7 @@ def test_a_line_names_the_origin_of_the_value(tmp_path) -> None:
         ("--train.lr=5", "no such key in [train]; lr is a key of [optimizer]"),
         ("--model.n_experts=5", "n_experts is a key of [model.moe]"),
         ("--train.tensorbord=true", "did you mean metrics.tensorboard?"),
-        ("--train.zzzz=5", "no such key in [train]; there are steps, seq_len"),
+        ("--train.zzzz=5", "no such key in [train]; its keys are steps, seq_len"),
         ("--trian.steps=5", "no such section; did you mean [train]?"),
         ("--moe.n_experts=5", "no such section; moe is a key of [model]"),
         ("--parallel.data_parallel=fsdp", 'one of fsdp2, zero2, zero1, ddp; did you mean "fsdp2"?'),

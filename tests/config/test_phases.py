@@ -124,7 +124,7 @@ def test_a_schedule_of_tokens_warms_up_by_tokens() -> None:
         ),
         ("{until_tokens=9},{until_tokens=9}", "phase[1].until_tokens = 9 (command line): must be above 9"),
         ("{seq_len=48}", "phase[0].seq_len = 48 (command line): must divide train.seq_len = 64"),
-        ("{seq_len=16,global_batch_size=6}", "has steps of 6 sequences, which must be a multiple of"),
+        ("{seq_len=16,global_batch_size=6}", "has global_batch_size = 6, which must be a multiple of"),
         ("{weights=[1.0]}", "phase[0].weights = [1.0] (command line): has 1 weights for 2 data.sources"),
         (
             "{weights=[0.0,0.0]}",

@@ -50,7 +50,10 @@ def test_degrees_not_dividing_the_world_size_are_reported_with_numbers() -> None
 
 def test_degrees_with_a_wrong_product_are_reported_with_numbers() -> None:
     text = refusal(8, parallel={"dp_replicate": 2, "dp_shard": 2})
-    assert "pp * dp_replicate * cp * tp * dp_shard = 1 * 2 * 1 * 1 * 2 = 4, but there are 8 processes" in text
+    assert (
+        "pp * dp_replicate * cp * tp * dp_shard = 1 * 2 * 1 * 1 * 2 = 4 processes, but there are 8 processes"
+        in text
+    )
     assert "start 4 processes, or set parallel.dp_shard = 4 or -1" in text
 
 

@@ -87,7 +87,7 @@ def test_a_run_beyond_the_cap_may_be_refused_instead(tmp_path) -> None:
     dataset = build_dataset(config)
     # The small source has 10 samples and half of the weight.
     check_caps(dataset, 60)
-    with pytest.raises(UserError, match=r"web would be read .* times by .*, and its max_epochs is 4;"):
+    with pytest.raises(UserError, match=r"web would be read .* times by .*, more than its max_epochs = 4;"):
         check_caps(dataset, 120)
 
 

@@ -44,7 +44,7 @@ def test_planned_epochs_are_logged_and_more_than_four_are_a_warning(caplog) -> N
     first, second, warning = logged(caplog, 0, 100)
     assert first == ("INFO", "little: 5.00 epochs by the end of the run")
     assert second == ("INFO", "much: 0.05 epochs by the end of the run")
-    assert warning[0] == "WARNING" and "reads little 5 times:" in warning[1] and "much" not in warning[1]
+    assert warning[0] == "WARNING" and "reads little 5 times, but" in warning[1] and "much" not in warning[1]
 
 
 def test_four_epochs_give_no_warning(caplog) -> None:

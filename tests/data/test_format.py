@@ -106,7 +106,7 @@ DAMAGE = {
     "torn dataset.json": (lambda f: (f / "dataset.json").write_text('{"format"'), r"dataset\.json: damaged"),
     "other version": (lambda f: edit(f, version=2), "version"),
     "other dtype": (lambda f: edit(f, dtype="uint32"), "dtype uint32"),
-    "other totals": (lambda f: edit(f, tokens=7), "totals"),
+    "other totals": (lambda f: edit(f, tokens=7), r"says \(tokens, documents\) = \(7, "),
     "no document": (lambda f: edit(f, shards=[], tokens=0, documents=0), "no document"),
     "path in a name": (lambda f: replace(f, "tokens-00000.bin", "../tokens.bin"), r"token_file\.name"),
     "missing shard": (lambda f: (f / "tokens-00000.bin").unlink(), r"tokens-00000\.bin: cannot be read"),

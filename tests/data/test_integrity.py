@@ -50,7 +50,9 @@ def test_a_changed_block_is_refused_and_the_others_are_read(dataset) -> None:
     first = dataset.index.shards[0].tokens
     dataset.read(0, first + per_block)
     dataset.read(first + 2 * per_block, 1000)
-    expected = f"{path}: block 1 (bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES - 1}) has another checksum"
+    expected = (
+        f"{path}: block 1 (bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES - 1}) does not match its recorded checksum"
+    )
     for begin in (first + per_block, first + 2 * per_block - 1, first):
         assert refusal(lambda begin=begin: dataset.read(begin, per_block + 1)).startswith(expected)
 

@@ -98,7 +98,9 @@ def test_d1_next_raises_for_damage_in_a_shard(tmp_path):
     values = np.fromfile(tmp_path / "set" / "tokens-00000.bin", "<u2")
     values[50] = 60000
     values.tofile(tmp_path / "set" / "tokens-00000.bin")
-    with pytest.raises(UserError, match=r"tokens-00000.bin: block 0 \(bytes 0 to 399\) has another checksum"):
+    with pytest.raises(
+        UserError, match=r"tokens-00000.bin: block 0 \(bytes 0 to 399\) does not match its recorded checksum"
+    ):
         first_batches(2, PackedDataset([source], [1], S, seed=0))
 
 

@@ -173,6 +173,6 @@ def test_tensor_parallelism_names_a_module_with_unknown_parameters() -> None:
     text = tiny_config(model=f'kind = "{HERE}:WithScale"', parallel="tp = 2")
     config = parse_toml_text(text)
     with pytest.raises(
-        UserError, match=r"cannot tell whether layers\.0\.scaled needs whole or split inputs; give it"
+        UserError, match=r"does not know whether layers\.0\.scaled needs whole or split inputs; set parallel"
     ):
         plan_for(build_meta_model(config), layout_without_ranks(config))

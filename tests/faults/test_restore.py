@@ -92,7 +92,11 @@ def test_s7_a_new_history_does_not_overwrite_the_copies_of_another(tmp_path) -> 
     run, mirror = mirrored(tmp_path)
     lose(run)
     output = refused(run, "--checkpoint.resume=none")
-    assert "checkpoint.mirror" in output and "another history" in output and "another run.name" in output
+    assert (
+        "checkpoint.mirror" in output
+        and "of an earlier run under this name" in output
+        and "another run.name" in output
+    )
     assert copies(mirror)[-1] == 6 and not run.events("fresh")
 
 

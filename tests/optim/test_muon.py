@@ -304,7 +304,7 @@ def test_a_blocks_non_matrix_parameter_is_refused_by_name() -> None:
         ),
         (
             ["--optimizer.name=muon", "--optimizer.muon.qk_clip=100", "--model.qk_norm=true"],
-            "has no effect with model.qk_norm = true, because the norms undo",
+            "has no effect with model.qk_norm = true, because RMSNorm removes",
         ),
         (["--optimizer.name=muon", "--optimizer.muon.qk_clip=-1"], "allowed: number >= 0"),
         (["--optimizer.muon.qk_clip=100"], "needs optimizer.name = muon, but it is adamw"),

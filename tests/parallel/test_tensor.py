@@ -128,7 +128,7 @@ def test_an_empty_sum_starts_no_collective() -> None:
     [
         (
             ["--parallel.tp=3"],
-            "must divide model.n_heads = 8, the query heads that it splits; use 1, 2, 4, 8",
+            "must divide model.n_heads = 8, because every tp rank needs the same number of query heads; use 1, 2, 4, 8",
         ),
         (["--parallel.tp=4", "--model.n_kv_heads=2"], "must divide model.n_kv_heads = 2"),
         (["--parallel.tp=4", "--model.ffn_dim=90"], "must divide model.ffn_dim = 90"),
@@ -136,7 +136,10 @@ def test_an_empty_sum_starts_no_collective() -> None:
             ["--parallel.tp=2", "--train.seq_len=33"],
             "multiple of parallel.cp * parallel.tp = 1 * 2 = 2; use 32 or 34, or false",
         ),
-        (["--parallel.tp=8", "--model.vocab_size=9"], "leaves a rank without a row of model.vocab_size = 9"),
+        (
+            ["--parallel.tp=8", "--model.vocab_size=9"],
+            "is too large: with model.vocab_size = 9, the last tp rank would get no row of the embedding",
+        ),
         (
             ["--parallel.tp=2", "--parallel.reshard_after_forward=2"],
             "cannot be a number with parallel.tp = 2",

@@ -84,7 +84,7 @@ def test_a_wait_for_missing_ranks_is_reported_and_ends(monkeypatch, capfd, rank:
 
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_address_is_an_error_before_ranks_connect(name: str) -> None:
-    with pytest.raises(UserError, match=f"but {name}, with which ranks connect, is not"):
+    with pytest.raises(UserError, match=rf"but {name} \(part of the rendezvous address\) is not"):
         read_world({key: value for key, value in TORCHRUN.items() if key != name})
 
 

@@ -29,7 +29,7 @@ def test_a_shorter_branch_decays_from_a_checkpoint_of_the_plateau(stem: Path) ->
 
 
 def test_a_decay_before_the_branch_is_refused_with_a_valid_fraction(stem: Path) -> None:
-    with pytest.raises(UserError, match=r"begun after step 360.*decay_fraction = 0\.111"):
+    with pytest.raises(UserError, match=r"the decay begins after step 360;.*decay_fraction = 0\.111"):
         compare_for_resume(stem, 400, config_of(450), branch=True)
     compare_for_resume(stem, 400, config_of(450, fraction=0.111), branch=True)
     compare_for_resume(stem, 400, config_of(450))

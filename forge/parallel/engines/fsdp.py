@@ -293,8 +293,9 @@ def _refuse_units_in_blocks(model: Transformer, groups: list[list[Unit]]) -> Non
             # Routers and routed experts are outside the compiled graphs.
             if name and module in units and not isinstance(module, Router | Experts):
                 raise UserError(
-                    f"precision.fp32_modules splits blocks at {name}, but compile.enabled = true makes each block one "
-                    f"graph; set compile.enabled to false, or pin whole blocks, embedding, norm or head."
+                    f"precision.fp32_modules gives {name} another dtype than its block, but compile.enabled = true compiles "
+                    "each block as one graph; use compile.enabled = false, or list only whole blocks, embedding, norm or "
+                    "head"
                 )
 
 

@@ -99,8 +99,9 @@ def _gather(
     taken = gather_in_blocks(weights, form, layout)
     if not taken and layout.precision.float8_all_gather is True and has_all_names(model):
         raise UserError(
-            "precision.float8_all_gather = true needs fsdp2 over several ranks, tp = ep = 1, no compilation (mxfp8: "
-            f"no recomputation either), and a weight with whole blocks of {form.block} on each rank; use auto or false"
+            "precision.float8_all_gather = true, but no weight can be gathered in float8. This needs fsdp2 over several "
+            "ranks, tp = 1, ep = 1, compile.enabled = false (for mxfp8 also no recomputation), and a weight with whole "
+            f"blocks of {form.block} on each rank; use auto or false"
         )
     if layout.parallel.data_parallel == "fsdp2":
         log.info(
@@ -154,7 +155,7 @@ def emulates(precision: Precision, device_type: str) -> bool:
             f"precision.float8_emulate = false: {missing}; use auto, which emulates the products, or precision.float8 = none"
         )
     if device_type != "cpu":
-        message = "precision.float8 is emulated, slower than precision.float8 = none: %s"
+        message = "precision.float8 is emulated, because %s. Emulation is slower than precision.float8 = none"
         log.warning(message, missing, extra=Cause.NOTE.mark)
     return True
 
@@ -176,7 +177,7 @@ def choose_layers(model: nn.Module, precision: Precision) -> tuple[dict[str, nn.
         if pattern is not None:
             left_out[name] = f'is in precision.float8_exclude ("{pattern}")'
         elif padded and isinstance(module, Narrow | LocalNarrow):
-            left_out[name] = "has gradients that are sums over ranks under tensor parallelism"
+            left_out[name] = "has gradients that are summed over ranks under tensor parallelism"
         elif padded:
             chosen[name] = module
         elif isinstance(module, LocalLinear):
@@ -231,7 +232,7 @@ def _refuse_cut_blocks(layers: dict[str, nn.Linear], form: Format, tp: int) -> N
 def _log_choice(kind: str, gather: bool, chosen: dict[str, nn.Linear], left_out: dict[str, str]) -> None:
     kinds = Counter(name.rpartition(".")[2] for name in chosen)
     log.info(
-        "float8 %s: %d of %d linear layers (%s); their weights are gathered in %s",
+        "float8 %s: converted %d of %d linear layers (%s); their weights are gathered in %s",
         kind,
         len(chosen),
         len(chosen) + len(left_out),
@@ -246,10 +247,12 @@ def _log_experts(model: nn.Module, chosen: dict[str, Experts], precision: Precis
     names = [name for name, module in model.named_modules() if isinstance(module, Experts)]
     if chosen:
         log.info(
-            "float8 %s: routed experts of %d of %d layers; their weight gradients in precision.compute",
+            "float8 %s: converted the routed experts of %d of %d layers; their weight gradients are computed in "
+            "precision.compute",
             precision.float8,
             len(chosen),
             len(names),
         )
     if len(chosen) < len(names):
-        log.info("not in float8: routed experts, whose grouped products stay in precision.compute")
+        others = "the other routed experts" if chosen else "routed experts"
+        log.info("not in float8: %s; their grouped products stay in precision.compute", others)

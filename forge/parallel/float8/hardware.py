@@ -28,7 +28,7 @@ def missing_kernels(precision: Precision, device_type: str) -> str:
     if capability < first or (recipe == "mxfp8" and capability[0] != first[0]):
         return (
             f"precision.float8 = {recipe} needs a GPU of compute capability {first[0]}.{first[1]} ({names}), "
-            f"this one has {capability[0]}.{capability[1]}"
+            f"but this GPU has {capability[0]}.{capability[1]}"
         )
     if recipe in ("blockwise", "mxfp8") and precision.compute != "bfloat16":
         return f"the kernels of {recipe} return bfloat16, and precision.compute = {precision.compute}"

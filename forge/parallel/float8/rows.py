@@ -40,7 +40,11 @@ def send_in_float8(model: nn.Module) -> None:
         if isinstance(layer.dispatch, NodeDispatcher):
             layer.dispatch.send_rows = layer.dispatch.send_gradients = rounding.send
             coded += 1
-    log.info("rows to experts are rounded to mxfp8 in %d layers, and sent as codes in %d", len(layers), coded)
+    log.info(
+        "rows to experts are rounded to mxfp8 in %d layers; %d of these layers send them as float8 codes",
+        len(layers),
+        coded,
+    )
 
 
 class RoundedRows:

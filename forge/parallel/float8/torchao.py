@@ -70,8 +70,8 @@ def gathers_in_float8(chosen: dict[str, nn.Linear], layout: Layout) -> bool:
     empty = [name for name, layer in chosen.items() if _holders(layer.weight.shape[0], ranks) < ranks]
     if empty and wanted is True:
         raise UserError(
-            f"precision.float8_all_gather = true needs rows of every matrix on all {ranks} ranks, but "
-            f"{empty[0]} has too few; use auto or false"
+            f"precision.float8_all_gather = true needs at least one row of every matrix on each of the "
+            f"{ranks} ranks, but {empty[0]} has too few rows; use auto or false"
         )
     return not empty
 

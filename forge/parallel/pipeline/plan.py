@@ -109,11 +109,11 @@ def whole_backward_because(config: Config) -> str | None:
     time.
     """
     if config.compile.enabled:
-        return "compile.enabled: each weight would need another run of its block"
+        return "compile.enabled = true: the backward of a compiled block runs only as a whole"
     if config.activation_checkpoint.mode not in ("none", "offload"):
-        return "activation_checkpoint: each weight would need another run of its block"
+        return "activation_checkpoint.mode: a block would be recomputed again for each weight"
     if not compat.backward_starts_at_functions():
-        return "this version of PyTorch cannot split it"
+        return "this version of PyTorch cannot split backward"
     return None
 
 

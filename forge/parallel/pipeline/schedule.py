@@ -135,7 +135,9 @@ class Schedule:
                     sequence.append((rank, actions.popleft()))
             if len(done) == before:
                 waiting = ", ".join(str(actions[0]) for actions in left if actions)
-                raise UserError(f"pipeline.schedule: ranks would wait for each other for ever, at {waiting}")
+                raise UserError(
+                    f"pipeline.schedule: deadlock: none of the next actions ({waiting}) can run; reorder the schedule"
+                )
         return sequence
 
     def _needs(self, action: Action) -> set[Action]:
@@ -225,7 +227,9 @@ def read_schedule(path: Path, ranks: int, microbatches: int) -> Schedule:
     except OSError as error:
         raise UserError(f"{key}: {error.strerror}") from None
     if len(rows) != ranks:
-        raise UserError(f"{key}: has {len(rows)} lines, one per rank, but parallel.pp = {ranks} ranks")
+        raise UserError(
+            f"{key}: has {len(rows)} lines, but needs one for each of parallel.pp = {ranks} ranks"
+        )
     order = tuple(tuple(action for cell in row for action in _parse(cell, key)) for row in rows)
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     if sorted(rank_of) != list(range(len(rank_of))):
@@ -255,7 +259,7 @@ def find_fault(schedule: Schedule) -> str | None:
             forward, whole, inputs, weights = (Action(stage, kind, microbatch) in seen for kind in "FBIW")
             if not (forward and whole != inputs and inputs == weights):
                 return (
-                    f"stage {stage} must have {stage}F{microbatch} and either {stage}B{microbatch} or "
+                    f"stage {stage} must have {stage}F{microbatch}, and either {stage}B{microbatch} or both "
                     f"{stage}I{microbatch} and {stage}W{microbatch}; a step has {schedule.microbatches} microbatches"
                 )
     beyond = [str(action) for action in seen if action.microbatch >= schedule.microbatches]

@@ -115,7 +115,7 @@ def _overlap_collectives(mesh: DeviceMesh) -> None:
     Raises UserError without CUDA.
     """
     if mesh.device_type != "cuda":
-        raise UserError("parallel.async_tp = true needs CUDA GPUs that reach each other's memory; use false")
+        raise UserError("parallel.async_tp = true needs CUDA GPUs with peer-to-peer memory access; use false")
     torch._inductor.config._micro_pipeline_tp = True
     compat.share_memory(mesh.get_group())
 

@@ -142,8 +142,8 @@ def plan_for(model: nn.Module, layout: Layout) -> TensorPlan:
         unknown = type(module) is nn.Linear and not isinstance(inside, tuple(PARTS))
         if name not in plan and (unknown or _is_foreign(name, module, plan)):
             raise UserError(
-                f"tensor parallelism cannot tell whether {name} needs whole or split inputs; give it a ParallelStyle of "
-                f"PyTorch in a plan (parallel.tp_plan = package.module:function)"
+                f"tensor parallelism does not know whether {name} needs whole or split inputs; set parallel.tp_plan = "
+                f"package.module:function, and let the function return a PyTorch ParallelStyle for {name}"
             )
     return plan
 
@@ -169,7 +169,9 @@ def _patterns(model: nn.Module, layout: Layout) -> tuple[str | None, Mapping[str
         return None, getattr(model, "tensor_plan", OWN)
     key, plan = f'parallel.tp_plan = "{chosen}"', layout.tensor_plan(model)
     if not isinstance(plan, dict):
-        raise UserError(f"{key} returned a {type(plan).__name__}; needed: a dict of module names to styles")
+        raise UserError(
+            f"{key} returned a {type(plan).__name__}, but must return a dict from module name to style"
+        )
     return key, plan
 
 

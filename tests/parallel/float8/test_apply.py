@@ -66,7 +66,10 @@ def test_all_linear_layers_of_the_blocks_and_no_end_of_the_model(kind: str, capl
     with caplog.at_level(logging.INFO, logger="forge"):
         model = build(f'float8 = "{kind}"')
     assert kinds(model) == {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}
-    assert f"float8 {kind}: 21 of 21 linear layers (3 wq, 3 wk, 3 wv, 3 wo, 3 w1, 3 w3, 3 w2)" in caplog.text
+    assert (
+        f"float8 {kind}: converted 21 of 21 linear layers (3 wq, 3 wk, 3 wv, 3 wo, 3 w1, 3 w3, 3 w2)"
+        in caplog.text
+    )
 
 
 def test_unconverted_layers_are_named_with_the_reason(caplog) -> None:
@@ -191,8 +194,11 @@ def test_a_block_format_takes_all_linear_layers_and_routed_experts_of_any_size(k
         *(f"feed_forward.shared.{leaf}" for leaf in ("w1", "w2", "w3")),
         "feed_forward.experts",
     }
-    assert f"float8 {kind}: 21 of 21 linear layers" in caplog.text
-    assert "routed experts of 3 of 3 layers; their weight gradients in precision.compute" in caplog.text
+    assert f"float8 {kind}: converted 21 of 21 linear layers" in caplog.text
+    assert (
+        "routed experts of 3 of 3 layers; their weight gradients are computed in precision.compute"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,14 +229,14 @@ def test_a_cpu_without_emulation_is_refused(kind: str) -> None:
 @pytest.mark.parametrize(
     ("capability", "kind", "compute", "reason"),
     [
-        ((8, 0), "tensorwise", "bfloat16", "capability 8.9 (Ada, Hopper or later), this one has 8.0"),
+        ((8, 0), "tensorwise", "bfloat16", "capability 8.9 (Ada, Hopper or later), but this GPU has 8.0"),
         ((8, 9), "rowwise", "float32", ""),
-        ((8, 9), "blockwise", "bfloat16", "capability 9.0 (Hopper or later), this one has 8.9"),
+        ((8, 9), "blockwise", "bfloat16", "capability 9.0 (Hopper or later), but this GPU has 8.9"),
         ((9, 0), "blockwise", "bfloat16", ""),
         ((9, 0), "blockwise", "float32", "return bfloat16, and precision.compute = float32"),
-        ((9, 0), "mxfp8", "bfloat16", "capability 10.0 (Blackwell), this one has 9.0"),
+        ((9, 0), "mxfp8", "bfloat16", "capability 10.0 (Blackwell), but this GPU has 9.0"),
         ((10, 0), "mxfp8", "bfloat16", ""),
-        ((12, 0), "mxfp8", "bfloat16", "this one has 12.0"),
+        ((12, 0), "mxfp8", "bfloat16", "but this GPU has 12.0"),
         ((9, 0), "rowwise", "float64", "precision.compute = float64"),
     ],
 )

@@ -239,14 +239,14 @@ def test_pytorchs_own_files_can_be_read(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0B0\n", "has 1 lines, one per rank"),
+        ("0F0,0B0\n", "has 1 lines, but needs one for each of parallel.pp = 2 ranks"),
         ("0F0,0B0\n2F0,2B0\n", "stages must be 0, 1"),
         ("0F0,0B0,0F0\n1F0,1B0\n", "occurs twice"),
         ("0F0,0B0\n1F0,1B0,0F1\n", "stage 0 is on two ranks"),
-        ("0F0\n1F0,1B0\n", "stage 0 must have 0F0 and either 0B0"),
+        ("0F0\n1F0,1B0\n", "stage 0 must have 0F0, and either 0B0"),
         ("0F0,0B0\n1F0,1I0\n", "stage 1 must have"),
         ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n", "a step has 1 microbatches, counted from 0"),
-        ("0B0,0F0\n1F0,1B0\n", "would wait for each other for ever, at 0B0, 1F0"),
+        ("0B0,0F0\n1F0,1B0\n", r"deadlock: none of the next actions \(0B0, 1F0\) can run"),
         ("0F0,fine\n1F0,1B0\n", '"fine" is not an action'),
     ],
 )

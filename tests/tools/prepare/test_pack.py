@@ -132,7 +132,7 @@ def test_a_missing_damaged_or_foreign_plan_is_refused(tmp_path) -> None:
         UserError, match=r"has no plan for train.seq_len = 5; scripts/prepare_data.py --packing best_fit"
     ):
         PackedDataset([dataset], [1], 5, seed=1, packing="best_fit")
-    with pytest.raises(UserError, match=r"counting has no plan of sequences"):
+    with pytest.raises(UserError, match=r"counting has no packing plan, because"):
         PackedDataset([Counting(1000)], [1], S, seed=1, packing="document")
     pieces = tmp_path / "set" / f"packing-best_fit-{S}-pieces.bin"
     content = pieces.read_bytes()

@@ -47,13 +47,13 @@ class PlacedParameter:
         """Raise RuntimeError if the parameter or its gradient is no longer a view of the buffer."""
         if self.gradient is not None and self.parameter.grad is not self.gradient:
             raise RuntimeError(
-                f"the gradient of {self.name} does not lie in its contiguous buffer any more: something called zero_grad() "
-                f"or set .grad; call zero_gradients() of the parallel model instead"
+                f"the gradient of {self.name} is no longer in its contiguous buffer, because zero_grad() was called or "
+                f".grad was set; call zero_gradients() of the parallel model instead"
             )
         if address(_local(self.parameter)) != self._address:
             raise RuntimeError(
-                f"{self.name} does not lie in its contiguous buffer any more: something replaced .data; write into the "
-                f"shards of the parallel model and call its after_update() instead"
+                f"{self.name} is no longer in its contiguous buffer, because .data was replaced; write into the shards "
+                f"of the parallel model and call its after_update() instead"
             )
 
 

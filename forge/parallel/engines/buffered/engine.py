@@ -159,7 +159,8 @@ class Buffered:
             return (
                 f"gradients are reduced once per step: every rank holds {whole / 2**20:.1f} MiB of gradients"
             )
-        but = f", but for {whole / 2**20:.1f} MiB of parameters that no other rank shares" if whole else ""
+        kept = f"the gradients ({whole / 2**20:.1f} MiB) of parameters that no other rank shares"
+        but = f", except {kept}" if whole else ""
         return f"each microbatch's gradient is reduced at once and held sharded{but}"
 
 

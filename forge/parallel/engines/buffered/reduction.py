@@ -270,7 +270,8 @@ class Reduction:
             return
         if bucket.launched:
             raise RuntimeError(
-                f"backward produced a gradient of {placed.name} after its bucket had been reduced"
+                f"backward computed a gradient of {placed.name} after its bucket was reduced over ranks; run only "
+                "one backward after each begin_microbatch()"
             )
         # Only the next two buckets get a temporary bucket. If later buckets could take both, the next two would wait
         # forever.
@@ -330,19 +331,19 @@ class GradientCheck:
         norms = torch.stack(torch._foreach_norm([gradient for _, gradient in gradients])).tolist()
         for (name, _), norm in zip(gradients, norms, strict=True):
             if not isfinite(norm):
-                raise self._error(name, "is not finite")
+                raise self._error(name, "is not finite before the sum over ranks")
         first, norm = gradients[0][0], sum(norm**2 for norm in norms) ** 0.5
         largest = self._largest.get(first, 0.0)
         if self._level == "plausible" and largest and norm > self.IMPLAUSIBLE * largest:
             worst = max(zip(norms, gradients, strict=True), key=lambda pair: pair[0])[1][0]
-            what = f"is implausible: its bucket's norm is {norm:.3g}, the largest so far {largest:.3g}"
-            raise self._error(worst, what)
+            found = f"the norm of its bucket is {norm:.3g}, and the largest norm so far was {largest:.3g}"
+            raise self._error(worst, f"is implausible before the sum over ranks: {found}")
         self._largest[first] = max(norm, largest)
 
     @staticmethod
     def _error(name: str, what: str) -> UserError:
         return UserError(
-            f"the gradient of {name} {what}, on rank {dist.get_rank()}, before it was summed over ranks. Look at that rank's "
-            f"data and GPU, lower optimizer.lr, or set parallel.check_gradients = none",
+            f"the gradient of {name} on rank {dist.get_rank()} {what}. Look at that rank's data and GPU, "
+            "lower optimizer.lr, or set parallel.check_gradients = none",
             exit_code=FAILED,
         )
