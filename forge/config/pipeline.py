@@ -108,10 +108,11 @@ def check_microbatches(config: Config, microbatches: int) -> Iterator[Problem]:
         below = next(n for n in range(microbatches, 0, -1) if _in_rounds(n, pp))
         above = next(n for n in range(microbatches, 2 * microbatches + pp) if _in_rounds(n, pp))
         uneven = f"{microbatches} // {pp} = {microbatches // pp} does not divide {microbatches}"
-        remedy = f"make it {below} or {above} microbatches per optimizer step"
-        by = "with train.global_batch_size or train.micro_batch_size"
-        rounds = f"runs microbatches // pp rounds of equal size, but {uneven}"
-        yield problem("pipeline.schedule", rounds, f"{remedy} {by}")
+        keys = "set train.global_batch_size or train.micro_batch_size"
+        rounds = f"needs equal rounds of microbatches, (microbatches // pp) of them, but {uneven}"
+        yield problem(
+            "pipeline.schedule", rounds, f"{keys} for {below} or {above} microbatches per optimizer step"
+        )
 
 
 def _in_rounds(microbatches: int, pp: int) -> bool:

@@ -96,9 +96,7 @@ def open_plan(
     damaged, or belongs to another dataset.
     """
     path = join(folder, f"{plan_name(kind, seq_len)}.json")
-    remedy = (
-        f"scripts/prepare_data.py --packing {kind} --seq-len {seq_len} makes it, also for a finished dataset"
-    )
+    remedy = f"make it with scripts/prepare_data.py --packing {kind} --seq-len {seq_len}, also for a finished dataset"
     try:
         content = read_whole(path) if is_url(path) else Path(path).read_bytes()
     except FileNotFoundError:

@@ -245,8 +245,8 @@ class MegatronTokens(MappedIds):
             before = int(firsts[-1])
         if not len(self._firsts) or self._firsts[0] != 0 or before != len(self._lengths):
             raise UserError(
-                f"{self._index}: its document indices do not go from 0 to its {len(self._lengths)} sequences; "
-                "it is damaged: restore it"
+                f"{self._index}: its document indices must begin with 0 and end with {len(self._lengths)}, its number "
+                "of sequences; it is damaged: restore it"
             )
 
 

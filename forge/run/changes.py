@@ -197,14 +197,16 @@ def _warn_of_jump(path: Path, step: int, old: Config, new: Config) -> None:
     if step <= start or following <= 1.01 * last:
         return
     before = [number for number in steps(path.parent) if number <= start]
-    remedy = f"the last checkpoint before it is {path.parent / step_name(before[-1])}" if before else ""
+    remedy = (
+        f"the last checkpoint before the decay is {path.parent / step_name(before[-1])}" if before else ""
+    )
     log.warning(
-        "the learning rate jumps from %.3g in step %d to %.3g in step %d: it had been decaying since step %d; %s",
+        "the learning rate jumps from %.3g in step %d to %.3g in step %d: it had decayed since step %d; %s",
         last,
         step,
         following,
         step + 1,
         start,
-        remedy or "no checkpoint from before it is left",
+        remedy or "no checkpoint before the decay is left",
         extra=Cause.NOTE.mark,
     )

@@ -105,9 +105,9 @@ def _log_plans(
         return
     has = ""
     if device.type == "cuda":
-        has = f", on a GPU with {torch.cuda.get_device_properties(device).total_memory / GIB:.4g} GiB"
+        has = f" (its GPU has {torch.cuda.get_device_properties(device).total_memory / GIB:.4g} GiB)"
     log.error(
-        "planned peak: tensors of %.4g GiB on the rank with the highest peak%s. The peak with one change:\n  %s",
+        "planned peak memory: %.4g GiB of tensors on the fullest rank%s. With one change:\n  %s",
         *(now / GIB, has, "\n  ".join(lines)),
         extra=Cause.OUT_OF_MEMORY.mark,
     )

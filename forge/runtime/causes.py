@@ -12,7 +12,7 @@ from enum import IntEnum, StrEnum
 
 
 class Severity(IntEnum):
-    """The consequence of a cause, from the worst to the mildest."""
+    """The effect of a cause on a run. The worst comes first."""
 
     ENDS = 0
     STOPS = 1

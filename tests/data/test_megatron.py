@@ -56,9 +56,9 @@ def test_modes_of_multimodal_datasets_are_ignored(tmp_path):
         ({"pointers": [0, 6, 12, 18]}, "sequence 2 does not begin where"),
         ({"code": 4}, "sequence 1 does not begin where"),
         ({"firsts": [0, 3, 2, 4]}, "do not ascend"),
-        ({"firsts": [1, 4]}, "do not go from 0 to its 4 sequences"),
-        ({"firsts": [0, 3]}, "do not go from 0 to its 4 sequences"),
-        ({"firsts": []}, "do not go from 0 to its 4 sequences"),
+        ({"firsts": [1, 4]}, "must begin with 0 and end with 4"),
+        ({"firsts": [0, 3]}, "must begin with 0 and end with 4"),
+        ({"firsts": []}, "must begin with 0 and end with 4"),
         ({"lengths": [], "firsts": [0]}, "holds no sequence"),
     ],
 )

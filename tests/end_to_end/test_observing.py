@@ -39,8 +39,8 @@ def test_x2_out_of_memory_prints_the_report_and_three_planned_keys_without_a_tra
     run = Run(tmp_path)
     assert run.start(patch="tests.end_to_end.test_observing:host_is_full", world=2).join() == [1, 1]
     # Each rank reports its memory by kind; one rank plans.
-    reports, _, planned = run.output().partition("planned peak: tensors of ")
-    assert len(_check_report(reports, run)) == 6 and "planned peak:" not in planned
+    reports, _, planned = run.output().partition("planned peak memory: ")
+    assert len(_check_report(reports, run)) == 6 and "planned peak memory:" not in planned
     now = float(planned.split()[0])
     assert 0 < float(planned.partition("train.micro_batch_size = 1: ")[2].split()[0]) < now
 

@@ -8,7 +8,7 @@
 Blocks lie along the contraction, the dimension summed over by the product. The last block of a dimension may be
 shorter.
 
-Rounding: values are converted to float32.
+Rounding, after conversion to float32:
 Blockwise scale: multiplier m = float32(448 / max(amax, 1e-12)), scale = 1 / m.
 MX scale: the smallest power of two with amax / scale <= 448. The scale is rounded up, like Blackwell's cvt.rp and
 torchao's RCEIL; the specification's floor rule would saturate values above 448.

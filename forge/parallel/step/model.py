@@ -58,8 +58,8 @@ class ParallelModel:
     file.
 
     parts: this rank's pipeline stages; without a pipeline, the whole model as the only part. shards: this rank's shards
-    of the parameters. buffers: the balancing state of routers, saved in checkpoints with the parameters. copies: from each
-    `Shard.parameter` to its elements in the model's compute weights; empty if the engine has no separate compute weights.
+    of the parameters. buffers: the balancing state of routers, saved in checkpoints with the parameters. copies:
+    `Shard.parameter` -> its elements in the model's compute weights; empty if the engine has no separate compute weights.
     """
 
     def __init__(self, parts: Sequence[Transformer], engines: Sequence[DataParallel], layout: Layout):

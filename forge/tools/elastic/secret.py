@@ -136,7 +136,7 @@ class SignedStore(dist.Store):
         mac, value = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(key, value)):
             raise UserError(
-                f"a value of the rendezvous ({key}) is not signed with this run's secret and was not used: the meeting "
-                f"or an agent was started with another {VARIABLE}, or a stranger can reach the port"
+                f"the rendezvous value {key} was rejected, because it is not signed with this run's secret: the "
+                f"rendezvous server or an agent was started with another {VARIABLE}, or an outsider can reach the port"
             )
         return value

@@ -271,8 +271,8 @@ def _read_dense(config: ConfigJson, n_layers: int) -> tuple[int, int]:
         for every, dense in product(range(1, n_layers + 1), range(n_layers + 1)):
             if experts == [layer >= dense and (layer + 1) % every == 0 for layer in range(n_layers)]:
                 return dense, every
-        why = "forge supports experts only in every n-th layer, from some layer on"
-        raise config.error("decoder_sparse_step" if step != 1 else key, why)
+        why = f"with decoder_sparse_step = {step}, these layers do not leave experts in every n-th layer from some layer on"
+        raise config.error(key, why)
     every = 1
     if key == "moe_layer_start_index":
         every = config["moe_layer_interval"]

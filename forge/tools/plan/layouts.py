@@ -190,7 +190,7 @@ def _degrees(config: Config, world: int) -> Degrees | None:
 def _legal(layout: CandidateLayout, config: Config, world: int) -> CandidateLayout | None:
     """Return the layout with checked degrees; None if a run would refuse it or if the pipeline stages are too uneven.
 
-    The returned layout has only the changes that differ from `config`.
+    The returned layout has no changes that equal values of `config`.
     """
     changes = {key: value for key, value in layout.changes.items() if value != value_of(config, key)}
     changed = with_changes(config, changes)

@@ -19,8 +19,8 @@ from forge.tools.sweep.results import metric_of
 class MeasuredRun:
     """A finished run.
 
-    parameters: number of active parameters per token, with or without embeddings. tokens: number of training tokens.
-    batch: tokens per step. lr: optimizer.lr. loss: the chosen metric at the end of the run.
+    parameters: active parameters per token; `measure` may leave out embedding and head. tokens: number of training
+    tokens.    batch: tokens per step. lr: optimizer.lr. loss: the chosen metric at the end of the run.
     """
 
     path: Path

@@ -108,8 +108,8 @@ def _curve(found: list[Difference]) -> Finding:
 def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Finding:
     """Return as the origin a module whose output differs while its input agrees.
 
-    Begin with the first differing input or output in computation order. If the input of this module differs, search the
-    modules around it, from the inside out. If none qualifies, return the outermost module with a different input.
+    Begin with the module of the first difference in computation order. If its input differs, search the modules around
+    it, from the inside out. If none qualifies, return the outermost module with a different input.
     """
     places = {name: number for number, name in enumerate(order)}
     outputs = {one.name: one for one in by_kind.get("output", ())}

@@ -124,7 +124,7 @@ def _numbers(one: Difference) -> str:
 
 
 def last_line(error: str) -> str:
-    """Return the last line of the first traceback in `error`, the text of a RankFailed.
+    """Return the last line of the first traceback in the text `error` of a RankFailed.
 
     Ranks without a traceback were waiting for the failed rank. If no rank has a traceback, return the last line of the
     first rank's message.

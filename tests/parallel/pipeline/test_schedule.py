@@ -212,7 +212,7 @@ def test_too_few_microbatches_are_refused_with_the_number_needed(
 def test_microbatches_in_incomplete_rounds_are_refused_with_valid_numbers(name: str) -> None:
     made = config(16, 4, f'schedule = "{name}"')
     train = made.train.model_copy(update={"global_batch_size": 9})
-    with pytest.raises(UserError, match="make it 8 or 10 microbatches"):
+    with pytest.raises(UserError, match="for 8 or 10 microbatches"):
         check_world(made.model_copy(update={"train": train}), 4)
     assert accepted(name, 4, 8) and accepted(name, 4, 10)
 

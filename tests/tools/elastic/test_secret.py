@@ -66,7 +66,9 @@ def test_a_signature_holds_for_one_key_one_value_and_one_secret(server) -> None:
     server.set("c", server.get("a") + b"0")
     server.set("d", "")
     for store, key in ((other, "a"), (mine, "b"), (mine, "c"), (mine, "d")):
-        with pytest.raises(UserError, match=f"{key}. is not signed with this run's secret"):
+        with pytest.raises(
+            UserError, match=f"{key} was rejected, because it is not signed with this run's secret"
+        ):
             store.get(key)
 
 

@@ -148,7 +148,7 @@ BAD: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
     "dense_layers_between": (
         "qwen3_moe",
         keys(mlp_only_layers=[1]),
-        ["mlp_only_layers = [1]", "experts only in every n-th layer"],
+        ["mlp_only_layers = [1]", "experts in every n-th layer"],
     ),
     "one_normalised_expert": (
         "qwen3_moe",
