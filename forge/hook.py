@@ -19,7 +19,8 @@ A hook may:
   `StepResult`.
 - Write files, on the first rank only (`trainer.reporter.world.rank == 0`). `trainer.metrics.scalars` checks the rank
   itself.
-- Request the end of the run, on any rank: `trainer.request_stop(reason)`. All ranks make one more step, save, and stop.
+- Request the end of the run, on any rank: `trainer.request_stop(reason)`. All ranks make at most two more steps, save, and
+  stop.
 - Raise an exception: the run fails, and the message names the hook.
 
 A hook should not synchronise with the device in a step (`tensor.item()`, `print(tensor)`), because this delays the

@@ -24,7 +24,7 @@ from forge.runtime.world import World
 
 log = logging.getLogger(__name__)
 
-# Job scripts restart the run if and only if its state is "stopped".
+# Job scripts always restart a run whose state is "stopped". scripts/slurm/job.py decides about other states.
 State = Literal["running", "stopped", "finished", "failed"]
 RunPhase = Literal["set-up", "first step", "data", "step", "evaluation", "save", "end"]
 

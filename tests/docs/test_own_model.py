@@ -152,6 +152,13 @@ def test_it_trains_generates_with_a_cache_and_without_and_is_not_exported(tmp_pa
     assert "no architecture of transformers" in refusal(out) and "model.kind" in refusal(out)
 
 
+def test_muon_knows_the_heads_of_its_projections() -> None:
+    model = build_meta_model(parse_toml_text(tiny_config(model=KIND)))
+    heads, plain = model.heads(), build_meta_model(parse_toml_text(tiny_config())).heads()
+    assert heads.keys() <= dict(model.named_parameters()).keys() and heads.keys() == plain.keys()
+    assert set(heads.values()) == set(plain.values())
+
+
 def test_an_attention_without_attend_is_refused_under_cp_and_in_cached_generation() -> None:
     kind = f'kind = "{HERE}:ClosedModel"'
     for parallel, ranks in (("cp = 2", 2), ("cp = 2\npp = 2", 4)):
