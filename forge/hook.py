@@ -12,9 +12,9 @@ result, the call is earlier.
 
 A hook may:
 
-- Read everything in the trainer. A hook that changes gradients or parameters is responsible for the effect. After it has
-  written to `shard.data` of trainer.model.shards, it calls trainer.model.after_update() on every rank. Otherwise the model
-  may compute with the old values.
+- Read everything in the trainer. A hook that changes gradients or parameters is responsible for the effect. After
+  writing to `shard.data` of trainer.model.shards, the hook calls trainer.model.after_update() on every rank. Otherwise
+  the model may compute with the old values.
 - Use collectives, on all ranks in the same order. So decide by values equal on all ranks: the step, the config, a
   `StepResult`.
 - Write files, on the first rank only (`trainer.reporter.world.rank == 0`). `trainer.metrics.scalars` checks the rank
@@ -48,7 +48,8 @@ NOTE = Cause.NOTE.mark
 class StepInfo:
     """Facts about a step that the host knows at launch.
 
-    tokens: number of token positions trained up to and including this step. next_sample: the first global sample after it.
+    tokens: number of token positions trained up to and including this step. next_sample: the first global sample after
+    the step.
     """
 
     step: int
@@ -94,7 +95,10 @@ class Hook:
         """
 
     def after_run(self) -> None:
-        """At the end of the run, even after an error. Called if `before_run` has returned, in reverse order of the hooks."""
+        """At the end of the run, even after an error.
+
+        Called if `before_run` has returned. Hooks are called in reverse order.
+        """
 
     def before_step(self, step: int) -> None:
         """Before step `step`, counted from 1."""
@@ -121,7 +125,7 @@ class Hook:
         """After the optimizer has updated its shards of the parameters."""
 
     def after_step(self, step: int) -> None:
-        """After the step has been launched; on a GPU it may still be running."""
+        """After the step has been launched; on a GPU the step may still be running."""
 
     def after_result(self, result: StepResult) -> None:
         """After the device has finished step `result.step`."""

@@ -4,8 +4,8 @@
     python scripts/evaluate.py --checkpoint runs/debug --tasks lambada_openai,arc_easy
 
 --data reports loss (nats per token), perplexity, and bits per byte of text. Only bits per byte are comparable between
-tokenizers. The model predicts every token except the first once, from the previous tokens in the token's window of
---context tokens.
+tokenizers. The model predicts each token once, from the previous tokens in a window of --context tokens. The first
+token is not predicted.
 
 --tasks needs the extra forge[eval]. --include-path names a folder with your own tasks.
 """

@@ -125,7 +125,7 @@ def best_learning_rates(runs: list[MeasuredRun]) -> tuple[list[dict[str, float]]
 def best_batches(runs: list[MeasuredRun]) -> tuple[list[dict[str, float]], PowerLaw | None]:
     """Return the best batch, in tokens, for each pair (parameters, tokens), and the power law of these batches.
 
-    Each batch size counts with its run at the best learning rate. The law is None if there are too few pairs.
+    For each batch size, only the run at the best learning rate counts. The law is None if there are too few pairs.
     """
     groups: dict[tuple[float, float], list[MeasuredRun]] = defaultdict(list)
     for run in runs:

@@ -80,7 +80,7 @@ def exit_code_of_ranks(work: Callable[[Any], object], interrupted: str = "") -> 
 
 
 def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) -> Callable[[str], Number]:
-    """Return the `type` of an argparse option for numbers of type `kind` for which `holds` returns True.
+    """Return a `type` for argparse that accepts numbers of type `kind` if `holds` returns True.
 
     allowed: description of these numbers in messages, after "must be".
     """

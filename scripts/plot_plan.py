@@ -95,7 +95,7 @@ def draw_memory(plan: dict[str, Any]) -> str:
 def _places(peaks: Sequence[dict[str, Any]]) -> list[float]:
     """Return the horizontal position of each peak.
 
-    The distance of neighbouring peaks is 1. Between two layers it is the difference of the layers' numbers.
+    Neighbouring peaks are 1 apart. If both are layers, they are as far apart as the layers' numbers, but at least 1.
     """
     places: list[float] = []
     previous: int | None = None

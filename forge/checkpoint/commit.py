@@ -64,9 +64,10 @@ class Contents:
 
 @dataclass(frozen=True)
 class Storage:
-    """The steps of a commit that differ between storage shared by all ranks and storage of each node (local.py).
+    """The operations of a commit that differ between shared and node-local storage (local.py).
 
-    what: noun for messages. leads: True on a leading rank, which makes, prunes and removes the folders in `root`.
+    what: noun for messages, e.g. "local state". leads: True on a leading rank, which makes, prunes and removes the
+    folders in `root`.
 
     claim(final): frees the final name; returns False if the step has a complete checkpoint. Called on leading ranks.
     check_room(sizes): raises if there is no room. sizes: for each rank, an upper bound of the bytes to write. Collective.

@@ -105,7 +105,7 @@ class LocalTier:
     def forget_after(self, step: int) -> list[SaveOutcome]:
         """Remove the states of all steps after `step` (-1: all states). Collective.
 
-        Return the outcomes of saves that ended since the last call, like `wait`.
+        Return the outcomes of saves that ended since the last call, like `Checkpoints.wait`.
         """
         outcomes = self.wait()
 
@@ -118,7 +118,7 @@ class LocalTier:
         return outcomes
 
     def end(self) -> list[SaveOutcome]:
-        """Remove all states and their folder, at the end of the run. Collective. Return outcomes like `wait`."""
+        """Remove all states and their folder, at the end of the run. Collective. Return outcomes like `forget_after`."""
         outcomes = self.forget_after(-1)
         if self.nodes.leads:
             for folder in (self.folder, self.folder.parent):

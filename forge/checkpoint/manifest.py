@@ -43,10 +43,10 @@ def find_damage(
 ) -> str | None:
     """Return a description of the damage of the checkpoint in `folder`; None if it is undamaged. Collective over `group`.
 
-    First, sizes are compared. Then the ranks divide the files among themselves and hash them. Without `contents`, tensor
-    files are not hashed. report(done, total): called with the bytes that this rank has hashed, and has to hash in total.
-    Raises UserError (exit 77) for a manifest in another format version. Raises RanksFailed if files cannot be read for a
-    reason other than damage, e.g. an unmounted file system.
+    First, sizes are compared. Then the ranks divide the files among themselves and hash them. Without `contents`,
+    tensor files are not hashed. report(done, total): called with the number of bytes hashed by this rank so far, and
+    its total. Raises UserError (exit 77) for a manifest in another format version. Raises RanksFailed if files cannot
+    be read for a reason other than damage, e.g. an unmounted file system.
     """
     files, problem = on_first_rank("reading the manifest", lambda: _read_files(folder), group)
     if problem is not None:

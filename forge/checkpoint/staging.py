@@ -10,7 +10,7 @@ from torch import Tensor
 from forge.checkpoint.tensors import NamedTensors, ShardTensor, writes
 from forge.shard import local
 
-# PyTorch rounds pinned allocations up to a power of two, so tensors share blocks of such sizes.
+# PyTorch rounds pinned allocations up to a power of two, so tensors share blocks whose size is a power of two.
 BLOCK = 1 << 30
 _ALIGNMENT = 64
 

@@ -106,6 +106,6 @@ def _derive(name: str, base: type[Any], fields: dict[str, Any]) -> Any:
 
 
 def _field(section: type[Section]) -> Any:
-    """Return (type, default) of a field for `section`. The section is required if one of its keys is."""
+    """Return (type, default) of a field for `section`. The field is required if a key of `section` is required."""
     required = any(field.is_required() for field in section.model_fields.values())
     return section, ... if required else section()

@@ -268,8 +268,8 @@ def to_literal(value: Any) -> str:
 def from_literal(text: str, is_text: bool) -> Any:
     """Return the value of the TOML literal `text`, or `text` itself if it is not a literal.
 
-    is_text: return `text` itself unless it is a string literal. Raises ValueError if `text` is not valid Unicode. Unless
-    `is_text`, also raises it if `text` begins like a quoted string, list or table but cannot be parsed.
+    is_text: return `text` itself unless it is a string literal. Raises ValueError if `text` is not valid Unicode.
+    Without `is_text`, also raises ValueError if `text` begins like a quoted string, list or table but cannot be parsed.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError("not UTF-8 text")

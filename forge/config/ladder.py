@@ -25,7 +25,7 @@ def apply_ladder(values: Values) -> None:
     if not isinstance(model, dict) or not isinstance(train, dict):
         return  # refused by the schema
     if type(depth) is not int or depth < 0:
-        # The schema refuses the value. Without derived keys, it would also report those as missing.
+        # The schema refuses the value. Without derived keys, the schema would also report these keys as missing.
         depth = 1
 
     def is_set(section: str, key: str) -> bool:

@@ -128,7 +128,7 @@ class Parallel(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_styles(cls, values: Any) -> Any:
-        """Set tp_plan from its former key. An invalid style is reported under the former key."""
+        """Set tp_plan from its former key, tp_plan_styles. An invalid style is reported under the former key."""
         styles = values.get("tp_plan_styles") if isinstance(values, dict) else None
         if not isinstance(styles, dict) or not styles or values.get("tp_plan", "auto") != "auto":
             return values
@@ -169,7 +169,7 @@ class Pipeline(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_names(cls, values: Any) -> Any:
-        """Set layers_per_stage from its former key, module_names: the number of layers in each list.
+        """Set layers_per_stage to the number of layers in each list of its former key, module_names.
 
         No effect if layers_per_stage is set.
         """

@@ -223,9 +223,9 @@ def _add_examples(table: dict[str, Any], schema: type[Section]) -> dict[str, Any
 
 
 def _find_config(command: CommandLine, problems: list[Problem]) -> Path | None:
-    """Return the file named by --config: a path or a name in configs/, each with or without .toml. A path comes first.
+    """Return the file named by --config: a path or a name in configs/, each with or without .toml.
 
-    If there is no such file, add a problem to `problems` and return None.
+    A path takes precedence over a name. If there is no such file, add a problem to `problems` and return None.
     """
     names = sorted(path.stem for path in CONFIGS.glob("*.toml"))
     shipped = f"configs/ has {', '.join(names)}"

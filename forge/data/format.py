@@ -27,7 +27,7 @@ VERSION = 1
 START_DTYPE = np.dtype("<u8")
 DIGEST_BYTES = 8
 TokenUses = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Maps token ranges (starts, ends), int64 `[n]` each, to the number of samples until each is next read, float64 `[n]`."""
+"""(starts, ends) of token ranges, int64 `[n]` each -> number of samples until each range is next read, float64 `[n]`."""
 
 
 class Record(BaseModel):
@@ -47,8 +47,8 @@ class FileRecord(Record):
 class ShardRecord(Record):
     """A shard: `tokens` tokens of the stream, and the starts of the `documents` documents that begin in the shard.
 
-    block_file: the file with the `block_digest` of each block, first of the token file, then of the document file. None
-    in older datasets.
+    block_file: the file with the `block_digest` of every block of the token file, then of the document file. None in
+    older datasets.
     """
 
     tokens: int = Field(ge=1)
@@ -245,7 +245,10 @@ class TokenDataset:
         return RemoteArray(file, self._cache, dtype)
 
     def _need_of(self, number: int, blocks: np.ndarray) -> np.ndarray:
-        """Return the number of samples until each of `blocks` in shard `number`'s token file is next used. 0: unknown."""
+        """Return, for each of `blocks` in the token file of a shard, the number of samples until its next use. 0: unknown.
+
+        number: the shard's number.
+        """
         if self.next_use is None:
             return np.zeros(len(blocks))
         each = BLOCK_BYTES // self.index.token_dtype.itemsize

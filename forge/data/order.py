@@ -60,7 +60,7 @@ class Stretch(NamedTuple):
     start: int
     mixture: Mixture
     drawn: list[int]  # index of each source's next sample at `start`, in its own order
-    turns: list[int]  # number of turns of each source before `start` under `mixture` alone
+    turns: list[int]  # turns of each source before `start`, as if `mixture` had applied from sample 0
 
 
 class Order:
@@ -208,7 +208,7 @@ class Order:
         return Order(self.seed, self.sources, self.segments, ranges)
 
     def between(self, first: int, end: int, later: Order | None = None) -> dict[str, list[int]]:
-        """Return source -> range [begin, stop) of its samples that are global samples `first` to `end` - 1.
+        """Return source -> range [begin, stop) of the source's samples among global samples `first` to `end` - 1.
 
         A range counts the samples in the source's own order. Sources without such samples are left out.
         later: the order at `end`, if the mixture has changed since `first`; None: this order.
@@ -218,7 +218,7 @@ class Order:
         return {name: [start, stop] for name, start, stop in ranges if start < stop}
 
     def count_between(self, source: str, first: int, end: int) -> int:
-        """Return the number of unskipped samples from `first` to `end` - 1, counted in the own order of `source`."""
+        """Return the number of unskipped samples among samples `first` to `end` - 1 of `source`, counted in its own order."""
         skipped = self._skipped[self.sources.index(source)]
         return end - first - sum(max(0, min(end, stop) - max(first, start)) for start, stop in skipped)
 

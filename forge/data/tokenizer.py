@@ -60,7 +60,7 @@ class Tokenizer(Protocol):
         """Return the ids of `text`, without special tokens. Raises UnicodeEncodeError for lone surrogates."""
 
     def cut(self, text: str, start: int) -> int:
-        """Return the first position i >= max(start, 1) at which `text` can be cut, and its parts encoded separately.
+        """Return the first position i >= max(start, 1) that cuts `text` into two parts that can be encoded separately.
 
         A cut there is also valid for every text that contains `text`: encode(x + y) == encode(x) + encode(y) if x ends with
         text[:i] and y begins with text[i:]. Return len(text) if no position is known.
@@ -76,8 +76,8 @@ class Tokenizer(Protocol):
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load "bytes", a SentencePiece .model file, a tokenizer.json, or a folder with a tokenizer's files (see `save`).
 
-    In a folder, tokenizer.json takes precedence over a SentencePiece model, because it also has tokens added later.
-    Raises UserError, naming the file and its problem.
+    In a folder, tokenizer.json takes precedence over a SentencePiece model, because tokenizer.json also has tokens
+    added later. Raises UserError, naming the file and its problem.
     """
     if str(path) == BYTES:
         return ByteTokenizer()
@@ -307,7 +307,7 @@ class HuggingFaceTokenizer:
         return bos, eos
 
     def _id_of(self, settings: dict[str, Any], key: str) -> int | None:
-        """Return the id of the token that the settings name under `key`; None if absent.
+        """Return the id of the token stored in the settings under `key`; None if absent.
 
         The token is a text, or an object with the text under `content`.
         """

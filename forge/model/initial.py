@@ -18,8 +18,8 @@ from forge.model.mtp import Join
 from forge.model.norm import RMSNorm
 from forge.model.router import Router
 
-# Projections into the residual stream. The stream is a sum of 2 * n_layers such outputs (GPT-2, Radford et al. 2019,
-# 2.3).
+# Projections into the residual stream. The stream is the sum of 2 * n_layers of their outputs (GPT-2, Radford et al.
+# 2019, 2.3).
 INTO_STREAM = ("wo", "w2", "from_latent")
 
 

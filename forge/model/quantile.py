@@ -1,9 +1,9 @@
 """Quantile balancing (Kimi Team 2026, arXiv:2607.24653, 2.3.3 and appendix D): solve for the experts' biases once per step.
 
 A token's cutoff is its (k+1)-th highest biased score, the best score not chosen. The required bias of an expert for
-this token is cutoff - score: with it, the expert's biased score equals the cutoff. If an expert's bias is the k / n
-quantile of its required biases over the tokens of a step, then k / n of these tokens choose the expert. This is an even
-share for n experts and k choices per token.
+this token is cutoff - score. With this bias, the expert's biased score equals the cutoff. If an expert's bias is the
+k / n quantile of its required biases over the tokens of a step, then k / n of these tokens choose the expert. This is
+an even share for n experts and k choices per token.
 
 The quantile is read from a histogram of BINS equal bins over [lowest bias - 1, highest bias + 1]. All required biases
 lie in this range, because scores are from 0 to 1. Counts are integers, so their sum does not depend on the order, and

@@ -56,7 +56,7 @@ class Router(nn.Module):
         self.layer = layer
         self.weight = nn.Parameter(torch.empty(config.n_experts, dim))
         self.logit_bias = nn.Parameter(torch.empty(config.n_experts)) if config.router_bias else None
-        # The product of `logits`. An extension point: a plan made on a CPU computes it as on a GPU.
+        # The product of `logits`. An extension point: a plan made on a CPU computes the product as on a GPU.
         self.multiply: Callable[[Tensor, Tensor], Tensor] = linear
         # An extension point: sums counts `[batch, n_experts]` over the processes sharing a sequence.
         self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
@@ -149,7 +149,7 @@ class Router(nn.Module):
     def _balance(
         self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, valid: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `weights`, the number of choices of each expert `[n_experts]`, and the balancing loss and z-loss, `[2]`.
+        """Return three results: `weights`, the choices per expert `[n_experts]`, and balancing loss and z-loss, `[2]`.
 
         In backward, the returned `weights` also add the gradients of the balancing losses.
 

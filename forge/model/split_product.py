@@ -21,7 +21,7 @@ OF_BFLOAT16 = -(1 << 16)
 def linear(x: Tensor, weight: Tensor, on_gpu: bool | None = None) -> Tensor:
     """x `[..., in]`, weight `[out, in]` -> `[..., out]` in the dtype of `weight`.
 
-    on_gpu: compute as on a GPU, or not; None: as on the device of `x`.
+    on_gpu: True: compute as on a GPU. False: as on a CPU. None: as on the device of `x`.
     """
     split = x.is_cuda if on_gpu is None else on_gpu
     if not split or (x.dtype, weight.dtype) != (torch.bfloat16, torch.float32):
@@ -30,10 +30,10 @@ def linear(x: Tensor, weight: Tensor, on_gpu: bool | None = None) -> Tensor:
 
 
 def terms(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `high` and `low` in bfloat16, whose sum is `values`, float32, with a relative error below 2^-15.
+    """Return `high` and `low`, bfloat16. Their sum is `values` (float32), with a relative error below 2^-15.
 
-    `high` is cut off instead of rounded, by bits: a compiler removes a rounding to bfloat16 that float32 arithmetic
-    follows, and `low` would be 0. If a value is not finite, `low` is NaN.
+    `high` is truncated by a bit mask, not rounded. A compiler would remove a rounding to bfloat16 before float32
+    arithmetic, and `low` would then be 0. If a value is not finite, `low` is NaN.
     """
     high = (values.view(torch.int32) & OF_BFLOAT16).view(torch.float32)
     return high.bfloat16(), (values - high).bfloat16()
@@ -53,7 +53,7 @@ class _SplitLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         high, low = terms(grad)
         of_high, of_low = terms(weight)
-        # Without low * of_low, below 2^-14 of the product; x's gradient is rounded to bfloat16 anyway.
+        # Leave out low * of_low: it is below 2^-14 of the product, and x's gradient is rounded to bfloat16 anyway.
         factors = torch.cat((high, low, high), 1)
         grad_x = factors @ torch.cat((of_high, of_high, of_low))
         grad_weight = multiply(factors[:, : 2 * grad.shape[1]].t(), x)

@@ -89,7 +89,7 @@ def most_resident() -> int:
 
 
 def process_age_s(pid: int | None = None) -> float:
-    """Return the age in seconds of process `pid` (None: this process), including its imports. 0 without /proc."""
+    """Return the age in seconds of process `pid` (None: this process), including its imports. Return 0 without /proc."""
     try:
         # Fields of proc(5): the 22nd is the start in clock ticks since boot; the second may contain spaces and
         # brackets.

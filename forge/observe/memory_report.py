@@ -29,9 +29,9 @@ _NOTES = {
 class MemoryReport(Hook):
     """Logs the memory table after the first step. `report_event(kind, **fields)` writes the same numbers as an event.
 
-    Activations are the peak memory of the first step minus parameters, gradients and optimizer state. The peak is
-    measured by the allocator's counters on CUDA, and by the growth of the process on the CPU, which is less exact.
-    Activations include logits and communication buffers.
+    Activations are the peak memory of the first step minus parameters, gradients and optimizer state. On CUDA the
+    allocator's counters measure the peak. On the CPU the growth of the process measures it less exactly. Activations
+    include logits and communication buffers.
     """
 
     def __init__(self, device: torch.device, report_event: Callable[..., None] = lambda *_, **__: None):

@@ -272,7 +272,7 @@ class Monitors:
         counts[first : first + own] += tokens
 
     def _measure_scores(self, layer: int, scores: Tensor) -> None:
-        """Measure the entropy of router scores: non-negative, `[..., n_experts]`."""
+        """Measure the entropy of router scores. scores: non-negative, `[..., n_experts]`."""
         scores = scores.flatten(0, -2)
         share = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
         entropy = torch.special.entr(share).sum().double() / math.log(max(scores.shape[-1], 2))

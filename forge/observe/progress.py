@@ -79,7 +79,7 @@ class StepTimes:
     The estimate uses the mean of the last `window` steps, so slow steps at the start are forgotten. The first step
     compiles and warms up. It counts only until there is a second step. Pauses are evaluations, samples and saves, at
     regular intervals. The mean pause per step is updated only at a long pause. Updates between long pauses would lower
-    it, as if there were no more long pauses.
+    the mean, as if there were no more long pauses.
     """
 
     def __init__(self, window: int = 50):

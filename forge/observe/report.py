@@ -97,7 +97,10 @@ class Reporter:
             self.phases.listen(self._ledger.enter)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append a line to events.jsonl. If `kind` is a `Cause`, it is also the event's `cause`, unless `fields` has one."""
+        """Append a line to events.jsonl.
+
+        If `kind` is a `Cause`, it is also the event's `cause`, unless `fields` has a `cause`.
+        """
         if self._events is not None:
             cause = {"cause": kind} if isinstance(kind, Cause) else {}
             self._events.append(time=utc_now(), event=kind, **cause | fields)

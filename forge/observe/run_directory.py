@@ -76,7 +76,7 @@ class RunDirectory:
     def find(self, holder: str) -> None:
         """Check, on another node, that `holder` has locked this directory, and that the directory is writable.
 
-        holder: the result of `acquire`. Raises UserError (exit 2) otherwise.
+        holder: the result of `acquire`. Raises UserError (exit 2) if either check fails.
         """
         try:
             seen = self._lock_path.read_text()

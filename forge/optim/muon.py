@@ -197,10 +197,10 @@ class _RowMoments:
         }
 
     def normalize(self, matrices: Tensor, batch: MatrixBatch, skip: Tensor) -> Tensor:
-        """Divide each row of `matrices` `[n, rows, columns]` by the root of its moment. Then restore each matrix's norm.
+        """Divide each row of `matrices` `[n, rows, columns]` by the square root of its second moment.
 
-        The paper scales to norm 0.2 sqrt(rows * columns). For an orthogonal matrix under match_rms_adamw, the two scales
-        are equal.
+        Then restore each matrix's norm. The paper scales to norm 0.2 sqrt(rows * columns). For an orthogonal matrix
+        under match_rms_adamw, the two scales are equal.
         """
         moments = torch.cat(self._of_batch[id(batch)])
         wide = matrices.to(moments.dtype)

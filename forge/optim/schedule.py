@@ -9,7 +9,7 @@ from forge.config.schema import ScheduleConfig
 
 
 def planned_rate(config: Config, phases: Phases, step: int, tokens: int) -> float:
-    """Return the learning rate of update `step`, counted from 1: `learning_rate`, with the phase's lr as its peak.
+    """Return the learning rate of update `step`, counted from 1. The peak is the phase's lr (see `learning_rate`).
 
     tokens: number of tokens trained before the update. With `schedule.unit = "tokens"` the schedule counts tokens up to
     the end of the update.

@@ -59,7 +59,7 @@ class AllToAllDispatcher:
         plans = [plan for _, plan in spreads]
         # Numbers of rows. leaving: to each expert of each rank. arriving: from each rank to each expert of this rank.
         leaving = _side_by_side([plan.counts.view(self.group.size(), -1) for plan in plans])
-        arriving = exchange(leaving, self.group)  # [ranks, parts, experts of each]
+        arriving = exchange(leaving, self.group)  # [ranks, parts, experts of a rank]
         sizes = self.sizes(leaving, arriving)
         # Sent rows are freed before the experts compute, because nothing but `spreads` refers to them.
         trips = [
@@ -266,7 +266,7 @@ class NodeRoundTrip:
 
 
 def _by_rank(numbers: Tensor, ranks: int) -> Tensor:
-    """numbers `[parts, experts of a node]` -> `[ranks, parts, experts of each]`."""
+    """numbers `[parts, experts of a node]` -> `[ranks, parts, experts of a rank]`."""
     return numbers.view(numbers.shape[0], ranks, -1).transpose(0, 1)
 
 

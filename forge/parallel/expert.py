@@ -3,9 +3,9 @@
 Only the inside of a mixture of experts changes: each rank holds the weights of its experts, and the dispatcher
 (forge/parallel/dispatch.py) sends tokens to the ranks of their experts. The ep axis may span data, context and tensor
 ranks. Tensor parallelism never splits an expert. With sequence parallelism, a tensor rank holds and routes a piece of
-the sequence. Without it, a tensor rank holds the whole sequence, routes a piece, and gathers the outputs. No token is
-computed twice. The router's weight is whole on every rank, and its gradients are partial sums over tp
-(forge/parallel/tensor/apply.py).
+the sequence. Without sequence parallelism, a tensor rank holds the whole sequence, routes a piece, and gathers the
+outputs. No token is computed twice. The router's weight is whole on every rank, and its gradients are partial sums over
+tp (forge/parallel/tensor/apply.py).
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ LONGEST_SPAN = 1 << 22
 def initialize(shards: list[Shard], values: dict[str, float | Normal | Uniform], seed: int) -> None:
     """Fill every shard in place with its initial values.
 
-    values: parameter name -> constant or distribution. Raises KeyError if a parameter has no entry. No memory therefore
-    stays uninitialised.
+    values: parameter name -> constant or distribution. Raises KeyError if a parameter has no entry, so no memory stays
+    uninitialised.
     """
     for shard in shards:
         start = values[shard.name]

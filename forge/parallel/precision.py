@@ -3,7 +3,7 @@
 Results depend only on the dtypes, not on the units. The policy is the dtype precision.compute. A maximal subtree of
 modules with another compute dtype casts its inputs to this dtype and its outputs back to the policy
 (`cast_at_borders`). A float32 module thus leaves the residual stream in bfloat16. FSDP's units follow the same
-subtrees. The units of a block, of the embedding, or of the norm with the head depend on its number of compute dtypes:
+subtrees. Each block, the embedding, and the norm with the head are divided into units by compute dtype:
 
     one dtype      all modules form one unit
     several        the modules in the dtype with the most elements form one unit; each maximal subtree in another dtype
@@ -196,9 +196,9 @@ def cast_at_borders(model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype], p
     """Cast inputs and outputs of each maximal subtree of `model` whose compute dtype is not `policy`.
 
     dtypes: compute dtype of each parameter. policy: compute dtype of all other modules. The subtree receives
-    floating-point arguments in its own compute dtype and returns results in `policy`. If the class of the subtree's root
-    sets `exact_output`, the results are not cast. If it sets `casts_in`, the method of that name casts instead of
-    forward; None: nothing casts. `model` never casts, because it takes tokens and returns losses.
+    floating-point arguments in its own compute dtype and returns results in `policy`. If the class of the subtree's
+    root sets `exact_output`, the results are not cast. If the class sets `casts_in`, the method of that name casts
+    instead of forward; None: nothing casts. `model` never casts, because it takes tokens and returns losses.
     """
     for child in model.children():
         for subtree, compute in maximal_subtrees(child, dtypes):

@@ -49,9 +49,10 @@ def exit_code_after_stop(
     If the launcher has restarts left, the exit code of a planned stop is 0. After any other code the launcher would
     restart the run at once. Job scripts find the reason in status.json.
 
-    In an elastic run, only some ranks may have received a signal. Their nodes leave the run, or all agents are about to
-    repeat the rendezvous. A rank without a signal then waits for its agent's signal, up to `patience_s` seconds. If no
-    signal comes, the exit code is 75, so the agent joins the rendezvous again.
+    In an elastic run, perhaps only some ranks have received a signal. Either only their nodes leave the run, or the
+    agents are about to signal all ranks and repeat the rendezvous. A rank without a signal therefore waits up to
+    `patience_s` seconds for its agent's signal. If no signal comes, the exit code is 75, so the agent joins the
+    rendezvous again.
     """
     code = FINISHED if restarts_left > 0 else STOPPED
     if not is_elastic():

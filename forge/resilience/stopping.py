@@ -153,7 +153,7 @@ os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, aft
 
 
 class TimeLimit:
-    """The time limit of a process: it must save and end within `limit_s` seconds after `began` (monotonic clock).
+    """The time limit of a process, which must save and end within `limit_s` seconds after `began` (monotonic clock).
 
     limit_s 0: no limit. `enter` listens to the run's phases, to measure the durations of steps and evaluations.
     """

@@ -170,8 +170,8 @@ def slow_ranks(table: Sequence[Sequence[float]], factor: float) -> list[tuple[in
     A straggler's delay is its time minus the median rank's. The delay makes the step more than `factor` times as long,
     and is longer than LEAST_S. table: for each rank, the seconds of data, forward, optimizer and whole step.
 
-    The forward of one block represents all computation: if the rank loses a fraction of this forward, it is assumed to
-    lose the same fraction of the step. A forward of 0 means that the rank has timed no forward.
+    The forward of one block represents all computation: a rank's delay of a fraction f of this forward counts as a
+    delay of f times the step. A forward of 0 means that the rank has timed no forward.
     """
     step_s = median_low([row[len(PHASES)] for row in table])
     least = max((1 - 1 / factor) * step_s, LEAST_S)

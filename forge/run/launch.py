@@ -144,7 +144,8 @@ def _run_in(
         alarm_s=crash.alarm_s,
     )
     if world.launcher == "torchrun":
-        # torchrun signals rank 0 as soon as another rank has exited or died, and rank 0 must still report it.
+        # torchrun signals rank 0 as soon as another rank has exited or died, and rank 0 must still report the end of
+        # that rank.
         signals.defer()
     signals.leaving = lambda reason: reporter.ended("stopped", reason, STOPPED)
     try:

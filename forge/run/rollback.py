@@ -37,8 +37,8 @@ def find_rollback_point(
 ) -> ResumePoint:
     """Return the newest good checkpoint before the first bad step. Collective.
 
-    If there is none, return the run's starting checkpoint (origin.json), if it is good and earlier than the first bad
-    step. Raises UserError (exit 1) if there is neither, or after too many roll-backs.
+    If there is none, return the run's starting checkpoint (origin.json), provided it is good and earlier than the first
+    bad step. Raises UserError (exit 1) if there is neither, or after too many roll-backs.
     """
     limit, verify = config.resilience.max_rollbacks, config.checkpoint.verify
     origin = on_first_rank("reading origin.json", lambda: _origin(directory))

@@ -224,7 +224,7 @@ def share_memory(group: dist.ProcessGroup) -> None:
     """Give the ranks of `group` access to each other's symmetric memory, for asynchronous tensor parallelism.
 
     Collective. PyTorch 2.13 and 2.14 deprecate this call. Yet their compilers overlap matrix products with collectives
-    only in groups registered by it.
+    only in groups registered by this call.
     """
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

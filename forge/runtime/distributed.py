@@ -64,7 +64,7 @@ def on_every_rank(what: str, work: Callable[[], Result], group: dist.ProcessGrou
 
 @dataclass(frozen=True)
 class _Failure:
-    """An exception of `work` in picklable form, because exceptions themselves may not unpickle."""
+    """An exception of a rank in picklable form, because exceptions themselves may not unpickle."""
 
     message: str
     cause: Cause

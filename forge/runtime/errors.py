@@ -31,7 +31,7 @@ class UserError(Exception):
     """Ends the program with `message` on rank 0 and `exit_code` on every rank.
 
     The message names the given value, the allowed values and the next action. Secrets in the message's URLs are
-    redacted. cause: None: derived from the exit code.
+    redacted. cause: if None, derived from the exit code.
     """
 
     def __init__(self, message: str, exit_code: int = BAD_CONFIG, cause: Cause | None = None):

@@ -28,8 +28,8 @@ class PrivateFolder:
     An empty folder of this user gets mode 0700 and a marker file. A folder without a marker gets both, too, if
     `adopts(path)` recognises files of an earlier forge version, which wrote no markers. key: the configuration key of the
     folder, for messages.
-    Raises UserError if `path` is a link or a file, belongs to another user, is writable by other users, or cannot be used.
-    Also raises it if a marked folder is readable by other users, or if an unmarked folder has other files.
+    Raises UserError if `path` is a link or a file, belongs to another user, is writable by other users, or cannot be
+    used. Also raises UserError if a marked folder is readable by other users, or if an unmarked folder has other files.
     """
 
     def __init__(self, path: Path, key: str, adopts: Callable[[Path], bool] = lambda path: False):

@@ -167,11 +167,11 @@ class Trainer:
         return interval > 0 and (step % interval == 0 or step == self.config.train.steps)
 
     def request_stop(self, reason: str) -> None:
-        """Ask all ranks to end the run. The request is sent in the next gradient norm's all-reduce."""
+        """Ask all ranks to end the run. The all-reduce of the next gradient norm sends the request."""
         self.signals.reason = self.signals.reason or reason
 
     def request_save(self) -> None:
-        """Ask all ranks for a checkpoint. The request is sent in the next gradient norm's all-reduce."""
+        """Ask all ranks for a checkpoint. The all-reduce of the next gradient norm sends the request."""
         self._wants_save = True
 
     def renew_optimizer(self) -> None:

@@ -162,7 +162,7 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     normalizer calculation for softmax".
     """
     both = torch.logaddexp(lse, new_lse)
-    # If neither side has seen a key, exp(-inf - 0) = 0 keeps out at 0; -inf - -inf would be NaN.
+    # If neither side has seen a key, exp(-inf - 0) = 0 keeps `out` at 0; -inf - -inf would be NaN.
     base = both.masked_fill(both == -torch.inf, 0.0)
     out.mul_(torch.exp(lse - base).unsqueeze(-1)).add_(new_out * torch.exp(new_lse - base).unsqueeze(-1))
     lse.copy_(both)

@@ -82,7 +82,8 @@ def apply_data_parallel(model: Transformer, layout: Layout) -> DataParallel:
     """Apply the engine of `parallel.data_parallel` to `model` (on the meta device), in place. Collective.
 
     If no other rank shares this rank's parameters, fsdp2 has nothing to shard. Contiguous buffers then replace fsdp2,
-    unless they take more memory: they need no hooks, casts and copies for gathering and reducing.
+    because they need no hooks, casts and copies for gathering and reducing. fsdp2 stays if the buffers would take
+    more memory.
     """
     parallel = layout.parallel
     if parallel.data_parallel != "fsdp2":

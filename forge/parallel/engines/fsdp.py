@@ -121,7 +121,7 @@ class FullySharded:
             unit.set_reshard_after_backward(last or not stays, recurse=False)
 
     def take_weight_gradients(self, *, last: bool) -> None:
-        """Reduce weight gradients as the hooks of a backward do, after a pipeline schedule has computed them separately."""
+        """Reduce the weight gradients that a pipeline schedule has computed separately. Otherwise backward's hooks do so."""
         for group in compat.fsdp_parameter_groups(self._root):
             group.post_backward()
         compat.end_fsdp_backward(self._root)

@@ -115,7 +115,7 @@ def _power_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cut(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """x `[..., rows, columns]` -> `[..., row blocks, rows of each, column blocks, columns of each]`, padded with zeros."""
+    """x `[..., m, n]` -> `[..., row blocks, rows of a block, column blocks, columns of a block]`, padded with zeros."""
     rows, columns = block
     pad = (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows)
     if any(pad):

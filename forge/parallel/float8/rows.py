@@ -65,7 +65,10 @@ class RoundedRows:
         return _RoundGradients.apply(rows, self.round)
 
     def send(self, rows: Tensor, group: dist.ProcessGroup, receives: list[int], sends: list[int]) -> Arrival:
-        """Start an all-to-all of `rows` as codes; a `Send` (forge/parallel/all_to_all.py). The received rows are rounded."""
+        """Start an all-to-all of `rows` as codes, with the interface `Send` (forge/parallel/all_to_all.py).
+
+        The received rows are rounded.
+        """
         codes = compat.start_all_to_all(self.encode(rows), group, receives, sends)
         return lambda: self.decode(codes(), rows.shape[1], rows.dtype)
 

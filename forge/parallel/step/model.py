@@ -116,8 +116,9 @@ class ParallelModel:
         for part in self.parts:
             part.set_loss_scale(1 / divisor)
         losses = self._forward_backward(microbatches, divisor)
-        # Before any other collective, so all ranks issue collectives in the same order. Other ranks may have launched a
-        # reduction during backward that this rank launches only here, because its backward computed no gradient.
+        # Start the sync before any other collective, so all ranks issue collectives in the same order. Other ranks may
+        # have launched a reduction during backward that this rank launches only here, because its backward computed no
+        # gradient.
         for engine in self._engines:
             engine.start_gradient_sync()
         return Sums(torch.cat([_sum_over(losses, self._meshes.pipeline), tokens.reshape(1)]))

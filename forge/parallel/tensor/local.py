@@ -49,7 +49,7 @@ class ModulePlace:
 class LocalNorm(RMSNorm):
     """A norm of this rank's part of the activations; its weight is whole on every rank.
 
-    partial_gradients: ranks see different tokens or heads, so the weight's gradient must be summed over ranks.
+    partial_gradients: True if ranks see different tokens or heads. The weight's gradient must then be summed over ranks.
     """
 
     def __init__(self, plain: RMSNorm, place: ModulePlace):
@@ -195,7 +195,10 @@ class LocalEmbedding(Embedding):
         self.mesh, self.pieces = place.mesh, not place.stream.is_replicate()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens int64 `[batch, seq]` -> the stream: `[batch, seq / tp, dim]` in pieces, else `[batch, seq, dim]`."""
+        """Return the stream: `[batch, seq / tp, dim]`, or `[batch, seq, dim]` if the stream is whole on every rank.
+
+        tokens: int64 `[batch, seq]`.
+        """
         weight = local_tensor(self.weight)
         if self.first_row is None:
             x = self.scaled(F.embedding(tokens, weight))
@@ -210,8 +213,8 @@ class LocalEmbedding(Embedding):
 class LocalLinear(nn.Linear):
     """A linear layer on local tensors, without collectives.
 
-    Its weight is split by rows, or whole on every rank. partial_gradients: ranks see different tokens, so the gradient
-    of a whole weight must be summed over ranks.
+    Its weight is split by rows, or whole on every rank. partial_gradients: True if ranks see different tokens. The
+    gradient of a whole weight must then be summed over ranks.
     """
 
     def __init__(self, plain: nn.Linear, place: ModulePlace, *, split: bool, partial: bool):

@@ -151,7 +151,8 @@ def plan_for(model: nn.Module, layout: Layout) -> TensorPlan:
 def _is_foreign(name: str, module: nn.Module, plan: TensorPlan) -> bool:
     """Return whether `module` has direct parameters that tensor parallelism cannot split or replicate.
 
-    It can do so for modules with an entry in STYLES, modules inside a module with a ParallelStyle, and experts.
+    Tensor parallelism can do so for modules with an entry in STYLES, modules inside a module with a ParallelStyle, and
+    experts.
     """
     path = name.split(".")
     around = (plan.get(".".join(path[:end])) for end in range(1, len(path)))

@@ -94,7 +94,7 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
     os.environ.pop(VARIABLE, None)  # do not hand the secret to the ranks
     _share_clock(clock_offset(store))
     os.environ |= {
-        # Without this, agents keep the address of the first round's store, even after the store's node is lost.
+        # Without this setting, agents keep the address of the first round's store, even after the store's node is lost.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": SIGNALS,
         "FORGE_NODES": f"{node.least}:{node.most}",

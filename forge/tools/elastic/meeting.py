@@ -1,8 +1,9 @@
 """`Meeting`: the rendezvous server of an elastic run, a small process that outlives all its nodes.
 
-PyTorch's rendezvous keeps its state in one store. By default the first node's agent serves the store, and the state is lost
-with this agent. `Meeting` serves the store from a separate process. `Meeting` also publishes its time in the store as a
-common clock. Agents need it because they detect dead agents by time stamps, and the clocks of machines may differ.
+PyTorch's rendezvous keeps its state in one store. By default the first node's agent serves the store, and the state is
+lost with this agent. `Meeting` serves the store from a separate process. `Meeting` also publishes its time in the store
+as a common clock. Agents need a common clock, because they detect dead agents by time stamps, and the clocks of
+machines may differ.
 """
 
 from __future__ import annotations

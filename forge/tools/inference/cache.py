@@ -92,7 +92,7 @@ class CachedScores:
 class _LayerCache:
     """The attention function of one layer. Stores keys and values, `[texts, kv_heads, places, head_dim]` each.
 
-    places: positions of the next call's tokens, one new token per text, which attends to the stored keys. None: the next
+    places: positions of the next call's tokens: one new token per text, attending to the stored keys. None: the next
     call has whole texts.
     """
 

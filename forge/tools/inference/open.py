@@ -110,7 +110,8 @@ def _find_undamaged(path: Path, verify: bool) -> Path:
 def _for_inference(config: Config, compute: str | None, context: int | None) -> Config:
     model = config.model
     if model.moe is not None:
-        # With a capacity limit, the dropped tokens, and with them a text, would depend on the other texts of the batch.
+        # With a capacity limit, the dropped tokens would depend on the other texts of the batch, and so would a
+        # generated text.
         exact = model.moe.model_copy(update={"capacity_factor": 0.0, "router_noise": 0.0})
         model = model.model_copy(update={"moe": exact})
     precision = config.precision.model_copy(update={"compute": compute} if compute else {})

@@ -19,10 +19,10 @@ NextScores = Callable[[Sequence[Sequence[int]]], Tensor]
 class Sampling:
     """The rule for choosing a token from logits.
 
-    temperature: above 0: draw from softmax(logits / temperature). 0: take the likeliest token; of equally likely tokens, the
-    one with the lowest id. top_k: draw only from the k likeliest tokens; 0: all. top_p: of these, draw only from the fewest
-    likeliest tokens whose total probability is at least top_p. seed: the random number for position n of a text depends only
-    on (seed, n).
+    temperature: above 0: draw from softmax(logits / temperature). 0: take the likeliest token; of equally likely
+    tokens, the one with the lowest id. top_k: draw only from the k likeliest tokens; 0: all. top_p: of these, draw only
+    from the smallest set of likeliest tokens whose total probability is at least top_p. seed: the random number for
+    position n of a text depends only on (seed, n).
     """
 
     temperature: float = 0.0
@@ -120,8 +120,9 @@ class TextStream:
     """Decode new tokens after a prompt incrementally: return their text as soon as it is final.
 
     The text of a token depends on earlier tokens: a character may take several tokens, and a tokenizer may drop a space
-    at the start of a text. New tokens are therefore decoded together with the last emitted tokens. The text of an incomplete
-    character is held back. If the prompt begins a character and new tokens complete it, it belongs to the new text.
+    at the start of a text. New tokens are therefore decoded together with the last emitted tokens. The text of an
+    incomplete character is held back. If the prompt begins a character and new tokens complete it, the character
+    belongs to the new text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):

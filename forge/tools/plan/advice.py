@@ -46,7 +46,7 @@ def remedy_for(made: Plan) -> Remedy | None:
 
 
 def _next(made: Plan, tried: set[str]) -> tuple[str, Plan] | None:
-    """Plan untried overrides in turn. Return the first that frees memory, with its plan; None if no override does.
+    """Plan untried overrides in turn. Return the first override that frees memory, with its plan; None if none does.
 
     Adds every planned override to `tried`.
     """

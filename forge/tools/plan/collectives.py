@@ -37,7 +37,7 @@ class Collective:
     size: int
     group: str = ""
     background: bool = False
-    """Whether the trace does not see the wait for the asynchronous collective, as with FSDP's collectives."""
+    """True if the collective is asynchronous and the trace does not see the wait for it, as for FSDP's collectives."""
     meanwhile: tuple[tuple[Work, int], ...] = ()
     """(operator, number of its calls) for the operators between the collective's call and the wait for its result."""
 
@@ -74,7 +74,10 @@ def _group_name(leaves: list[Any]) -> str:
 
 
 def axes_of(meshes: Meshes) -> dict[str, str]:
-    """Return a dict from a process group's name to its mesh axis. If axes share a group, the first in `named` counts."""
+    """Return a dict from a process group's name to its mesh axis.
+
+    If several axes share a group, the first in the list `named` counts.
+    """
     d = meshes.degrees
     fsdp = "dp_shard" if d.cp == 1 else "dp_shard x cp"
     named: list[tuple[str, Any]] = [

@@ -262,8 +262,9 @@ def _loads(
 ) -> list[tuple[list[int], list[int]]]:
     """Return two lists for each part: rows sent to each rank, and rows received from each rank.
 
-    rows: rows of each part that this rank sends, divided equally among the ranks. load: received rows, as a multiple of an
-    equal share. leaving: rows per expert, `[ranks, parts, local experts]`; only the number of ranks is read.
+    rows: for each part, the number of rows that this rank sends, divided equally among the ranks. load: received rows,
+    as a multiple of an equal share. leaving: rows per expert, `[ranks, parts, local experts]`; only the number of ranks
+    is read.
     """
     ranks = leaving.shape[0]
     sends = [part_sizes(own, ranks) for own in rows]
@@ -281,8 +282,8 @@ def _node_loads(
 ) -> list[tuple[list[int], list[int], list[int], list[int]]]:
     """Return four lists for each part: rows sent to and received from each node, then the same for the ranks of a node.
 
-    rows: rows of each part that this rank sends to experts. share: from `FakeRank._share_of_nodes`. load: rows received
-    from the ranks of a node, as a multiple of an equal share.
+    rows: for each part, the number of rows that this rank sends to experts. share: from `FakeRank._share_of_nodes`.
+    load: rows received from the ranks of a node, as a multiple of an equal share.
     """
     nodes, ranks = to_nodes.shape[0], leaving.shape[0]
     found = []

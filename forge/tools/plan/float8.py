@@ -81,8 +81,8 @@ def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
 class PlainProducts:
     """`Products` for fake tensors: multiply unquantised operands with the operators of `precision.compute`.
 
-    A weight gathered as float8 codes has no copy in `precision.compute`. In its place, the product takes a tensor of the
-    weight's shape with all strides 0, which takes almost no memory.
+    A weight gathered as float8 codes has no copy in `precision.compute`. In its place, the product takes a tensor of
+    the weight's shape with all strides 0, which needs almost no memory.
     """
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ Times: TypeAlias = tuple[StepTime, ...] | None
 class Growth:
     """The plans of two small models that differ in one size. The whole model's plan adds their difference several times.
 
-    of_peaks: how often the difference is added to memory peaks. of_kept: to the activations kept for backward. steps: to
-    every other quantity.
+    of_peaks, of_kept, steps: how often the difference is added to memory peaks, to the activations kept for backward,
+    and to every other quantity.
     """
 
     small: StagePlan

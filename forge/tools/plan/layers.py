@@ -126,7 +126,7 @@ def few_layers(config: Config, degrees: Degrees) -> tuple[Few, Few] | None:
 def _least(config: Config) -> int:
     """Return how often the smaller model repeats the period of layers.
 
-    With activation offload: three times, because up to three layers are in memory during backward of a layer.
+    Usually twice. With activation offload three times, because up to three layers are in memory during backward of a layer.
     """
     return 3 if config.activation_checkpoint.mode == "offload" else 2
 
@@ -361,7 +361,7 @@ def streams_read(n_layers: int, block_size: int) -> int:
 
 
 def in_flight(schedule: Schedule, rank: int) -> int:
-    """Return the largest number of forwards on a rank that wait for their backward at the same time."""
+    """Return the largest number of forwards on `rank` that wait for their backward at the same time."""
     number = most = 0
     for action in schedule.order[rank]:
         number += _opens(action)

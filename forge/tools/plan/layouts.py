@@ -190,7 +190,7 @@ def _degrees(config: Config, world: int) -> Degrees | None:
 def _legal(layout: CandidateLayout, config: Config, world: int) -> CandidateLayout | None:
     """Return the layout with checked degrees; None if a run would refuse it or if the pipeline stages are too uneven.
 
-    The returned layout has no changes that equal values of `config`.
+    Changes that equal the values in `config` are left out of the returned layout.
     """
     changes = {key: value for key, value in layout.changes.items() if value != value_of(config, key)}
     changed = with_changes(config, changes)
@@ -364,7 +364,7 @@ def rough_seconds(config: Config, degrees: Degrees, hardware: Hardware, model: M
         # Codes have half the bytes of bfloat16, in two of four directions.
         coded = 0.75 if config.precision.float8_dispatch else 1.0
         near, nodes = d.ep, d.on_nodes(config, hardware.cards_per_node).ep_nodes
-        # With ep_overlap, each part's rows are hidden in one direction; over several nodes, only those between nodes.
+        # With ep_overlap, each part's rows are hidden in one direction; over several nodes, only rows between nodes are.
         exposed = (1 + hardware.overlap_cost) / 2 if config.parallel.ep_overlap else 1.0
         if nodes > 1:
             near = d.ep // nodes

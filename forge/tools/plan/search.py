@@ -129,7 +129,7 @@ def search(
 
 
 def _in_order(found: list[Found]) -> list[Found]:
-    """Sort layouts by step time. Those within a factor EQUAL of the fastest come first, by number of axes, fewest first."""
+    """Sort layouts by step time. Layouts within a factor EQUAL of the fastest come first, fewest axes first."""
     limit = EQUAL * min((one.speed.step_s for one in found), default=0.0)
 
     def key(one: Found) -> tuple[bool, int, float]:

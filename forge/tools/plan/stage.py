@@ -206,9 +206,9 @@ def all_calls(
 ) -> Iterator[tuple[Moment, Collective]]:
     """Yield (moment, collective) for every collective of a whole step, from a trace with fewer microbatches.
 
-    An untraced microbatch counts like the middle microbatch of the trace. The trace does not say
-    which microbatch a message between stages belongs to. The number of these messages is scaled, because every microbatch
-    sends equally many.
+    An untraced microbatch counts like the middle microbatch of the trace. The trace does not say which microbatch a
+    message between stages belongs to. The number of these messages is scaled, because every microbatch sends equally
+    many.
     """
     left_out, middle = degrees.accumulation - traced.accumulation, traced.accumulation // 2
     for moment, call in calls:

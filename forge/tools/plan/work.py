@@ -41,7 +41,7 @@ UNFUSED = (
     ),
     *("gather", "scatter", "scatter_", "scatter_add", "sort", "topk", "cumsum", "bincount", "histc"),
 )
-# Operators that touch only part of large tensors: of each tensor, as many bytes as the smallest tensor has.
+# Operators that touch only part of large tensors: for each tensor, count the bytes of the smallest tensor.
 SPARSE = ("gather", "scatter_", "all_gather_copy_in")
 
 
@@ -75,7 +75,7 @@ def work_of(func: Any, args: Any, output: Any) -> Work | None:
         left, right = (args[place] for place in FACTORS[name])
         experts = name == "_grouped_mm" and right.ndim == 3
         flops = 2.0 * left.numel() * right.shape[-1]
-        # A router's products of bfloat16 factors in float32 are no linear layer's (forge/model/split_product.py).
+        # Products of bfloat16 factors in float32 belong to a router, not to a linear layer (forge/model/split_product.py).
         linear = name in LINEAR and output.dtype == left.dtype
         return Work("product", str(left.dtype), flops, size, linear, experts)
     if name in (ATTENTION, PLANNED):

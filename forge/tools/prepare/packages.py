@@ -49,7 +49,7 @@ class _Strict(pydantic.BaseModel):
 
 
 class Package(_Strict):
-    """One package of the manifest. small: share of its files in the small corpus. A hash of the file's name decides."""
+    """One package of the manifest. small: share of its files in the small corpus, chosen by a hash of the file name."""
 
     name: Word
     version: Word
@@ -284,7 +284,7 @@ def _write_text(manifest: Manifest, size: str, packages: dict[Package, Path], fo
 def _chosen(package: Package, share: float) -> Callable[[str], bool]:
     """Return a function that takes a file's name and returns whether to read the file.
 
-    It selects the fraction `share` of all files by a hash of the name.
+    The function selects the fraction `share` of all files by a hash of the name.
     """
 
     def chosen(name: str) -> bool:

@@ -47,8 +47,8 @@ tokenizer_of = lru_cache(maxsize=1)(load_tokenizer)  # load once per worker proc
 class Tally(BaseModel):
     """Counts for the documents of a chunk, or of all chunks.
 
-    documents: all documents, readable or not. tokens: all tokens. unknown: how many of `tokens` are the unknown token.
-    bad: number of unreadable documents; examples: the first of them. lost: the first files with an unknown number of
+    documents: all documents, readable or not. tokens: all tokens. unknown: number of unknown tokens among them. bad:
+    number of unreadable documents; examples: the first of them. lost: the first files with an unknown number of
     unreadable documents. left_out: reason -> number of readable documents left out. text_bytes: split -> UTF-8 bytes.
     stamp, content: identity of a chunk's input (inputs.py).
     """

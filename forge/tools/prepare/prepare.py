@@ -387,7 +387,7 @@ def _check_tally(request: Request, corpus: Corpus, count: int, parts: Path) -> T
         if found.lost:
             part_path(
                 parts, number
-            ).unlink()  # retry next time: the file may be readable then, with an equal stamp
+            ).unlink()  # retry next time: the file may then be readable, although its stamp is unchanged
     if tally.unknown:
         print(
             f"warning: {tally.unknown:,} of {tally.tokens:,} tokens ({tally.unknown / tally.tokens:.2%}) are the unknown "

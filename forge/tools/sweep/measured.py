@@ -20,7 +20,7 @@ class MeasuredRun:
     """A finished run.
 
     parameters: active parameters per token; `measure` may leave out embedding and head. tokens: number of training
-    tokens.    batch: tokens per step. lr: optimizer.lr. loss: the chosen metric at the end of the run.
+    tokens. batch: tokens per step. lr: optimizer.lr. loss: the chosen metric at the end of the run.
     """
 
     path: Path

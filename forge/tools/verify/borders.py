@@ -35,8 +35,8 @@ class BatchPart:
     """The part of the global batch on one rank.
 
     first_row: index of the rank's first sequence in the global batch. positions: positions of the rank's tokens in each
-    sequence, before tensor parallelism splits them. tp: number of tensor-parallel ranks. tp_rank: index of this rank in
-    them.
+    sequence, before tensor parallelism splits them. tp: number of tensor-parallel ranks. tp_rank: this rank's index
+    among them.
     """
 
     first_row: int
@@ -172,7 +172,10 @@ class _Microbatch:
         self.row = self._next_row = 0
 
     def called(self, name: str, output: int = 0) -> str:
-        """Return `Seen.name` for the latest call of module `name`. output: index of the output; 0: first output, or input."""
+        """Return `Seen.name` for the latest call of module `name`.
+
+        output: index of the output; 0: the first output, or the input.
+        """
         name = f"{name}[{output}]" if output else name
         return name if self.calls[module_of(name)] == 1 else f"{name} (call {self.calls[module_of(name)]})"
 

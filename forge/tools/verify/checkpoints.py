@@ -1,7 +1,7 @@
 """Save and load checkpoints of verified layouts.
 
 A folder has the checkpoint of one layout, and a file with the unsharded tensors of this checkpoint. One rank reads the
-checkpoint back to write the file. If another layout loads the checkpoint, it must have these tensors, bit for bit.
+checkpoint back to write the file. Another layout that loads the checkpoint must have these tensors, bit for bit.
 """
 
 from __future__ import annotations

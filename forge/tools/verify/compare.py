@@ -29,7 +29,7 @@ COMPLETE = ("initial", "gradient", "parameter", "optimizer", "router", "hooked",
 
 @dataclass(frozen=True)
 class Difference:
-    """The element of a tensor that differs most, on one rank.
+    """The most different element of a tensor, on one rank.
 
     step: 0 for the initial parameters. rank: -1 if some element is on no rank; `found` and `expected` are then undefined.
     index: of the element in the global tensor. found, expected: the element's values on the rank and in the reference.

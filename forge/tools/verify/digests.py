@@ -155,8 +155,8 @@ def compare_digests(expected: Expected, ranks: Sequence[list[Held]], tolerance: 
 def _pieces(key: TensorKey, ranks: Sequence[Held]) -> Iterator[tuple[int, float, int, Digest]]:
     """Yield (rank, difference, number of elements, digest) for every distinct piece of the tensor `key`.
 
-    Several ranks may have copies of a piece. digest: of the first copy. rank: has the copy that differs most from the first
-    copy. difference: between the digests of these two copies.
+    Several ranks may have copies of a piece. digest: of the first copy. rank: the rank whose copy differs most from the
+    first copy. difference: between the digests of these two copies.
     """
     found: dict[str, tuple[int, float, int, Digest]] = {}
     for rank, held in enumerate(ranks):

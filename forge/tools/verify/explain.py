@@ -82,7 +82,7 @@ def explain(comparison: Comparison, order: Sequence[str], other: str = "one proc
 
 
 def _hooks(found: list[Difference]) -> Finding | None:
-    """Return as the origin the first hook call with equal inputs and different results; None if there is no such call.
+    """Return a Finding on the first hook call with equal inputs and different results; None if there is no such call.
 
     found: differences of kind `hooked`, with names `CALL before|after KIND PARAMETER`.
     """
@@ -106,7 +106,7 @@ def _curve(found: list[Difference]) -> Finding:
 
 
 def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Finding:
-    """Return as the origin a module whose output differs while its input agrees.
+    """Return a Finding on a module whose output differs while its input agrees.
 
     Begin with the module of the first difference in computation order. If its input differs, search the modules around
     it, from the inside out. If none qualifies, return the outermost module with a different input.
@@ -129,7 +129,7 @@ def _module(by_kind: dict[str, list[Difference]], order: Sequence[str]) -> Findi
 
 
 def _gradient(found: list[Difference], order: Sequence[str]) -> Finding:
-    """Return as the origin the differing gradient that backward computes first.
+    """Return a Finding on the differing gradient that backward computes first.
 
     Backward runs from the end of the model, so this is the gradient of the parameter that forward uses last.
     """

@@ -1,8 +1,8 @@
 """Call the hooks of `train.hooks` in verified steps, and record their effects.
 
 Hooks are called at the same points as in a run. They get a Trainer with the verified model and optimizer, and with a
-temporary run directory. The recording has parameters and gradients before and after each call, and the numbers passed to
-`trainer.metrics.scalars`. The recording shows which hook call has different effects on a layout.
+temporary run directory. The recording has parameters and gradients before and after each call, and the numbers passed
+to `trainer.metrics.scalars`. The recording shows which hook call has other effects on a layout than in one process.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Parallelized:
     model: the module, or this rank's pipeline stages. The modules of stages keep the names of the whole model.
     data_rank, data_ranks: this rank reads part `data_rank` of `data_ranks` equal parts of the batch's sequences.
     positions: positions of this rank's tokens in each sequence, to locate activations; None: all.
-    tp_rank, tp_ranks: part `tp_rank` of `tp_ranks` of features or sequence is on this rank, to locate activations.
+    tp_rank, tp_ranks: this rank has part `tp_rank` of `tp_ranks` parts of features or sequence, to locate activations.
     forward_backward: called with tokens and labels, int64 `[sequences of this data rank, seq]`. Leaves complete gradients
         in `.grad`. Returns this rank's mean loss, or None on a rank without a loss. None: cross-entropy of `model(tokens)`.
     optimizer: one per module of `model`; None: `make_optimizer` applied to each module's parameters.

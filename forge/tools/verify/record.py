@@ -283,8 +283,8 @@ def every_batch(
 def leave_out(batch: Batch, first: int) -> None:
     """Set some labels to IGNORE, in place, a different number in each row of `batch`.
 
-    The choice depends only on the global index of the row. first: global index of the batch's first row. In a phase with
-    shorter sequences, each of them counts as a row.
+    The choice depends only on the global index of the row. first: global index of the batch's first row. In a phase
+    with shorter sequences, each sequence counts as a row.
     """
     rows, seq = batch.labels.shape
     for row in range(rows):

@@ -116,7 +116,7 @@ def _bases(config: Config, small: Config) -> dict[str, Any]:
 
 
 def _notes(config: Config, small: Config) -> Iterator[str]:
-    """Yield a note for each changed key that REASONS lists or TOLD does not list, and for phases."""
+    """Yield a note for each changed key, and for phases. Keys that TOLD lists and REASONS does not list are left out."""
     before, after = (dict(_leaves(one.model_dump(mode="json"))) for one in (config, small))
     for key, value in before.items():
         told = key not in REASONS and any(f"{key}.".startswith(f"{one}.") for one in TOLD)
@@ -201,8 +201,8 @@ def for_layout(small: Config, degrees: Degrees) -> Config:
 def _whole_blocks(model: ModelConfig, keys: Mapping[str, Any], unit: int) -> dict[str, Any]:
     """Return sizes of heads and feed-forwards such that tensor parallelism splits no float8 block.
 
-    keys: the current sizes. unit: block size of the float8 format times the number of tp ranks. It divides every returned
-    dim that tensor parallelism splits.
+    keys: the current sizes. unit: block size of the float8 format times the number of tp ranks. `unit` divides every
+    returned dim that tensor parallelism splits.
     """
     of_head = unit // gcd(unit, keys["model.n_kv_heads"])
     found = {"model.ffn_dim": _multiple(keys["model.ffn_dim"], unit)}

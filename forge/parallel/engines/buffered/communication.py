@@ -20,7 +20,7 @@ ProcessGroups: TypeAlias = Sequence[dist.ProcessGroup]
 
 
 def own_part(whole: Tensor, groups: ProcessGroups) -> Tensor:
-    """Return a view of this rank's part of `whole` `[n]`. Each group in turn cuts the part left by the groups before it."""
+    """Return a view of this rank's part of `whole` `[n]`. Each group in turn splits the part left by the groups before it."""
     for group in groups:
         whole = whole.view(group.size(), -1)[group.rank()]
     return whole

@@ -133,9 +133,10 @@ class Buffered:
         self._gathering.finish()
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor, dist.ProcessGroup]]:
-        """Yield (name, fingerprint, group) for each weight, over its values since the last call and its current values.
+        """Yield (name, fingerprint, group) for each weight.
 
-        All ranks of `group` must have the same fingerprint, an int64 scalar.
+        The fingerprint, an int64 scalar, covers the weight's values since the last call and its current values. All
+        ranks of `group` must have the same fingerprint.
         """
         self.finish_parameter_sync()
         self._fingerprints.add()

@@ -41,7 +41,7 @@ class Groups:
 
     @property
     def part(self) -> int:
-        """Index of this rank's part of each bucket, from 0."""
+        """Return the index of this rank's part of each bucket, from 0."""
         return self._part([group.rank() for group in self.shard])
 
     def part_at(self, at: Mapping[str, int]) -> int:
