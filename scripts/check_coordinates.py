@@ -28,8 +28,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Options(description=__doc__)
     add = parser.add_argument
     add("--config", required=True, help="the recipe, a file or a name in configs/; overrides may follow")
-    add("--widths", default="64,128,256,512", help="values of model.dim; other sizes follow (%(default)s)")
-    add("--steps", type=positive, default=4, help="optimizer steps before the second look (%(default)s)")
+    add(
+        "--widths",
+        default="64,128,256,512",
+        help="values of model.dim; other sizes grow in proportion (%(default)s)",
+    )
+    add(
+        "--steps",
+        type=positive,
+        default=4,
+        help="compare activations before and after this number of optimizer steps (%(default)s)",
+    )
     add("--output", type=Path, default=Path("coordinates.svg"), help="image to write (%(default)s)")
     given, overrides = parser.parse_known_args(arguments)
     return exit_code_of(lambda: _run(given, overrides))

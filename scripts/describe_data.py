@@ -28,7 +28,11 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="FILE",
         help="the page to write (%(default)s)",
     )
-    add("--tokenizer", metavar="PATH", help="the dataset's tokenizer, to show documents (none are shown)")
+    add(
+        "--tokenizer",
+        metavar="PATH",
+        help="the dataset's tokenizer; without a tokenizer, no documents are shown",
+    )
     add("--samples", type=count, default=5, metavar="N", help="number of documents to show (%(default)s)")
     given = parser.parse_args(arguments)
 

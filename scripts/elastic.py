@@ -37,12 +37,21 @@ def main(arguments: list[str] | None = None) -> int:
     meeting.add_argument(
         "--host",
         default=socket.gethostname(),
-        help="name or address of this machine; the meeting listens only there, and agents connect to it",
+        help="name or address of this machine, where the rendezvous server listens and agents connect (%(default)s)",
     )
-    meeting.add_argument("--port", type=int, default=29400, help="0: a free port; it is printed")
+    meeting.add_argument(
+        "--port",
+        type=int,
+        default=29400,
+        help="port of the rendezvous server (%(default)s); 0: a free port, which is printed",
+    )
     agent = commands.add_parser("agent", help="run the ranks of this node")
-    agent.add_argument("--meeting", required=True, metavar="HOST:PORT")
-    agent.add_argument("--restarts", type=int, default=100, help="restarts after failed ranks")
+    agent.add_argument(
+        "--meeting", required=True, metavar="HOST:PORT", help="address printed by `elastic.py meeting`"
+    )
+    agent.add_argument(
+        "--restarts", type=int, default=100, help="maximum number of restarts after failures (%(default)s)"
+    )
     agent.add_argument(
         "--lost-after",
         type=int,
@@ -64,7 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
         "layouts", help="print the layout on each number of nodes, and start nothing"
     )
     for command in (agent, layouts):
-        command.add_argument("--nodes", required=True, metavar="MIN:MAX")
+        command.add_argument(
+            "--nodes", required=True, metavar="MIN:MAX", help="number of nodes, a range or one number"
+        )
         command.add_argument("--processes", type=int, default=1, help="ranks on each node")
         command.add_argument("train", nargs="*", metavar="-- ARGUMENTS", help="arguments of train.py")
     given = parser.parse_args(arguments)

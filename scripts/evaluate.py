@@ -84,7 +84,7 @@ def _open_source(path: str, given: argparse.Namespace, opened: TrainedModel) -> 
             )
     elif tokenizer is None and path != SYNTHETIC:
         print(
-            f"warning: {opened.path} holds no tokenizer, so it cannot be compared with that of {path}",
+            f"warning: {opened.path} holds no tokenizer to compare with the tokenizer of {path}",
             file=sys.stderr,
         )
     return source

@@ -35,9 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Fit the laws, print them and return the exit code."""
     parser = Options(description=__doc__)
     add = parser.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN", help="run directories, or folders of them")
+    add("runs", type=Path, nargs="+", metavar="RUN", help="run directories, or folders of run directories")
     add(
-        "--metric", default="loss", help="loss (training, last tenth of the lines) or eval.NAME (%(default)s)"
+        "--metric",
+        default="loss",
+        help="loss: training loss over the last tenth of the lines; eval.NAME: held-out loss (%(default)s)",
     )
     add(
         "--budget",
@@ -204,7 +206,7 @@ def _text(found: dict[str, Any]) -> str:
 def _loss(one: dict[str, Any]) -> str:
     (low, high), (least, most) = one["loss_interval"], one["run_interval"]
     times = one["extrapolates"]
-    far = f"{times:.3g} times the FLOPs of the largest run" if times > 1 else "within the runs"
+    far = f"{times:.3g} times the FLOPs of the largest run" if times > 1 else "within the FLOPs of the runs"
     return f"loss {one['loss']:.4g} (interval of the law {low:.4g} to {high:.4g}, of a run {least:.4g} to {most:.4g}), {far}"
 
 

@@ -138,7 +138,7 @@ def _drafted(opened: TrainedModel, prompts: int) -> NextScores:
     try:
         return DraftedScores(opened.model)
     except ValueError as error:
-        raise UserError(f"{opened.path}: --draft: {error}; leave it out") from None
+        raise UserError(f"{opened.path}: --draft: {error}; leave out --draft") from None
 
 
 def _begin(prompt: str | list[int], tokenizer: Tokenizer | None, opened: TrainedModel) -> Writing:

@@ -64,8 +64,8 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> None:
 def _check(given: argparse.Namespace, batch: int) -> None:
     if batch % given.ranks:
         raise UserError(
-            f"--ranks {given.ranks}: must divide the {batch} sequences of the step; it is the number of data-parallel "
-            "ranks, dp_replicate * dp_shard"
+            f"--ranks {given.ranks}: must divide the {batch} sequences of the step; --ranks is the number of "
+            "data-parallel ranks, dp_replicate * dp_shard"
         )
     if given.rank is not None and given.rank >= given.ranks:
         raise UserError(

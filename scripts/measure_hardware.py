@@ -259,7 +259,7 @@ def _link(card: bool, size: int) -> dict[str, float]:
     """
     if card and torch.cuda.device_count() < 2:
         print(
-            "one GPU: the link between GPUs is not measured; write it into [node] and [cluster]",
+            "with one GPU, the link between GPUs is not measured; write its numbers into [node] and [cluster]",
             file=sys.stderr,
         )
         return {"gb_per_s": 50.0, "latency_us": 20.0}

@@ -59,7 +59,9 @@ def draw_pipeline(plan: dict[str, Any]) -> str:
         for of_rank in plan["timeline"]
     ]
     end = max(slot.stop for of_rank in timeline for slot in of_rank)
-    length = f"{end:.3g} s" if plan["time"] else "without hardware, a backward takes two forwards"
+    length = (
+        f"{end:.3g} s" if plan["time"] else "without --hardware, a backward is drawn as long as two forwards"
+    )
     return draw_timeline(timeline, f"one step: {length}; idle {idle_share(timeline):.1%}")
 
 

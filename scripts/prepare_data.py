@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(arguments)
     if (given.packing is None) != (given.seq_len is None):
-        parser.error("--packing and --seq-len go together")
+        parser.error("give both --packing and --seq-len, or neither")
     request = Request(
         inputs=tuple(given.input),
         tokenizer=given.tokenizer,
@@ -73,8 +73,8 @@ def _parser() -> Options:
     bad = "maximum fraction of unreadable documents; above it, fail with exit code 2 (%(default)s)"
     add("--max-bad-fraction", type=share, default=MAX_BAD_FRACTION, metavar="F", help=bad)
     part = (
-        "process only share K (from 1) of N; each of N processes, on any machines, does one share in the same --output. "
-        "Afterwards the same command without --part joins the shares. slurm: K and N of the srun step or job array"
+        "process only share K of N (K from 1), e.g. on one of N machines, with the same --output for all shares. "
+        "Then run the same command without --part, which joins the shares. slurm: K and N of the srun step or job array"
     )
     add("--part", type=_part, metavar="K/N", help=part)
     packing = (
@@ -88,9 +88,15 @@ def _parser() -> Options:
     add("--filter", default="", metavar="MODULE:FUNCTION", help=chosen)
     kept = "keys of JSON lines and Parquet to pass to the filter and to keep in metadata.jsonl"
     add("--metadata", nargs="+", default=[], metavar="KEY", help=kept)
-    tests = "files, e.g. of test sets; leave out documents that share --ngram consecutive words with a document of them"
+    tests = "files, e.g. of test sets; leave out documents that share --ngram consecutive words with one of their documents"
     add("--decontaminate", nargs="+", default=[], metavar="PATH", help=tests)
-    add("--ngram", type=positive, default=13, metavar="N", help="words in a row (%(default)s)")
+    add(
+        "--ngram",
+        type=positive,
+        default=13,
+        metavar="N",
+        help="number of consecutive words for --decontaminate (%(default)s)",
+    )
     return parser
 
 

@@ -187,7 +187,7 @@ def read_index(folder: Path) -> Metadata:
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise Damaged(f".metadata cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
-        raise Damaged(f".metadata holds a {type(metadata).__name__}")
+        raise Damaged(f".metadata holds a {type(metadata).__name__} instead of DCP's Metadata")
     metadata.storage_meta = StorageMeta()
     _require_within(metadata, files)
     return metadata
@@ -205,7 +205,9 @@ def _require_within(metadata: Metadata, files: dict[str, Any]) -> None:
         if isinstance(saved, TensorStorageMetadata):
             needed = prod(saved.size) * saved.properties.dtype.itemsize
             if min(saved.size, default=0) < 0 or needed > total:
-                raise Damaged(f".metadata gives {name} {needed} bytes, but all files together have {total}")
+                raise Damaged(
+                    f".metadata says that {name} has {needed} bytes, but all files together have {total}"
+                )
 
 
 _ADMITTED = {
@@ -295,11 +297,13 @@ def refuse_misfits(
     unexpected = [name for name in extra if _section(name) in sections]
     complaints = []
     if missing:
-        complaints.append(f"it lacks {_some(missing)}; it has {len(names)} tensors: {_some(names)}")
+        complaints.append(
+            f"the checkpoint lacks {_some(missing)}; its {len(names)} tensors are {_some(names)}"
+        )
     if shapes:
         complaints.append(f"shapes differ: {_some(shapes, '; ')}")
     if unexpected:
-        complaints.append(f"it has tensors that this model lacks: {_some(unexpected)}")
+        complaints.append(f"the model lacks these tensors of the checkpoint: {_some(unexpected)}")
     if complaints:
         problem = f"checkpoint {path} does not fit the configured model: {'; '.join(complaints)}"
         raise UserError(problem, cause=Cause.CHANGED_SETTINGS)

@@ -75,7 +75,7 @@ class Mirror:
         try:
             shutil.copytree(self._root / folders.step_name(step), links, copy_function=_link)
         except OSError as error:
-            message = "checkpoint.mirror %s: step %d is not copied: %s"
+            message = "checkpoint.mirror %s: step %d could not be copied: %s"
             log.error(message, self._url, step, error, extra=Cause.MIRROR_FAILED.mark)
             return
 
@@ -147,7 +147,7 @@ class Mirror:
             if recursive:
                 self._files.rm(folder, recursive=True)
         except Exception as error:  # e.g. a store that forbids removal
-            message = "%s: step %d is not removed: %s"
+            message = "%s: step %d could not be removed: %s"
             log.warning(message, self._url, step, error, extra=Cause.NOT_REMOVED.mark)
 
     def _known(self) -> list[int]:
@@ -192,8 +192,8 @@ def restore(url: str, root: Path) -> int | None:
         except (UserError, OSError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
-                f"checkpoint.mirror = {url}: restoring step {step} failed: {error}. The mirror is unchanged; run the same "
-                "command again when the cause is gone",
+                f"checkpoint.mirror = {url}: restoring step {step} failed: {error}. The mirror is unchanged. Remove the "
+                "cause, then run the same command again",
                 FAILED,
                 cause_of(error),
             ) from error

@@ -177,8 +177,9 @@ class Checkpoints:
             raise UserError(f"no checkpoint in {self.folder} can be used: {error}", NO_CHECKPOINT) from error
         if at_most is None and (candidates or damaged):
             raise UserError(
-                f"every checkpoint in {self.folder} is damaged and was renamed to .damaged-step-*. Restore one of them. Or "
-                "start over with another run.name; under the same name, set checkpoint.resume = none and remove origin.json",
+                f"every checkpoint in {self.folder} is damaged and was renamed to .damaged-step-*. Restore one of them, or "
+                "start over with another run.name. To start over under the same name, set checkpoint.resume = none and "
+                "remove origin.json",
                 NO_CHECKPOINT,
             )
         return None
@@ -204,8 +205,8 @@ class Checkpoints:
             for later in folders.steps(self.folder):
                 if later > step:
                     names.append(folders.set_aside(self.folder, later, "aside"))
-                    why = "of another history" if step < 0 else f"after step {step}"
-                    message = "checkpoint %s is %s: renamed %s"
+                    why = "belongs to another history" if step < 0 else f"is later than step {step}"
+                    message = "checkpoint %s %s: renamed to %s"
                     logger.warning(message, self.path(later), why, names[-1], extra=Cause.SET_ASIDE.mark)
             return names
 

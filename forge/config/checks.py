@@ -18,7 +18,7 @@ from forge.config.problem import Problem, multiples, problem, with_values
 from forge.config.schema import Config
 from forge.runtime.errors import nearest
 
-EVEN = "must be even, because RoPE rotates pairs"
+EVEN = "must be even, because RoPE rotates pairs of features"
 
 
 def check(config: Config) -> list[Problem]:
@@ -60,9 +60,7 @@ def _heads(config: Config) -> Iterator[Problem]:
         remedy = f"use {model.head_dim + 1} ({default})"
         yield problem("model.head_dim", EVEN, remedy, "model.dim", "model.n_heads")
     elif model.rope_dim % 2 or abs(model.rope_dim - model.head_dim * model.rope_fraction) > 1e-6:
-        share = (
-            f"rotates {model.head_dim * model.rope_fraction:g} of {model.head_dim = }, but RoPE rotates pairs"
-        )
+        share = f"rotates {model.head_dim * model.rope_fraction:g} of {model.head_dim = } features, but RoPE rotates pairs"
         whole = max(2, model.rope_dim // 2 * 2)
         yield problem("model.rope_fraction", share, f"use {whole / model.head_dim:g}", "model.head_dim")
     if model.n_heads % model.n_kv_heads:
@@ -73,10 +71,13 @@ def _heads(config: Config) -> Iterator[Problem]:
 def _layers(config: Config) -> Iterator[Problem]:
     model, pattern = config.model, config.model.layer_pattern
     if len(pattern) > model.n_layers:
-        many = f"has {len(pattern)} kinds for {model.n_layers = }"
+        many = f"has {len(pattern)} entries, more than {model.n_layers = }"
         yield problem("model.layer_pattern", many, "leave some out", "model.n_layers")
     if "sliding" in pattern and not model.sliding_window:
-        needed, remedy = "which need model.sliding_window", "set it to their number of tokens"
+        needed, remedy = (
+            "which need model.sliding_window",
+            "set model.sliding_window to the number of tokens in a window",
+        )
         yield problem("model.layer_pattern", f"has sliding layers, {needed}", remedy, "model.sliding_window")
     linear, table = model.linear_attention, "model.linear_attention"
     if "linear" in pattern and linear is None:
@@ -103,11 +104,11 @@ def _tensor(config: Config) -> Iterator[Problem]:
     if train.seq_len % pieces:
         near = multiples(train.seq_len, pieces)
         if model.moe is not None:
-            each = "because with model.moe each of these ranks routes a part of the sequence"
+            each = f"because with model.moe each of the {pieces} ranks routes a part of the sequence"
             yield problem("train.seq_len", f"must be {product}, {each}", f"use {near}", *degrees, "model.moe")
         elif parallel.sequence_parallel:
             key, needed = "parallel.sequence_parallel", f"needs {train.seq_len = } to be {product}"
-            yield problem(key, needed, f"use {near}, or false", *degrees, "train.seq_len")
+            yield problem(key, needed, f"set train.seq_len = {near}, or use false", *degrees, "train.seq_len")
     if -(-model.vocab_size // tp) * (tp - 1) >= model.vocab_size:
         few = f"is too large: with {model.vocab_size = }, the last tp rank would get no row of the embedding"
         yield problem("parallel.tp", few, "use a smaller degree", "model.vocab_size")
@@ -140,13 +141,13 @@ def _tensor_plan(config: Config) -> Iterator[Problem]:
     for key, (size, what) in sizes.items():
         if size % tp:
             whole = f"must divide model.{key} = {size}, because every tp rank needs the same number of {what}"
-            yield problem("parallel.tp", whole, f"use {divisors(size)}", f"model.{key}")
+            yield problem("parallel.tp", whole, f"use one of {divisors(size)}", f"model.{key}")
     number, dim = (model.moe.n_shared_experts, model.moe.expert_dim) if model.moe else (0, 0)
     if number * dim % tp:
         others = "model.moe.n_shared_experts", "model.moe.expert_dim"
         product = f"{' * '.join(others)} = {number} * {dim}"
         whole = f"must divide {product}, because every tp rank needs the same number of features"
-        yield problem("parallel.tp", whole, f"use {divisors(number * dim)}", *others)
+        yield problem("parallel.tp", whole, f"use one of {divisors(number * dim)}", *others)
 
 
 def _rope_scaling(config: Config) -> Iterator[Problem]:
@@ -181,14 +182,12 @@ def _moe(config: Config) -> Iterator[Problem]:
         yield problem(groups, whole, f"use one of {divisors(moe.n_experts)}", "model.moe.n_experts")
     elif moe.n_limited_groups > moe.n_expert_groups:
         most = f"must be at most {model.moe.n_expert_groups = }"
-        yield problem(key, most, "use 0 for all of them", "model.moe.n_expert_groups")
+        yield problem(key, most, "use 0 for all groups", "model.moe.n_expert_groups")
     elif moe.top_k <= moe.n_experts < moe.top_k * moe.n_expert_groups / moe.n_limited_groups:
         size = moe.n_experts // moe.n_expert_groups
-        experts = f"{moe.n_limited_groups} of {model.moe.n_expert_groups = } groups of {size} experts"
-        few, remedy = (
-            f"leaves {experts}, fewer than {model.moe.top_k = }",
-            f"use at least {-(-moe.top_k // size)}",
-        )
+        experts = f"{moe.n_limited_groups * size} experts to choose from ({size} in each group)"
+        few = f"leaves each token only {experts}, fewer than {model.moe.top_k = }"
+        remedy = f"use at least {-(-moe.top_k // size)}"
         yield problem(
             key, few, remedy, *(f"model.moe.{name}" for name in ("n_expert_groups", "n_experts", "top_k"))
         )
@@ -196,11 +195,13 @@ def _moe(config: Config) -> Iterator[Problem]:
         others = "model.moe.n_limited_groups", "model.moe.n_experts"
         if moe.n_limited_groups < moe.n_expert_groups:
             closed = "assumes that every token can choose every expert, but group limits exclude some experts"
-            yield problem("model.moe.balance", closed, "use bias, or n_limited_groups = 0", others[0])
+            yield problem(
+                "model.moe.balance", closed, "use bias, or set model.moe.n_limited_groups = 0", others[0]
+            )
         elif moe.top_k >= moe.n_experts:
             every = f"with {model.moe.top_k = } every token chooses every expert"
             none = f"balances the load by a bias for each expert, but {every}"
-            yield problem("model.moe.balance", none, "use none, or a smaller top_k", others[1])
+            yield problem("model.moe.balance", none, "use none, or lower model.moe.top_k", others[1])
     if moe.n_dense_layers > model.n_layers:
         most = f"must be at most {model.n_layers = }"
         yield problem("model.moe.n_dense_layers", most, "", "model.n_layers")
@@ -217,15 +218,17 @@ def _engine(config: Config) -> Iterator[Problem]:
     fsdp2 = f"needs {key} = fsdp2, but it is {engine}"
     if parallel.shard_optimizer_over == "dp" and engine not in ("zero1", "zero2"):
         zero = f"needs {key} = zero1 or zero2, but it is {engine}"
-        yield problem("parallel.shard_optimizer_over", zero, f"use dp_shard, or {key} = zero1 or zero2", key)
+        yield problem(
+            "parallel.shard_optimizer_over", zero, f"use dp_shard, or set {key} = zero1 or zero2", key
+        )
     if engine != "fsdp2" and config.precision.float8 in ("tensorwise", "rowwise"):
-        held = f"{fsdp2}, whose buffers cannot hold torchao's float8"
-        yield problem("precision.float8", held, f"use blockwise, mxfp8 or none, or {key} = fsdp2", key)
+        held = f"needs {key} = fsdp2, because the buffers of {engine} cannot hold torchao's float8"
+        yield problem("precision.float8", held, f"use blockwise, mxfp8 or none, or set {key} = fsdp2", key)
     if engine != "fsdp2" and parallel.cpu_offload:
-        yield problem("parallel.cpu_offload", fsdp2, f"use false, or {key} = fsdp2", key)
+        yield problem("parallel.cpu_offload", fsdp2, f"use false, or set {key} = fsdp2", key)
     frees = engine == "fsdp2" and parallel.reshard_after_forward not in ("auto", "never")
     if parallel.pp > 1 and pipeline.schedule in SPLIT_BACKWARD and frees:
-        later = f"would free parameters whose gradients {pipeline.schedule = !s} computes later"
+        later = f"would free parameters before {pipeline.schedule = !s} computes their gradients"
         others = key, "pipeline.schedule", "parallel.pp"
         yield problem("parallel.reshard_after_forward", later, "use auto or never", *others)
 
@@ -248,7 +251,12 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         yield problem("compile.optimizer", adamw, "use false", "optimizer.name")
     if config.compile.optimizer and optimizer.moment_dtype == "int8":
         int8 = "does not work with optimizer.moment_dtype = int8"
-        yield problem("compile.optimizer", int8, "use bfloat16, or false", "optimizer.moment_dtype")
+        yield problem(
+            "compile.optimizer",
+            int8,
+            "use false, or set optimizer.moment_dtype = bfloat16",
+            "optimizer.moment_dtype",
+        )
     if optimizer.parametrization != "standard":
         used = {"base_dim": "model.dim", "base_depth": "model.n_layers"}
         for key in list(used)[: 2 if optimizer.parametrization == "completep" else 1]:
@@ -260,7 +268,9 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         if optimizer.muon.qk_clip and config.model.qk_norm and config.model.latent is None:
             undone = "because RMSNorm removes the scale of queries and keys, and bounds the logits"
             none = f"has no effect with model.qk_norm = true, {undone}"
-            yield problem("optimizer.muon.qk_clip", none, "use 0, or model.qk_norm = false", "model.qk_norm")
+            yield problem(
+                "optimizer.muon.qk_clip", none, "use 0, or set model.qk_norm = false", "model.qk_norm"
+            )
         return
     # With another optimizer, non-default values in [optimizer.muon] are a mistake.
     for key, value in optimizer.muon:
@@ -275,14 +285,19 @@ def _others(config: Config) -> Iterator[Problem]:
         least = (
             f"must be less than train.seq_len = {config.train.seq_len}, so that there is a token to predict"
         )
-        yield problem("model.mtp.depth", least, "lower it", "train.seq_len")
+        yield problem("model.mtp.depth", least, "use a smaller depth", "train.seq_len")
     if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enabled:
         needed = "needs compile.enabled = true, because the compiler chooses the activations to keep"
-        yield problem("activation_checkpoint.mode", needed, "enable it, or use selective", "compile.enabled")
+        yield problem(
+            "activation_checkpoint.mode",
+            needed,
+            "set compile.enabled = true, or use selective",
+            "compile.enabled",
+        )
     checkpointing = config.activation_checkpoint
     if checkpointing.mode == "offload" and checkpointing.modules and config.compile.enabled:
         whole = "must be [] with activation_checkpoint.mode = offload and compile.enabled = true"
-        remedy = "use [], or compile.enabled = false"
+        remedy = "use [], or set compile.enabled = false"
         yield problem("activation_checkpoint.modules", whole, remedy, "compile.enabled")
     if not any(source.weight for source in config.data.sources):
         yield problem("data.sources", "has no source with a weight > 0", "give at least one source a weight")
@@ -301,4 +316,4 @@ def _others(config: Config) -> Iterator[Problem]:
         continues = (
             f'starts at step 0 with loaded weights, but checkpoint.resume = "{resume}" continues a run'
         )
-        yield problem("checkpoint.init", continues, "leave one out", "checkpoint.resume")
+        yield problem("checkpoint.init", continues, "set only one of these keys", "checkpoint.resume")

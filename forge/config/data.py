@@ -85,9 +85,7 @@ class Data(Section):
     on_max_epochs: Annotated[Literal["leave_out", "refuse"], CAPS] = "leave_out"
     """Handling of sources with max_epochs. leave_out: once a source reaches max_epochs, the other sources take over its
     share. refuse: report an error at the start if the run would exceed max_epochs."""
-    at_cap: Annotated[
-        Literal["leave_out", "refuse"] | None, unused("its new name counts: data.on_max_epochs")
-    ] = None
+    at_cap: Annotated[Literal["leave_out", "refuse"] | None, unused("replaced by data.on_max_epochs")] = None
     """Former name of on_max_epochs. Used if on_max_epochs is not set."""
     packing: Literal["stream", "best_fit", "document"] = "stream"
     """How documents are packed into sequences. stream: concatenate all documents and cut every train.seq_len tokens.

@@ -90,7 +90,8 @@ def _schema_with_optimizer(path: str) -> type[Config]:
         raise ValueError(f"{cls.__name__}.Keys is not a subclass of forge.config.Section; {help_page}")
     if section in OptimizerConfig.model_fields:
         remedy = f"set {cls.__name__}.section to another name"
-        raise ValueError(f"its table [optimizer.{section}] has the name of a key of [optimizer]; {remedy}")
+        same = f"the table [optimizer.{section}] of {cls.__name__} has the name of a key of [optimizer]"
+        raise ValueError(f"{same}; {remedy}")
     return _extend({section: keys})
 
 

@@ -23,7 +23,7 @@ def check_float8(config: Config) -> Iterator[Problem]:
     if precision.float8_all_gather is True and parallel.tp > 1:
         yield problem(key, f"cannot be true with {parallel.tp = }", "use auto or false", "parallel.tp")
     if precision.float8_all_gather is True and precision.float8 == "rowwise":
-        rows = "cannot be true with precision.float8 = rowwise, which needs whole rows to scale"
+        rows = "cannot be true with precision.float8 = rowwise, whose scales need whole rows and columns"
         yield problem(key, rows, "use auto or false", "precision.float8")
     if precision.float8 in BLOCKS:
         yield from _blocks_of_tokens(config, BLOCKS[precision.float8])
@@ -35,8 +35,10 @@ def check_float8(config: Config) -> Iterator[Problem]:
         yield problem("precision.float8_experts", needed, "use auto or false", "precision.float8")
     if train.micro_batch_size * train.seq_len % (16 * parallel.cp):
         others = "train.micro_batch_size", "train.seq_len", "parallel.cp"
-        numbers = f"{train.micro_batch_size} * {train.seq_len} / {parallel.cp}"
-        tokens = f"needs 16 to divide the tokens of a microbatch, {' * '.join(others[:2])} / {others[2]} = {numbers}"
+        number = train.micro_batch_size * train.seq_len / parallel.cp
+        numbers = f"{train.micro_batch_size} * {train.seq_len} / {parallel.cp} = {number:g}"
+        product = f"{' * '.join(others[:2])} / {others[2]} = {numbers}"
+        tokens = f"needs a multiple of 16 tokens per microbatch on each rank, but {product}"
         yield problem("precision.float8", tokens, "use another train.seq_len", *others)
 
 
@@ -51,7 +53,9 @@ def _blocks_of_tokens(config: Config, block: int) -> Iterator[Problem]:
     if parts > 1 and seq_len % (block * parts):
         near = multiples(seq_len, block * parts)
         others = ("precision.float8", "parallel.cp", *(("parallel.tp",) if pieces > 1 else ()))
-        whole = f"must be a multiple of {block * parts}: {parts} parts of a sequence in whole blocks of {block} tokens"
+        size = f"{parts} * {block} = {block * parts}"
+        each = f"so that each of {parts} parts of a sequence has whole blocks of {block} tokens"
+        whole = f"must be a multiple of {size}, {each}"
         yield problem("train.seq_len", whole, f"use {near}", *others)
 
 
@@ -65,8 +69,8 @@ def _partial_gradients(config: Config) -> Iterator[Problem]:
     excluded = any(fnmatchcase("layers.0.attention.wkv_b", p) for p in config.precision.float8_exclude)
     if config.parallel.cp > 1 and config.model.latent is not None and not excluded:
         parts = (
-            "gives each rank a partial sum of the gradients of attention.wkv_b, and float8 codes of partial sums "
-            "differ from those of the total"
+            "would change the results, because each rank would round only a partial sum of the gradients of "
+            "attention.wkv_b to float8"
         )
         remedy = 'add "*.wkv_b" to precision.float8_exclude, or use 1'
         yield problem("parallel.cp", parts, remedy, "precision.float8", "model.attention")
@@ -100,8 +104,8 @@ def cut_block(recipe: str, sides: Mapping[str, int], tp: int) -> tuple[str, str]
     fitting = [
         n for n in range(2, tp) if tp % n == 0 and all(side % (block * n) == 0 for side in sides.values())
     ]
-    smaller = "" if recipe == "mxfp8" else "precision.float8 = mxfp8, with blocks of 32, "
-    each = f"leaves {sides[first] / tp:g} features of {first} on each rank, not whole blocks of {block}"
+    smaller = "" if recipe == "mxfp8" else "set precision.float8 = mxfp8 (blocks of 32), "
+    each = f"leaves {sides[first] / tp:g} features of {first} on each rank, which is not a multiple of the block size {block}"
     kind = first.rpartition(".")[2]
     return each, f'use {max(fitting, default=1)}, {smaller}or add "*.{kind}" to precision.float8_exclude'
 

@@ -34,7 +34,7 @@ Override = Annotated[
         r"( ((parallel|pipeline|activation_checkpoint)\.\w+|train\.micro_batch_size)=\S+)*$"
     ),
     Phrase(
-        "KEY=VALUE of [parallel], [pipeline], [activation_checkpoint] or train.micro_batch_size, several with a space between"
+        "KEY=VALUE of [parallel], [pipeline], [activation_checkpoint] or train.micro_batch_size; a space separates several"
     ),
 ]
 CsvPath = Annotated[str, StringConstraints(pattern=r"\.csv$"), Phrase("a path ending in .csv")]

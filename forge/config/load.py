@@ -239,7 +239,7 @@ def _find_config(command: CommandLine, problems: list[Problem]) -> Path | None:
             if path.is_file():
                 return path
     if given.is_dir():
-        own = f"; it has {given / 'config.toml'}" if (given / "config.toml").is_file() else ""
+        own = f" (such as {given / 'config.toml'})" if (given / "config.toml").is_file() else ""
         problems.append(Problem(argument, "is a folder", f"give a TOML file{own}, or a name ({shipped})"))
         return None
     close = nearest(given.name.removesuffix(".toml"), names)

@@ -262,7 +262,7 @@ def check_phases(config: Config) -> Iterator[Problem]:
     ends = [phase.until_tokens for phase in config.phase]
     for index, (before, end) in enumerate(pairwise([0, *ends])):
         if end <= before and not (end == 0 and index + 1 == len(ends)):
-            above = f"must be above {before}, where the phase before it ends"
+            above = f"must be above {before}, the end of the phase before"
             allowed = above if end else "may be 0 in the last phase only"
             yield Problem(("phase", index, "until_tokens"), allowed)
     yield from problems
@@ -272,7 +272,7 @@ def check_phases(config: Config) -> Iterator[Problem]:
             equation = f"train.seq_len / seq_len = {config.train.seq_len} / {variant.train.seq_len} = {parts}"
             allowed = f"has global_batch_size = {batch}, which must be a multiple of {equation}"
             others = ("train", "seq_len"), ("train", "global_batch_size")
-            yield Problem(("phase", number - 1), allowed, "change one", others)
+            yield Problem(("phase", number - 1), allowed, "change global_batch_size or seq_len", others)
 
 
 def _problems(config: Config, phase: Phase) -> Iterator[tuple[str, ...]]:
@@ -281,8 +281,8 @@ def _problems(config: Config, phase: Phase) -> Iterator[tuple[str, ...]]:
     if phase.ramp == "linear" and not phase.until_tokens:
         yield "ramp", "needs until_tokens, the end of the ramp", "set until_tokens"
     if train.seq_len % (phase.seq_len or train.seq_len):
-        longest = f"must divide train.seq_len = {train.seq_len}, the longest"
-        yield "seq_len", longest, "change one", "train.seq_len"
+        longest = f"must divide train.seq_len = {train.seq_len}, the longest sequence"
+        yield "seq_len", longest, "change one of these keys", "train.seq_len"
     if phase.weights is not None and len(phase.weights) != sources:
         many = f"has {len(phase.weights)} weights for {sources} data.sources"
         yield "weights", many, "give one weight for each source", "data.sources"
@@ -311,4 +311,4 @@ def _problems(config: Config, phase: Phase) -> Iterator[tuple[str, ...]]:
         if batch / micro != train.global_batch_size / train.micro_batch_size:
             key = "global_batch_size" if phase.global_batch_size else "micro_batch_size"
             made = f"changes the number of microbatches, but {config.pipeline.schedule} is written for a fixed number"
-            yield key, made, "use a named schedule", "pipeline.schedule"
+            yield key, made, "set pipeline.schedule to a named schedule", "pipeline.schedule"

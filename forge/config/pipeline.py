@@ -62,9 +62,9 @@ def check_stages(config: Config) -> Iterator[Problem]:
         return
     if chosen and not schedule.endswith(".csv") and not _accepts(config, stages):
         fixed = schedule in ONE_PER_RANK + V_SHAPED
-        need = f"{fewest}" if fixed else f"a multiple of parallel.pp = {pp}, at least {fewest}"
-        made = f"makes {stages} stages of model.n_layers = {layers} layers"
-        taken = f"pipeline.schedule = {schedule} with parallel.pp = {pp} takes {need}"
+        need = f"{fewest}" if fixed else f"a multiple of {pp}, at least {fewest}"
+        made = f"splits model.n_layers = {layers} layers into {stages} stage{'s' if stages > 1 else ''}"
+        taken = f"pipeline.schedule = {schedule} with parallel.pp = {pp} needs {need}"
         yield problem(key, f"{made}, but {taken}", _remedy(config), *others)
     elif isinstance(chosen, tuple):
         if sum(chosen) != layers:
@@ -75,7 +75,7 @@ def check_stages(config: Config) -> Iterator[Problem]:
     elif stages > layers:
         many = f"needs {stages} stages with pipeline.schedule = {schedule}"
         few = f"the model has only model.n_layers = {layers} layers"
-        remedy = "use fewer ranks, or GPipe or 1F1B, which have one stage per rank"
+        remedy = "use fewer ranks, or set pipeline.schedule = GPipe or 1F1B, which have one stage per rank"
         yield problem("parallel.pp", f"{many}, but {few}", remedy, *others)
 
 
@@ -90,7 +90,7 @@ def _remedy(config: Config) -> str:
     sizes = [n for n in range(1, layers + 1) if _accepts(config, _stages_of(config, n, rounding))]
     rounds = [r for r in ("up", "down") if _accepts(config, _stages_of(config, chosen, r))]
     remedies = [f"use {min(sizes, key=lambda n: abs(n - chosen))}"] if sizes else []
-    remedies += [f"pipeline.round = {' or '.join(rounds)}"] if rounds else []
+    remedies += [f"set pipeline.round = {' or '.join(rounds)}"] if rounds else []
     return ", or ".join(remedies or ["use 0, which splits as evenly as possible"])
 
 
@@ -103,16 +103,14 @@ def check_microbatches(config: Config, microbatches: int) -> Iterator[Problem]:
     if microbatches < needed:
         few = f"at least {needed} microbatches per optimizer step with parallel.pp = {pp}"
         remedy = "raise train.global_batch_size, or lower train.micro_batch_size or the number of data-parallel ranks"
-        yield problem("pipeline.schedule", f"needs {few}, but the number is {microbatches}", remedy)
+        yield problem("pipeline.schedule", f"needs {few}, but a step has {microbatches}", remedy)
     elif schedule in IN_ROUNDS and not _in_rounds(microbatches, pp):
         below = next(n for n in range(microbatches, 0, -1) if _in_rounds(n, pp))
         above = next(n for n in range(microbatches, 2 * microbatches + pp) if _in_rounds(n, pp))
-        uneven = f"{microbatches} // {pp} = {microbatches // pp} does not divide {microbatches}"
-        keys = "set train.global_batch_size or train.micro_batch_size"
-        rounds = f"needs equal rounds of microbatches, (microbatches // pp) of them, but {uneven}"
-        yield problem(
-            "pipeline.schedule", rounds, f"{keys} for {below} or {above} microbatches per optimizer step"
-        )
+        number = f"{microbatches} // parallel.pp = {microbatches} // {pp} = {microbatches // pp}"
+        rounds = f"needs rounds of equal size, but {microbatches} microbatches per step do not divide into {number} rounds"
+        remedy = "change train.global_batch_size or train.micro_batch_size"
+        yield problem("pipeline.schedule", rounds, f"{remedy} for {below} or {above} microbatches per step")
 
 
 def _in_rounds(microbatches: int, pp: int) -> bool:

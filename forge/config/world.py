@@ -96,7 +96,7 @@ def _check_degrees(config: Config, dp_shard: int) -> Iterator[Problem]:
     parallel, model, train = config.parallel, config.model, config.train
     cp, tp, ep = parallel.cp, parallel.tp, parallel.ep
     if (ranks := dp_shard * cp * tp) % ep:
-        equation = f"dp_shard * cp * tp = {dp_shard} * {cp} * {tp} = {ranks}, which is ep_shard * ep"
+        equation = f"dp_shard * cp * tp = {dp_shard} * {cp} * {tp} = {ranks}"
         yield problem("parallel.ep", f"must divide {equation}", f"use one of {divisors(ranks)}")
     if model.moe is not None and model.moe.n_experts % ep:
         remedy = f"use one of {divisors(model.moe.n_experts)}"
@@ -118,7 +118,7 @@ def _check_degrees(config: Config, dp_shard: int) -> Iterator[Problem]:
     if parallel.context == "ulysses" and some and model.n_heads % tp == 0 and heads % cp:
         share = f"model.n_heads / tp = {model.n_heads} / {tp} = {heads}"
         reason = "because parallel.context = ulysses exchanges whole heads"
-        remedy = f"use one of {divisors(heads)}, or parallel.context = allgather or ring"
+        remedy = f"use one of {divisors(heads)}, or set parallel.context = allgather or ring"
         yield problem("parallel.cp", f"must divide {share}, {reason}", remedy)
 
 

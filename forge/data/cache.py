@@ -160,8 +160,8 @@ class BlockCache:
         if not self._is_full:
             self._is_full = True
             log.warning(
-                "data.cache_dir %s: %s, although the cache is smaller than data.cache_gib: blocks that do not fit are "
-                "fetched at every use",
+                "data.cache_dir %s: %s, although the cache is smaller than data.cache_gib. Blocks that do not fit are "
+                "fetched at every use. Make room, or lower data.cache_gib",
                 self.folder,
                 error.strerror,
                 extra=Cause.NOTE.mark,

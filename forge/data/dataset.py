@@ -86,7 +86,7 @@ class PackedDataset:
         if name not in self.sources:
             raise UserError(
                 f"sample {global_sample} comes from a source that is no longer in data.sources (fingerprint {name}); "
-                "add it, with any weight above 0, or start a new run under another run.name, with the present sources only"
+                "add that source with a weight above 0, or start a new run under another run.name"
             )
         epoch, index = divmod(sample, self.windows[name])
         return name, epoch, self._permutation(self.windows[name], self.order.key(number, epoch))(index)

@@ -274,8 +274,8 @@ class TokenDataset:
             raise UserError(f"{self.path}: holds no document; prepare it again from input that has text")
         if self.vocab_size is not None and index.max_token_id >= self.vocab_size:
             raise UserError(
-                f"{self.path}: holds token id {index.max_token_id}, and model.vocab_size is {self.vocab_size}; "
-                f"set model.vocab_size to the tokenizer's {index.vocab_size} or more"
+                f"{self.path}: holds token id {index.max_token_id}, but model.vocab_size is {self.vocab_size}; "
+                f"set model.vocab_size to the tokenizer's size, {index.vocab_size}, or more"
             )
 
     def _check_size(self, record: FileRecord, elements: int, dtype: np.dtype) -> None:
@@ -290,7 +290,7 @@ class TokenDataset:
         if found != expected or record.bytes != expected:
             raise UserError(
                 f"{path}: has {found} bytes, but {INDEX} says {record.bytes} ({elements} x "
-                f"{dtype.itemsize}); it is truncated or replaced: make the dataset again"
+                f"{dtype.itemsize}); the file is truncated or was replaced: prepare the dataset again"
             )
 
 

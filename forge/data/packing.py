@@ -96,7 +96,7 @@ def open_plan(
     damaged, or belongs to another dataset.
     """
     path = join(folder, f"{plan_name(kind, seq_len)}.json")
-    remedy = f"make it with scripts/prepare_data.py --packing {kind} --seq-len {seq_len}, also for a finished dataset"
+    remedy = f"make a plan with scripts/prepare_data.py --packing {kind} --seq-len {seq_len}, also for a finished dataset"
     try:
         content = read_whole(path) if is_url(path) else Path(path).read_bytes()
     except FileNotFoundError:
@@ -106,16 +106,16 @@ def open_plan(
     try:
         index = PlanIndex.model_validate_json(content)
     except ValidationError:
-        raise UserError(f"{path}: damaged or of another version; remove it, and {remedy}") from None
+        raise UserError(f"{path}: is damaged or of another version; remove the file, then {remedy}") from None
     if index.dataset != dataset:
-        raise UserError(f"{path}: was made for other content of {folder}; remove it, and {remedy}")
+        raise UserError(f"{path}: was made for other content of {folder}; remove the file, then {remedy}")
     expected = (index.sequences + 1) * SEQUENCES.itemsize, index.pieces * PIECES.itemsize
     files = index.sequence_file, index.piece_file
     for file, size in zip(files, expected, strict=True):
         found = file.bytes if is_url(folder) else _size(join(folder, file.name))
         if found != size or file.bytes != size:
             raise UserError(
-                f"{join(folder, file.name)}: has {found} bytes instead of {size}; remove this packing plan, and {remedy}"
+                f"{join(folder, file.name)}: has {found} bytes instead of {size}; remove this packing plan, then {remedy}"
             )
     return PackingPlan(index, open_file(files[0], SEQUENCES), open_file(files[1], PIECES))
 

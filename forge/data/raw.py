@@ -171,7 +171,8 @@ class MegatronTokens(MappedIds):
         found, least = index.size, places[2] + 8 * documents
         if found not in (least, least + sequences):  # with modes
             raise UserError(
-                f"{self._index}: has {found} bytes, but its header requires {least}; it is truncated or damaged: restore it"
+                f"{self._index}: has {found} bytes, but its header requires {least}; the index is truncated or damaged: "
+                "restore it"
             )
         self._lengths = index.array(np.dtype("<i4"), places[0], sequences)
         self._pointers = index.array(np.dtype("<i8"), places[1], sequences)
@@ -240,13 +241,13 @@ class MegatronTokens(MappedIds):
             firsts = self._firsts[begin : begin + _BLOCK]
             if (np.diff(firsts, prepend=before) < 0).any():
                 raise UserError(
-                    f"{self._index}: its document indices do not ascend; it is damaged: restore it"
+                    f"{self._index}: its document indices do not ascend; the index is damaged: restore it"
                 )
             before = int(firsts[-1])
         if not len(self._firsts) or self._firsts[0] != 0 or before != len(self._lengths):
             raise UserError(
                 f"{self._index}: its document indices must begin with 0 and end with {len(self._lengths)}, its number "
-                "of sequences; it is damaged: restore it"
+                "of sequences; the index is damaged: restore it"
             )
 
 

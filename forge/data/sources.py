@@ -69,7 +69,7 @@ def open_source(
         if dtype is None:  # never guessed, because a uint16 file is also a valid uint32 file
             index = file.with_suffix(".idx")
             megatron = (
-                f"; beside it is {index.name}: for a Megatron dataset name that file"
+                f"; if it belongs to a Megatron dataset, name {index.name} beside it instead"
                 if index.is_file()
                 else ""
             )

@@ -88,7 +88,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         found = [file / name for name in (JSON_FILE, MODEL_FILE) if (file / name).is_file()]
         if not found:
             raise UserError(
-                f"tokenizer {file}: the folder has no {JSON_FILE} and no {MODEL_FILE}; make one with "
+                f"tokenizer {file}: the folder has no {JSON_FILE} and no {MODEL_FILE}; make a tokenizer with "
                 "scripts/train_tokenizer.py, or use 'bytes', which needs no file"
             )
         file = found[0]
@@ -101,7 +101,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return HuggingFaceTokenizer({JSON_FILE: content} | beside, str(file))
     except OSError as error:
         raise UserError(
-            f"tokenizer {file}: cannot be read: {error.strerror}; make one with scripts/train_tokenizer.py, "
+            f"tokenizer {file}: cannot be read: {error.strerror}; make a tokenizer with scripts/train_tokenizer.py, "
             "or use 'bytes', which needs no file"
         ) from None
 

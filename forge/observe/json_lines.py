@@ -81,7 +81,7 @@ class JsonLines:
             self._warned = False
         except OSError as error:
             if not self._warned:
-                message = "cannot write to %s: %s. New lines stay in memory until it is writable again"
+                message = "cannot write to %s: %s. New lines stay in memory until the file is writable again"
                 log.warning(message, self.path, error, extra=Cause.NOT_WRITTEN.mark)
             self._warned = True
 

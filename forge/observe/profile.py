@@ -32,7 +32,7 @@ class StepProfiler(Hook):
         self._chosen = bool(config.span) and rank in config.ranks
         self._snapshot = config.memory_snapshot and device.type == "cuda"
         if self._chosen and config.memory_snapshot and not self._snapshot:
-            message = "profile.memory_snapshot: only CUDA memory has snapshots; none is made"
+            message = "profile.memory_snapshot: no snapshot is made, because only CUDA memory has snapshots"
             log.warning(message, extra=Cause.NOTE.mark)
         self._rank, self._folder, self._device = rank, folder, device
         self._profile: profile | None = None

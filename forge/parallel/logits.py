@@ -66,7 +66,7 @@ class LargestLogits:
                 kind = type(attention).__name__
                 raise UserError(
                     f"optimizer.muon.qk_clip scales query and key projections, but the logits of {kind} in layer {layer} "
-                    f"are not products of such projections; use optimizer.muon.qk_clip = 0"
+                    f"are not products of such projections; set optimizer.muon.qk_clip = 0"
                 )
             latent = hasattr(attention.attend, "attend_latent")
             observed = ObservedLatents if latent else ObservedAttention

@@ -152,7 +152,7 @@ def _as_written(key: str, there: object, now: object, old: Config, new: Config) 
         ("data.on_max_epochs", old.data.on_max_epochs, new.data.on_max_epochs),
     ]
     differ = [one for one in written if one[1] != one[2]]
-    computed = (f"{name}, with data.temperature and the size of the source,", there, now)
+    computed = (f"{name} (computed with data.temperature and the size of the source)", there, now)
     return [(name, _shown(was), _shown(is_now)) for name, was, is_now in differ or [computed]]
 
 

@@ -95,7 +95,7 @@ def read_origin(directory: RunDirectory) -> Origin | None:
         return None
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{directory.origin} cannot be read ({error}); remove it to let checkpoint.resume take effect again"
+            f"{directory.origin} cannot be read ({error}); remove this file to let checkpoint.resume take effect again"
         ) from None
 
 
@@ -136,8 +136,8 @@ def log_that_origins_count_once(config: Config, path: Path) -> None:
     for key, value in (("resume", config.checkpoint.resume), ("init", config.checkpoint.init)):
         if value not in ("", "auto"):
             log.info(
-                "checkpoint.%s = %s is ignored: the run resumes from its own checkpoint %s. To begin there, use another "
-                "run.name",
+                "checkpoint.%s = %s is ignored: the run resumes from its own checkpoint %s. For the key to take "
+                "effect, use another run.name",
                 key,
                 value,
                 path.name,

@@ -71,7 +71,7 @@ def explaining_exhaustion(
         # An error here must not hide the original one.
         with suppress(Exception):
             once(lambda: _log_plans(config, degrees, changes, report.device, patience), patience)
-        message = f"out of memory {when}; see the memory table and three keys to change above"
+        message = f"out of memory {when}; see the memory table and the keys to change above"
         raise UserError(message, FAILED, Cause.OUT_OF_MEMORY) from error
 
 
@@ -91,7 +91,7 @@ def _log_plans(
 
     Plans that are not ready after `patience_s` seconds are left out.
     """
-    log.info("planning the memory with each of these keys, for at most %.0f s", patience_s)
+    log.info("planning the peak memory with each of these changes, for at most %.0f s", patience_s)
     configs = [(config, degrees.world)]
     configs += [(changed, _world(change, degrees)) for change, changed in changes]
     now, *then = planned_peaks(configs, device, patience_s)
@@ -191,7 +191,7 @@ def _on_activations(config: Config) -> Iterator[Change]:
     if train.loss_chunk_tokens > 128:
         yield "train.loss_chunk_tokens", train.loss_chunk_tokens // 4, "fewer logits at once" + _SAME_CURVE
     if train.seq_len > 1:
-        yield "train.seq_len", train.seq_len // 2, "shorter sequences: another run, on other samples"
+        yield "train.seq_len", train.seq_len // 2, "shorter sequences; the samples and the curve change"
 
 
 def _on_state(config: Config, degrees: Degrees) -> Iterator[Change]:
@@ -202,12 +202,12 @@ def _on_state(config: Config, degrees: Degrees) -> Iterator[Change]:
         yield (
             "parallel.dp_replicate",
             1,
-            "with parallel.dp_shard = -1: shard over all ranks" + _SAME_CURVE,
+            "also set parallel.dp_shard = -1, to shard over all ranks" + _SAME_CURVE,
         )
     effect = f"half the state per rank, on {2 * degrees.world} processes" + _SAME_CURVE
     yield "parallel.dp_shard", 2 * degrees.dp_shard, effect
     if ":" not in config.optimizer.name and config.optimizer.moment_dtype == "float32":
-        yield "optimizer.moment_dtype", "bfloat16", "half the optimizer state or less, less exact"
+        yield "optimizer.moment_dtype", "bfloat16", "at most half the optimizer state, but less exact"
     if config.precision.storage == "float64":
         yield "precision.storage", "float32", "half the state"
 
@@ -221,7 +221,11 @@ def _on_host(config: Config, on_gpu: bool) -> Iterator[Change]:
     if on_gpu and config.activation_checkpoint.mode in ("none", "selective"):
         yield "activation_checkpoint.mode", "offload", "activations in host memory" + _SAME_CURVE
     if on_gpu and not config.parallel.cpu_offload:
-        yield "parallel.cpu_offload", True, "state in host memory, slow" + _SAME_CURVE
+        yield (
+            "parallel.cpu_offload",
+            True,
+            "parameters and optimizer state in host memory, which is slow" + _SAME_CURVE,
+        )
 
 
 def _accepted(config: Config, degrees: Degrees, change: Change) -> Config | None:

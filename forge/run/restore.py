@@ -81,7 +81,7 @@ def _fresh_slots(
     before = saved_name or name
     if before != (name or before) or (there ^ here) - STARTS_ALONE:
         old, new = _describe(before, there), _describe(name, here)
-        message = "%s has optimizer state of %s; the state of %s starts from its initial values"
+        message = "%s has the optimizer state of %s, which is not loaded; the state of %s starts from its initial values"
         log.warning(message, path.name, old, new, extra=Cause.NOTE.mark)
         return None
     if fresh := here - there:

@@ -110,8 +110,8 @@ def read_rollbacks(directory: RunDirectory) -> list[dict[str, Any]]:
         found = error
     if not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
         raise UserError(
-            f"{directory.rollbacks} cannot be read as JSON. Remove it. The newest checkpoint lists all earlier "
-            "roll-backs. The run forgets later ones, and repeats them if their causes recur"
+            f"{directory.rollbacks} cannot be read as JSON; remove this file. The newest checkpoint lists all "
+            "roll-backs before it. The run forgets later roll-backs, and repeats them if their causes recur"
         )
     return found
 

@@ -115,7 +115,7 @@ class Saves(Hook):
             self.save()
             self._wait()
         if self._error is not None:
-            message = f"the last checkpoint, of step {step}, failed: {self._error}"
+            message = f"saving the last checkpoint (step {step}) failed: {self._error}"
             raise UserError(message, FAILED, self._cause)
 
     def _wait(self) -> None:

@@ -49,7 +49,7 @@ class Cause(StrEnum):
 
     OUT_OF_MEMORY = (
         *("out_of_memory", _ENDS, "out of memory on a GPU or host"),
-        "The log has a memory table, three keys to change and the planned peak with each. Change one of them.",
+        "The log has a memory table, up to three keys to change, and the planned peak with each. Change one of these keys.",
     )
     WATCHDOG = (
         *("watchdog", _ENDS, "a phase exceeded its time limit: a rank hangs, or the limit is too short"),
@@ -58,7 +58,7 @@ class Cause(StrEnum):
     )
     KILLED = (
         *("killed", _ENDS, "a rank was killed, died or no longer answers"),
-        "Look at the node of that rank: out of memory (`dmesg`), a GPU fault, a reboot.",
+        "Look on the node of that rank for exhausted memory (`dmesg`), a GPU fault or a reboot.",
     )
     CONNECTION_LOST = (
         *("connection_lost", _ENDS, "a connection to another rank broke"),
@@ -96,8 +96,8 @@ class Cause(StrEnum):
     )
     SAVE_FAILED = (
         *("save_failed", _ENDS, "a save failed; the checkpoints before it are untouched"),
-        "The next interval tries again; `checkpoint.max_failed_saves` failures in a row, or the last save, end the run. Look "
-        "at the disk and the mount of the named rank.",
+        "The next interval tries again. `checkpoint.max_failed_saves` failures in a row, or a failure of the last save, "
+        "end the run. Look at the disk and the mount of the named rank.",
     )
     STORE_FAILED = (
         *("store_failed", _ENDS, "a store refused a request, or did not answer for too long"),
@@ -119,7 +119,7 @@ class Cause(StrEnum):
     )
     CHANGED_DATA = (
         *("changed_data", _ENDS, "the data or the tokenizer changed since the checkpoint"),
-        "Restore them. Or set `checkpoint.allow_changed_data = true`, which accepts other data, but no other tokenizer.",
+        "Restore them. Or set `checkpoint.allow_changed_data = true`, which accepts other data, but not another tokenizer.",
     )
     DATA = (
         *("data", _ENDS, "the data cannot be used: damaged, too short, or of another tokenizer"),
@@ -127,7 +127,7 @@ class Cause(StrEnum):
     )
     STOPPED = (
         *("stopped", _STOPS, "the run was asked to stop: by a signal, `resilience.time_limit_s` or a hook"),
-        "Start the same command again when you like. A checkpoint was saved, unless no step had been made.",
+        "Start the same command again when you like. A checkpoint was saved, unless the run stopped before its first step.",
     )
     DRAINED = (
         *("drained", _STOPS, "a node left an elastic run because a rank on it stayed slow"),
@@ -156,11 +156,11 @@ class Cause(StrEnum):
     )
     TRANSIENT = (
         *("transient", _COSTS, "a step was skipped; its batch gave finite values when recomputed"),
-        "Nothing, if it is rare. Suspect the node of the rank.",
+        "Nothing, if it is rare. Otherwise suspect the node of the rank.",
     )
     DETERMINISTIC = (
         *("deterministic", _COSTS, "a step was skipped; its batch was bad again when recomputed"),
-        "Nothing, if it is rare. Suspect the data of this step or the learning rate.",
+        "Nothing, if it is rare. Otherwise suspect the data of this step or the learning rate.",
     )
     SPIKE = (
         *("spike", _COSTS, "loss or gradient norm is far above the usual"),
@@ -192,7 +192,7 @@ class Cause(StrEnum):
             _NOTE,
             "all ranks wait for a slow rank, in `data`, `forward` or `optimizer`",
         ),
-        "Look for a hot GPU, a busy node or a slow disk. Training is not wrong.",
+        "Look for a hot GPU, a busy node or a slow disk. The results are still correct.",
     )
     DATA_STALL = (
         *("data_stall", _NOTE, "training waits for data of a store"),

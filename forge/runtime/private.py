@@ -104,7 +104,7 @@ def _problem(folder: Path, key: str, adopts: Callable[[Path], bool]) -> str | No
     if not stat.S_ISDIR(found.st_mode):
         return f"is a link or a file; set {key} to a directory"
     if found.st_uid != os.geteuid():
-        return f"belongs to user {found.st_uid}; set {key} to a folder of your own"
+        return f"belongs to user {found.st_uid}; set {key} to a folder that belongs to you"
     if found.st_mode & 0o022 or (is_marked and found.st_mode & 0o077):
         return (
             f"is open to other users; if nobody else has changed it: chmod 700 {folder}; otherwise remove it"

@@ -149,8 +149,9 @@ def with_retries(what: str, work: Callable[[], Result]) -> Result:
                     raise failed from error
                 wait = pause * random.uniform(0.5, 1.5)
                 pause = min(2 * pause, _LONGEST_S)
-                _waits[thread] = f"{what}: {attempt} failed, the last by {cause}"
-                again = "%s: attempt %d failed, again in %.1f s: %s"
+                attempts = f"{attempt} attempt{'s' if attempt > 1 else ''}"
+                _waits[thread] = f"{what}: {attempts} failed, the last with {cause}"
+                again = "%s: attempt %d failed, next attempt in %.1f s: %s"
                 log.warning(again, what, attempt, wait, cause, extra=Cause.NOTE.mark)
                 if given_up.wait(wait):
                     raise failed from error

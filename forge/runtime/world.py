@@ -97,7 +97,7 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
             if name not in environment:
                 raise UserError(
                     f"RANK and WORLD_SIZE are set in the environment, but {name} (part of the rendezvous address) is "
-                    f"not: start under torchrun or srun, set it, or unset RANK and WORLD_SIZE for one process"
+                    f"not: start under torchrun or srun, set {name}, or unset RANK and WORLD_SIZE for one process"
                 )
         rank, size = number("RANK"), number("WORLD_SIZE")
         if not 0 <= rank < size:
@@ -207,7 +207,7 @@ def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
         text = f"{arrived} of {world.size} processes have arrived at port {os.environ['MASTER_PORT']}"
         if waited_s >= timeout.total_seconds():
             raise UserError(
-                f"only {text} within {timeout.total_seconds():.0f} s: start the missing ones, or look at their logs",
+                f"only {text} within {timeout.total_seconds():.0f} s: start the missing processes, or look at their logs",
                 FAILED,
             )
         if waited_s >= speak_s:

@@ -132,20 +132,29 @@ def decide(
         turns = f"{history.without_progress} consecutive job runs have"
         return "end", f"was stopped, and {turns} saved nothing new: ask for more --time"
     if status.get("exit_code") in (BAD_CONFIG, NO_CHECKPOINT) or (code == FINISHED and not status):
-        return "end", f"is {state}, exit code {code}"
+        return "end", f"ended with exit code {code} in state {state}"
     if restarts < limits.restarts:
-        return "restart", f"is {state}, exit code {code}"
+        return "restart", f"ended with exit code {code} in state {state}"
     history.failed += 1
     if not saved:
         # The usual cause of KILLED is a lost node, because srun ends before Slurm notices the loss.
         history.without_progress += code == KILLED
         if code != KILLED or history.without_progress >= limits.turns_without_progress:
-            return "end", f"is {state}, exit code {code}, and this job run saved no checkpoint"
-        return "requeue", f"is {state}, a worker was killed, and this job run saved no checkpoint"
+            return (
+                "end",
+                f"ended with exit code {code} in state {state}, and this job run saved no checkpoint",
+            )
+        return "requeue", "ended because a worker was killed, and this job run saved no checkpoint"
     if history.failed > limits.failed_turns:
-        return "end", f"is {state}, exit code {code}, after {history.failed} consecutive job runs that failed"
+        return (
+            "end",
+            f"ended with exit code {code} in state {state}, and {history.failed} consecutive job runs have failed",
+        )
     history.without_progress = 0
-    return "requeue", f"is {state}, exit code {code}, after it had saved a checkpoint"
+    return (
+        "requeue",
+        f"ended with exit code {code} in state {state}, after this job run had saved a checkpoint",
+    )
 
 
 def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
@@ -180,7 +189,9 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
         job_state = _output_of("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip()
         if job_state not in ("", "RUNNING"):
             # A node died, or the job was cancelled or preempted: Slurm decides about the requeue.
-            _print(f"Slurm has ended this run of job {job} ({job_state}), and decides whether to requeue it")
+            _print(
+                f"Slurm has ended this run of job {job} ({job_state}), and decides whether to requeue the job"
+            )
             return code
         action, why = decide(before, RunSnapshot.read(run), code, history, limits, restarts)
         if action != "restart":
@@ -288,7 +299,7 @@ def _limits(environment: Mapping[str, str]) -> RequeueLimits:
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name) or str(default)
     if not text.isdecimal():
-        raise UserError(f"{name} = {text} in the environment: it must be a whole number")
+        raise UserError(f"{name} = {text} in the environment: must be a whole number")
     return int(text)
 
 

@@ -9,7 +9,7 @@ LINEAR = ['--model.layer_pattern=["linear"]', "--model.linear_attention={n_key_h
 ROPE = "\n[model.rope_scaling]\nfactor = 8\noriginal_max_position = 16\n"
 KEY_HEADS = (
     "must divide model.linear_attention.n_key_heads = 2, because every tp rank needs the same number of key heads; "
-    "use 1, 2"
+    "use one of 1, 2"
 )
 
 
@@ -22,20 +22,23 @@ KEY_HEADS = (
         ),
         (
             ["--model.dim=72"],
-            "model.head_dim = 9 (default): must be even, because RoPE rotates pairs; use 10",
+            "model.head_dim = 9 (default): must be even, because RoPE rotates pairs of features; use 10",
         ),
         (["--model.head_dim=7"], "model.head_dim = 7 (command line): must be even"),
         (["--model.n_kv_heads=3"], "must divide model.n_heads = 8; use one of 1, 2, 4, 8"),
         (
             ['--model.layer_pattern=["full","nope","full"]'],
-            "has 3 kinds for model.n_layers = 2; leave some out",
+            "has 3 entries, more than model.n_layers = 2; leave some out",
         ),
         (["--model.rope_fraction=0.3"], "but RoPE rotates pairs; use 0.25"),
         (
             ["--model.attention=mla", "--model.mla={qk_rope_head_dim=7}"],
-            "must be even, because RoPE rotates pairs; use 8",
+            "must be even, because RoPE rotates pairs of features; use 8",
         ),
-        (['--model.layer_pattern=["full","sliding"]'], "which need model.sliding_window; set it"),
+        (
+            ['--model.layer_pattern=["full","sliding"]'],
+            "which need model.sliding_window; set model.sliding_window to",
+        ),
         (
             ['--model.layer_pattern=["full","linear"]'],
             "has linear layers, which need the table [model.linear_attention]; set its keys",
@@ -64,9 +67,12 @@ KEY_HEADS = (
         (['--data.validation=[{name="a",path="x"},{name="a",path="y"}]'], "more than one source named a"),
         (["--precision.compute=float64", "--precision.reduce=bfloat16"], "precision.reduce"),
         (["--precision.compute=float64", "--precision.storage=bfloat16"], "precision.storage"),
-        (["--checkpoint.init=a", "--checkpoint.resume=b"], "leave one out"),
+        (["--checkpoint.init=a", "--checkpoint.resume=b"], "set only one of these keys"),
         (["--precision.float8=rowwise", "--precision.float8_all_gather=true"], "use auto or false"),
-        (["--precision.float8=rowwise", "--train.seq_len=24"], "1 * 24 / 1; use another train.seq_len"),
+        (
+            ["--precision.float8=rowwise", "--train.seq_len=24"],
+            "= 1 * 24 / 1 = 24; use another train.seq_len",
+        ),
         (
             ["--parallel.shard_optimizer_over=dp"],
             "needs parallel.data_parallel = zero1 or zero2, but it is fsdp2; use dp_shard",
@@ -77,7 +83,7 @@ KEY_HEADS = (
         ),
         (
             ["--precision.float8=rowwise", "--parallel.data_parallel=zero1"],
-            "needs parallel.data_parallel = fsdp2, but it is zero1",
+            "needs parallel.data_parallel = fsdp2, because the buffers of zero1 cannot hold",
         ),
         (
             ["--precision.float8=tensorwise", "--precision.float8_experts=true"],
@@ -85,7 +91,8 @@ KEY_HEADS = (
         ),
         (
             ["--precision.float8=mxfp8", "--train.seq_len=160", "--parallel.cp=2"],
-            "must be a multiple of 128: 4 parts of a sequence in whole blocks of 32 tokens; use 128 or 256",
+            "must be a multiple of 4 * 32 = 128, so that each of 4 parts of a sequence has whole blocks of 32 tokens; "
+            "use 128 or 256",
         ),
         (
             [
@@ -95,15 +102,17 @@ KEY_HEADS = (
                 "--model.attention=mla",
                 '--precision.float8_exclude=["*.w*"]',
             ],
-            "must be a multiple of 256: 2 parts of a sequence in whole blocks of 128 tokens; use 256 or 512",
+            "must be a multiple of 2 * 128 = 256, so that each of 2 parts of a sequence has whole blocks of 128 tokens; "
+            "use 256 or 512",
         ),
         (
             ["--precision.float8=blockwise", "--model.ffn_dim=256", "--parallel.tp=2", "--model.dim=64"],
-            "leaves 32 features of attention.wq on each rank, not whole blocks of 128; use 1, precision.float8 = mxfp8",
+            "leaves 32 features of attention.wq on each rank, which is not a multiple of the block size 128; use 1, "
+            "set precision.float8 = mxfp8",
         ),
         (
             ["--precision.float8=mxfp8", "--train.seq_len=128", "--parallel.cp=2", "--model.attention=mla"],
-            'differ from those of the total; add "*.wkv_b" to precision.float8_exclude, or use 1',
+            'attention.wkv_b to float8; add "*.wkv_b" to precision.float8_exclude, or use 1',
         ),
         (
             ["--parallel.cpu_offload=true", "--parallel.data_parallel=ddp"],
@@ -199,9 +208,9 @@ def test_a_run_may_end_within_its_warm_up(tmp_path) -> None:
         (
             "n_experts = 8, balance = 'quantile', n_expert_groups = 4, n_limited_groups = 2",
             "balance",
-            "use bias, or n_limited_groups = 0",
+            "use bias, or set model.moe.n_limited_groups = 0",
         ),
-        ("n_experts = 2, top_k = 2, balance = 'quantile'", "balance", "use none, or a smaller top_k"),
+        ("n_experts = 2, top_k = 2, balance = 'quantile'", "balance", "use none, or lower model.moe.top_k"),
     ],
 )
 def test_invalid_groups_of_experts_are_refused(tmp_path, moe: str, key: str, says: str) -> None:

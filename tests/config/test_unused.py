@@ -47,7 +47,7 @@ YARN = '{kind = "yarn", factor = 2.0, original_max_position = 64, low_freq_facto
         (["--data.mixture_block=99"], "data.mixture_block (there is one source)"),
         (["--data.cache_gib=99"], "data.cache_gib (no source is a URL)"),
         (["--data.on_max_epochs=refuse"], "data.on_max_epochs (no source has max_epochs)"),
-        (["--data.at_cap=refuse"], "data.at_cap (its new name counts: data.on_max_epochs)"),
+        (["--data.at_cap=refuse"], "data.at_cap (replaced by data.on_max_epochs)"),
         (["--model.sliding_window_pattern=2"], "model.sliding_window_pattern (model.sliding_window is 0)"),
         (
             ["--model.attention=mla", "--model.n_kv_heads=1", "--model.qk_norm=true"],

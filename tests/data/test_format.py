@@ -132,7 +132,7 @@ def test_d1_damage_is_found_at_opening_and_named(tmp_path, damage):
 def test_d1_an_id_beyond_the_vocabulary_is_found_at_opening(tmp_path):
     write_documents(tmp_path / "set", [30])
     assert open_source(str(tmp_path / "set"), 0, vocab_size=30).tokens == 30
-    with pytest.raises(UserError, match=r"token id 29, and model\.vocab_size is 29"):
+    with pytest.raises(UserError, match=r"token id 29, but model\.vocab_size is 29"):
         open_source(str(tmp_path / "set"), 0, vocab_size=29)
 
 

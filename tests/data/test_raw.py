@@ -28,7 +28,7 @@ def test_a_dtype_is_never_guessed(tmp_path):
 def test_a_megatron_dataset_named_by_its_bin_is_refused_with_its_index(tmp_path):
     write(tmp_path / "a.bin", range(10))
     (tmp_path / "a.idx").touch()
-    with pytest.raises(UserError, match=r"a.idx: for a Megatron dataset name that file"):
+    with pytest.raises(UserError, match=r"if it belongs to a Megatron dataset, name a.idx beside it instead"):
         open_source(str(tmp_path / "a.bin"), 0, 1000)
 
 

@@ -138,7 +138,7 @@ def test_has_the_requested_size_and_pieces_of_spaces_and_line_ends(tokenizer):
     [
         (-1, "needs at least 260: "),
         (280, r"needs at least \d+: 256 bytes, 3 special pieces and the common characters of the text$"),
-        (10**6, r"the text of the sample gives at most \d+ pieces; lower it, or give more text"),
+        (10**6, r"the text of the sample gives at most \d+ pieces; lower --vocab-size, or give more text"),
     ],
 )
 def test_an_impossible_vocabulary_is_one_sentence(tmp_path, vocab_size, reason):
@@ -167,7 +167,7 @@ def test_the_sample_follows_the_vocabulary(tmp_path, monkeypatch, vocab_size, ne
 
 def test_too_little_text_for_the_vocabulary_is_a_warning_with_the_needed_size(tmp_path, capsys):
     train_tokenizer([PYTHON], tmp_path, 700, max_bytes=40_000)
-    assert "MB of text; a vocabulary of 700 needs about 0.7 MB" in capsys.readouterr().err
+    assert "MB of text, but a vocabulary of 700 needs about 0.7 MB" in capsys.readouterr().err
     (tmp_path / "a.txt").write_text("".join(path.read_text() for path in PYTHON.glob("*.py")) * 10)
     for max_bytes in (None, 400_000):  # the whole file, and a part of it
         train_tokenizer([tmp_path / "a.txt"], tmp_path, 400, max_bytes=max_bytes)

@@ -41,7 +41,7 @@ def test_r6_another_runs_checkpoint_replaces_the_old_history(tmp_path, source: R
     assert (run.path / ".aside-metrics.jsonl").read_text() == old
     [event] = run.events("set_aside")
     assert event["metrics"] == ".aside-metrics.jsonl" and len(event["checkpoints"]) == 2
-    assert ".aside-metrics.jsonl" in run.log() and "is of another history: renamed" in run.log()
+    assert ".aside-metrics.jsonl" in run.log() and "belongs to another history: renamed to" in run.log()
 
 
 def test_a_checkpoint_set_aside_is_another_history(tmp_path) -> None:

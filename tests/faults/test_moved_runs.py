@@ -98,7 +98,7 @@ def test_r8_a_damaged_record_of_roll_backs_is_one_sentence(tmp_path, content: by
     run = Run(tmp_path)
     assert run("--train.steps=6") == 0
     (run.path / "rollbacks.json").write_bytes(content)
-    assert "rollbacks.json cannot be read as JSON. Remove it" in refused(run)
+    assert "rollbacks.json cannot be read as JSON; remove this file" in refused(run)
     (run.path / "rollbacks.json").unlink()
     assert run() == 0
 

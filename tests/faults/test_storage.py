@@ -307,7 +307,7 @@ def test_s4_without_a_limit_a_run_continues_and_fails_only_at_its_last_save(tmp_
     run = Run(tmp_path, "--checkpoint.max_failed_saves=0")
     assert run(world=2, fault="save.between_shards:*:1:raise") == 1
     assert run.metrics() == undisturbed(world=2).metrics()
-    assert "the last checkpoint, of step 10, failed" in run.status()["reason"]
+    assert "saving the last checkpoint (step 10) failed" in run.status()["reason"]
 
 
 @pytest.mark.planted("save_failed", "stopped")

@@ -78,7 +78,7 @@ def test_attention_of_another_kind_is_refused_by_its_name_and_layer() -> None:
     shards = [Shard.whole("layers.7.attention.wq.weight", nn.Parameter(torch.zeros(4, 4)))]
     with pytest.raises(
         UserError,
-        match=r"qk_clip .* the logits of Latent in layer 7 are not products of such projections; use .*qk_clip = 0",
+        match=r"qk_clip .* the logits of Latent in layer 7 are not products of such projections; set .*qk_clip = 0",
     ) as caught:
         logits.LargestLogits(parts, shards, LAYOUT)
     assert caught.value.exit_code == BAD_CONFIG

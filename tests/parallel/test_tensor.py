@@ -128,13 +128,14 @@ def test_an_empty_sum_starts_no_collective() -> None:
     [
         (
             ["--parallel.tp=3"],
-            "must divide model.n_heads = 8, because every tp rank needs the same number of query heads; use 1, 2, 4, 8",
+            "must divide model.n_heads = 8, because every tp rank needs the same number of query heads; "
+            "use one of 1, 2, 4, 8",
         ),
         (["--parallel.tp=4", "--model.n_kv_heads=2"], "must divide model.n_kv_heads = 2"),
         (["--parallel.tp=4", "--model.ffn_dim=90"], "must divide model.ffn_dim = 90"),
         (
             ["--parallel.tp=2", "--train.seq_len=33"],
-            "multiple of parallel.cp * parallel.tp = 1 * 2 = 2; use 32 or 34, or false",
+            "multiple of parallel.cp * parallel.tp = 1 * 2 = 2; set train.seq_len = 32 or 34, or use false",
         ),
         (
             ["--parallel.tp=8", "--model.vocab_size=9"],

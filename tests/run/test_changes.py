@@ -152,7 +152,7 @@ FINGERPRINTS = {
         (
             [],
             {"data.sources[1].weight": 0.19},
-            "data.sources[1].weight, with data.temperature and the size of the source, differs from PATH: "
+            "data.sources[1].weight (computed with data.temperature and the size of the source) differs from PATH: "
             "0.187765 in the checkpoint, 0.19 now",
         ),
         (

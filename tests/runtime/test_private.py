@@ -87,7 +87,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path) -> None:
     path = tmp_path / "cache"
     PrivateFolder(path, KEY)
     os.chown(path, 65534, 65534)
-    assert "belongs to user 65534; set data.cache_dir to a folder of your own" in refusal(path)
+    assert "belongs to user 65534; set data.cache_dir to a folder that belongs to you" in refusal(path)
 
 
 def test_an_unmarked_folder_of_an_earlier_forge_is_adopted_unless_others_could_write_to_it(tmp_path) -> None:

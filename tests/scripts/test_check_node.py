@@ -208,7 +208,7 @@ def test_a_slow_link_is_named_once_for_all_its_ranks() -> None:
     ("change", "text"),
     [
         ({"name": "NVIDIA H200"}, "the GPU is NVIDIA H200, expected NVIDIA H100 80GB HBM3"),
-        ({"memory_gib": 39.0}, "39.0 GiB of GPU memory, not 79.1"),
+        ({"memory_gib": 39.0}, "39.0 GiB of GPU memory, expected 79.1 GiB"),
         ({"uncorrected": "2"}, "2 uncorrected memory errors"),
     ],
 )

@@ -44,7 +44,7 @@ def apply_context(model: Transformer, layout: Layout) -> None:
         raise UserError(
             "parallel.context = ring does not work with compile.enabled = true on CUDA: the compiler cannot "
             "trace the backward of flex_attention, which ring attention calls; use allgather or ulysses, or "
-            "compile.enabled = false"
+            "set compile.enabled = false"
         )
     attend, states = FUNCTIONS[layout.parallel.context](split), PassedStates(split)
     for block in model.layers.values():

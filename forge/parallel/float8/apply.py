@@ -64,7 +64,7 @@ def apply_float8(model: nn.Module, layout: Layout) -> None:
     if experts and precision.float8 == "blockwise" and precision.float8_emulate is False:
         raise UserError(
             "precision.float8_emulate = false: no GPU has a kernel for routed experts in blockwise; use auto, which emulates "
-            "their products, or precision.float8_experts = false"
+            "their products, or set precision.float8_experts = false"
         )
     form = FORMATS.get(precision.float8)
     gather = form is None and gathers_in_float8(chosen, layout)
@@ -99,9 +99,9 @@ def _gather(
     taken = gather_in_blocks(weights, form, layout)
     if not taken and layout.precision.float8_all_gather is True and has_all_names(model):
         raise UserError(
-            "precision.float8_all_gather = true, but no weight can be gathered in float8. This needs fsdp2 over several "
-            "ranks, tp = 1, ep = 1, compile.enabled = false (for mxfp8 also no recomputation), and a weight with whole "
-            f"blocks of {form.block} on each rank; use auto or false"
+            "precision.float8_all_gather = true, but no weight can be gathered in float8. Such a gather needs fsdp2 over "
+            "several ranks, tp = 1, ep = 1, compile.enabled = false (for mxfp8 also no recomputation), and a weight with "
+            f"whole blocks of {form.block} on each rank; use auto or false"
         )
     if layout.parallel.data_parallel == "fsdp2":
         log.info(
@@ -152,7 +152,8 @@ def emulates(precision: Precision, device_type: str) -> bool:
         return False
     if precision.float8_emulate is False:
         raise UserError(
-            f"precision.float8_emulate = false: {missing}; use auto, which emulates the products, or precision.float8 = none"
+            f"precision.float8_emulate = false: {missing}; use auto, which emulates the products, or set "
+            "precision.float8 = none"
         )
     if device_type != "cpu":
         message = "precision.float8 is emulated, because %s. Emulation is slower than precision.float8 = none"
@@ -183,7 +184,9 @@ def choose_layers(model: nn.Module, precision: Precision) -> tuple[dict[str, nn.
         elif isinstance(module, LocalLinear):
             left_out[name] = "computes on local tensors under tensor parallelism"
         elif any(side % MULTIPLE for side in sides):
-            left_out[name] = f"is {sides[0]} x {sides[1]} on each rank, not multiples of {MULTIPLE}"
+            left_out[name] = (
+                f"has sides {sides[0]} x {sides[1]} on each rank, which are not multiples of {MULTIPLE}"
+            )
         else:
             chosen[name] = module
     return chosen, left_out

@@ -126,7 +126,7 @@ class GatheredWeight(torch.Tensor):
         if same or func.overloadpacket in (aten.detach, aten.alias):
             return cls(one.codes, one.scales, one.form, one.summed, one.dtype)
         raise NotImplementedError(
-            f"{func} cannot run on a weight that FSDP2 has gathered as float8 codes; use float8_all_gather = false"
+            f"{func} cannot run on a weight that FSDP2 has gathered as float8 codes; set precision.float8_all_gather = false"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

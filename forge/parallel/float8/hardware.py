@@ -31,9 +31,9 @@ def missing_kernels(precision: Precision, device_type: str) -> str:
             f"but this GPU has {capability[0]}.{capability[1]}"
         )
     if recipe in ("blockwise", "mxfp8") and precision.compute != "bfloat16":
-        return f"the kernels of {recipe} return bfloat16, and precision.compute = {precision.compute}"
+        return f"the kernels of {recipe} return only bfloat16, but precision.compute = {precision.compute}"
     if precision.compute == "float64":
-        return f"the kernels of {recipe} return bfloat16 or float32, and precision.compute = float64"
+        return f"the kernels of {recipe} return only bfloat16 or float32, but precision.compute = float64"
     return ""
 
 

@@ -41,7 +41,7 @@ def send_in_float8(model: nn.Module) -> None:
             layer.dispatch.send_rows = layer.dispatch.send_gradients = rounding.send
             coded += 1
     log.info(
-        "rows to experts are rounded to mxfp8 in %d layers; %d of these layers send them as float8 codes",
+        "%d layers round the rows sent to experts to mxfp8; %d of these layers send the rows as float8 codes",
         len(layers),
         coded,
     )

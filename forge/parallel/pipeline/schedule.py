@@ -233,7 +233,7 @@ def read_schedule(path: Path, ranks: int, microbatches: int) -> Schedule:
     order = tuple(tuple(action for cell in row for action in _parse(cell, key)) for row in rows)
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     if sorted(rank_of) != list(range(len(rank_of))):
-        raise UserError(f"{key}: stages must be 0, 1, ..., but it has {sorted(rank_of)}")
+        raise UserError(f"{key}: stages must be 0, 1, ..., but the schedule has stages {sorted(rank_of)}")
     schedule = Schedule(order, tuple(rank_of[stage] for stage in sorted(rank_of)), microbatches)
     problem = find_fault(schedule)
     if problem:
@@ -278,7 +278,7 @@ def _parse(cell: str, key: str) -> list[Action]:
         return [Action(int(found[1]), found[2], int(found[3]))]
     if cell and not re.match(r"\d+(SEND|RECV|UNSHARD|RESHARD|REDUCE)", cell):
         raise UserError(
-            f'{key}: "{cell}" is not an action; actions are like 2F0: stage, one of F B I W, microbatch'
+            f'{key}: "{cell}" is not an action; write actions like 2F0: stage, one of F B I W, microbatch'
         )
     return []
 

@@ -129,8 +129,8 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
         ) from None
     except RendezvousConnectionError:
         raise UserError(
-            f"--meeting {node.meeting}: lost the connection to the meeting before the run finished; start the "
-            "meeting and the agents again",
+            f"--meeting {node.meeting}: lost the connection to the rendezvous server before the run finished; "
+            "start `elastic.py meeting` and the agents again",
             FAILED,
         ) from None
     rendezvous.shutdown()
@@ -178,7 +178,7 @@ def _meet(address: str, timeout: timedelta = timedelta(minutes=5)) -> SignedStor
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
     except dist.DistError as error:
         raise UserError(
-            f"--meeting {address}: no meeting answers at this address; start `elastic.py meeting` first ({error})",
+            f"--meeting {address}: no rendezvous server answers at this address; start `elastic.py meeting` first ({error})",
             FAILED,
         ) from None
     return SignedStore(store, read_secret(host, int(port)))
@@ -206,7 +206,7 @@ def _share_clock(offset_s: float) -> None:
     if abs(offset_s) > 1:
         side = "behind" if offset_s > 0 else "ahead of"
         print(
-            f"forge: the clock of this node is {abs(offset_s):.0f} s {side} the rendezvous server's",
+            f"forge: the clock of this node is {abs(offset_s):.0f} s {side} the clock of the rendezvous server",
             file=sys.stderr,
         )
     vars(dynamic_rendezvous)["datetime"] = SimpleNamespace(now=now)

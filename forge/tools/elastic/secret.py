@@ -35,7 +35,9 @@ def read_secret(host: str, port: int, environment: Mapping[str, str] = os.enviro
     """
     if secret := environment.get(VARIABLE, ""):
         if len(secret) < MIN_LENGTH:
-            raise UserError(f"{VARIABLE} has fewer than {MIN_LENGTH} characters; make one: {_COMMAND}")
+            raise UserError(
+                f"{VARIABLE} has fewer than {MIN_LENGTH} characters; make a longer value: {_COMMAND}"
+            )
         return secret.encode()
     if is_loopback(host):
         try:
@@ -43,7 +45,7 @@ def read_secret(host: str, port: int, environment: Mapping[str, str] = os.enviro
         except OSError:
             pass
     raise UserError(
-        f"{VARIABLE} is not set. The meeting process and all agents of a run need the same value. Make one with: {_COMMAND}"
+        f"{VARIABLE} is not set. `elastic.py meeting` and all agents of a run need the same value. Make one with: {_COMMAND}"
     )
 
 

@@ -75,7 +75,7 @@ def with_scales(
         if not fits or scales.dtype != "F32":
             raise UserError(
                 f"{numbers.file}: {name} in float8 is {list(numbers.shape)} with scales {scales.dtype} "
-                f"{list(scales.shape)}; needed: F32, one for each block of {rows} rows and {columns} columns"
+                f"{list(scales.shape)}; needed: F32 scales, one for each block of {rows} rows and {columns} columns"
             )
         del found[name + _SCALES]
         found[name] = Scaled(numbers, scales, (rows, columns))

@@ -33,7 +33,7 @@ def new_folder(output: Path, needed: int) -> Iterator[Path]:
     UserError if `output` exists and is not empty (exit 2), or if the file system has too little space (exit 1).
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output}: exists already; choose another folder or remove it")
+        raise UserError(f"{output}: exists already; choose another folder, or remove this one")
     partial = output.absolute().with_name(f".partial-{output.absolute().name}")
     try:
         shutil.rmtree(partial, ignore_errors=True)  # the leftover of a killed process
@@ -43,7 +43,7 @@ def new_folder(output: Path, needed: int) -> Iterator[Path]:
     try:
         free = shutil.disk_usage(partial).free
         if free < needed:
-            sizes = f"needs {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free there"
+            sizes = f"needs {needed / 1e9:.3g} GB, but only {free / 1e9:.3g} GB are free there"
             raise UserError(f"{output}: {sizes}", FAILED)
         yield partial
     finally:

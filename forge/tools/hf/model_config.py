@@ -160,7 +160,7 @@ def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
         back = ModelConfig.model_validate(read_model(write_model(model, architecture, 1), architecture))
     except UserError:
         # The only written config that `read_model` refuses has normalised expert weights with top_k = 1.
-        return ["model.moe.top_k = 1 (it would make every weight 1)"]
+        return ["model.moe.top_k = 1 (transformers would make every weight 1)"]
     there, here = _effective(back), _effective(model)
     if architecture.router_bias is not None:
         there["moe.balance"] = here["moe.balance"]  # the exported router bias of zeros has no effect
@@ -246,7 +246,7 @@ def _read_moe(config: ConfigJson, model: dict[str, Any]) -> dict[str, Any]:
     if "shared_expert_intermediate_size" in config.architecture.defaults:
         size, shared = model["moe.expert_dim"], config["shared_expert_intermediate_size"]
         if shared % size:
-            why = f"forge's shared experts are as wide as the others, {size}"
+            why = f"must be a multiple of {size}, because forge's shared experts are as wide as the routed experts"
             raise config.error("shared_expert_intermediate_size", why)
         read["moe.n_shared_experts"] = shared // size
     if "moe.n_shared_experts" in model:
@@ -271,13 +271,19 @@ def _read_dense(config: ConfigJson, n_layers: int) -> tuple[int, int]:
         for every, dense in product(range(1, n_layers + 1), range(n_layers + 1)):
             if experts == [layer >= dense and (layer + 1) % every == 0 for layer in range(n_layers)]:
                 return dense, every
-        why = f"with decoder_sparse_step = {step}, these layers do not leave experts in every n-th layer from some layer on"
+        why = (
+            f"forge needs experts in every n-th layer from some layer on, which this list and decoder_sparse_step = {step} "
+            "do not give"
+        )
         raise config.error(key, why)
     every = 1
     if key == "moe_layer_start_index":
         every = config["moe_layer_interval"]
         if config["moe_layer_end_index"] not in (-1, n_layers - 1):
-            raise config.error("moe_layer_end_index", "only the first layers can be without experts")
+            raise config.error(
+                "moe_layer_end_index",
+                f"needed: -1 or {n_layers - 1}, because in forge only the first layers can be without experts",
+            )
     return (config[key] or 0) if key else 0, every
 
 

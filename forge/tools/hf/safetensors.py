@@ -55,7 +55,9 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
     if not index.is_file():
         pickles = any(folder.glob("pytorch_model*.bin"))
         remedy = (
-            "; pickled weights (.bin) are not read: load and save them in transformers" if pickles else ""
+            "; pickled weights (.bin) are not read: convert them to safetensors with transformers"
+            if pickles
+            else ""
         )
         raise UserError(f"{folder}: has neither {SINGLE} nor {INDEX}{remedy}")
     try:

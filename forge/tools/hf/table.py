@@ -421,7 +421,7 @@ ARCHITECTURES = (
 
 # Requested class -> reason for its absence from the table.
 NOT_COVERED = {
-    "DeepseekV2ForCausalLM": "of the models with latent attention forge reads DeepseekV3ForCausalLM",
+    "DeepseekV2ForCausalLM": "forge reads other models with latent attention, e.g. DeepseekV3ForCausalLM",
     "GemmaForCausalLM": "forge reads Gemma 2 and Gemma 3",
     "Gemma3ForConditionalGeneration": "it reads images; forge reads Gemma3ForCausalLM, its text model",
     "KimiLinearForCausalLM": "forge can compute its layers, but has no table of its tensor names",

@@ -154,7 +154,9 @@ def _sentencepiece(content: bytes, name: str) -> tuple[dict[str, Any], Ends]:
         ("has user-defined symbols and adds a space before a text", bool(whole) and text.add_dummy_prefix),
     ):
         if is_so:
-            raise UserError(f"tokenizer {name}: {what}, which tokenizer.json cannot express")
+            raise UserError(
+                f"tokenizer {name}: cannot be expressed by a tokenizer.json, because the model {what}"
+            )
     # tokenizer.json matches symbols before it escapes spaces.
     vocab = {
         p.piece.replace(_SPACE, " ") if number in whole else p.piece: number

@@ -36,7 +36,7 @@ def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
     differ, or if `output` exists.
     """
     if output.exists():
-        raise UserError(f"{output}: exists already; choose another folder or remove it")
+        raise UserError(f"{output}: exists already; choose another folder, or remove this one")
     for path in paths:
         if not (path / MANIFEST).is_file():
             raise UserError(

@@ -112,7 +112,7 @@ def phases_as_text(config: Config, plan: Plan) -> str:
     ]
     train, total = plan.config.train, Phases(config).tokens_after(config.train.steps)
     head = (
-        f"phases, {config.train.steps:,} steps and {total:,} tokens in all; the numbers above assume {train.steps:,} "
+        f"phases: {config.train.steps:,} steps and {total:,} tokens in all. The numbers above are for {train.steps:,} "
         f"steps of {train.global_batch_size} sequences of {train.seq_len} tokens:"
     )
     return "\n".join([head, *lines])

@@ -51,7 +51,7 @@ def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
             "weights gathered by FSDP2 in float8 are counted with their float8 size"
         )
     else:
-        yield f"precision.float8 = {recipe}: memory and collectives are planned without it"
+        yield f"precision.float8 = {recipe}: memory and collectives are planned without float8"
     if hardware is not None:
         fast = products_in_float8(config, hardware)
         card = hardware.card or "a CPU"
@@ -63,15 +63,17 @@ def float8_notes(config: Config, hardware: Hardware | None) -> Iterator[str]:
             and config.model.moe is not None
             and config.precision.float8_experts is not False
         ):
-            yield f"precision.float8 = blockwise: routed experts are emulated on {card}, slower than this plan"
+            yield f"precision.float8 = blockwise: routed experts are emulated on {card}, so the run is slower than this plan"
     model = build_meta_model(config)
     left_out = choose_layers(model, config.precision)[1]
-    reasons = Counter(re.sub(r"is \d+ x \d+ on each rank", "is", why) for why in left_out.values())
+    reasons = Counter(
+        re.sub(r"has sides \d+ x \d+ on each rank, which", "has sides that", why) for why in left_out.values()
+    )
     for reason in reasons:
         names = for_all_layers(
             name
             for name, why in left_out.items()
-            if re.sub(r"is \d+ x \d+ on each rank", "is", why) == reason
+            if re.sub(r"has sides \d+ x \d+ on each rank, which", "has sides that", why) == reason
         )
         yield f"not in float8: {', '.join(sorted(names))} {reason}"
     if config.model.moe is not None and not choose_experts(model, config.precision):

@@ -193,7 +193,7 @@ def _error(found: Tensor, exact: Tensor) -> str:
     if not float(size.max()):
         error = float("nan")  # all zeros: the device computed nothing
     # `<=` is False for NaN, so a NaN counts as wrong.
-    return "" if error <= TOLERANCE else f"wrong result: its relative error is {error:.3g}, over {TOLERANCE}"
+    return "" if error <= TOLERANCE else f"wrong result: the relative error is {error:.3g}, above {TOLERANCE}"
 
 
 def _collective(

@@ -48,9 +48,7 @@ class Check:
         return self.planned is not None and rate < self.least * self.planned
 
     def describe(self, rate: float) -> str:
-        return (
-            f"{self.name}: {rate:.4g} {self.unit}, below {self.least:g} times the planned {self.planned:.4g}"
-        )
+        return f"{self.name}: {rate:.4g} {self.unit}, below {self.least:g} times the planned {self.planned:.4g} {self.unit}"
 
 
 def is_collective(name: str) -> bool:
@@ -150,7 +148,7 @@ def _device_problems(record: RankChecks, hardware: Hardware | None) -> list[str]
     if hardware is not None and hardware.card and record.name != hardware.card:
         found.append(f"the GPU is {record.name}, expected {hardware.card}")
     elif hardware is not None and hardware.card and record.memory_gib < MEMORY * hardware.memory_gib:
-        found.append(f"{record.memory_gib:.1f} GiB of GPU memory, not {hardware.memory_gib}")
+        found.append(f"{record.memory_gib:.1f} GiB of GPU memory, expected {hardware.memory_gib} GiB")
     if record.uncorrected.isdecimal() and int(record.uncorrected):
         found.append(f"{record.uncorrected} uncorrected memory errors since the driver was loaded (ECC)")
     return found

@@ -22,7 +22,8 @@ def plannable(config: Config) -> tuple[Config, list[str]]:
     if config.activation_checkpoint.mode == "memory_budget":
         changes["activation_checkpoint"] = config.activation_checkpoint.model_copy(update={"mode": "none"})
         warnings.append(
-            "activation_checkpoint.mode = memory_budget: the compiler chooses what it keeps; planned as if it kept all"
+            "activation_checkpoint.mode = memory_budget: the compiler chooses activations to keep; "
+            "the plan assumes that all are kept"
         )
     if config.precision.float8 != "none":
         form = FORMATS.get(config.precision.float8)

@@ -69,7 +69,7 @@ def remedy_as_text(remedy: Remedy, hardware: Hardware) -> str:
     fits = remedy.needed <= hardware.memory_bytes
     return (
         f"with {' '.join(remedy.overrides)} the run needs {remedy.needed / GIB:.1f} of {hardware.memory_gib:g} GiB"
-        + ("" if fits else ", which is still too much: more processes are needed, or a smaller model")
+        + ("" if fits else ", which is still too much: use more processes or a smaller model")
     )
 
 

@@ -63,7 +63,7 @@ def read_archive(
         members = sorted(_members(path, wanted), key=lambda name_and_content: name_and_content[0])
     except (zipfile.BadZipFile, tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(
-            f"{path}: damaged: {error}; delete it, and the same command fetches it again", FAILED
+            f"{path}: damaged: {error}; delete the file, then run the same command to fetch it again", FAILED
         ) from None
     for name, content in members:
         if content is None:

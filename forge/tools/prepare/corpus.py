@@ -93,7 +93,7 @@ def find_corpus(
     corpus = replace(corpus, pieces=pieces, text_bytes=taken, found_bytes=found, found_files=len(kept))
     corpus = replace(corpus, duplicates=len(files) - len(kept))
     if not pieces:
-        tried = f"; {len(corpus.unreadable)} are unreadable" if corpus.unreadable else ""
+        tried = f"; unreadable files: {len(corpus.unreadable)}" if corpus.unreadable else ""
         raise UserError(
             f"{option} {' '.join(map(str, inputs))}: no file with text ({', '.join(extensions)}){tried}"
             + "".join(f"; {note}" for note in corpus.notes())
@@ -185,7 +185,9 @@ def _refuse_array(file: File) -> None:
     except (OSError, EOFError):
         return  # read_documents reports the error
     if is_array:
-        raise UserError(f"--input {file.path}: is a JSON array; write one object a line, as jq -c '.[]' does")
+        raise UserError(
+            f"--input {file.path}: is a JSON array; convert the file to one object per line, e.g. with jq -c '.[]'"
+        )
 
 
 def _walk(root: Path, unreadable: list[Bad]) -> list[tuple[str, str]]:

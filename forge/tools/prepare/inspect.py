@@ -80,8 +80,8 @@ def dataset_of_run(config: Config, last: int) -> PackedDataset:
             there = state["inputs"][key]
             if there != here:
                 raise UserError(
-                    f"{key} = {here}: {path} was trained with {there}; set it to the run's value, or take another "
-                    "run.name to see the data of a new run"
+                    f"{key} = {here}: {path} was trained with {there}; set {key} to the run's value, or set "
+                    "another run.name to see the data of a new run"
                 )
         progress.load(state)
     if directory.rollbacks.exists():

@@ -195,7 +195,7 @@ def fetch(packages: list[Package], cache: Path) -> dict[Package, Path]:
                 if (digest := _sha256(files[0])) != package.sha256:
                     raise UserError(
                         f"{package.label}: {package.registry} serves a file with SHA-256 {digest}, not {package.sha256} "
-                        "of the manifest; it is not used",
+                        "of the manifest; the file is not used",
                         FAILED,
                     )
                 os.replace(files[0], path)

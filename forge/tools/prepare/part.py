@@ -80,11 +80,11 @@ class Tally(BaseModel):
         lost = [document] if document.many else []
         self.add(Tally(documents=1, bad=1, examples=[document], lost=lost))
 
-    def require_readable(self, allowed: float, remedy: str) -> None:
+    def require_readable(self, allowed: float, limit: str) -> None:
         """Print the first unreadable documents.
 
         Raises UserError if more than the fraction `allowed` of the documents is unreadable, or if the number of documents
-        in an unreadable file is unknown. remedy: end of the error message.
+        in an unreadable file is unknown. limit: describes the allowed fraction in the error message.
         """
         if not self.bad:
             return
@@ -95,12 +95,12 @@ class Tally(BaseModel):
             where, reason, _ = self.lost[0]
             raise UserError(
                 f"{where}: {reason}; an unknown number of documents is lost: repair the file, remove it from the input, "
-                f"or name another --text-key; {remedy}"
+                f"or name another --text-key; {limit}"
             )
         if self.bad > allowed * self.documents:
             raise UserError(
-                f"{self.bad} of {self.documents} documents are bad. The first is {self.examples[0].where}: "
-                f"{self.examples[0].reason}; repair the input, or name another --text-key; {remedy}"
+                f"{self.bad} of {self.documents} documents are bad; {limit}. The first is {self.examples[0].where}: "
+                f"{self.examples[0].reason}. Repair the input, or name another --text-key"
             )
 
 
@@ -188,8 +188,8 @@ def for_chunks(
                     advance(futures[future])
             except BrokenProcessPool:
                 raise UserError(
-                    "a worker was killed (out of memory?); the same command continues from here, with fewer "
-                    "--workers if need be",
+                    "a worker was killed (out of memory?); run the same command to continue from here, with fewer "
+                    "--workers if memory is short",
                     exit_code=1,
                 ) from None
             except BaseException:

@@ -66,7 +66,7 @@ Kept: TypeAlias = dict[tuple[str, int], np.ndarray]
 _VERSION = 4  # version of the rules for cutting a corpus into chunks
 # Names of options in messages, where they differ from the keys.
 _NAMES = {"filter_code": "code of --filter", "decontaminate_content": "content of --decontaminate"}
-_REMEDY = "choose another --output or delete it"
+_REMEDY = "choose another --output, or delete this folder"
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _prepare_part(
     done = sum(part_path(parts, chunk).exists() for chunk in range(len(chunks)))
     print(
         f"{parts}: part {number} of {count} is done; of all parts, {done} of {len(chunks)} chunks are done. "
-        "The same command without --part makes the missing chunks and joins all"
+        "The same command without --part makes the missing chunks and joins all parts"
     )
 
 

@@ -64,9 +64,9 @@ def train_tokenizer(
     # 0.9: a sample may end a little below its budget. With less than one byte per piece, training itself fails.
     if vocab_size < corpus.text_bytes < 0.9 * needed:
         print(
-            f"warning: the input has only {corpus.text_bytes / 1e6:.1f} MB of text; a vocabulary of {vocab_size} needs about "
-            f"{needed / 1e6:.1f} MB, {BYTES_PER_PIECE} bytes per piece, or many pieces are too rare for a model to learn: "
-            "give more text (--input, --max-bytes), or lower --vocab-size",
+            f"warning: the input has only {corpus.text_bytes / 1e6:.1f} MB of text, but a vocabulary of {vocab_size} needs "
+            f"about {needed / 1e6:.1f} MB ({BYTES_PER_PIECE} bytes per piece). Otherwise many pieces are too rare for a "
+            "model to learn. Give more text (--input, --max-bytes), or lower --vocab-size",
             file=sys.stderr,
             flush=True,
         )
@@ -114,7 +114,8 @@ def _reason(message: str) -> str:
     if found := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
         return f"needs at least {found[1]}: 256 bytes, 3 special pieces and the common characters of the text"
     if found := re.search(r"Vocabulary size too high .* value <= (\d+)", message):
-        return f"the text of the sample gives at most {found[1]} pieces; lower it, or give more text (--input, --max-bytes)"
+        remedy = "lower --vocab-size, or give more text (--input, --max-bytes)"
+        return f"the text of the sample gives at most {found[1]} pieces; {remedy}"
     # The reason follows the bracket, as in "Internal: src/trainer_interface.cc(590) [condition] REASON".
     return "SentencePiece: " + re.sub(r"^.*?\] ?", "", message)
 

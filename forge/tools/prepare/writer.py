@@ -38,7 +38,9 @@ class ShardWriter:
     ):
         self.folder = Path(folder)
         if (self.folder / INDEX).exists():
-            raise UserError(f"{self.folder}: already holds a dataset; choose another folder or delete it")
+            raise UserError(
+                f"{self.folder}: already holds a dataset; choose another folder, or delete this one"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer

@@ -243,13 +243,13 @@ def _starts(run: RunRecord) -> str:
     for number, events in enumerate(_starts_of(run), 1):
         begun = next((event for event in events if event["event"] in ("fresh", "resumed")), None)
         end = next((event for event in reversed(events) if event["event"] in ENDS), None)
-        where = f"from step {begun['step']}" if begun else "before it loaded anything"
+        where = f"from step {begun['step']}" if begun else "before any state was loaded"
         how = f"{end['event']} at step {end['step']}" if end else "no report of an end"
         world = events[0].get("world_size")
         lines.append(f"  {number}. {events[0].get('time', '')[:19]} {world or '?'} ranks, {where}: {how}")
     if len(lines) < 2:
         return ""
-    left_out = [f"  ... {len(lines) - SHOWN} earlier ones"] if len(lines) > SHOWN else []
+    left_out = [f"  ... {len(lines) - SHOWN} earlier starts"] if len(lines) > SHOWN else []
     return "\n".join(["STARTS OF THIS RUN:", *left_out, *lines[-SHOWN:]])
 
 

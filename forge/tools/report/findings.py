@@ -100,7 +100,7 @@ def _sources(run: RunRecord) -> list[str]:
         return []
     return [
         f"Source {name}: its loss went from {fallen[name][0]:.3f} to {fallen[name][1]:.3f}, while that of another source "
-        f"fell by {best:.3f}: the source cannot be learnt (e.g. noise), or the model has already learnt it."
+        f"fell by {best:.3f}: {name} cannot be learnt (e.g. noise), or the model has already learnt it."
         for name, drop in drops.items()
         if drop < 0.1 * best
     ]
@@ -187,6 +187,6 @@ def _time(run: RunRecord) -> list[str]:
         seconds = goodput[-1]["seconds"]
         worst = max((kind for kind in seconds if kind != "steps"), key=seconds.__getitem__)
         sentences.append(
-            f"Only {goodput[-1]['goodput']:.0%} of the time went into steps; the most went into: {worst}."
+            f"Only {goodput[-1]['goodput']:.0%} of the time went into steps; the largest other part is {worst}."
         )
     return sentences

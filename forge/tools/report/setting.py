@@ -89,7 +89,7 @@ def _planned(runs: Sequence[RunRecord]) -> list[Part]:
         everything = max(run.series("memory_gib")[1], default=None)
         if everything is not None:
             guess = (planned["peak"] + planned["other"]) / GIB if planned["other"] else None
-            rows.append(["with all else in the process, GiB", guess, everything])
+            rows.append(["all memory of the process, GiB", guess, everything])
         times = run.series("step_time_s")[1]
         step = None if run.plan["time"] is None else run.plan["time"]["step_s"]
         if step is not None or times:

@@ -105,7 +105,9 @@ def fit_law(
     n, d, loss = (np.asarray(values, dtype=np.float64) for values in (parameters, tokens, losses))
     for what, values in (("numbers of parameters", n), ("numbers of tokens", d)):
         if len(set(values.tolist())) < 2:
-            raise UserError(f"a law needs runs with at least two {what}, but all have {values[0]:g}")
+            raise UserError(
+                f"a law needs runs with at least two different {what}, but all have {values[0]:g}"
+            )
     if len(loss) < 5:
         raise UserError(
             f"a law has five coefficients and needs at least five runs, but there are {len(loss)}"

@@ -86,7 +86,7 @@ def _make(
             over = sweep.budget_minutes and time.monotonic() - began > 60 * sweep.budget_minutes
             if over and waiting:
                 waiting.clear()
-                failed.append(f"budget_minutes = {sweep.budget_minutes:g} is over")
+                failed.append(f"budget_minutes = {sweep.budget_minutes:g} is used up")
             while waiting and len(running) < sweep.workers:
                 trial, seed = waiting.pop(0)
                 running.append(_start(sweep, trial, seed, train))

@@ -79,7 +79,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
             continue
         inside = sorted(file.parent for file in path.glob("*/status.json"))
         if not inside:
-            raise UserError(f"{path}: is neither a run directory nor a folder of them")
+            raise UserError(f"{path}: is neither a run directory nor a folder of run directories")
         finished = [run for run in inside if read_object(run / "status.json").get("state") == "finished"]
         if not finished:
             raise UserError(f"{path}: none of its {len(inside)} runs is finished; a law needs finished runs")

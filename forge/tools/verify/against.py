@@ -149,5 +149,5 @@ def _paired(
         elif kind in ("initial", "gradient", "parameter"):
             shapes = [None if one is None else tuple(one.values.shape) for one in (theirs, mine)]
             raise UserError(
-                f"--against: the {kind} {name} has shape {shapes[0]} in that checkout, {shapes[1]} in this one"
+                f"--against: the {kind} {name} has shape {shapes[0]} in that checkout, but {shapes[1]} in this one"
             )

@@ -49,7 +49,7 @@ def explain(comparison: Comparison, order: Sequence[str], other: str = "one proc
     if "output" in by_kind or "input" in by_kind:
         return _module(by_kind, order)
     if found := by_kind.get("loss"):
-        return Finding("loss", "all activations up to the last norm agree, the loss does not", found[0])
+        return Finding("loss", "all activations up to the last norm agree, but the loss does not", found[0])
     if found := by_kind.get("gradient"):
         return _gradient(found, order)
     if found := by_kind.get("norm"):
@@ -78,7 +78,7 @@ def explain(comparison: Comparison, order: Sequence[str], other: str = "one proc
         return _several(
             found, f"after a checkpoint of {other} is loaded, the next step differs from that of one process"
         )
-    return _several(by_kind["hooked"], "the input of the hook differs, although all else agrees")
+    return _several(by_kind["hooked"], "the input of the hook differs, although everything else agrees")
 
 
 def _hooks(found: list[Difference]) -> Finding | None:

@@ -22,8 +22,8 @@ def heading(name: str, small: Config, notes: list[str]) -> str:
     model = small.model
     experts = "" if model.moe is None else f", {model.moe.n_experts} experts"
     size = (
-        f"{model.n_layers} layers of width {model.dim}, {model.n_heads} heads ({model.n_kv_heads} of keys){experts}, "
-        f"{parameter_counts(build_meta_model(small)).total:,} parameters"
+        f"{model.n_layers} layers of width {model.dim}, {model.n_heads} heads ({model.n_kv_heads} for keys and values)"
+        f"{experts}, {parameter_counts(build_meta_model(small)).total:,} parameters"
     )
     return "\n".join(
         [

@@ -77,7 +77,9 @@ def test_unconverted_layers_are_named_with_the_reason(caplog) -> None:
         model = build('float8 = "rowwise"\nfloat8_exclude = ["layers.0.*", "head"]', "head_dim = 6")
     assert kinds(model) == {"w1", "w2", "w3"}
     assert 'not in float8: layers.0.attention.wq is in precision.float8_exclude ("layers.0.*")' in caplog.text
-    assert "layers.1.attention.wq is 24 x 32 on each rank, not multiples of 16" in caplog.text
+    assert (
+        "layers.1.attention.wq has sides 24 x 32 on each rank, which are not multiples of 16" in caplog.text
+    )
 
 
 def test_a_conversion_of_no_layer_is_refused_with_the_reasons() -> None:
@@ -233,7 +235,7 @@ def test_a_cpu_without_emulation_is_refused(kind: str) -> None:
         ((8, 9), "rowwise", "float32", ""),
         ((8, 9), "blockwise", "bfloat16", "capability 9.0 (Hopper or later), but this GPU has 8.9"),
         ((9, 0), "blockwise", "bfloat16", ""),
-        ((9, 0), "blockwise", "float32", "return bfloat16, and precision.compute = float32"),
+        ((9, 0), "blockwise", "float32", "return only bfloat16, but precision.compute = float32"),
         ((9, 0), "mxfp8", "bfloat16", "capability 10.0 (Blackwell), but this GPU has 9.0"),
         ((10, 0), "mxfp8", "bfloat16", ""),
         ((12, 0), "mxfp8", "bfloat16", "but this GPU has 12.0"),
@@ -263,7 +265,7 @@ def test_experts_in_blockwise_have_no_kernel_on_any_gpu(monkeypatch: pytest.Monk
 
 def test_tensor_parallelism_across_a_block_is_refused_with_the_nearest_degree() -> None:
     expected = (
-        r"layers\.0\.attention\.wk on each rank, not whole blocks of 32; use 1, "
+        r"layers\.0\.attention\.wk on each rank, which is not a multiple of the block size 32; use 1, "
         r'or add "\*\.wk"'
     )
     with pytest.raises(RankFailed, match=expected):

@@ -205,7 +205,7 @@ def test_too_few_microbatches_are_refused_with_the_number_needed(
     train = made.train.model_copy(update={"global_batch_size": microbatches})
     with pytest.raises(UserError, match=f"needs at least {needed} microbatches") as caught:
         check_world(made.model_copy(update={"train": train}), pp)
-    assert f"the number is {microbatches}" in str(caught.value) and caught.value.exit_code == 2
+    assert f"but a step has {microbatches}" in str(caught.value) and caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize("name", IN_ROUNDS)

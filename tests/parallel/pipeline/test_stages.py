@@ -113,7 +113,7 @@ def test_layers_per_stage_are_rounded_as_asked(
 ) -> None:
     text = f'schedule = "{schedule}"\nlayers_per_stage = {layers_per_stage}\nround = "{rounding}"'
     if stages > n_layers:
-        assert f"makes {stages} stages" in refusal(n_layers, pp, text)
+        assert f"layers into {stages} stage" in refusal(n_layers, pp, text)
         return
     made = config(n_layers, pp, text)
     assert number_of_stages(made) == stages == len(make_stages(made))
@@ -122,19 +122,19 @@ def test_layers_per_stage_are_rounded_as_asked(
 @pytest.mark.parametrize(
     ("n_layers", "pp", "pipeline", "message"),
     [
-        (10, 2, 'schedule = "LoopedBFS"\nlayers_per_stage = 2', "makes 5 stages"),
-        (10, 2, 'schedule = "LoopedBFS"\nlayers_per_stage = 2', "or pipeline.round = up or down"),
+        (10, 2, 'schedule = "LoopedBFS"\nlayers_per_stage = 2', "layers into 5 stages"),
+        (10, 2, 'schedule = "LoopedBFS"\nlayers_per_stage = 2', "or set pipeline.round = up or down"),
         (8, 2, 'schedule = "Interleaved1F1B"\nlayers_per_stage = 4', "at least 4; use 2"),
-        (8, 2, 'schedule = "1F1B"\nlayers_per_stage = 2', "takes 2; use 4"),
-        (8, 4, 'schedule = "DualPipeV"\nlayers_per_stage = 2', "takes 8; use 1"),
-        (5, 2, 'schedule = "LoopedBFS"\nlayers_per_stage = 1\nround = "up"', "4; use 2, or pipeline.round = down"),
-        (9, 4, 'schedule = "Interleaved1F1B"\nlayers_per_stage = 2', "at least 8; pipeline.round = up"),
-        (5, 2, 'schedule = "DualPipeV"\nlayers_per_stage = 3', "takes 4; use 0"),
+        (8, 2, 'schedule = "1F1B"\nlayers_per_stage = 2', "needs 2; use 4"),
+        (8, 4, 'schedule = "DualPipeV"\nlayers_per_stage = 2', "needs 8; use 1"),
+        (5, 2, 'schedule = "LoopedBFS"\nlayers_per_stage = 1\nround = "up"', "4; use 2, or set pipeline.round = down"),
+        (9, 4, 'schedule = "Interleaved1F1B"\nlayers_per_stage = 2', "at least 8; set pipeline.round = up"),
+        (5, 2, 'schedule = "DualPipeV"\nlayers_per_stage = 3', "needs 4; use 0"),
         (2, 2, 'schedule = "LoopedBFS"\nlayers_per_stage = 1', "at least 4; use fewer ranks"),
         (3, 4, "", "needs 4 stages with pipeline.schedule = 1F1B, but the model has only model.n_layers = 3"),
         (6, 4, 'schedule = "ZBVZeroBubble"', "needs 8 stages"),
         (4, 2, "layers_per_stage = [2, 1]", "adds up to 3 layers, but model.n_layers = 4; count each layer once"),
-        (4, 2, "layers_per_stage = [4]", "makes 1 stages of model.n_layers = 4 layers"),
+        (4, 2, "layers_per_stage = [4]", "splits model.n_layers = 4 layers into 1 stage, but"),
         (4, 4, "layers_per_stage = [2, 0, 1, 1]", "has an empty stage between the first and the last; leave it out"),
     ],
 )  # fmt: skip

@@ -120,7 +120,10 @@ BAD: dict[str, tuple[str, Callable[[Path], None], list[str]]] = {
     "latent_attention": (
         "llama",
         keys(architectures=["DeepseekV2ForCausalLM"]),
-        ["DeepseekV2ForCausalLM", "of the models with latent attention forge reads DeepseekV3ForCausalLM"],
+        [
+            "DeepseekV2ForCausalLM",
+            "forge reads other models with latent attention, e.g. DeepseekV3ForCausalLM",
+        ],
     ),
     "no_architecture": ("llama", keys(architectures=..., model_type="gpt2"), ["gpt2"]),
     "key_missing": ("llama", keys(hidden_size=...), ["config.json", "hidden_size"]),

@@ -45,7 +45,7 @@ def test_what_is_emulated_or_left_out_is_listed() -> None:
     assert 'not in float8: layers.*.attention.wq is in precision.float8_exclude ("*.wq")' in notes
     assert "not in float8: routed experts" in notes
     tensorwise = list(float8_notes(config('float8 = "tensorwise"', "head_dim = 6"), None))
-    assert any(note.endswith("attention.wv is, not multiples of 16") for note in tensorwise)
+    assert any(note.endswith("attention.wv has sides that are not multiples of 16") for note in tensorwise)
 
 
 def test_weights_gathered_in_codes_need_less_memory_and_half_the_bytes_or_less() -> None:

@@ -68,7 +68,7 @@ def test_a_json_document_is_read_if_named_and_skipped_in_a_folder(tmp_path):
 
 def test_an_array_of_records_is_refused_with_the_remedy(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(ROWS))
-    with pytest.raises(UserError, match=r"a\.json: is a JSON array; write one object a line"):
+    with pytest.raises(UserError, match=r"a\.json: is a JSON array; convert the file to one object per line"):
         documents(tmp_path / "a.json")
 
 

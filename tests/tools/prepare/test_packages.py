@@ -136,7 +136,7 @@ def test_a_tampered_package_is_named_and_not_used(index, tmp_path) -> None:
     asked = manifest(index)
     wheel(index, "beta", texts(300, 3, ".py"))
     with pytest.raises(
-        UserError, match=r"beta 1\.0: pypi serves a file with SHA-256 .* it is not used"
+        UserError, match=r"beta 1\.0: pypi serves a file with SHA-256 .* the file is not used"
     ) as error:
         make_corpus(asked, "whole", tmp_path / "cache", tmp_path / "out", workers=1)
     assert error.value.exit_code == FAILED and not (tmp_path / "out").exists()

@@ -150,7 +150,8 @@ def test_d3_bad_documents_are_counted_and_too_many_refused(tmp_path, capsys):
     lines = [json.dumps({"text": f"line {i}"}) for i in range(95)] + ["{"] * 5
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(
-        UserError, match=r"5 of 100 documents are bad\. The first is a\.jsonl, line at byte \d+: not JSON"
+        UserError,
+        match=r"5 of 100 documents are bad; --max-bad-fraction .* The first is a\.jsonl, line at byte \d+: not JSON",
     ):
         run(tmp_path / "a.jsonl", tmp_path / "out")
     run(tmp_path / "a.jsonl", tmp_path / "out", max_bad_fraction=0.05)

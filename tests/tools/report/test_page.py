@@ -97,7 +97,7 @@ def test_a_planned_number_stands_beside_the_measured_one(page: str) -> None:
     assert cells["time of a step, s"] == ["0.04", "0.05"]
     assert cells["parameters, GiB"] == ["0.0625", "0.0625"]
     assert cells["all of these at the peak of a step, GiB"] == ["0.25", "0.25"]
-    assert cells["with all else in the process, GiB"] == ["", "0.4"]
+    assert cells["all memory of the process, GiB"] == ["", "0.4"]
     assert "no class &lt;Own&gt;" in page
 
 

@@ -91,7 +91,7 @@ def test_the_text_has_law_budget_and_extrapolation(planted, capsys) -> None:
     printed = capsys.readouterr().out
     assert re.search(r"^9 points of 27 runs; the law is off by 0\.\d+% at most$", printed, re.M)
     assert re.search(r"^budget 1e\+17: N = .+ times the FLOPs of the largest run$", printed, re.M)
-    assert re.search(r"^N = 2e\+05, D = 1e\+06: loss .+, within the runs$", printed, re.M)
+    assert re.search(r"^N = 2e\+05, D = 1e\+06: loss .+, within the FLOPs of the runs$", printed, re.M)
 
 
 @pytest.mark.long
@@ -156,7 +156,7 @@ def test_a_fit_ends_with_0_without_matplotlib(planted, tmp_path) -> None:
 def test_a_folder_without_runs_and_an_unknown_metric_are_one_sentence(planted, tmp_path, capsys) -> None:
     folder, _ = planted
     for arguments, sentence in (
-        ([str(tmp_path)], f"{tmp_path}: is neither a run directory nor a folder of them"),
+        ([str(tmp_path)], f"{tmp_path}: is neither a run directory nor a folder of run directories"),
         ([str(folder), "--metric=eval.prose"], "has no eval.prose in its metrics.jsonl"),
         (
             [str(path) for path in [*folder.glob("*-400-0.0048"), *folder.glob("64-100-0.0048")]],
