@@ -242,7 +242,7 @@ def _timer(device: torch.device, processes: int) -> Timer:
 
 
 def _median_of_many(action: Action, clock: Callable[[], float]) -> float:
-    """Return the median seconds of a call. Read the clock only after READING_S seconds of calls."""
+    """Return the median seconds of a call. Each reading of the clock covers about READING_S seconds of calls."""
     calls = max(1, int(READING_S / median_s(action, clock)))
 
     def repeated() -> None:

@@ -49,7 +49,7 @@ def check_files(dataset: str | Path) -> Iterator[FileCheck]:
     except UserError as error:
         raise UserError(str(error), FAILED) if (folder / INDEX).exists() else error from None
     if not index.shards:
-        raise UserError(f"{dataset}: nothing was checked: {INDEX} names no files", FAILED)
+        raise UserError(f"{dataset}: nothing was checked: {INDEX} names no files")
     work: list[tuple[Path, FileRecord | PlanFile, Path | None, int]] = []
     for shard in index.shards:
         sums = None

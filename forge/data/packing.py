@@ -40,8 +40,8 @@ class PlanFile(BaseModel):
 class PlanIndex(BaseModel):
     """The description of a packing plan.
 
-    cut_documents: number of documents longer than a sequence. cut_tokens: number of their tokens beyond each document's
-    first sequence. lost_tokens: number of tokens in no sequence.
+    cut_documents: number of documents longer than a sequence. cut_tokens: number of their tokens after the first
+    seq_len + 1 of each. lost_tokens: number of tokens in no sequence.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

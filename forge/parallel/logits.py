@@ -90,7 +90,7 @@ class LargestLogits:
 
 
 def _powers(attention: Any, shared_keys: bool) -> dict[str, list[float]] | None:
-    """Return projection name -> powers of the rows of a head (see `LargestLogits`); None for an unknown kind of attention.
+    """Return projection name -> power of c for each row of a head (c: see `LargestLogits`); None for unknown attention.
 
     Rows of queries and keys have power 1/2. If query heads share a key, the key has power 0 and stays unchanged, and
     the query has power 1, as in arXiv:2507.20534. Shared keys are the keys of grouped-query attention and the RoPE part

@@ -56,7 +56,7 @@ def name_start(store: Store, rank: int, size: int, timeout: timedelta) -> str:
 
     Raises UserError (exit 1) after `timeout`.
 
-    The name is a nonce of rank 0. A store that outlives a start may still hold nonces of earlier ranks, so rank 0 must know
+    The name is a nonce of rank 0. A store may still hold the nonces of an earlier start, so rank 0 must know
     that all ranks of this start have its nonce. Each rank writes a nonce of its own, and rank 0 repeatedly publishes a
     list of all nonces in the store. A rank that finds its own nonce in the list takes rank 0's nonce from the list, and
     increments a counter named after rank 0's nonce. When all other ranks have done so, rank 0 returns too.

@@ -139,7 +139,7 @@ def test_a_removed_checkpoint_does_not_end_the_run(tmp_path, caplog) -> None:
     mirror = Mirror(url(tmp_path), tmp_path / "local", 0, 0)
     mirror.copy(10)
     mirror.close(wait=True)
-    assert "step 10 is not copied" in caplog.text
+    assert "step 10 could not be copied" in caplog.text
 
 
 def test_a_failed_copy_is_reported_and_the_next_one_is_made(tmp_path, caplog, monkeypatch) -> None:

@@ -91,7 +91,7 @@ def test_more_steps_after_a_decay_are_a_warning_that_names_the_checkpoint_before
     compare_for_resume(last, 100, config(*DECAYING, "--train.steps=200"))
     [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "jumps from 0.0001 in step 100 to 0.001 in step 101" in warning
-    assert "decaying since step 80" in warning and str(tmp_path / step_name(80)) in warning
+    assert "decayed since step 80" in warning and str(tmp_path / step_name(80)) in warning
 
 
 @pytest.mark.parametrize(

@@ -79,5 +79,5 @@ def test_resume_none_accepts_a_history_begun_by_auto_and_reports_an_unreadable_r
     directory = begun_with(tmp_path, config("auto"))
     assert "checkpoint.resume = auto" in str(new_history_because(config("none"), directory, finished=False))
     directory.origin.write_text("{")
-    with pytest.raises(UserError, match="remove it"):
+    with pytest.raises(UserError, match="remove this file"):
         new_history_because(config("none"), directory, finished=False)

@@ -260,8 +260,8 @@ def _scores(rows: Tensor, k: Tensor, table: Tensor | None, soft_cap: float) -> t
 class FlexKernel:
     """Attention by PyTorch's flex_attention; methods as in `PlainKernel`.
 
-    flex_attention's backward cannot take the `lse` and `delta` of all keys. `backward` therefore recomputes the block and
-    differentiates it alone. The gradient that it passes for the block's logsumexp accounts for the other blocks.
+    flex_attention's backward cannot take the `lse` and `delta` of all keys. `backward` therefore recomputes the
+    block's output and logsumexp, and backpropagates from both. Their incoming gradients account for the other blocks.
     """
 
     flex = True

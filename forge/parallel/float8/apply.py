@@ -99,9 +99,9 @@ def _gather(
     taken = gather_in_blocks(weights, form, layout)
     if not taken and layout.precision.float8_all_gather is True and has_all_names(model):
         raise UserError(
-            "precision.float8_all_gather = true, but no weight can be gathered in float8. Such a gather needs fsdp2 over "
-            "several ranks, tp = 1, ep = 1, compile.enabled = false (for mxfp8 also no recomputation), and a weight with "
-            f"whole blocks of {form.block} on each rank; use auto or false"
+            "precision.float8_all_gather = true: no weight can be gathered in float8; use auto or false. The gather needs "
+            "fsdp2 over several ranks, tp = 1, ep = 1, compile.enabled = false (for mxfp8 also no recomputation), and a "
+            f"weight whose shards consist of whole blocks of {form.block}"
         )
     if layout.parallel.data_parallel == "fsdp2":
         log.info(
@@ -229,7 +229,7 @@ def _refuse_cut_blocks(layers: dict[str, nn.Linear], form: Format, tp: int) -> N
         if isinstance(weight, DTensor) and not weight.placements[0].is_replicate():
             split[name] = weight.shape[weight.placements[0].dim]  # type: ignore[attr-defined]
     if cut := cut_block(form.name, split, tp):
-        raise UserError(f"precision.float8 = {form.name}: parallel.tp = {tp} {cut[0]}; {cut[1]}")
+        raise UserError(f"parallel.tp = {tp}: {cut[0]} of precision.float8 = {form.name}; {cut[1]}")
 
 
 def _log_choice(kind: str, gather: bool, chosen: dict[str, nn.Linear], left_out: dict[str, str]) -> None:

@@ -221,7 +221,7 @@ def _match(
 
 
 def _read(stored: list[Stored | Blocks | Scaled], shape: tuple[int, ...]) -> Tensor:
-    """Read the tensors `stored`, one after another, into a new tensor of shape `shape`. All have one dtype and shape."""
+    """Read the tensors `stored`, all of one dtype and shape, one after another into a new tensor of shape `shape`."""
     out = torch.empty(shape, dtype=DTYPES[stored[0].dtype])
     for part, one in zip(out.view(len(stored), -1), stored, strict=True):
         one.read_into(part)

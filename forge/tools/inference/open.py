@@ -83,7 +83,8 @@ def open_checkpoint(
 def _find_undamaged(path: Path, verify: bool) -> Path:
     if (path / "config.json").is_file() and not (path / MANIFEST).exists():
         raise UserError(
-            f"{path}: is a folder of transformers; convert it with scripts/convert.py from-hf --input {path} --output FOLDER"
+            f"{path}: is a model in the format of transformers; convert it with "
+            f"scripts/convert.py from-hf --input {path} --output FOLDER"
         )
     newest = find_checkpoint(path)
     candidates = [newest]

@@ -185,10 +185,10 @@ class Corrections:
         return layout.state + layout.activations * self._factor(self._bytes, layout)
 
     def least_bytes(self, layout: CandidateLayout) -> float:
-        """Return a lower bound of the layout's memory in bytes: its state, plus a lower bound of its activations.
+        """Return a lower bound of the layout's memory in bytes.
 
-        The lower bound is the corrected estimate of the activations, divided by KNOWN if a layout with equal `shapes` has
-        been planned, otherwise by DOUBT.
+        It is the state, plus the corrected estimate of the activations divided by KNOWN or DOUBT. The divisor is KNOWN if
+        a layout with equal `shapes` has been planned.
         """
         is_known = layout.signature in self._seconds or layout.shapes in self._seconds
         doubt = KNOWN if is_known else DOUBT

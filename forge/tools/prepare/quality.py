@@ -187,7 +187,7 @@ def first_of_similar(signatures: np.ndarray, candidates: np.ndarray) -> np.ndarr
     signatures: uint32 `[n, PERMUTATIONS]`. candidates: indices of documents to group. Any other document is alone in its
     group.
 
-    A band is one of BANDS equal parts of a signature. Two documents are similar if they agree in all numbers of any band
+    A band is one of BANDS equal parts of a signature. Two documents are similar if they agree in every number of a band
     and in at least the fraction SIMILAR of all numbers. Groups are the connected components of similar documents. Bands
     are compared one at a time, so memory is one number per document.
     """

@@ -49,8 +49,8 @@ def of_width(config: Config, dim: int) -> Config:
         size = table[key] * ratio
         if size != int(size) or (table[key] and size < 1):
             raise UserError(
-                f"width {dim}: model.{key} = {table[key]} times {dim} / {config.model.dim} is {size:g}, not an integer; "
-                "take widths that are multiples of model.dim"
+                f"width {dim}: would scale {key} = {table[key]} to {size:g}, which is not an integer; take widths that are "
+                f"multiples of model.dim = {config.model.dim}"
             )
         table[key] = int(size)
     return type(config).model_validate(tree)

@@ -61,7 +61,7 @@ PLAIN = Twist()
 
 
 def own_optimizer(shards: list[Shard], config: Config, group: Any) -> Optimizer:
-    """Return the configuration's optimizer, the default of `Settings`. group: the optimizer's process group."""
+    """Return the config's optimizer. The default of `Settings.optimizer`. group: the optimizer's process group."""
     return build_optimizer(shards, config.optimizer, group)
 
 

@@ -204,7 +204,7 @@ def verify(
     begin: Callable[[Case, float], None] = lambda case, left_s: None,
     end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """Check the layouts `cases` and return the results. Reduce the worst layout that differs or failed.
+    """Check the layouts `cases` and return the results. Shrink the worst layout that differs or failed.
 
     cases: None: the layouts of `systematic`, then `random` further layouts drawn at random. random: None: as many as fit
     into `seconds`. seconds: the time budget. begin: called before each layout with its case and the remaining seconds.
