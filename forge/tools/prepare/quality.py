@@ -125,8 +125,8 @@ def known_ngrams(files: tuple[str, ...], n: int, text_key: str) -> frozenset[int
         raise UserError(f"--decontaminate {printable(bad.where)}: {bad.reason}")
     if corpus.passed_over:
         raise UserError(
-            f"--decontaminate {' '.join(files)}: {corpus.passed_over.total()} files would be skipped "
-            f"({', '.join(corpus.passed_over)}); name each of them, or remove them"
+            f"--decontaminate {' '.join(files)}: files with {', '.join(corpus.passed_over)} would be skipped; name each "
+            "of these files, or remove them"
         )
     for piece in corpus.pieces:
         for document in read_documents(piece, text_key):

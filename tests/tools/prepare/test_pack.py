@@ -129,7 +129,8 @@ def test_another_packing_is_other_data_to_a_resumed_run(tmp_path) -> None:
 def test_a_missing_damaged_or_foreign_plan_is_refused(tmp_path) -> None:
     dataset, _ = plan_of(tmp_path / "set", [30] * 20, "best_fit")
     with pytest.raises(
-        UserError, match=r"has no plan for train.seq_len = 5; scripts/prepare_data.py --packing best_fit"
+        UserError,
+        match=r"has no plan for train.seq_len = 5; make a plan with scripts/prepare_data.py --packing best_fit",
     ):
         PackedDataset([dataset], [1], 5, seed=1, packing="best_fit")
     with pytest.raises(UserError, match=r"counting has no packing plan, because"):

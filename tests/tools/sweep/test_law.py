@@ -84,8 +84,8 @@ def test_two_sizes_predict_a_third_by_the_prior_of_the_exponent() -> None:
 @pytest.mark.parametrize(
     ("points", "sentence"),
     [
-        ([(1e6, 1e7)] * 6, "two numbers of parameters"),
-        ([(1e6 * k, 1e7) for k in range(1, 7)], "two numbers of tokens"),
+        ([(1e6, 1e7)] * 6, "two different numbers of parameters"),
+        ([(1e6 * k, 1e7) for k in range(1, 7)], "two different numbers of tokens"),
         ([(1e6, 1e7), (2e6, 3e7), (4e6, 5e7)], "at least five runs"),
     ],
 )
