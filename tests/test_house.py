@@ -4,6 +4,7 @@ import ast
 import functools
 import pkgutil
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
@@ -214,3 +215,11 @@ def test_no_test_imports_from_another_test() -> None:
                 assert not others, (
                     f"{path.relative_to(ROOT)} imports {others}: shared code stands in tests/support"
                 )
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")
+def test_git_tracks_no_ignored_file() -> None:
+    """A tracked link in place of an ignored folder, e.g. `data`, would delete the folder at a checkout."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not found.stdout
