@@ -102,7 +102,9 @@ def test_k1_survivors_of_a_killed_rank_end_soon_and_the_log_names_rank_and_step(
     if dead:
         assert f"no answer from rank {dead}" in run.status()["reason"]
     # Rank 0 writes the reports, but none of its own death.
-    assert ("[killed]\nRANK: 1\n" if dead else "[killed]\nRANK: 0, which the others") in diagnose(run.path)
+    assert ("[killed]\nRANK: 1\n" if dead else "[killed]\nRANK: 0, which the other ranks") in diagnose(
+        run.path
+    )
 
 
 def wait_for_all_but_one() -> None:

@@ -59,7 +59,7 @@ def test_a_gather_in_codes_sends_half_the_bytes(kind: str) -> None:
 def test_an_impossible_gather_in_codes_is_refused(keys: str, world: int) -> None:
     with pytest.raises(
         (RankFailed, UserError),
-        match=r"float8_all_gather = true, but no weight can be .* Such a gather needs fsdp2 over several ranks",
+        match=r"float8_all_gather = true: no weight can be .* The gather needs fsdp2 over several ranks",
     ):
         run_ranks(sent_on_rank, world, keys)
 
