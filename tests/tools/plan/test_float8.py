@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forge.config import Config, parse_toml_text
+from forge.config import Config, check_world, parse_toml_text
+from forge.tools.plan.fake import FakeRank, fake_ranks
 from forge.tools.plan.float8 import float8_notes, products_in_float8
 from forge.tools.plan.hardware import find_hardware
 from forge.tools.plan.stage import StagePlan
@@ -75,3 +76,20 @@ def test_only_outputs_and_input_gradients_of_experts_may_be_in_float8() -> None:
     assert work_of(grouped, (rows, weight, ends), output).experts
     outer = torch._grouped_mm(rows.mT, output, offs=ends)
     assert not work_of(grouped, (rows.mT, output, ends), outer).experts
+
+
+def test_a_router_on_a_gpu_is_planned_in_bfloat16_and_never_in_float8() -> None:
+    left, right = torch.empty(6, 8, dtype=torch.bfloat16), torch.empty(8, 4, dtype=torch.bfloat16)
+    mm = torch.ops.aten.mm
+    of_layer = work_of(mm.default, (left, right), left.new_empty(6, 4))
+    of_router = work_of(mm.dtype, (left, right, torch.float32), torch.empty(6, 4))
+    assert of_layer.linear and not of_router.linear
+    assert of_layer.flops == of_router.flops > 0 and of_layer.dtype == of_router.dtype == "torch.bfloat16"
+    made, planned_on_gpu = config("", MOE), {}
+    for card in (True, False):
+        with fake_ranks(0, 1):
+            routers = FakeRank(made, check_world(made, 1), card=card).model.parts[0].routers
+        planned_on_gpu[card] = {
+            getattr(router.multiply, "keywords", {}).get("on_gpu") for router in routers.values()
+        }
+    assert planned_on_gpu == {True: {True}, False: {None}}
