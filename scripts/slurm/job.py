@@ -1,4 +1,4 @@
-"""Make one job run for train.sbatch: check the configuration, start the workers, and requeue the job if useful.
+"""Do the work of one job run for train.sbatch: check the configuration, start the workers, and requeue the job if useful.
 
 A job run is one execution of a Slurm job. A requeue begins the next job run. elastic.sbatch calls this program after a
 stop, to decide about a requeue.

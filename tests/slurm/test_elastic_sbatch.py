@@ -34,8 +34,10 @@ exec "$@"
 def job(folder: Path, code: int, **environment: str) -> tuple[int, str]:
     for name, text in {
         "python": PYTHON,
+        "torchrun": "#!/bin/bash\n",
         "srun": SRUN,
         "scontrol": '#!/bin/bash\necho "scontrol $*" >> "$LOG"\n',
+        "nvidia-smi": "#!/bin/bash\nfor gpu in ${GPUS:-}; do echo \"GPU $gpu: NVIDIA H100\"; done\n",
     }.items():
         path = folder / name
         path.write_text(text)
@@ -45,7 +47,7 @@ def job(folder: Path, code: int, **environment: str) -> tuple[int, str]:
     path = f"{folder}:{os.environ['PATH']}"
     ended = subprocess.run(
         ["bash", str(SCRIPT), "--config", "debug.toml"],
-        env={"PATH": path, "PYTHON": str(folder / "python")} | slurm | own | environment,
+        env={"PATH": path} | slurm | own | environment,
         cwd=folder,
         capture_output=True,
         text=True,
@@ -66,6 +68,15 @@ def test_an_agent_starts_on_each_node_and_spares_do_not_count_in_the_maximum(tmp
     meeting = next(line for line in log.splitlines() if "elastic.py meeting" in line)
     port = meeting.split()[-1]
     assert f":{port} " in agent and 20000 <= int(port) < 32768
+
+
+@pytest.mark.parametrize(
+    ("environment", "processes"),
+    [({}, 1), ({"GPUS": "0 1"}, 2), ({"GPUS": "0 1", "SLURM_GPUS_ON_NODE": "4"}, 4)],
+)
+def test_a_node_gets_one_worker_per_gpu(tmp_path, environment: dict[str, str], processes: int) -> None:
+    _, log = job(tmp_path, 0, **environment)
+    assert f"agent --nodes 1:4 --processes {processes} --meeting" in log
 
 
 def test_each_job_has_its_own_secret_and_agents_use_the_address_of_the_rendezvous(tmp_path) -> None:
