@@ -56,7 +56,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
 
 def situ(gate: Tensor, up: Tensor, limit: float, up_limit: float) -> Tensor:
-    """Return sigmoid(g) limit tanh(g / limit) * up_limit tanh(u / up_limit) (Kimi K3, 2607.24653). g: gate. u: up."""
+    """Return sigmoid(g) * limit * tanh(g / limit) * up_limit * tanh(u / up_limit) (Kimi K3, 2607.24653). g: gate. u: up."""
     return torch.sigmoid(gate) * limit * torch.tanh(gate / limit) * up_limit * torch.tanh(up / up_limit)
 
 

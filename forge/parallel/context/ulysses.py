@@ -18,7 +18,7 @@ from forge.runtime import compat
 
 
 class UlyssesAttention:
-    """Attention over the whole sequence. Each rank computes heads / cp heads, with the attention function `inner`.
+    """Attention over the whole sequence. Each rank computes 1 / cp of the heads, with the attention function `inner`.
 
     Calls are collective over the cp ranks. cp must divide the number of query heads. If cp does not divide the number
     of key/value heads, these are repeated, so every rank gets the key/value heads of its query heads.

@@ -219,8 +219,8 @@ def _check_part(name: str, part: nn.Module, plan: TensorPlan, tp: int) -> None:
     if len(split) > 1 or split != {back == "rowwise"}:
         shown = ", ".join(f"{leaf}: {style or 'whole'}" for leaf, style in (*into.items(), (names[1], back)))
         raise UserError(
-            f"tensor parallelism cannot split {name} as configured ({shown}): either {', '.join(present)} must all be "
-            f"colwise and {names[1]} rowwise, or all of them whole"
+            f"tensor parallelism cannot split {name} as configured ({shown}): make {', '.join(present)} "
+            f"colwise and {names[1]} rowwise, or leave all of them whole"
         )
     if isinstance(part, GroupedAttention | LatentAttention | LinearAttention) and split == {True}:
         kinds = {"wk": "key heads" if isinstance(part, LinearAttention) else "key/value heads"}

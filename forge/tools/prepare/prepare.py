@@ -234,7 +234,7 @@ def _require_input(folder: Path, found: dict[str, Any]) -> None:
     before = TokenDataset(folder).index.origin.get("input", found)
     if before["version"] == found["version"] and before["content"] != found["content"]:
         raise UserError(
-            f"{folder}: already holds a dataset prepared from other content of --input; {_REMEDY}"
+            f"{folder}: already holds a dataset. It was not made from the present content of --input; {_REMEDY}"
         )
 
 

@@ -93,11 +93,11 @@ def test_a_finished_dataset_of_other_input_is_not_already_prepared(request_of, t
     request = request_of(holdout=0.1, workers=workers)
     prepare(request)
     change(tmp_path / "lines.jsonl")
-    with pytest.raises(UserError, match="already holds a dataset prepared from other content of --input"):
+    with pytest.raises(UserError, match="not made from the present content of --input"):
         prepare(request)
     with open(tmp_path / "lines.jsonl", "a") as file:
         file.write('{"text": "one more"}\n')
-    with pytest.raises(UserError, match="already holds a dataset prepared from other content of --input"):
+    with pytest.raises(UserError, match="not made from the present content of --input"):
         prepare(request)
 
 
