@@ -106,7 +106,10 @@ _BROKEN_CONNECTION = re.compile(r"gloo/transport/|Connection (?:closed|reset) by
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Return why a run ended, given the `error` that ended it. Parses messages of PyTorch's errors, but never of forge's errors."""
+    """Return why a run ended, given the `error` that ended it.
+
+    Parses messages of PyTorch's errors, but never of forge's errors.
+    """
     if isinstance(error, UserError):
         return error.cause
     if isinstance(error, OSError):

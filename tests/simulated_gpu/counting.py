@@ -72,7 +72,9 @@ class CountingAtFullSize(Counting):
     def after_step(self, step: int) -> None:
         super().after_step(step)
         if step == COUNTED:
-            while self._world.rank == 0 and len([*self._path.parent.glob("counts.*.json")]) < self._world.size:
+            while (
+                self._world.rank == 0 and len([*self._path.parent.glob("counts.*.json")]) < self._world.size
+            ):
                 time.sleep(0.1)
             os._exit(0)
 

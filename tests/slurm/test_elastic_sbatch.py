@@ -37,7 +37,7 @@ def job(folder: Path, code: int, **environment: str) -> tuple[int, str]:
         "torchrun": "#!/bin/bash\n",
         "srun": SRUN,
         "scontrol": '#!/bin/bash\necho "scontrol $*" >> "$LOG"\n',
-        "nvidia-smi": "#!/bin/bash\nfor gpu in ${GPUS:-}; do echo \"GPU $gpu: NVIDIA H100\"; done\n",
+        "nvidia-smi": '#!/bin/bash\nfor gpu in ${GPUS:-}; do echo "GPU $gpu: NVIDIA H100"; done\n',
     }.items():
         path = folder / name
         path.write_text(text)

@@ -243,10 +243,10 @@ def _first(left: list[CandidateLayout]) -> list[CandidateLayout]:
 
 
 def _next(left: list[CandidateLayout], number: int, layers: int = LAYERS) -> list[CandidateLayout]:
-    """Return up to `number` layouts with different `sizes`, in the order of `left`. Their plans trace at most `layers` layers in all.
+    """Return up to `number` layouts with different `sizes`, in the order of `left`.
 
-    `sizes` are the degrees and the micro batch size. A round plans one layout per `sizes`, because this plan corrects the
-    estimates of all layouts with equal `sizes`.
+    Their plans trace at most `layers` layers in all. `sizes` are the degrees and the micro batch size. A round plans one
+    layout per `sizes`, because this plan corrects the estimates of all layouts with equal `sizes`.
     """
     chosen: dict[Any, CandidateLayout] = {}
     for layout in left:

@@ -146,8 +146,8 @@ def make_corpus(manifest: Manifest, size: str, cache: Path, output: Path, worker
 def _compare(found: str, wanted: str, size: str, output: Path) -> None:
     if wanted and found != wanted:
         raise UserError(
-            f"{output}: the SHA-256 of the corpus is {found}, but of size {size} the manifest has {wanted}: the corpus was made with "
-            "another version of forge, or with a version of SentencePiece that is not in constraints.txt",
+            f"{output}: the SHA-256 of the corpus is {found}, but of size {size} the manifest has {wanted}: the corpus was "
+            "made with another version of forge, or with a version of SentencePiece that is not in constraints.txt",
             FAILED,
         )
     print(
