@@ -63,10 +63,11 @@ class Mirror:
         self._thread = threading.Thread(target=self._run, name="forge-mirror", daemon=True)
         self._thread.start()
 
-    def copy(self, step: int) -> None:
+    def copy(self, step: int, *, if_missing: bool = False) -> None:
         """Copy the complete checkpoint of `step` in the background.
 
-        The copy is skipped if a newer checkpoint completes before the copy begins.
+        The copy is skipped if a newer checkpoint completes before the copy begins. if_missing: also skip a copy that the
+        index lists.
         """
         self._newest, self._count = step, self._count + 1
         # Hard links, because the checkpoint may be removed before it is copied. The links are numbered, because a step
@@ -81,7 +82,7 @@ class Mirror:
 
         def work() -> None:
             try:
-                if step == self._newest:
+                if step == self._newest and not (if_missing and step in self._known()):
                     self._copy(step, links)
             finally:
                 shutil.rmtree(links, ignore_errors=True)

@@ -54,7 +54,8 @@ class Loader:
         self.order = first.dataset.order
         """The sample order of the last returned batch; before the first `next`, the order of the first batch."""
         self._steps = (step.rows(rank, ranks) for step in chain([first], steps))
-        self._dataset, self._prefetch = dataset, max(1, prefetch)
+        # Its order has sources that the checkpoint's order does not have yet.
+        self._dataset, self._prefetch = first.dataset, max(1, prefetch)
         self._ahead = max(32, self._prefetch * (global_batch_size // ranks))
         self.stall: Stall | None = None
         """The stall of the last `next`; None if it did not wait long."""

@@ -37,7 +37,7 @@ from forge.run.hooks import load_hooks, make_hooks
 from forge.run.nodes import ranks_per_node, report_nodes
 from forge.run.origin import Earlier, read_earlier, refuse_moved_run
 from forge.run.out_of_memory import explaining_exhaustion
-from forge.run.tiers import Tiers, restore_lost
+from forge.run.tiers import Tiers, finish_mirror, restore_lost
 from forge.runtime import compat
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import cause_of, on_every_rank, on_first_rank
@@ -207,6 +207,7 @@ def _train(
             reporter.running(point.step)
             done = f"step {point.step} of {config.train.steps}"
             log.info("%s is finished: %s. Raise train.steps to continue.", config.run.name, done)
+            finish_mirror(config, checkpoints, point.step)
             return None
 
     trainer = Trainer(config, degrees, data, reporter, signals)
@@ -223,6 +224,9 @@ def _train(
         Hooks(all_hooks).load_state(point.state.get("hooks", {}))
     signals.defer()
     stopped = trainer.train(all_hooks, history.roll_back)
+    if kept.mirror:
+        # The first rank may still have copied. Its launcher would kill it soon after the end of another rank.
+        on_first_rank("ending the run", lambda: None)
     reporter.step = trainer.progress.step
     return stopped
 

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import read_digest
-from forge.config import CommandLine, Config, to_toml
-from forge.config.keys import read_toml
+from forge.config import CommandLine, Config, difference, parse_toml_text
 from forge.observe.json_lines import read_lines
 from forge.observe.run_directory import RunDirectory
 from forge.runtime.distributed import on_first_rank
-from forge.runtime.errors import UserError
+from forge.runtime.errors import FAILED, UserError
 from forge.runtime.files import replace_atomically
 
 log = logging.getLogger(__name__)
@@ -60,19 +59,25 @@ class Earlier:
 
 def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
     """Read the facts about earlier starts from `directory`. status: content of `status.json` from the last start."""
-    events = read_lines(directory.events, "event")
-    saved, finished = 0, status.get("state") == "finished"
-    for event in events:
-        if event["event"] == "saved":
-            saved = int(event["step"])
-        elif event["event"] == "fresh" or (event["event"] == "resumed" and event.get("new")):
-            saved = 0
-    if not saved and (finished or status.get("state") == "stopped"):
-        saved = int(status.get("step") or 0)  # a run gets these two states only after a save
-    if not events:
-        # The event file is missing. Metrics prove that a history exists, although not which steps were saved.
-        saved = saved or max((int(line["step"]) for line in read_lines(directory.metrics, "step")), default=0)
-    return Earlier(finished, saved)
+    finished = status.get("state") == "finished"
+    saved: list[int] | None = None  # None: no event tells
+    for event in read_lines(directory.events, "event"):
+        kind = event["event"]
+        if kind == "saved":
+            saved = saved or []
+            saved.append(int(event["step"]))
+        elif kind == "fresh" or (kind == "resumed" and event.get("new")):
+            saved = []
+        elif kind == "rolled_back" and saved:
+            # Later checkpoints were set aside. A roll-back to another run's checkpoint leaves none.
+            saved = [step for step in saved if step <= int(event.get("to_step", step))]
+    if saved is None:
+        # The events of the history are lost; a refused start writes others. A run is finished or stopped only after a
+        # save. Metrics prove that a history exists, although not which steps were saved.
+        ended = int(status.get("step") or 0) if finished or status.get("state") == "stopped" else 0
+        metrics = (int(line["step"]) for line in read_lines(directory.metrics, "step"))
+        saved = [ended or max(metrics, default=0)]
+    return Earlier(finished, saved[-1] if saved else 0)
 
 
 def origin_of(config: Config) -> Origin:
@@ -145,16 +150,25 @@ def log_that_origins_count_once(config: Config, path: Path) -> None:
 
 
 def _changed_settings(config: Config, directory: RunDirectory) -> str:
-    """Return, as text, the names of sections and keys that differ from the last start; empty if none differs."""
+    """Return, as text, the names of keys that differ from the last start; empty if none differs."""
     try:
-        before = read_toml(directory.config.read_text("utf-8"))
-    except (OSError, ValueError):
-        return "config.toml, which cannot be read"
-    now = read_toml(to_toml(config))
-    names = [f"[{name}]" for name in SETTINGS if before.get(name) != now.get(name)]
-    names += ["run.seed"] if before.get("run", {}).get("seed") != config.run.seed else []
-    names += ["checkpoint.init"] if before.get("checkpoint", {}).get("init") != config.checkpoint.init else []
-    return ", ".join(names)
+        text = directory.config.read_text("utf-8")
+    except FileNotFoundError:
+        return "config.toml, which is missing"
+    except OSError as error:
+        raise UserError(f"{directory.config} cannot be read: {error}", FAILED) from None
+    before = parse_toml_text(text, str(directory.config), import_classes=False)
+    return ", ".join(key for key, *_ in difference(before, config) if _matters(key))
+
+
+def _matters(key: str) -> bool:
+    """Return whether another value of `key` begins a new history under `checkpoint.resume = "none"`.
+
+    The size of microbatches does not change the curve, and `parallel.fallbacks` may set it after the loss of a node.
+    """
+    if key == "train.micro_batch_size":
+        return False
+    return key.partition(".")[0] in SETTINGS or key in ("run.seed", "checkpoint.init")
 
 
 def refuse_moved_run(command: CommandLine, config: Config) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -80,14 +81,15 @@ def sync_rollback_history(
 ) -> None:
     """Merge the roll-backs in `progress` (loaded from `start`) with those in `rollbacks.json`. Collective.
 
-    Afterwards `progress` and the file contain the union, followed by the `new` roll-backs. If `start.kept` is -1, the
-    file's entries are from another history and are dropped.
+    Afterwards `progress` and the file contain the union, followed by the `new` roll-backs. Entries of the file that are
+    from another history, or from the abandoned part of this history, are dropped.
     """
-    own = start.kept >= 0
+    # A start that replaces a history continues it up to the step `kept`; -1: not at all.
+    last = start.kept if start.replaces or start.kept < 0 else math.inf
 
     def merge() -> list[Rollback]:
         found = read_rollbacks(directory)
-        written = [Rollback(**one) for one in found] if own else []
+        written = [one for one in (Rollback(**one) for one in found) if one.from_step <= last]
         # A new roll-back may equal an earlier one if the same fault has recurred; both count.
         known = [*written, *(one for one in progress.rollbacks if one not in written), *new]
         if [asdict(one) for one in known] != found:

@@ -13,6 +13,7 @@ from pathlib import Path
 from forge.checkpoint import Checkpoints, folders
 from forge.checkpoint.folders import steps
 from forge.checkpoint.local import LocalTier
+from forge.checkpoint.manifest import MANIFEST
 from forge.checkpoint.mirror import Mirror, copied_steps, restore
 from forge.checkpoint.store import SaveOutcome
 from forge.config import Config
@@ -65,22 +66,31 @@ class Tiers:
         Collective. Raises UserError like `resume.find_start`.
         """
         config, checkpoints, directory = self._config, self._checkpoints, self._directory
+        replaced, shared = on_first_rank(
+            "listing checkpoints",
+            lambda: (
+                new_history_because(config, directory, earlier.finished),
+                max(steps(checkpoints.folder), default=-1),
+            ),
+        )
         start = None
-        if self.local is not None and config.checkpoint.local_interval:
-            replaced, shared = on_first_rank(
-                "listing checkpoints",
-                lambda: (
-                    new_history_because(config, directory, earlier.finished),
-                    max(steps(checkpoints.folder), default=-1),
-                ),
-            )
-            if replaced is None and (step := self._newest(self.local, shared, reporter)) is not None:
-                local = self.local
-                point = resume_point(local.path(step), config, fetch=lambda names: local.fetch(step, names))
-                start = Start(point, kept=step)
-        start = start or find_start(config, checkpoints, directory, earlier)
+        if replaced is None:
+            start = self._start_from_nodes(shared, reporter)
+        if start is None:
+            start = find_start(config, checkpoints, directory, earlier)
+            if replaced is None and checkpoints.fallbacks:
+                # The newest checkpoints are damaged; a node-local state may be newer than the one that is sound.
+                start = self._start_from_nodes(start.kept, reporter) or start
         self._follow(start)
         return start
+
+    def _start_from_nodes(self, shared: int, reporter: Reporter) -> Start | None:
+        """Return a start from the newest node-local state after step `shared`; None if there is none."""
+        local = self.local
+        if local is None or (step := self._newest(local, shared, reporter)) is None:
+            return None
+        point = resume_point(local.path(step), self._config, fetch=lambda names: local.fetch(step, names))
+        return Start(point, kept=step)
 
     def _newest(self, local: LocalTier, shared: int, reporter: Reporter) -> int | None:
         known = len(on_first_rank("reading rollbacks.json", lambda: read_rollbacks(self._directory)))
@@ -108,7 +118,8 @@ class Tiers:
         finished = point is not None and point.step >= self._config.train.steps and not from_nodes
         if not self._config.checkpoint.local_interval or finished:
             return self._remove_states()
-        begins = point is None or start.kept < 0 or start.replaces or local is None
+        # A start that does not continue a node-local state makes all of them obsolete, also those of absent nodes.
+        begins = not from_nodes
         number = on_first_rank("drawing a number", lambda: secrets.token_hex(4)) if begins else self._number
         # Nodes may have different paths in checkpoint.local_dir.
         places = gather_from_ranks("comparing checkpoint.local_dir", lambda: str(self._place))
@@ -233,18 +244,39 @@ def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirecto
     on_first_rank("restoring the mirror", bring)
 
 
+def finish_mirror(config: Config, checkpoints: Checkpoints, step: int) -> None:
+    """Copy the last checkpoint of a finished run to the mirror if its copy is missing. Collective."""
+
+    def copy() -> None:
+        mirror = _mirror(config, checkpoints)
+        _copy_if_missing(mirror, checkpoints, step)
+        mirror.close(wait=True)
+
+    if config.checkpoint.mirror:
+        on_first_rank("copying to the mirror", copy)
+
+
+def _mirror(config: Config, checkpoints: Checkpoints) -> Mirror:
+    kept = config.checkpoint
+    return Mirror(mirror_url(config), checkpoints.folder, kept.keep_last, kept.keep_every)
+
+
+def _copy_if_missing(mirror: Mirror, checkpoints: Checkpoints, step: int) -> None:
+    """Copy the run's checkpoint of `step`, if there is one. A run killed after a save may have left it uncopied."""
+    if (checkpoints.folder / folders.step_name(step) / MANIFEST).is_file():
+        mirror.copy(step, if_missing=True)
+
+
 class MirrorSaves(Hook):
     """Copies each complete checkpoint to the mirror. Exists only on the first rank."""
 
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints):
-        config = trainer.config.checkpoint
-        self._trainer = trainer
-        self._mirror = Mirror(
-            mirror_url(trainer.config), checkpoints.folder, config.keep_last, config.keep_every
-        )
+        self._trainer, self._checkpoints = trainer, checkpoints
+        self._mirror = _mirror(trainer.config, checkpoints)
 
     def before_run(self, step: int) -> None:
         self._mirror.forget_after(step)
+        _copy_if_missing(self._mirror, self._checkpoints, step)
 
     def after_save(self, step: int) -> None:
         self._mirror.copy(step)

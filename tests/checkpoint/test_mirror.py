@@ -76,6 +76,23 @@ def test_a_step_saved_again_after_a_roll_back_is_copied_again(tmp_path) -> None:
     assert json.loads(index.read_text())["steps"] == [10, 20]
 
 
+def test_a_start_copies_the_checkpoint_that_a_killed_run_left_uncopied(tmp_path) -> None:
+    kept = SimpleNamespace(mirror=url(tmp_path), keep_last=0, keep_every=0)
+    config = SimpleNamespace(checkpoint=kept, run=SimpleNamespace(name="run"))
+    trainer = SimpleNamespace(config=config, finished=True)
+    checkpoints = SimpleNamespace(folder=tmp_path / "local")
+    write(tmp_path / "local", 10)
+    manifest = tmp_path / "bucket" / "run" / step_name(10) / "manifest.json"
+    times = []
+    for _ in range(2):
+        hook = MirrorSaves(trainer, checkpoints)  # type: ignore[arg-type]
+        hook.before_run(10)
+        hook.after_run()
+        times.append(manifest.stat().st_mtime_ns)
+    assert times[0] == times[1]
+    assert json.loads((tmp_path / "bucket" / "run" / "mirror.json").read_text())["steps"] == [10]
+
+
 def test_copies_are_kept_as_checkpoints_are(tmp_path) -> None:
     copied(tmp_path, 10, 20, 30, 40, keep_last=1, keep_every=20)
     assert there(tmp_path) == [20, 40]

@@ -10,9 +10,13 @@ import pytest
 
 from forge.checkpoint.manifest import MANIFEST, compose
 from forge.config import Config, load_config, to_toml
+from forge.data.order import Order
 from forge.observe.run_directory import RunDirectory
-from forge.run.origin import new_history_because, origin_of
+from forge.run import rollback
+from forge.run.origin import new_history_because, origin_of, read_earlier
+from forge.run.resume import Start
 from forge.runtime.errors import UserError
+from forge.train.state import Progress, Rollback
 
 
 def config(resume: object, *options: str) -> Config:
@@ -59,8 +63,9 @@ def test_a_redirected_link_is_still_the_same_command(tmp_path) -> None:
         ("--resilience.time_limit_s=60", None),
         ("--parallel.tp=2", None),
         ("--checkpoint.interval=7", None),
-        ("--optimizer.lr=0.5", "[optimizer]"),
-        ("--train.steps=7", "[train]"),
+        ("--train.micro_batch_size=2", None),
+        ("--optimizer.lr=0.5", "optimizer.lr"),
+        ("--train.steps=7", "train.steps"),
         ("--run.seed=7", "run.seed"),
         ("--checkpoint.init=elsewhere", "checkpoint.init"),
     ],
@@ -73,6 +78,71 @@ def test_resume_none_compares_the_keys_that_affect_results(tmp_path, option: str
         new_history_because(config("none", option), directory, finished=True)
         == "the previous history is finished"
     )
+
+
+def test_resume_none_continues_after_an_upgrade_that_adds_a_key(tmp_path) -> None:
+    directory = begun_with(tmp_path, config("none"))
+    lines = directory.config.read_text().splitlines()
+    kept = [line for line in lines if not line.startswith("gc_interval")]
+    assert len(kept) == len(lines) - 1
+    directory.config.write_text("\n".join(kept))
+    assert new_history_because(config("none"), directory, finished=False) is None
+
+
+def test_resume_none_does_not_begin_again_if_the_record_of_the_settings_cannot_be_read(tmp_path) -> None:
+    directory = begun_with(tmp_path, config("none"))
+    directory.config.unlink()
+    directory.config.mkdir()
+    with pytest.raises(UserError, match=r"config.toml cannot be read"):
+        new_history_because(config("none"), directory, finished=False)
+
+
+STARTED, FRESH, FAILED = {"event": "started"}, {"event": "fresh", "step": 0}, {"event": "failed", "step": 0}
+
+
+def saved(step: int) -> dict[str, object]:
+    return {"event": "saved", "step": step}
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "found"),
+    [
+        ([FRESH, saved(5), saved(10)], {}, 10),
+        ([FRESH], {}, 0),
+        # The event file is lost, and no or one refused start has begun another.
+        ([], {}, 7),
+        ([STARTED, FAILED], {}, 7),
+        ([STARTED, FAILED, STARTED, FAILED], {"state": "stopped", "step": 6}, 6),
+        # A stop during the set-up of a start without a save keeps the step of the start before.
+        ([STARTED, FRESH, STARTED], {"state": "stopped", "step": 7}, 0),
+        # A roll-back sets later checkpoints aside; one to the origin's checkpoint sets all aside.
+        ([FRESH, saved(5), saved(10), {"event": "rolled_back", "to_step": 5}], {}, 5),
+        ([{"event": "resumed", "new": True}, saved(105), {"event": "rolled_back", "to_step": 100}], {}, 0),
+        ([FRESH, saved(5), {"event": "resumed", "new": False}, STARTED], {}, 5),
+    ],
+)
+def test_the_last_saved_step_is_that_of_the_current_history(tmp_path, events, status, found: int) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    directory.metrics.write_text('{"step": 6}\n{"step": 7}\n')
+    assert read_earlier(directory, status).saved == found
+
+
+def test_rollbacks_of_an_abandoned_branch_do_not_count(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(rollback, "on_first_rank", lambda _purpose, work: work())
+    directory = RunDirectory(tmp_path)
+    kept, dropped = (
+        Rollback(first_sample=8 * at, end_sample=8 * at + 8, from_step=at + 1, to_step=at) for at in (30, 60)
+    )
+    directory.rollbacks.write_text(json.dumps([asdict(kept), asdict(dropped)]))
+    for start, expected in (
+        (Start(None, kept=40), [kept, dropped]),
+        (Start(None, kept=40, replaces=True), [kept]),
+        (Start(None, kept=-1), []),
+    ):
+        progress = Progress(Order.beginning(0, ["text"], [1.0], 64))
+        rollback.sync_rollback_history(directory, start, progress)
+        assert progress.rollbacks == expected
 
 
 def test_resume_none_accepts_a_history_begun_by_auto_and_reports_an_unreadable_record(tmp_path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
-from forge.checkpoint.folders import steps
+from forge.checkpoint.folders import step_name, steps
 from forge.runtime.private import MARKER, PrivateFolder
 from tests.support import mounts
 from tests.support.runs import Run
@@ -63,6 +64,29 @@ def test_a_finished_run_killed_before_the_removal_of_its_states_removes_them_at_
     (leftover / "step-00000004").mkdir()
     assert run(option) == 0
     assert entries(place) == [MARKER]
+
+
+def test_states_of_an_abandoned_branch_are_not_continued(tmp_path) -> None:
+    run, place, option = kept(tmp_path, "--checkpoint.interval=4", "--checkpoint.mode=sync")
+    killed(run, option, step=8)
+    # The next start is on another node, which has no states.
+    absent = place.rename(tmp_path / "absent")
+    killed(run, option, step=6)
+    shutil.rmtree(place)
+    absent.rename(place)
+    assert run(option) == 0
+    assert [event["step"] for event in run.events("resumed")] == [4, 4]
+
+
+def test_a_state_is_continued_if_the_newest_checkpoint_is_damaged(tmp_path) -> None:
+    run, place, option = kept(tmp_path, "--checkpoint.interval=4", "--checkpoint.mode=sync")
+    killed(run, option, step=10)
+    next((run.path / "checkpoints" / step_name(8)).glob("*.distcp")).write_bytes(b"")
+    [history] = (place / name_of(run)).iterdir()
+    newest = steps(history)[-1]
+    assert run(option) == 0
+    assert [event["step"] for event in run.events("resumed")] == [newest] != [4]
+    assert run.events("fallback")
 
 
 def name_of(run: Run) -> str:
