@@ -299,6 +299,16 @@ def _others(config: Config) -> Iterator[Problem]:
         whole = "must be [] with activation_checkpoint.mode = offload and compile.enabled = true"
         remedy = "use [], or set compile.enabled = false"
         yield problem("activation_checkpoint.modules", whole, remedy, "compile.enabled")
+    if (
+        checkpointing.mode == "full"
+        and "attention" in checkpointing.modules
+        and config.compile.enabled
+        and config.parallel.tp > 1
+    ):
+        # PyTorch 2.13 cannot trace tensor parallelism with SDPA inside a checkpoint.
+        without = "must not list attention with mode = full, compile.enabled = true and parallel.tp > 1"
+        remedy = "use [], set activation_checkpoint.mode = selective, or set compile.enabled = false"
+        yield problem("activation_checkpoint.modules", without, remedy, "compile.enabled", "parallel.tp")
     if not any(source.weight for source in config.data.sources):
         yield problem("data.sources", "has no source with a weight > 0", "give at least one source a weight")
     names = Counter(source.name for source in config.data.validation)

@@ -151,6 +151,15 @@ class Phases:
             for batch in sorted(batches):
                 yield number, (batch, span.last["micro_batch_size"], span.last["seq_len"])
 
+    def ramped_batches(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (number of the phase from 1, batch size, microbatch size) for every batch size of every ramp."""
+        for number, span in enumerate(self._spans, 1):
+            if "global_batch_size" in span.ramped:
+                unit, increments = span.batches
+                for increment in range(increments + 1):
+                    batch = span.first["global_batch_size"] + increment * unit
+                    yield number, batch, span.last["micro_batch_size"]
+
     def stretches(self) -> Iterator[tuple[int, StepPlan]]:
         """Yield (first token, plan) of each phase. A phase with a ramp yields two plans: before and after the ramp."""
         for span, constant in zip(self._spans, self._constant, strict=True):

@@ -8,7 +8,7 @@ from math import prod
 
 from forge.config.checks import divisors
 from forge.config.load import CommandLine, load_command
-from forge.config.phases import variants
+from forge.config.phases import Phases, variants
 from forge.config.pipeline import check_microbatches
 from forge.config.problem import Problem, multiples, problem, raise_all, with_values
 from forge.config.schema import Config
@@ -68,6 +68,10 @@ def check_world(config: Config, world_size: int) -> Degrees:
     for number, variant in ((0, config), *variants(config)):
         problems = [*_check_degrees(variant, dp_shard), *_check_batch(variant, dp)]
         raise_all(with_values(problems, variant, number))
+    if parallel.pp > 1:
+        # Sums of valid batch sizes are divisible like these, but may not suit a schedule.
+        for number, batch, micro in Phases(config).ramped_batches():
+            raise_all(with_values(check_microbatches(config, batch // (micro * dp)), config, number))
     accumulation = train.global_batch_size // (train.micro_batch_size * dp)
     size = parallel.ep_node_size
     ep_nodes = 1 if size == "auto" else parallel.ep // size

@@ -44,6 +44,15 @@ class Chunks(NamedTuple):
     addition: Tensor
 
 
+def _running_sum(values: Tensor) -> Tensor:
+    """Return the sums over `values` up to each index of the dimension before the last."""
+    if not (values.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return values.cumsum(-2)
+    # PyTorch has no deterministic `cumsum` on CUDA.
+    size = values.shape[-2]
+    return torch.ones(size, size, dtype=values.dtype, device=values.device).tril() @ values
+
+
 def divide(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, resets: Tensor | None, size: int
 ) -> Chunks:
@@ -55,7 +64,7 @@ def divide(
     """
     q, k, v = (_chunked(x, size) for x in (q, k, v))
     beta = _chunked(beta, size)  # [chunks, batch, heads, size]
-    total = _chunked(log_decay, size).cumsum(-2)  # [chunks, batch, heads, size, decays]
+    total = _running_sum(_chunked(log_decay, size))  # [chunks, batch, heads, size, decays]
     index = torch.arange(size, device=q.device)
     seen, carried = index[:, None] >= index, total.exp()
     if resets is not None:

@@ -159,7 +159,8 @@ class Muon:
 
     def state(self) -> dict[str, Any]:
         """Return the number of updates, not counting skipped steps. Synchronises with the device."""
-        return self._rest.state()
+        # AdamW counts by parameter, and this rank may have no element of AdamW's parameters.
+        return self._rest.state() | {"updates": int(self._updates)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._rest.load_state(state)

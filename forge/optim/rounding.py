@@ -52,7 +52,10 @@ class StochasticRounding:
 
     def draw(self, updates: Tensor) -> None:
         """Generate the noise of the next update. updates: number of past updates, a scalar on the shards' device."""
-        noise = self.bits(self._keys, updates).split([sum(sizes) for sizes in self._sizes.values()])
+        # Without an element on this rank, the empty keys are on the CPU.
+        noise = self.bits(self._keys.to(updates.device), updates).split(
+            [sum(sizes) for sizes in self._sizes.values()]
+        )
         for (which, sizes), of_shard in zip(self._sizes.items(), noise, strict=True):
             self._noise[which] = list(of_shard.split(sizes))
 

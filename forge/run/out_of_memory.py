@@ -94,7 +94,8 @@ def _log_plans(
     log.info("planning the peak memory with each of these changes, for at most %.0f s", patience_s)
     configs = [(config, degrees.world)]
     configs += [(changed, _world(change, degrees)) for change, changed in changes]
-    now, *then = planned_peaks(configs, device, patience_s)
+    # Of the size of a node, the plan uses only the number of nodes that an expert group spans.
+    now, *then = planned_peaks(configs, degrees.ep // degrees.ep_nodes, device, patience_s)
     lines = [
         f"{_assignment(change)}: {peak / GIB:.4g} GiB"
         for (change, _), peak in zip(changes, then, strict=True)
@@ -114,19 +115,19 @@ def _log_plans(
 
 
 def planned_peaks(
-    configs: list[tuple[Config, int]], device: torch.device, patience_s: float
+    configs: list[tuple[Config, int]], per_node: int, device: torch.device, patience_s: float
 ) -> list[int | None]:
     """Plan all configurations at the same time. Return the peak memory of each in bytes.
 
-    configs: (configuration, world size) pairs. A result is None if planning failed or took longer than `patience_s`
-    seconds.
+    configs: (configuration, world size) pairs. per_node: ranks of a node. A result is None if planning failed or took
+    longer than `patience_s` seconds.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     environment |= {"CUDA_VISIBLE_DEVICES": ""}
     kind = "card" if device.type == "cuda" else "host"
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", PEAK_PLANNER, str(world), kind],
+            [sys.executable, "-m", PEAK_PLANNER, str(world), str(per_node), kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -128,6 +128,16 @@ KEY_HEADS = (
             "must be [] with activation_checkpoint.mode = offload and compile.enabled = true",
         ),
         (
+            [
+                "--activation_checkpoint.mode=full",
+                '--activation_checkpoint.modules=["attention"]',
+                "--compile.enabled=true",
+                "--parallel.tp=2",
+                "--model.n_kv_heads=4",
+            ],
+            "must not list attention with mode = full, compile.enabled = true and parallel.tp > 1",
+        ),
+        (
             ["--model.moe.n_experts=8", "--parallel.tp=4", "--train.seq_len=30", "--model.n_kv_heads=4"],
             "train.seq_len = 30 (command line): must be a multiple of parallel.cp * parallel.tp",
         ),

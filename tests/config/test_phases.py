@@ -150,6 +150,17 @@ def test_a_wrong_phase_is_explained(phases: str, sentence: str) -> None:
     assert sentence in str(error.value)
 
 
+def test_every_size_of_a_ramp_must_fit_the_schedule() -> None:
+    ramp = "--phase=[{until_tokens=3000,global_batch_size=24,ramp='linear'}]"
+    options = ["--train.global_batch_size=6", "--model.n_layers=8", "--parallel.pp=4"]
+    check_world(config_of("--train.steps=20", ramp, *options), 4)
+    rounds = config_of("--train.steps=20", ramp, *options, "--pipeline.schedule=Interleaved1F1B")
+    with pytest.raises(
+        UserError, match=r"18 microbatches per step do not divide into .* rounds.*\(in phase 1\)"
+    ):
+        check_world(rounds, 4)
+
+
 def test_every_size_of_a_ramp_must_fit_the_layout() -> None:
     config = config_of("--train.steps=20", "--phase=[{until_tokens=3000,global_batch_size=6,ramp='linear'}]")
     check_world(config, 2)

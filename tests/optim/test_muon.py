@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -322,3 +324,15 @@ def test_wrong_options_and_another_optimizers_options_are_refused(options: list[
     with pytest.raises(UserError) as caught:
         load_config(["--config=debug", *options])
     assert expected in str(caught.value) and caught.value.exit_code == BAD_CONFIG
+
+
+def test_a_rank_without_elements_of_adamw_still_counts_updates() -> None:
+    """Rank 0 writes the count to checkpoints. It may hold matrices only, e.g. of a pipeline's stage under zero1."""
+    shards, optimizer = make(MATRICES)
+    (norm,) = (shard for shard in shards if shard.name in NORM)
+    nothing = torch.nn.Parameter(norm.data.new_empty(0))
+    nothing.grad = nothing.detach().clone()
+    empty = replace(norm, boxes=(), parameter=nothing)
+    optimizer = Muon([shard for shard in shards if shard is not norm] + [empty], optimizer._config)
+    optimizer.step(0.1, GO)
+    assert optimizer.state() == {"updates": 1}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forge.optim.rounding import StochasticRounding
 from forge.shard import Box, Shard
@@ -84,3 +85,8 @@ def test_scalars_and_ranks_without_elements_are_rounded() -> None:
 
 def index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+
+
+def test_a_rank_without_elements_draws_on_the_device_of_the_others() -> None:
+    with FakeTensorMode():
+        StochasticRounding([], ["exp_avg"]).draw(torch.zeros((), dtype=torch.int64, device="cuda"))

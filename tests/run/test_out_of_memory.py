@@ -104,12 +104,12 @@ def test_narrow_moments_and_recomputation_come_before_offloading(tmp_path, state
 def test_suggestions_have_the_planners_peaks_or_none_if_unplannable(tmp_path) -> None:
     config = load(tmp_path, "--train.global_batch_size=8", "--train.micro_batch_size=4")
     uneven = load(tmp_path, "--parallel.dp_shard=3", "--train.global_batch_size=3")
-    found = planned_peaks([(config, 1), (uneven, 4)], CPU, 60)
-    assert found == [planned_peak(config, 1, False), None]
+    found = planned_peaks([(config, 1), (uneven, 4)], 1, CPU, 60)
+    assert found == [planned_peak(config, 1, 1, False), None]
 
 
 @pytest.mark.processes
 def test_planning_ends_after_its_timeout() -> None:
     start = time.monotonic()
-    assert planned_peaks([(tiny(), 1)], CPU, 0.1) == [None]
+    assert planned_peaks([(tiny(), 1)], 1, CPU, 0.1) == [None]
     assert time.monotonic() - start < 5

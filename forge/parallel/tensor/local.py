@@ -109,8 +109,8 @@ class LocalRouter(Router):
 
     def logits(self, x: Tensor) -> Tensor:
         """x `[batch, seq / tp, dim]` -> `[batch, seq / tp, n_experts]` in the weight's dtype."""
-        bias = None if self.logit_bias is None else local_tensor(self.logit_bias)
-        return F.linear(x.to(self.weight.dtype), local_tensor(self.weight), bias)
+        logits = self.multiply(x, local_tensor(self.weight))
+        return logits if self.logit_bias is None else logits + local_tensor(self.logit_bias)
 
 
 class LocalMix(DepthMix):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from forge.config import Config, check_world, to_toml
 from forge.config.keys import read_toml
+from forge.run.nodes import ranks_per_node
 from forge.runtime.distributed import gather_from_ranks
 from forge.runtime.errors import UserError
 from forge.runtime.world import World, join
@@ -24,7 +25,7 @@ from forge.tools.verify.plain import record_plain
 from forge.tools.verify.ranks import limit_s, run_ranks
 from forge.tools.verify.record import Settings, record_on_rank
 from forge.tools.verify.run import Outcome, drop_unsteady, outcome_of
-from forge.tools.verify.shrink import for_layout, shrink
+from forge.tools.verify.shrink import changed, for_layout, shrink
 
 # Sections of the configuration without influence on the result of a step. They may differ between digests and run.
 _HOW = ("parallel", "pipeline", "activation_checkpoint")
@@ -65,6 +66,10 @@ def verify_in_place(
         reference = record_plain(text, settings, world.device)
         dist.destroy_process_group()
     join(world)
+    # The dispatcher of the run depends on the nodes that its expert groups span.
+    nodes = degrees.on_nodes(config, ranks_per_node(world) if degrees.ep > 1 else 0).ep_nodes
+    if nodes > 1:
+        text = to_toml(changed(small, {"parallel.ep_node_size": degrees.ep // nodes}))
     settings = replace(settings, draw_on_cpu=expected is not None)
     record = record_on_rank(world.rank, world.size, text, settings, world.device)
     if expected is not None:
