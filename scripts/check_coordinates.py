@@ -30,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--config", required=True, help="the recipe, a file or a name in configs/; overrides may follow")
     add(
         "--widths",
+        type=lambda text: [positive(width) for width in text.split(",")],
         default="64,128,256,512",
         help="values of model.dim; other sizes grow in proportion (%(default)s)",
     )
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(given: argparse.Namespace, overrides: list[str]) -> None:
     config = load_config(["--config", given.config, *overrides])
-    widths = [positive(width) for width in given.widths.split(",")]
+    widths = given.widths
     with torch.random.fork_rng():
         found = check_widths(config, widths, given.steps, lambda width: print(f"width {width}", flush=True))
     print(f"{'change of':16} {'slope':>6}  " + "".join(f"{width:>10}" for width in widths))

@@ -30,7 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> None:
-    source, output, progress = Path(given.input), Path(given.output), _Progress()
+    # Resolved, because a finished folder cannot be renamed to a link.
+    source, output, progress = Path(given.input), Path(given.output).resolve(), _Progress()
     try:
         if given.direction == "to-hf":
             source = find_checkpoint(source)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
+from forge.data.format import TokenDataset
 from forge.data.tokenizer import load_tokenizer
+from forge.runtime.errors import UserError
 from forge.runtime.files import replace_atomically
 from forge.tools.prepare.statistics import page
 from scripts.options import Options, count, exit_code_of
@@ -38,6 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     def work() -> None:
         tokenizer = load_tokenizer(given.tokenizer) if given.tokenizer else None
+        if tokenizer is not None and TokenDataset(given.dataset).index.tokenizer != tokenizer.fingerprint:
+            raise UserError(
+                f"--tokenizer {given.tokenizer}: {given.dataset} was prepared with another tokenizer"
+            )
         replace_atomically(given.output, page(given.dataset, tokenizer, given.samples).encode())
         print(f"wrote {given.output}")
 

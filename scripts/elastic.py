@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.runtime.errors import FINISHED, UserError
-from scripts.options import Options, exit_code_of
+from scripts.options import Options, exit_code_of, port, positive
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     meeting.add_argument(
         "--port",
-        type=int,
+        type=port,
         default=29400,
         help="port of the rendezvous server (%(default)s); 0: a free port, which is printed",
     )
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument(
             "--nodes", required=True, metavar="MIN:MAX", help="number of nodes, a range or one number"
         )
-        command.add_argument("--processes", type=int, default=1, help="ranks on each node")
+        command.add_argument("--processes", type=positive, default=1, help="ranks on each node")
         command.add_argument("train", nargs="*", metavar="-- ARGUMENTS", help="arguments of train.py")
     given = parser.parse_args(arguments)
     if given.command == "meeting":

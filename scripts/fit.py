@@ -11,7 +11,7 @@ forge[report]).
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import sys
 from collections import defaultdict
 from operator import attrgetter
@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
+from forge.observe.json_lines import encode
 from forge.runtime.errors import MissingExtra
 from forge.runtime.files import replace_atomically
 from forge.tools.report.read import read_run
@@ -28,7 +29,7 @@ from forge.tools.sweep.measured import MeasuredRun, best_of_each, find_runs, mea
 from forge.tools.sweep.optima import PowerLaw, fit_power_law, least_at
 from scripts.options import Options, add_trust_option, count, exit_code_of, number
 
-above_zero = number(float, lambda value: value > 0, "above 0")
+above_zero = number(float, lambda value: 0 < value < math.inf, "above 0 and finite")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -101,7 +102,7 @@ def _run(given: argparse.Namespace) -> None:
         "batch": _law_as_json(best_batches(runs)),
     }
     if given.json:
-        print(json.dumps(found))
+        print(encode(found).decode(), end="")
     else:
         print(_text(found))
     if given.output:

@@ -86,6 +86,11 @@ def _run(given: argparse.Namespace) -> None:
     opened = open_model(given)
     model = opened.model
     tokenizer = load_tokenizer(given.tokenizer) if given.tokenizer else opened.tokenizer
+    own = opened.tokenizer
+    if tokenizer is not None and own is not None and tokenizer.fingerprint != own.fingerprint:
+        raise UserError(
+            f"--tokenizer {given.tokenizer}: is not the tokenizer that the model was trained with; leave it out"
+        )
     writings = [_begin(prompt, tokenizer, opened) for prompt in given.prompts]
     scores: NextScores
     if given.no_cache:

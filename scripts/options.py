@@ -49,10 +49,12 @@ def exit_code_of(work: Callable[[], object], interrupted: str = "") -> int:
     except OSError as error:  # e.g. a full disk
         print(f"forge: {error}", file=sys.stderr)
         return FAILED
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch.OutOfMemoryError, without importing torch
+    except (RuntimeError, MemoryError) as error:
+        # torch.OutOfMemoryError, without importing torch, or the error of PyTorch's allocator on a CPU.
+        of_memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
+        if not of_memory and "DefaultCPUAllocator" not in str(error):
             raise
-        print(f"forge: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"forge: out of memory: {str(error).partition(chr(10))[0]}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         if interrupted:
@@ -97,6 +99,7 @@ def number(kind: type[Number], holds: Callable[[Number], bool], allowed: str) ->
 
 positive = number(int, lambda value: value >= 1, "at least 1")
 count = number(int, lambda value: value >= 0, "at least 0")
+port = number(int, lambda value: 0 <= value < 2**16, "from 0 to 65535")
 
 
 def add_trust_option(add: Callable[..., object]) -> None:

@@ -38,7 +38,10 @@ def main(argv: list[str]) -> int:
     add("--plan", type=Path, required=True, help="output of train.py --plan --json")
     add("--output", type=Path, default=Path(), help="folder for the images (default: the current folder)")
     given = parser.parse_args(argv)
-    given.output.mkdir(parents=True, exist_ok=True)
+    try:
+        given.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output {given.output}: {error.strerror}")
     code = images.write(given.output / "memory.svg", lambda: draw_memory(_read(given.plan)))
     if code == FINISHED and _read(given.plan)["timeline"] is not None:
         code = images.write(given.output / "pipeline.svg", lambda: draw_pipeline(_read(given.plan)))

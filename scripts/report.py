@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.runtime.files import replace_atomically
 from forge.tools.report.read import RunRecord, read_run
 from forge.tools.report.serve import PageServer
-from scripts.options import Options, add_trust_option, count, exit_code_of, positive
+from scripts.options import Options, add_trust_option, exit_code_of, port, positive
 from scripts.planned import Planner
 
 
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory, such as runs/debug")
     add("--output", type=Path, default=Path("report.html"), help="the page to write (%(default)s)")
     add("--live", action="store_true", help="serve the page instead of writing it, until Ctrl-C")
-    add("--port", type=count, default=8642, help="with --live: port on 127.0.0.1, 0 for any (%(default)s)")
+    add("--port", type=port, default=8642, help="with --live: port on 127.0.0.1, 0 for any (%(default)s)")
     add(
         "--refresh",
         type=positive,

@@ -41,8 +41,8 @@ def _each_phase(config: Config) -> Iterator[Problem]:
 
 
 def divisors(number: int) -> str:
-    """Return all divisors of `number` as text for a message."""
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+    """Return the divisors of `number` up to 2^16 as text for a message."""
+    return ", ".join(str(n) for n in range(1, min(number, 2**16) + 1) if number % n == 0)
 
 
 def _heads(config: Config) -> Iterator[Problem]:

@@ -26,16 +26,17 @@ def utc_now() -> str:
 
 def encode(fields: dict[str, Any]) -> bytes:
     """Return `fields` as a JSON object on one line. Floats read back exactly (Python's repr); NaN and Inf become null."""
-    return redact(json.dumps(_finite(fields), allow_nan=False)).encode() + b"\n"
+    return redact(json.dumps(finite(fields), allow_nan=False)).encode() + b"\n"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return the JSON value with NaN and Inf replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return value
 
 

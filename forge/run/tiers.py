@@ -43,9 +43,10 @@ class Tiers:
     """The checkpoints of a run and, with `checkpoint.local_interval`, its node-local states. Methods are collective.
 
     A state belongs to one history, i.e. one sequence of optimizer steps (forge/run/origin.py), of one run. Its path is
-    PLACE/RUN/HISTORY/step-N. PLACE is the private folder `checkpoint.local_dir`. RUN is the run's name with a hash of its
-    path. HISTORY is a random number chosen when the history begins. The file `local-states` in the run directory records
-    this number and all private folders. A start with another configuration can therefore still remove the states.
+    PLACE/RUN/HISTORY/step-N. PLACE is the private folder `checkpoint.local_dir`. RUN is the run's name with a hash of
+    its path. HISTORY is a random number, chosen at each start that continues no state. The file `local-states` in the
+    run directory records this number and all private folders. A start with another configuration can therefore still
+    remove the states.
     """
 
     def __init__(self, config: Config, checkpoints: Checkpoints, directory: RunDirectory):

@@ -170,8 +170,16 @@ def test_too_little_text_for_the_vocabulary_is_a_warning_with_the_needed_size(tm
     assert "MB of text, but a vocabulary of 700 needs about 0.7 MB" in capsys.readouterr().err
     (tmp_path / "a.txt").write_text("".join(path.read_text() for path in PYTHON.glob("*.py")) * 10)
     for max_bytes in (None, 400_000):  # the whole file, and a part of it
-        train_tokenizer([tmp_path / "a.txt"], tmp_path, 400, max_bytes=max_bytes)
+        train_tokenizer([tmp_path / "a.txt"], tmp_path / str(max_bytes), 400, max_bytes=max_bytes)
         assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
+def test_a_tokenizer_is_not_overwritten_or_hidden_by_another(tmp_path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(UserError, match=f"has a {name} already; choose another folder, or remove this file"):
+        train_tokenizer([PYTHON], tmp_path, 600)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_an_unwritable_folder_is_reported_before_training(monkeypatch):

@@ -55,14 +55,18 @@ def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_
         raise UserError(f"{described}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{described}: is not a JSON object: {error}") from None
-    architecture = architecture_of(values, described)
-    if architecture.prefix:
-        values = unnested(values)
-    stored, values = _dequantized(find_tensors(source), values, described)
-    model = read_model(values, architecture, described)
-    if model["n_layers"] > len(stored):
+    try:
+        architecture = architecture_of(values, described)
+        if architecture.prefix:
+            values = unnested(values)
+        stored, values = _dequantized(find_tensors(source), values, described)
+        model = read_model(values, architecture, described)
+        layers = int(model["n_layers"])
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise UserError(f"{described}: has a value of the wrong type: {error}") from error
+    if layers > len(stored):
         raise UserError(
-            f"{described}: asks for {model['n_layers']} layers, but the folder has only {len(stored)} tensors"
+            f"{described}: asks for {layers} layers, but the folder has only {len(stored)} tensors"
         )
     # Count the MTP modules by their tensors, because the tensors may be missing although config.json names the modules.
     if architecture.predicts_ahead and (depth := modules_ahead(stored, model["n_layers"])):

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
-from annotated_types import Ge
+from annotated_types import Ge, MinLen
 from pydantic import Field, Strict, ValidationError
 
 from forge.config.keys import read_toml
@@ -60,7 +60,7 @@ class Hardware(Section):
     """GPUs sharing one NIC."""
     node: Link
     cluster: Link
-    peak_tflops: dict[str, float] = Field(default_factory=dict)
+    peak_tflops: dict[str, PositiveNumber] = Field(default_factory=dict)
     """Peak by dtype, in 10^12 FLOP/s. Needed for dtypes missing in forge/observe/hardware.py."""
     efficiency: Annotated[PositiveNumber, Ge(0.01)] = 0.69
     """Share of the peak reached by large matrix products.
@@ -80,9 +80,9 @@ class Hardware(Section):
     """
     operator_us: NonNegativeNumber = 0.0
     """Launch overhead of each operator, in microseconds. 0: launches are hidden, as on a GPU with enough work."""
-    products: dict[str, RateCurve] = Field(default_factory=dict)
+    products: dict[str, Annotated[RateCurve, MinLen(1)]] = Field(default_factory=dict)
     """Measured rates of matrix products, by dtype: [FLOPs, 10^12 FLOP/s]. Replaces the peak and its efficiency."""
-    attention: dict[str, RateCurve] = Field(default_factory=dict)
+    attention: dict[str, Annotated[RateCurve, MinLen(1)]] = Field(default_factory=dict)
     """Measured rates of attention, by dtype: [FLOPs, 10^12 FLOP/s]. Replaces the peak and its efficiency."""
     elementwise: RateCurve = Field(default_factory=list)
     """Measured rates of elementwise operators: [bytes read and written, 10^9 bytes/s]. Replaces the memory bandwidth."""

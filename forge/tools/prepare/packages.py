@@ -98,7 +98,7 @@ def read_manifest(path: Path) -> Manifest:
         manifest = Manifest(**tomllib.loads(path.read_text("utf-8")))
     except OSError as error:
         raise UserError(f"--manifest {path}: cannot be read: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"--manifest {path}: not TOML: {error}") from None
     except pydantic.ValidationError as error:
         first = error.errors()[0]
@@ -301,5 +301,6 @@ def _train_once(text: CorpusText, vocab_size: int, folder: Path) -> None:
     if (folder / MODEL_FILE).exists() and note.exists() and note.read_text() == made_from:
         return
     note.unlink(missing_ok=True)
+    (folder / MODEL_FILE).unlink(missing_ok=True)
     train_tokenizer([name for names in text.files.values() for name in names], folder, vocab_size)
     replace_atomically(note, made_from.encode())

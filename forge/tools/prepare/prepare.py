@@ -14,10 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -62,6 +61,9 @@ from forge.tools.prepare.writer import ShardWriter
 
 _PARTS = ".parts"
 METADATA = "metadata.jsonl"
+_LOCKS = ("lock", "plan.lock")
+# Files of a dataset.
+_WRITTEN = (METADATA, "tokens-*.bin", "documents-*.bin", "blocks-*.bin")
 Kept: TypeAlias = dict[tuple[str, int], np.ndarray]
 _VERSION = 4  # version of the rules for cutting a corpus into chunks
 # Names of options in messages, where they differ from the keys.
@@ -114,9 +116,7 @@ def prepare(request: Request) -> list[Path]:
     parts = request.output / _PARTS
     if len(done) == len(request.targets):
         _check_input(request, tokenizer)
-        shutil.rmtree(
-            parts, ignore_errors=True
-        )  # exists if the last run was interrupted just before this removal
+        _remove(parts)  # exists if the last run was interrupted just before this removal
         for folder in request.targets.values():
             print(f"{folder}: already prepared, {_describe(TokenDataset(folder).index)}")
         return _packed(request)
@@ -126,6 +126,7 @@ def prepare(request: Request) -> list[Path]:
             "do not show where a document ends; data.document_mask = true separates documents in attention",
             file=sys.stderr,
         )
+    _refuse_other_files(request, done, parts)
     chunks, corpus = _find_chunks(request, tokenizer)
     for note in corpus.notes():
         print(note, file=sys.stderr, flush=True)
@@ -147,7 +148,7 @@ def prepare(request: Request) -> list[Path]:
                 origin |= {"unknown_tokens": tally.unknown, "left_out": tally.left_out}
                 index = writer.finish(tally.text_bytes[split], origin)
                 print(f"{folder}: {_describe(index)}")
-        shutil.rmtree(parts)
+        _remove(parts)
     return _packed(request)
 
 
@@ -218,6 +219,27 @@ def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
             raise UserError(f"{folder}: already holds a dataset prepared with another {names}; {_REMEDY}")
         finished.add(split)
     return finished
+
+
+def _refuse_other_files(request: Request, done: set[str], parts: Path) -> None:
+    """Raise UserError if the output has files with names of a dataset that this program did not write."""
+    if (parts / "plan.json").exists():
+        return  # files of an interrupted run
+    found = [path for path in parts.glob("*") if path.name not in _LOCKS]
+    for split, folder in request.targets.items():
+        if split not in done:
+            found += [path for pattern in _WRITTEN for path in folder.glob(pattern)]
+    if found:
+        raise UserError(f"{found[0]}: would be overwritten, and is not of an unfinished dataset; {_REMEDY}")
+
+
+def _remove(parts: Path) -> None:
+    """Remove the files that this program writes to `parts`, and then the folder if it is empty."""
+    for pattern in ("part-*", "plan.json", *_LOCKS):
+        for path in parts.glob(pattern):
+            path.unlink(missing_ok=True)
+    with suppress(OSError):
+        parts.rmdir()
 
 
 def _identity(chunks: Iterable[Tally]) -> dict[str, Any]:

@@ -118,6 +118,7 @@ def known_ngrams(files: tuple[str, ...], n: int, text_key: str) -> frozenset[int
     """Return the hashes of all n-grams in the documents of `files`. A document of fewer than `n` words has none.
 
     Raises UserError if any file is unreadable or would be skipped, because a test set could otherwise be missed silently.
+    Raises UserError if there is no n-gram at all.
     """
     found: set[int] = set()
     corpus = find_corpus(files, text_key=text_key, option="--decontaminate")
@@ -133,6 +134,11 @@ def known_ngrams(files: tuple[str, ...], n: int, text_key: str) -> frozenset[int
             if isinstance(document, Bad):
                 raise UserError(f"--decontaminate {printable(document.where)}: {document.reason}")
             found.update(ngrams(document, n))
+    if not found:
+        raise UserError(
+            f"--decontaminate {' '.join(files)}: no document has --ngram {n} words, so nothing would be compared; lower "
+            "--ngram"
+        )
     return frozenset(found)
 
 

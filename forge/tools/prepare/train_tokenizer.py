@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from forge.data.tokenizer import MODEL_FILE, SentencePieceTokenizer
+from forge.data.tokenizer import BYTES_FILE, JSON_FILE, MODEL_FILE, SentencePieceTokenizer
 from forge.runtime.errors import UserError
 from forge.tools.prepare.corpus import EXTENSIONS, Corpus, find_corpus
 from forge.tools.prepare.documents import Bad, read_documents
@@ -51,6 +51,11 @@ def train_tokenizer(
         max_bytes = max(LEAST_SAMPLE, needed)
     corpus = find_corpus(inputs, extensions, max_bytes, text_key)
     folder = Path(output)
+    for name in (MODEL_FILE, JSON_FILE, BYTES_FILE):
+        if (folder / name).exists():
+            raise UserError(
+                f"--output {folder}: has a {name} already; choose another folder, or remove this file"
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -104,7 +109,7 @@ def _train(sentences: Iterator[str], vocab_size: int) -> bytes:
             num_threads=2,  # constant, because the model file records the number
             minloglevel=2,
         )
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         raise UserError(f"--vocab-size {vocab_size}: {_reason(str(error))}") from None
     return model.getvalue()
 

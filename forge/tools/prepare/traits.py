@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from forge.observe.json_lines import finite
 from forge.tools.prepare.quality import PERMUTATIONS, Quality, duplicates, signature
 
 DOCUMENTS = np.dtype([("digest", "<u8"), ("bytes", "<u8")])
@@ -34,7 +35,7 @@ class Traits:
         if self._quality.duplicates == "near":
             self._signatures.append(signature(text))
         if self._quality.metadata:
-            self._metadata.append(json.dumps(metadata, sort_keys=True, default=str))
+            self._metadata.append(json.dumps(finite(metadata), sort_keys=True, default=str))
 
     def write(self, parts: Path, number: int, split: str) -> None:
         if not self._quality.is_on:

@@ -13,6 +13,7 @@ from forge.observe.json_lines import read_lines, read_object
 from forge.parallel.build import build_meta_model
 from forge.runtime.errors import UserError
 from forge.tools.sweep.results import metric_of
+from forge.tools.sweep.spec import check_metric
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def measure(path: Path, metric: str, trust: bool = False, embeddings: bool = Tru
     config = parse_toml_text((path / "config.toml").read_text("utf-8"), str(path), import_classes=False)
     if not trust:
         require_trust(config, str(path / "config.toml"), ["model.kind"])
+    check_metric(metric, config, f"{path}: the metric {metric}")
     lines = read_lines(path / "metrics.jsonl", "step")
     loss = metric_of(lines, metric)
     if loss is None:

@@ -98,6 +98,15 @@ class Trial:
         return ["--config", config, *(f"--{key}={to_literal(value)}" for key, value in keys.items())]
 
 
+def check_metric(metric: str, config: Config, what: str) -> None:
+    """Raise UserError if a run of `config` does not measure `metric`. what: the setting, for the message."""
+    known = ["loss"]
+    if config.evaluate.interval:
+        known += [f"eval.{source.name}" for source in config.data.validation]
+    if metric not in known:
+        raise UserError(f"{what}: is not measured. Known: {', '.join(known)}{did_you_mean(metric, known)}")
+
+
 def read_sweep(path: Path) -> Sweep:
     """Read a sweep file and check the configuration of every trial. Raises UserError for an invalid file or trial."""
     try:
@@ -126,8 +135,17 @@ def read_sweep(path: Path) -> Sweep:
             raise UserError(f"{path}: keys.{key}.low = {values.low}: must be above 0 with log = true")
         if isinstance(values, list) and not values:
             raise UserError(f"{path}: keys.{key}: has no values")
+    set_here = ["run.seed", "run.name", "run.output_dir"]
+    set_here += ["train.steps", "train.tokens"] if sweep.method == "halving" else []
+    for key in (*sweep.keys, *sweep.overrides):
+        if key in set_here:
+            raise UserError(
+                f"{path}: {key}: is set by the sweep; use seeds = [0, 1] for several seeds, or remove this key"
+            )
+    if not sweep.seeds or len(set(sweep.seeds)) < len(sweep.seeds):
+        raise UserError(f"{path}: seeds = {list(sweep.seeds)}: needs at least one value, each once")
     for trial in first_trials(sweep):
-        config_of(sweep, trial)
+        check_metric(sweep.metric, config_of(sweep, trial), f"{path}: metric = {sweep.metric}")
     return sweep
 
 

@@ -121,7 +121,7 @@ def test_a_dataset_joined_before_a_change_of_the_input_is_not_completed(
         with pytest.raises(ZeroDivisionError):
             prepare(request)
     change(tmp_path / "lines.jsonl")
-    with pytest.raises(UserError, match="other content of --input"):
+    with pytest.raises(UserError, match="present content of --input"):
         prepare(request)
 
 
@@ -160,6 +160,27 @@ def test_changed_test_passages_start_over_and_refuse_a_finished_dataset(
     assert len(documents(tmp_path / "out")) == LINES - 2
     passages.write_text("line 0003 word")
     with pytest.raises(UserError, match="prepared with another content of --decontaminate"):
+        prepare(request)
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "tokens-00000.bin", ".parts/mine"])
+def test_files_that_forge_did_not_write_are_neither_overwritten_nor_removed(request_of, name: str) -> None:
+    request = request_of()
+    mine = request.output / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("my only copy")
+    with pytest.raises(UserError, match=f"{name}: would be overwritten"):
+        prepare(request)
+    assert mine.read_text() == "my only copy"
+    mine.unlink()
+    prepare(request)
+    assert not (request.output / ".parts").exists()
+
+
+def test_test_sets_without_an_ngram_are_an_error(request_of, tmp_path) -> None:
+    (tmp_path / "short.jsonl").write_text('{"text": "What is the capital of France?"}\n')
+    request = request_of(quality=Quality(decontaminate=(str(tmp_path / "short.jsonl"),)))
+    with pytest.raises(UserError, match="no document has --ngram 13 words, so nothing would be compared"):
         prepare(request)
 
 

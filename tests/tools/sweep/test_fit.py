@@ -157,7 +157,10 @@ def test_a_folder_without_runs_and_an_unknown_metric_are_one_sentence(planted, t
     folder, _ = planted
     for arguments, sentence in (
         ([str(tmp_path)], f"{tmp_path}: is neither a run directory nor a folder of run directories"),
-        ([str(folder), "--metric=eval.prose"], "has no eval.prose in its metrics.jsonl"),
+        (
+            [str(folder), "--metric=eval.prose"],
+            "the metric eval.prose: is not measured. Known: loss, eval.python",
+        ),
         (
             [str(path) for path in [*folder.glob("*-400-0.0048"), *folder.glob("64-100-0.0048")]],
             "at least five runs",
