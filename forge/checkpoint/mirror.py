@@ -73,21 +73,25 @@ class Mirror:
         # Hard links, because the checkpoint may be removed before it is copied. The links are numbered, because a step
         # may be saved again.
         links = self._root / f".mirrored-{folders.step_name(step)}.{self._count}"
-        try:
-            shutil.copytree(self._root / folders.step_name(step), links, copy_function=_link)
-        except OSError as error:
-            message = "checkpoint.mirror %s: step %d could not be copied: %s"
-            log.error(message, self._url, step, error, extra=Cause.MIRROR_FAILED.mark)
-            return
+
+        def link() -> bool:
+            try:
+                shutil.copytree(self._root / folders.step_name(step), links, copy_function=_link)
+            except OSError as error:
+                message = "checkpoint.mirror %s: step %d could not be copied: %s"
+                log.error(message, self._url, step, error, extra=Cause.MIRROR_FAILED.mark)
+                return False
+            return True
 
         def work() -> None:
             try:
-                if step == self._newest and not (if_missing and step in self._known()):
+                if step == self._newest and (not if_missing or (step not in self._known() and link())):
                     self._copy(step, links)
             finally:
                 shutil.rmtree(links, ignore_errors=True)
 
-        self._work.put(work)
+        if if_missing or link():
+            self._work.put(work)
 
     def forget_after(self, step: int) -> None:
         """Remove copies of steps after `step` from the index, and remove their manifests. The run repeats these steps."""

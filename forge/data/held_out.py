@@ -41,7 +41,9 @@ def evaluation_batches(
     for first in range(rank * micro_batch_size, -(-len(windows) // per_round) * per_round, per_round):
         here = windows[first : first + micro_batch_size]
         rows: Iterable[tuple[np.ndarray, np.ndarray | None]] = map(read, here)
-        if is_remote(source):
+        if unreadable:
+            rows = ()  # after one failed read, do not wait for the store's retries again
+        elif is_remote(source):
             rows = in_order(read, here, micro_batch_size)
         try:
             batch = stack_windows(rows, micro_batch_size, seq_len, document_mask, first)

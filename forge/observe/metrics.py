@@ -151,8 +151,9 @@ class MetricsWriter(Hook):
 
         kept = on_first_rank("cutting metrics.jsonl", cut)
         for tracker in self._trackers:
-            # After a resume, the repeated steps are equal to the removed steps. After a roll-back they differ.
-            tracker.discard_after(step, self._has_run or step < 0)
+            # After a resume, the repeated steps are equal to the removed steps. After a roll-back, or in a new branch of the
+            # history, they differ.
+            tracker.discard_after(step, self._has_run or aside or step < 0)
         self._has_run = True
         return kept
 

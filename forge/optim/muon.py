@@ -79,6 +79,7 @@ class Muon:
     def step(self, lr: float, skip: Tensor) -> None:
         self._moments.draw(self._updates)
         self._rest.step(lr, skip)
+        write_unless(skip, self._updates, self._updates + 1)
         if not self._shards:
             return
         lr *= (self._keys.lr or self._config.lr) / self._config.lr
@@ -96,7 +97,6 @@ class Muon:
                 shard.data,
                 (weight * (1 - decay)).sub_(update, alpha=rate * shard.rates.orthogonal * factor),
             )
-        write_unless(skip, self._updates, self._updates + 1)
         if self._keys.qk_clip:
             self._clip_logits(skip)
 

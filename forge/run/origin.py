@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 
 # Sections that define the computation. All other sections may change between two starts of a history.
 SETTINGS = ("model", "data", "train", "optimizer", "schedule", "precision")
+
+
+_ASIDE = re.compile(r"\.aside-step-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,9 @@ def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
         elif kind == "rolled_back" and saved:
             # Later checkpoints were set aside. A roll-back to another run's checkpoint leaves none.
             saved = [step for step in saved if step <= int(event.get("to_step", step))]
+        elif kind == "set_aside" and saved:
+            aside = {int(match[1]) for name in event["checkpoints"] if (match := _ASIDE.match(name))}
+            saved = [step for step in saved if step not in aside]
     if saved is None:
         # The events of the history are lost; a refused start writes others. A run is finished or stopped only after a
         # save. Metrics prove that a history exists, although not which steps were saved.
@@ -157,7 +164,10 @@ def _changed_settings(config: Config, directory: RunDirectory) -> str:
         return "config.toml, which is missing"
     except OSError as error:
         raise UserError(f"{directory.config} cannot be read: {error}", FAILED) from None
-    before = parse_toml_text(text, str(directory.config), import_classes=False)
+    try:
+        before = parse_toml_text(text, str(directory.config), import_classes=False)
+    except UserError:
+        return "config.toml, which this version of forge refuses"
     return ", ".join(key for key, *_ in difference(before, config) if _matters(key))
 
 

@@ -49,10 +49,10 @@ class Saves(Hook):
         trainer, interval = self._trainer, self._config.interval
         due = trainer.results.save_requested or (interval is not None and trainer.is_due(interval))
         if due and step < trainer.config.train.steps:
-            self._save(step, last=False)
+            self.save_step(step, last=False)
         self._report(self._checkpoints.poll())
         if self._trainer.finished:
-            self._save(step, last=True)
+            self.save_step(step, last=True)
 
     def after_rollback(self, step: int) -> None:
         self._saved_step = step
@@ -67,7 +67,8 @@ class Saves(Hook):
         trainer.hooks.call("before_save", step)
         trainer.anomalies.check_replicas(step, replicated_tensors(trainer.model, trainer.optimizer))
 
-    def _save(self, step: int, last: bool) -> None:
+    def save_step(self, step: int, last: bool) -> None:
+        """Save `step`. last: the process ends with this step, so wait until the checkpoint is on disk. Collective."""
         trainer = self._trainer
         with trainer.reporter.phases.during("save", step):
             self._saved_at = time.monotonic()

@@ -78,10 +78,18 @@ class Tiers:
         if replaced is None:
             start = self._start_from_nodes(shared, reporter)
         if start is None:
-            start = find_start(config, checkpoints, directory, earlier)
+            kept, refused = -1, None
+            try:
+                start = find_start(config, checkpoints, directory, earlier)
+                kept = start.kept
+            except UserError as error:
+                refused = error
             if replaced is None and checkpoints.fallbacks:
-                # The newest checkpoints are damaged; a node-local state may be newer than the one that is sound.
-                start = self._start_from_nodes(start.kept, reporter) or start
+                # The newest checkpoints are damaged; a node-local state may be newer than the one that is sound, if any.
+                start = self._start_from_nodes(kept, reporter) or start
+            if start is None:
+                assert refused is not None
+                raise refused
         self._follow(start)
         return start
 
@@ -180,7 +188,11 @@ class LocalSaves(Hook):
         if step % self._interval == 0 and not trainer.finished:
             with trainer.reporter.phases.during("save", step):
                 self._saves.prepare(step)
-                self._report(self._local.save(step, *self._saves.contents()))
+                if not trainer.finished:
+                    self._report(self._local.save(step, *self._saves.contents()))
+            if trainer.finished:
+                # The result of this step asked for a stop, and `Saves` was called before the result was read.
+                self._saves.save_step(step, last=True)
         if step >= trainer.config.train.steps:
             self._report(self._local.end())  # `Saves` has just completed the last checkpoint
         self._report(self._local.poll())
@@ -286,4 +298,5 @@ class MirrorSaves(Hook):
         self._mirror.forget_after(step)
 
     def after_run(self) -> None:
-        self._mirror.close(wait=self._trainer.finished)
+        # A stopped run must end before its time limit; the next start makes a missing copy.
+        self._mirror.close(wait=self._trainer.progress.step >= self._trainer.config.train.steps)

@@ -210,11 +210,20 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
     return FINISHED
 
 
-def count_stop(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Count a stopped job run of elastic.sbatch. Return STOPPED (75) if the job should be requeued, else FAILED (1)."""
+def count_stop(code: int, argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
+    """Count a stopped job run of elastic.sbatch. code: the greatest exit code of its agents.
+
+    Return STOPPED (75) if the job should be requeued, FINISHED (0) if the run is finished, `code` if a signal killed an
+    agent and the run was not stopped, else FAILED (1).
+    """
     config, job = load_config(argv), environment.get("SLURM_JOB_ID", "0")
     run = (Path(config.run.output_dir) / config.run.name).absolute()
     history, after = JobHistory.read(run / "requeues.json", job), RunSnapshot.read(run)
+    state = json.loads(after.status or "{}").get("state")
+    if state == "finished":
+        return FINISHED
+    if code != STOPPED and state != "stopped":
+        return code
     names = {name for name, _ in after.checkpoints}
     before = RunSnapshot("", frozenset(one for one in after.checkpoints if one[0] <= history.newest))
     history.newest = max(names, default="")
@@ -324,7 +333,7 @@ def _print(text: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run `train ARGUMENTS`, `stopped ARGUMENTS` or `check WORLD ARGUMENTS`, and return the exit code."""
+    """Run `train ARGUMENTS`, `stopped CODE ARGUMENTS` or `check WORLD ARGUMENTS`, and return the exit code."""
     try:
         if argv[:1] in (["-h"], ["--help"]):
             print(__doc__)
@@ -332,7 +341,7 @@ def main(argv: list[str]) -> int:
         if argv[:1] == ["train"]:
             return train(argv[1:])
         if argv[:1] == ["stopped"]:
-            return count_stop(argv[1:])
+            return count_stop(int(argv[1]), argv[2:])
         if argv[:1] == ["check"] and argv[1:2] and argv[1].isdecimal() and int(argv[1]):
             config = check(argv[2:], int(argv[1]))
             _print(f"{config.run.name} fits {argv[1]} processes")

@@ -5,7 +5,7 @@ if [[ -z ${PYTHON:-} ]]; then
     torchrun=$(command -v torchrun || echo "$home/.venv/bin/torchrun")
     PYTHON=$(dirname "$torchrun")/python
     if [[ ! -x $PYTHON ]]; then
-        echo "no environment with torch is active nor in $home/.venv; activate it before sbatch, or in PROLOGUE" >&2
+        echo "no environment with torch is active nor in $home/.venv; activate it before sbatch" >&2
         exit 2
     fi
 fi

@@ -59,8 +59,10 @@ def test_the_newest_copy_is_restored_unchanged(tmp_path) -> None:
 
 def test_a_step_saved_again_after_a_roll_back_is_copied_again(tmp_path) -> None:
     kept = SimpleNamespace(mirror=url(tmp_path), keep_last=0, keep_every=0)
-    config = SimpleNamespace(checkpoint=kept, run=SimpleNamespace(name="run"))
-    trainer = SimpleNamespace(config=config, finished=True)
+    config = SimpleNamespace(
+        checkpoint=kept, run=SimpleNamespace(name="run"), train=SimpleNamespace(steps=20)
+    )
+    trainer = SimpleNamespace(config=config, progress=SimpleNamespace(step=20))
     checkpoints = SimpleNamespace(folder=tmp_path / "local")
     hook = MirrorSaves(trainer, checkpoints)  # type: ignore[arg-type]
     hook.before_run(0)
@@ -78,8 +80,10 @@ def test_a_step_saved_again_after_a_roll_back_is_copied_again(tmp_path) -> None:
 
 def test_a_start_copies_the_checkpoint_that_a_killed_run_left_uncopied(tmp_path) -> None:
     kept = SimpleNamespace(mirror=url(tmp_path), keep_last=0, keep_every=0)
-    config = SimpleNamespace(checkpoint=kept, run=SimpleNamespace(name="run"))
-    trainer = SimpleNamespace(config=config, finished=True)
+    config = SimpleNamespace(
+        checkpoint=kept, run=SimpleNamespace(name="run"), train=SimpleNamespace(steps=20)
+    )
+    trainer = SimpleNamespace(config=config, progress=SimpleNamespace(step=20))
     checkpoints = SimpleNamespace(folder=tmp_path / "local")
     write(tmp_path / "local", 10)
     manifest = tmp_path / "bucket" / "run" / step_name(10) / "manifest.json"

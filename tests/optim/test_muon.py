@@ -326,6 +326,12 @@ def test_wrong_options_and_another_optimizers_options_are_refused(options: list[
     assert expected in str(caught.value) and caught.value.exit_code == BAD_CONFIG
 
 
+def test_a_stage_without_matrices_still_counts_updates() -> None:
+    shards, optimizer = make({})
+    optimizer.step(0.1, GO)
+    assert optimizer.state() == {"updates": 1}
+
+
 def test_a_rank_without_elements_of_adamw_still_counts_updates() -> None:
     """Rank 0 writes the count to checkpoints. It may hold matrices only, e.g. of a pipeline's stage under zero1."""
     shards, optimizer = make(MATRICES)

@@ -119,6 +119,8 @@ def saved(step: int) -> dict[str, object]:
         ([FRESH, saved(5), saved(10), {"event": "rolled_back", "to_step": 5}], {}, 5),
         ([{"event": "resumed", "new": True}, saved(105), {"event": "rolled_back", "to_step": 100}], {}, 0),
         ([FRESH, saved(5), {"event": "resumed", "new": False}, STARTED], {}, 5),
+        # A start that set the old history aside, and was stopped before it began the new one.
+        ([FRESH, saved(5), {"event": "set_aside", "checkpoints": [".aside-step-00000005"]}], {}, 0),
     ],
 )
 def test_the_last_saved_step_is_that_of_the_current_history(tmp_path, events, status, found: int) -> None:

@@ -89,6 +89,12 @@ def test_a_state_is_continued_if_the_newest_checkpoint_is_damaged(tmp_path) -> N
     assert run.events("fallback")
 
 
+def test_a_stop_requested_in_a_step_with_a_local_save_saves_a_checkpoint(tmp_path) -> None:
+    run, _, option = kept(tmp_path, "--checkpoint.local_interval=1", "--checkpoint.interval=100")
+    assert run.start(option, fault="step:4:*:signal").join() == [75]
+    assert steps(run.path / "checkpoints")[-1] >= 4
+
+
 def name_of(run: Run) -> str:
     return f"run-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:8]}"
 

@@ -106,7 +106,7 @@ def stopped_job_runs(folder: Path, saves: Sequence[Sequence[int]]) -> list[int]:
             path.parent.mkdir(parents=True)
             path.touch()
         argv = ["--config=debug.toml", "--run.name=run", f"--run.output_dir={folder}"]
-        codes.append(count_stop(argv, {"SLURM_JOB_ID": "7"}))
+        codes.append(count_stop(75, argv, {"SLURM_JOB_ID": "7"}))
     return codes
 
 
@@ -155,3 +155,19 @@ def test_a_login_node_checks_a_configuration_for_any_number_of_processes(capsys)
     assert "must be a multiple of micro_batch_size * dp_replicate" in capsys.readouterr().err
     assert main(["check", "8", "--config", "debug.toml"]) == 0
     assert main(["check", "--config", "debug.toml"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "ended"),
+    [
+        ("finished", 75, 0),
+        ("finished", 137, 0),
+        ("stopped", 143, 75),
+        ("running", 137, 137),
+    ],
+)
+def test_the_state_decides_after_a_lost_or_leaving_node(tmp_path, state: str, code: int, ended: int) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "status.json").write_text(json.dumps({"state": state}))
+    argv = ["--config=debug.toml", "--run.name=run", f"--run.output_dir={tmp_path}"]
+    assert count_stop(code, argv, {"SLURM_JOB_ID": "7"}) == ended

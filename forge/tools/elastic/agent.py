@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ from forge.tools.elastic.rendezvous import Rendezvous
 from forge.tools.elastic.secret import VARIABLE, SignedStore, read_secret
 
 TRAIN = Path(__file__).resolve().parents[3] / "train.py"
+# Seconds from a stop signal to SIGKILL, in which ranks finish the step and save. elastic.sbatch gets the signal 300 s early.
+GRACE_S = 240
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
@@ -116,8 +119,13 @@ def run_agent(node: Node, argv: Sequence[str]) -> int:
         args=("-u", str(TRAIN), *argv),
         max_restarts=node.restarts,
     )
+    if threading.current_thread() is threading.main_thread():
+        # PyTorch handles the signal only while ranks run, so it would kill a waiting agent.
+        signal.signal(signal.SIGTERM, _leave)
+    agent = _Agent(spec, DefaultLogsSpecs())
+    agent._shutdown_timeout = GRACE_S
     try:
-        result = _Agent(spec, DefaultLogsSpecs()).run()
+        result = agent.run()
     except SignalException:
         return STOPPED
     except RendezvousClosedError:
@@ -152,7 +160,12 @@ class _Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         rendezvous: Any = self._rdzv_handler
         lost = rendezvous.num_nodes_waiting() and rendezvous.has_lost_member()
-        self._shutdown(signal.SIGKILL if lost else signal.SIGTERM)
+        self._shutdown(signal.SIGKILL if lost else signal.SIGTERM, timeout=GRACE_S)
+
+
+def _leave(number: int, _frame: Any) -> None:
+    """End the agent as PyTorch does while ranks run."""
+    raise SignalException("asked to leave", signal.Signals(number))
 
 
 def exit_code_at_end(argv: Sequence[str]) -> int:

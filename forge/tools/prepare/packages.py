@@ -300,7 +300,9 @@ def _train_once(text: CorpusText, vocab_size: int, folder: Path) -> None:
     note = folder / _MADE_FROM
     if (folder / MODEL_FILE).exists() and note.exists() and note.read_text() == made_from:
         return
-    note.unlink(missing_ok=True)
-    (folder / MODEL_FILE).unlink(missing_ok=True)
+    if note.exists():
+        (folder / MODEL_FILE).unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_atomically(note, b"unfinished\n")
     train_tokenizer([name for names in text.files.values() for name in names], folder, vocab_size)
     replace_atomically(note, made_from.encode())

@@ -62,8 +62,7 @@ from forge.tools.prepare.writer import ShardWriter
 _PARTS = ".parts"
 METADATA = "metadata.jsonl"
 _LOCKS = ("lock", "plan.lock")
-# Files of a dataset.
-_WRITTEN = (METADATA, "tokens-*.bin", "documents-*.bin", "blocks-*.bin")
+_SHARDS = ("tokens-*.bin", "documents-*.bin", "blocks-*.bin")
 Kept: TypeAlias = dict[tuple[str, int], np.ndarray]
 _VERSION = 4  # version of the rules for cutting a corpus into chunks
 # Names of options in messages, where they differ from the keys.
@@ -225,20 +224,22 @@ def _refuse_other_files(request: Request, done: set[str], parts: Path) -> None:
     """Raise UserError if the output has files with names of a dataset that this program did not write."""
     if (parts / "plan.json").exists():
         return  # files of an interrupted run
-    found = [path for path in parts.glob("*") if path.name not in _LOCKS]
+    written = [*_SHARDS, METADATA] if request.quality.metadata else _SHARDS
     for split, folder in request.targets.items():
-        if split not in done:
-            found += [path for pattern in _WRITTEN for path in folder.glob(pattern)]
-    if found:
-        raise UserError(f"{found[0]}: would be overwritten, and is not of an unfinished dataset; {_REMEDY}")
+        found = [path for pattern in written for path in folder.glob(pattern)]
+        if found and split not in done:
+            raise UserError(
+                f"{found[0]}: would be overwritten, and belongs to no dataset or interrupted run; choose another --output, "
+                "or remove this file"
+            )
 
 
 def _remove(parts: Path) -> None:
     """Remove the files that this program writes to `parts`, and then the folder if it is empty."""
-    for pattern in ("part-*", "plan.json", *_LOCKS):
-        for path in parts.glob(pattern):
-            path.unlink(missing_ok=True)
     with suppress(OSError):
+        for pattern in ("part-*", ".part-*", "*plan.json*", *_LOCKS):
+            for path in parts.glob(pattern):
+                path.unlink()
         parts.rmdir()
 
 

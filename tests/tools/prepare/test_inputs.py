@@ -163,9 +163,9 @@ def test_changed_test_passages_start_over_and_refuse_a_finished_dataset(
         prepare(request)
 
 
-@pytest.mark.parametrize("name", ["metadata.jsonl", "tokens-00000.bin", ".parts/mine"])
-def test_files_that_forge_did_not_write_are_neither_overwritten_nor_removed(request_of, name: str) -> None:
-    request = request_of()
+@pytest.mark.parametrize("name", ["metadata.jsonl", "tokens-00000.bin"])
+def test_files_that_forge_did_not_write_are_not_overwritten(request_of, name: str) -> None:
+    request = request_of(quality=Quality(metadata=("text",)))
     mine = request.output / name
     mine.parent.mkdir(parents=True)
     mine.write_text("my only copy")
@@ -175,6 +175,15 @@ def test_files_that_forge_did_not_write_are_neither_overwritten_nor_removed(requ
     mine.unlink()
     prepare(request)
     assert not (request.output / ".parts").exists()
+
+
+def test_files_that_forge_did_not_write_are_not_removed(request_of) -> None:
+    request = request_of()
+    mine = request.output / ".parts" / "mine"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("my only copy")
+    prepare(request)
+    assert [path.name for path in mine.parent.iterdir()] == ["mine"]
 
 
 def test_test_sets_without_an_ngram_are_an_error(request_of, tmp_path) -> None:

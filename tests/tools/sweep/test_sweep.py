@@ -329,7 +329,7 @@ def test_an_array_task_outside_a_job_array_is_one_sentence(tmp_path) -> None:
         ('config = "debug"\nkeys = { "run.seed" = [0, 1] }', "run.seed: is set by the sweep; use seeds"),
         (
             'config = "debug"\nmethod = "halving"\nkeys = { "train.steps" = [4, 8] }',
-            "train.steps: is set by the sweep",
+            "train.steps: is set by method = halving",
         ),
         ('config = "debug"\nseeds = []\nkeys = {}', "needs at least one value, each once"),
         ('config = "debug"\nmetric = "accuracy"\nkeys = {}', "is not measured. Known: loss"),
