@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--config", required=True, help="the recipe, a file or a name in configs/; overrides may follow")
     add(
         "--widths",
-        type=lambda text: [positive(width) for width in text.split(",")],
+        type=_widths,
         default="64,128,256,512",
         help="values of model.dim; other sizes grow in proportion (%(default)s)",
     )
@@ -43,6 +43,15 @@ def main(arguments: list[str] | None = None) -> int:
     add("--output", type=Path, default=Path("coordinates.svg"), help="image to write (%(default)s)")
     given, overrides = parser.parse_known_args(arguments)
     return exit_code_of(lambda: _run(given, overrides))
+
+
+def _widths(text: str) -> list[int]:
+    try:
+        return [positive(width) for width in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be whole numbers with commas between them, not {text}"
+        ) from None
 
 
 def _run(given: argparse.Namespace, overrides: list[str]) -> None:
