@@ -98,14 +98,15 @@ class Mirror:
         self._newest = min(self._newest, step)
         self._work.put(lambda: self._forget_after(step))
 
-    def close(self, wait: bool) -> None:
-        """End the thread. With `wait`, first finish all requested copies."""
-        if not wait:
+    def close(self, wait_s: float | None = None) -> None:
+        """Wait for all requested copies, at most `wait_s` seconds (None: without a limit), and end the thread."""
+        self._work.put(None)
+        self._thread.join(wait_s)
+        if self._thread.is_alive():
+            message = "checkpoint.mirror %s: the copy of step %d is not complete; the next start makes it"
+            log.warning(message, self._url, self._newest)
             self._given_up.set()
             self._newest = -1
-        self._work.put(None)
-        if wait:
-            self._thread.join()
 
     def _run(self) -> None:
         give_up_on(self._given_up)

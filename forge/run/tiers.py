@@ -35,6 +35,8 @@ from forge.train.trainer import Trainer
 log = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")
+# Seconds that a stopped run waits for the mirror.
+MIRROR_AT_STOP_S = 20
 _RUN = re.compile(r".+-[0-9a-f]{8}")
 _HISTORY = re.compile(r"[0-9a-f]{8}")
 
@@ -84,6 +86,10 @@ class Tiers:
                 kept = start.kept
             except UserError as error:
                 refused = error
+                # A checkpoint that a rank cannot read may be intact.
+                kept = on_first_rank(
+                    "listing checkpoints", lambda: max(steps(checkpoints.folder), default=-1)
+                )
             if replaced is None and checkpoints.fallbacks:
                 # The newest checkpoints are damaged; a node-local state may be newer than the one that is sound, if any.
                 start = self._start_from_nodes(kept, reporter) or start
@@ -263,7 +269,7 @@ def finish_mirror(config: Config, checkpoints: Checkpoints, step: int) -> None:
     def copy() -> None:
         mirror = _mirror(config, checkpoints)
         _copy_if_missing(mirror, checkpoints, step)
-        mirror.close(wait=True)
+        mirror.close()
 
     if config.checkpoint.mirror:
         on_first_rank("copying to the mirror", copy)
@@ -298,5 +304,6 @@ class MirrorSaves(Hook):
         self._mirror.forget_after(step)
 
     def after_run(self) -> None:
-        # A stopped run must end before its time limit; the next start makes a missing copy.
-        self._mirror.close(wait=self._trainer.progress.step >= self._trainer.config.train.steps)
+        # A stopped run must end before its time limit.
+        finished = self._trainer.progress.step >= self._trainer.config.train.steps
+        self._mirror.close(None if finished else MIRROR_AT_STOP_S)

@@ -210,8 +210,8 @@ def train(argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
     return FINISHED
 
 
-def count_stop(code: int, argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Count a stopped job run of elastic.sbatch. code: the greatest exit code of its agents.
+def count_stop(code: int, began: int, argv: list[str], environment: Mapping[str, str] = os.environ) -> int:
+    """Count a stopped job run of elastic.sbatch. code: the greatest exit code of its agents. began: its start, Unix time.
 
     Return STOPPED (75) if the job should be requeued, FINISHED (0) if the run is finished, `code` if a signal killed an
     agent and the run was not stopped, else FAILED (1).
@@ -219,7 +219,9 @@ def count_stop(code: int, argv: list[str], environment: Mapping[str, str] = os.e
     config, job = load_config(argv), environment.get("SLURM_JOB_ID", "0")
     run = (Path(config.run.output_dir) / config.run.name).absolute()
     history, after = JobHistory.read(run / "requeues.json", job), RunSnapshot.read(run)
-    state = json.loads(after.status or "{}").get("state")
+    status = run / "status.json"
+    written = status.is_file() and status.stat().st_mtime >= began  # otherwise an earlier job run wrote it
+    state = json.loads(after.status or "{}").get("state") if written else None
     if state == "finished":
         return FINISHED
     if code != STOPPED and state != "stopped":
@@ -333,7 +335,7 @@ def _print(text: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run `train ARGUMENTS`, `stopped CODE ARGUMENTS` or `check WORLD ARGUMENTS`, and return the exit code."""
+    """Run `train ARGUMENTS`, `stopped CODE BEGAN ARGUMENTS` or `check WORLD ARGUMENTS`, and return the exit code."""
     try:
         if argv[:1] in (["-h"], ["--help"]):
             print(__doc__)
@@ -341,7 +343,7 @@ def main(argv: list[str]) -> int:
         if argv[:1] == ["train"]:
             return train(argv[1:])
         if argv[:1] == ["stopped"]:
-            return count_stop(int(argv[1]), argv[2:])
+            return count_stop(int(argv[1]), int(argv[2]), argv[3:])
         if argv[:1] == ["check"] and argv[1:2] and argv[1].isdecimal() and int(argv[1]):
             config = check(argv[2:], int(argv[1]))
             _print(f"{config.run.name} fits {argv[1]} processes")

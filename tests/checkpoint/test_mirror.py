@@ -42,7 +42,7 @@ def copied(
         if forget is not None:
             mirror.forget_after(forget)
         mirror.copy(step)
-        mirror.close(wait=True)
+        mirror.close()
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -152,14 +152,14 @@ def test_a_copy_survives_its_checkpoints_removal_and_a_newer_one_replaces_waitin
         for path in (tmp_path / "local" / step_name(step)).rglob("*.*"):
             path.unlink()
     go_on.set()
-    mirror.close(wait=True)
+    mirror.close()
     assert there(tmp_path) == [10, 30]
 
 
 def test_a_removed_checkpoint_does_not_end_the_run(tmp_path, caplog) -> None:
     mirror = Mirror(url(tmp_path), tmp_path / "local", 0, 0)
     mirror.copy(10)
-    mirror.close(wait=True)
+    mirror.close()
     assert "step 10 could not be copied" in caplog.text
 
 
@@ -169,7 +169,7 @@ def test_a_failed_copy_is_reported_and_the_next_one_is_made(tmp_path, caplog, mo
     (tmp_path / "bucket" / step_name(10)).write_text("in the way")
     write(tmp_path / "local", 10)
     mirror.copy(10)
-    mirror.close(wait=True)
+    mirror.close()
     assert "checkpoint.mirror file://" in caplog.text and not (tmp_path / "bucket" / "mirror.json").exists()
     (tmp_path / "bucket" / step_name(10)).unlink()
     copied(tmp_path, 20)

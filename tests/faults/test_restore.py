@@ -186,6 +186,6 @@ def test_s9_copies_of_rolled_back_steps_are_not_in_a_rebuilt_index(tmp_path) -> 
     url = f"file://{mirror}"
     one = Mirror(url, run.path / "checkpoints", 0, 0)
     one.forget_after(4)
-    one.close(wait=True)
+    one.close()
     (mirror / "mirror.json").unlink()
     assert copied_steps(url)[-1] == 4

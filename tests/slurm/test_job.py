@@ -106,7 +106,7 @@ def stopped_job_runs(folder: Path, saves: Sequence[Sequence[int]]) -> list[int]:
             path.parent.mkdir(parents=True)
             path.touch()
         argv = ["--config=debug.toml", "--run.name=run", f"--run.output_dir={folder}"]
-        codes.append(count_stop(75, argv, {"SLURM_JOB_ID": "7"}))
+        codes.append(count_stop(75, 0, argv, {"SLURM_JOB_ID": "7"}))
     return codes
 
 
@@ -170,4 +170,6 @@ def test_the_state_decides_after_a_lost_or_leaving_node(tmp_path, state: str, co
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "status.json").write_text(json.dumps({"state": state}))
     argv = ["--config=debug.toml", "--run.name=run", f"--run.output_dir={tmp_path}"]
-    assert count_stop(code, argv, {"SLURM_JOB_ID": "7"}) == ended
+    assert count_stop(code, 0, argv, {"SLURM_JOB_ID": "7"}) == ended
+    # A status of an earlier job run says nothing.
+    assert count_stop(137, 2**40, argv, {"SLURM_JOB_ID": "7"}) == 137

@@ -160,7 +160,12 @@ class _Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         rendezvous: Any = self._rdzv_handler
         lost = rendezvous.num_nodes_waiting() and rendezvous.has_lost_member()
-        self._shutdown(signal.SIGKILL if lost else signal.SIGTERM, timeout=GRACE_S)
+        if lost:
+            self._shutdown(signal.SIGKILL)
+        elif rendezvous.is_whole():
+            self._shutdown(signal.SIGTERM, timeout=GRACE_S)
+        else:
+            self._shutdown(signal.SIGTERM)  # the ranks may wait for a dead rank of an agent that has left
 
 
 def _leave(number: int, _frame: Any) -> None:

@@ -111,6 +111,10 @@ class Rendezvous(DynamicRendezvousHandler):
             for node, (_, since) in self._seen.items()
         )
 
+    def is_whole(self) -> bool:
+        """Return whether no member has left this round."""
+        return all(node in self._state_holder.state.participants for node in self._seen)
+
     def _is_free(self, deadline: float) -> bool:
         """Wait until the lock of the run directory is free, and return True.
 

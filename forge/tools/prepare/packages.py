@@ -302,7 +302,9 @@ def _train_once(text: CorpusText, vocab_size: int, folder: Path) -> None:
         return
     if note.exists():
         (folder / MODEL_FILE).unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_atomically(note, b"unfinished\n")
+    if not (folder / MODEL_FILE).exists():
+        # From here on, a tokenizer in this folder is not a user's.
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_atomically(note, b"unfinished\n")
     train_tokenizer([name for names in text.files.values() for name in names], folder, vocab_size)
     replace_atomically(note, made_from.encode())
