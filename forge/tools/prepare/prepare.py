@@ -15,8 +15,8 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,6 +34,7 @@ from forge.tools.prepare.corpus import EXTENSIONS, Corpus, find_corpus
 from forge.tools.prepare.documents import Bad
 from forge.tools.prepare.inputs import stamp_of
 from forge.tools.prepare.long_text import TextPart, check_text, text_parts
+from forge.tools.prepare.output import METADATA, locked, refuse_other_files, remove_parts
 from forge.tools.prepare.pack import describe_plan, pack
 from forge.tools.prepare.part import (
     MAX_BAD_FRACTION,
@@ -60,9 +61,6 @@ from forge.tools.prepare.traits import find_duplicates, metadata_lines, select, 
 from forge.tools.prepare.writer import ShardWriter
 
 _PARTS = ".parts"
-METADATA = "metadata.jsonl"
-_LOCKS = ("lock", "plan.lock")
-_SHARDS = ("tokens-*.bin", "documents-*.bin", "blocks-*.bin")
 Kept: TypeAlias = dict[tuple[str, int], np.ndarray]
 _VERSION = 4  # version of the rules for cutting a corpus into chunks
 # Names of options in messages, where they differ from the keys.
@@ -115,7 +113,7 @@ def prepare(request: Request) -> list[Path]:
     parts = request.output / _PARTS
     if len(done) == len(request.targets):
         _check_input(request, tokenizer)
-        _remove(parts)  # exists if the last run was interrupted just before this removal
+        remove_parts(parts)  # exists if the last run was interrupted just before this removal
         for folder in request.targets.values():
             print(f"{folder}: already prepared, {_describe(TokenDataset(folder).index)}")
         return _packed(request)
@@ -125,14 +123,18 @@ def prepare(request: Request) -> list[Path]:
             "do not show where a document ends; data.document_mask = true separates documents in attention",
             file=sys.stderr,
         )
-    _refuse_other_files(request, done, parts)
+    refuse_other_files(
+        [folder for split, folder in request.targets.items() if split not in done],
+        parts,
+        metadata=bool(request.quality.metadata),
+    )
     chunks, corpus = _find_chunks(request, tokenizer)
     for note in corpus.notes():
         print(note, file=sys.stderr, flush=True)
     if request.part is not None:
         _prepare_part(request, request.part, options, chunks, parts)
         return []
-    with _locked(parts):
+    with locked(parts):
         _match_plan(parts, options, chunks)
         _encode_missing(request, chunks, parts, range(len(chunks)))
         tally = _check_tally(request, corpus, len(chunks), parts)
@@ -147,7 +149,7 @@ def prepare(request: Request) -> list[Path]:
                 origin |= {"unknown_tokens": tally.unknown, "left_out": tally.left_out}
                 index = writer.finish(tally.text_bytes[split], origin)
                 print(f"{folder}: {_describe(index)}")
-        _remove(parts)
+        remove_parts(parts)
     return _packed(request)
 
 
@@ -168,7 +170,7 @@ def _prepare_part(
     All machines write to one folder. A later call without `request.part` joins the parts into datasets.
     """
     number, count = part
-    with _locked(parts, shared=True):
+    with locked(parts, shared=True):
         with open(parts / "plan.lock", "w") as file:
             lock(file.fileno(), wait=True)
             _match_plan(parts, options, chunks, shared=True)
@@ -218,29 +220,6 @@ def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
             raise UserError(f"{folder}: already holds a dataset prepared with another {names}; {_REMEDY}")
         finished.add(split)
     return finished
-
-
-def _refuse_other_files(request: Request, done: set[str], parts: Path) -> None:
-    """Raise UserError if the output has files with names of a dataset that this program did not write."""
-    if (parts / "plan.json").exists():
-        return  # files of an interrupted run
-    written = [*_SHARDS, METADATA] if request.quality.metadata else _SHARDS
-    for split, folder in request.targets.items():
-        found = [path for pattern in written for path in folder.glob(pattern)]
-        if found and split not in done:
-            raise UserError(
-                f"{found[0]}: would be overwritten, and belongs to no dataset or interrupted run; choose another --output, "
-                "or remove this file"
-            )
-
-
-def _remove(parts: Path) -> None:
-    """Remove the files that this program writes to `parts`, and then the folder if it is empty."""
-    with suppress(OSError):
-        for pattern in ("part-*", ".part-*", "*plan.json*", *_LOCKS):
-            for path in parts.glob(pattern):
-                path.unlink()
-        parts.rmdir()
 
 
 def _identity(chunks: Iterable[Tally]) -> dict[str, Any]:
@@ -320,32 +299,6 @@ def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) 
             chunks[-1].append(part)
             room -= part.size
     return chunks, replace(corpus, unreadable=corpus.unreadable + bad)
-
-
-@contextmanager
-def _locked(parts: Path, shared: bool = False) -> Iterator[None]:
-    """Lock the output folder in the body. shared: allow other processes with `shared` to lock the folder at the same time.
-
-    The kernel releases the lock when the process ends. Raises UserError if another process has the lock, or if the folder is
-    not writable.
-    """
-    try:
-        parts.mkdir(parents=True, exist_ok=True)
-        file = open(parts / "lock", "w")  # noqa: SIM115
-    except OSError as error:
-        raise UserError(f"--output {parts.parent}: cannot be written: {error.strerror}") from None
-    with file:
-        try:
-            if not lock(file.fileno(), shared=shared):
-                print(
-                    f"warning: {parts.parent}: its file system has no locks; a second prepare_data there would go unnoticed",
-                    file=sys.stderr,
-                )
-        except BlockingIOError:
-            raise UserError(f"--output {parts.parent}: another prepare_data is writing to it") from None
-        except OSError as error:
-            raise UserError(f"--output {parts.parent}: cannot be locked: {error.strerror}") from None
-        yield
 
 
 def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], shared: bool = False) -> None:

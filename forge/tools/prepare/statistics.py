@@ -13,7 +13,7 @@ from forge.data.format import START_DTYPE, TokenDataset
 from forge.data.permutation import Permutation, key_of
 from forge.data.tokenizer import Tokenizer
 from forge.runtime.remote import join
-from forge.tools.prepare.prepare import METADATA
+from forge.tools.prepare.output import METADATA
 
 _BAR, _LEFT, _WIDTH = 18, 90, 720  # pixels
 _SHOWN = 12  # values shown per metadata key

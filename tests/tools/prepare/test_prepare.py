@@ -11,6 +11,7 @@ from forge.runtime.errors import UserError
 from forge.tools.prepare import part
 from forge.tools.prepare import prepare as module
 from forge.tools.prepare.documents import Bad, read_documents
+from forge.tools.prepare.output import locked
 from forge.tools.prepare.prepare import Request, prepare
 
 
@@ -186,7 +187,7 @@ def test_d1_an_empty_split_is_refused(tmp_path):
 
 def test_two_at_once_are_refused(text, tmp_path):
     with (
-        module._locked(tmp_path / "out" / ".parts"),
+        locked(tmp_path / "out" / ".parts"),
         pytest.raises(UserError, match="another prepare_data is writing"),
     ):
         run(text, tmp_path / "out")
