@@ -66,8 +66,8 @@ class Mirror:
     def copy(self, step: int, *, if_missing: bool = False) -> None:
         """Copy the complete checkpoint of `step` in the background.
 
-        The copy is skipped if a newer checkpoint completes before the copy begins. if_missing: also skip a copy that the
-        index lists.
+        The copy is skipped if a newer checkpoint completes before the copy begins. if_missing: also skip a checkpoint
+        whose copy is complete.
         """
         self._newest, self._count = step, self._count + 1
         # Hard links, because the checkpoint may be removed before it is copied. The links are numbered, because a step
@@ -85,7 +85,7 @@ class Mirror:
 
         def work() -> None:
             try:
-                if step == self._newest and (not if_missing or (step not in self._known() and link())):
+                if step == self._newest and (not if_missing or (not self._has(step) and link())):
                     self._copy(step, links)
             finally:
                 shutil.rmtree(links, ignore_errors=True)
@@ -133,6 +133,17 @@ class Mirror:
         log.info("copied the checkpoint of step %d to %s", step, target)
         for old in set(steps) - set(kept):
             self._remove(old, recursive=True)
+
+    def _has(self, step: int) -> bool:
+        """Return whether the index lists a copy of the checkpoint of `step` with the same manifest, i.e. the same content."""
+        name = f"{folders.step_name(step)}/{MANIFEST}"
+        try:
+            return (
+                step in self._known()
+                and read_whole(join(self._url, name)) == (self._root / name).read_bytes()
+            )
+        except FileNotFoundError:
+            return False
 
     def _forget_after(self, step: int) -> None:
         known = self._known()

@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 # Sections that define the computation. All other sections may change between two starts of a history.
 SETTINGS = ("model", "data", "train", "optimizer", "schedule", "precision")
-
-
 _ASIDE = re.compile(r"\.aside-step-(\d+)")
 
 

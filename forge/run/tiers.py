@@ -68,41 +68,42 @@ class Tiers:
 
         Collective. Raises UserError like `resume.find_start`.
         """
-        config, checkpoints, directory = self._config, self._checkpoints, self._directory
-        replaced, shared = on_first_rank(
-            "listing checkpoints",
-            lambda: (
-                new_history_because(config, directory, earlier.finished),
-                max(steps(checkpoints.folder), default=-1),
-            ),
+        replaced = on_first_rank(
+            "reading origin.json",
+            lambda: new_history_because(self._config, self._directory, earlier.finished),
         )
-        start = None
-        if replaced is None:
-            start = self._start_from_nodes(shared, reporter)
-        if start is None:
-            kept, refused = -1, None
-            try:
-                start = find_start(config, checkpoints, directory, earlier)
-                kept = start.kept
-            except UserError as error:
-                refused = error
-                # A checkpoint that a rank cannot read may be intact.
-                kept = on_first_rank(
-                    "listing checkpoints", lambda: max(steps(checkpoints.folder), default=-1)
-                )
-            if replaced is None and checkpoints.fallbacks:
-                # The newest checkpoints are damaged; a node-local state may be newer than the one that is sound, if any.
-                start = self._start_from_nodes(kept, reporter) or start
-            if start is None:
-                assert refused is not None
-                raise refused
+        start = self._start_from_nodes(reporter) if replaced is None else None
+        start = start or self._start_from_checkpoints(earlier, replaced, reporter)
         self._follow(start)
         return start
 
-    def _start_from_nodes(self, shared: int, reporter: Reporter) -> Start | None:
-        """Return a start from the newest node-local state after step `shared`; None if there is none."""
+    def _start_from_checkpoints(self, earlier: Earlier, replaced: str | None, reporter: Reporter) -> Start:
+        """Return a start as `resume.find_start` does. After damaged checkpoints, prefer a newer node-local state.
+
+        replaced: why a new history begins; None: it does not.
+        """
+
+        def newer() -> Start | None:
+            usable = replaced is None and self._checkpoints.fallbacks
+            return self._start_from_nodes(reporter) if usable else None
+
+        try:
+            start = find_start(self._config, self._checkpoints, self._directory, earlier)
+        except UserError:
+            if (found := newer()) is None:
+                raise
+            return found
+        return newer() or start
+
+    def _start_from_nodes(self, reporter: Reporter) -> Start | None:
+        """Return a start from a node-local state newer than every checkpoint; None if there is none. Collective."""
         local = self.local
-        if local is None or (step := self._newest(local, shared, reporter)) is None:
+        if local is None:
+            return None
+        shared = on_first_rank(
+            "listing checkpoints", lambda: max(steps(self._checkpoints.folder), default=-1)
+        )
+        if (step := self._newest(local, shared, reporter)) is None:
             return None
         point = resume_point(local.path(step), self._config, fetch=lambda names: local.fetch(step, names))
         return Start(point, kept=step)

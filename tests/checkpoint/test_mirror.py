@@ -1,4 +1,5 @@
 import json
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,11 @@ from forge.runtime.errors import UserError
 from tests.support.runs import wait_for
 
 
-def write(root: Path, step: int) -> None:
+def write(root: Path, step: int, content: str = "") -> None:
     folder = root / step_name(step)
     (folder / "tokenizer").mkdir(parents=True)
     for name in ("__0_0.distcp", "tokenizer/model"):
-        (folder / name).write_bytes(f"{name} {step}".encode() * 1000)
+        (folder / name).write_bytes(f"{name} {step} {content}".encode() * 1000)
     files = {name: entry(folder / name) for name in ("__0_0.distcp", "tokenizer/model")}
     (folder / "manifest.json").write_text(compose(step, 1, {}, files))
 
@@ -57,14 +58,18 @@ def test_the_newest_copy_is_restored_unchanged(tmp_path) -> None:
     assert not list((tmp_path / "local").glob(".mirrored*"))
 
 
-def test_a_step_saved_again_after_a_roll_back_is_copied_again(tmp_path) -> None:
+def hook_of(tmp_path: Path) -> MirrorSaves:
     kept = SimpleNamespace(mirror=url(tmp_path), keep_last=0, keep_every=0)
     config = SimpleNamespace(
         checkpoint=kept, run=SimpleNamespace(name="run"), train=SimpleNamespace(steps=20)
     )
     trainer = SimpleNamespace(config=config, progress=SimpleNamespace(step=20))
     checkpoints = SimpleNamespace(folder=tmp_path / "local")
-    hook = MirrorSaves(trainer, checkpoints)  # type: ignore[arg-type]
+    return MirrorSaves(trainer, checkpoints)  # type: ignore[arg-type]
+
+
+def test_a_step_saved_again_after_a_roll_back_is_copied_again(tmp_path) -> None:
+    hook = hook_of(tmp_path)
     hook.before_run(0)
     index = tmp_path / "bucket" / "run" / "mirror.json"
     for step in (10, 20):
@@ -79,21 +84,22 @@ def test_a_step_saved_again_after_a_roll_back_is_copied_again(tmp_path) -> None:
 
 
 def test_a_start_copies_the_checkpoint_that_a_killed_run_left_uncopied(tmp_path) -> None:
-    kept = SimpleNamespace(mirror=url(tmp_path), keep_last=0, keep_every=0)
-    config = SimpleNamespace(
-        checkpoint=kept, run=SimpleNamespace(name="run"), train=SimpleNamespace(steps=20)
-    )
-    trainer = SimpleNamespace(config=config, progress=SimpleNamespace(step=20))
-    checkpoints = SimpleNamespace(folder=tmp_path / "local")
     write(tmp_path / "local", 10)
     manifest = tmp_path / "bucket" / "run" / step_name(10) / "manifest.json"
     times = []
     for _ in range(2):
-        hook = MirrorSaves(trainer, checkpoints)  # type: ignore[arg-type]
+        hook = hook_of(tmp_path)
         hook.before_run(10)
         hook.after_run()
         times.append(manifest.stat().st_mtime_ns)
     assert times[0] == times[1]
+    # The same step with other content, e.g. saved again after a roll-back.
+    shutil.rmtree(tmp_path / "local" / step_name(10))
+    write(tmp_path / "local", 10, "again")
+    hook = hook_of(tmp_path)
+    hook.before_run(10)
+    hook.after_run()
+    assert manifest.read_bytes() == (tmp_path / "local" / step_name(10) / "manifest.json").read_bytes()
     assert json.loads((tmp_path / "bucket" / "run" / "mirror.json").read_text())["steps"] == [10]
 
 

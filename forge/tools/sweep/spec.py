@@ -135,17 +135,16 @@ def read_sweep(path: Path) -> Sweep:
             raise UserError(f"{path}: keys.{key}.low = {values.low}: must be above 0 with log = true")
         if isinstance(values, list) and not values:
             raise UserError(f"{path}: keys.{key}: has no values")
+    for key in sweep.keys:
+        if sweep.method == "halving" and key in ("train.steps", "train.tokens"):
+            raise UserError(
+                f"{path}: keys.{key}: is set by method = halving; give the length of the last rung under overrides"
+            )
     for key in (*sweep.keys, *sweep.overrides):
         if key in ("run.seed", "run.name", "run.output_dir"):
             raise UserError(
                 f"{path}: {key}: is set by the sweep; use seeds = [0, 1] for several seeds, or remove this key"
             )
-    if sweep.method == "halving" and (
-        key := next((key for key in ("train.steps", "train.tokens") if key in sweep.keys), "")
-    ):
-        raise UserError(
-            f"{path}: keys.{key}: is set by method = halving; give the length of the last rung under overrides"
-        )
     if not sweep.seeds or len(set(sweep.seeds)) < len(sweep.seeds):
         raise UserError(f"{path}: seeds = {list(sweep.seeds)}: needs at least one value, each once")
     for trial in first_trials(sweep):
