@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 from forge.data.tokenizer import load_tokenizer
 from forge.tools.prepare.prepare import Request, prepare
@@ -38,6 +39,16 @@ def test_the_script_writes_it_and_refuses_a_folder_without_a_dataset(tmp_path, c
     assert main([str(tmp_path / "out"), "--output", str(tmp_path / "page.html")]) == 0
     assert "<h1>" in (tmp_path / "page.html").read_text()
     assert main([str(tmp_path / "none")]) == 2 and "not a complete dataset" in capsys.readouterr().err
+
+
+def test_another_tokenizer_than_the_dataset_s_is_refused(tmp_path, capsys, monkeypatch) -> None:
+    (tmp_path / "in.txt").write_text("text")
+    prepare(Request((str(tmp_path / "in.txt"),), "bytes", tmp_path / "out"))
+    other = SimpleNamespace(fingerprint="of another")
+    monkeypatch.setattr("scripts.describe_data.load_tokenizer", lambda _path: other)
+    page = tmp_path / "page.html"
+    assert main([str(tmp_path / "out"), "--tokenizer", "other", "--output", str(page)]) == 2
+    assert "was prepared with another tokenizer" in capsys.readouterr().err and not page.exists()
 
 
 def test_lengths_of_documents_across_shards(tmp_path) -> None:
