@@ -104,7 +104,7 @@ class Mirror:
         self._thread.join(wait_s)
         if self._thread.is_alive():
             message = "checkpoint.mirror %s: the copy of step %d is not complete; the next start makes it"
-            log.warning(message, self._url, self._newest)
+            log.warning(message, self._url, self._newest, extra=Cause.MIRROR_FAILED.mark)
             self._given_up.set()
             self._newest = -1
 
