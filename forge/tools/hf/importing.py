@@ -47,14 +47,7 @@ def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_
     """
     files = import_files(source)
     described = source / "config.json"
-    try:
-        values = read_json(described.read_text("utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError("not an object")
-    except OSError as error:
-        raise UserError(f"{described}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{described}: is not a JSON object: {error}") from None
+    values = _read_object(described)
     try:
         architecture = architecture_of(values, described)
         if architecture.prefix:
@@ -78,28 +71,7 @@ def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_
     dtypes = _match(source, config, weights, stored, architecture.ignored)
     weights = [weight for weight in weights if not weight.is_copy]
     total = sum(prod(weight.shape) * dtypes[weight.ours].itemsize for weight in weights if weight.ours)
-    done = 0
-
-    def read(weight: Weight, dtype: torch.dtype) -> Tensor:
-        nonlocal done
-        if weight.theirs:
-            values = weight.joined(_read([stored[name] for name in weight.theirs], weight.read_shape))
-            if weight.gain:
-                values = values.to(dtype) * _read([stored[weight.gain]], weight.shape).to(dtype)
-        else:
-            values = torch.zeros(weight.shape, dtype=dtype)
-        done += values.nbytes
-        progress("writing", done, total)
-        return values
-
-    tensors: dict[str, ShardTensor] = {}
-    for weight in weights:
-        if weight.ours is not None:
-            dtype = dtypes[weight.ours]
-            shape_only = torch.empty(weight.shape, dtype=dtype, device="meta")
-            tensors[f"model.{weight.ours}"] = _LazyTensor(
-                Shard.whole("", shape_only), partial(read, weight, dtype)
-            )
+    tensors = _lazy_tensors(weights, dtypes, stored, lambda done: progress("writing", done, total))
     with new_folder(output, total) as folder, single_process_group():
         contents = Contents(
             step=0,
@@ -117,6 +89,54 @@ def import_weights(source: Path, output: Path, *, progress: ReportProgress = no_
         except RanksFailed as error:
             raise UserError(f"{output}: could not be written: {error}", FAILED) from None
     return Conversion(architecture.name, with_tokenizer=bool(files))
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in `file`. Raises UserError if the file cannot be read or has no object."""
+    try:
+        values = read_json(file.read_text("utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("not an object")
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{file}: is not a JSON object: {error}") from None
+    return values
+
+
+def _lazy_tensors(
+    weights: list[Weight],
+    dtypes: Mapping[str, torch.dtype],
+    stored: Mapping[str, Stored | Blocks | Scaled],
+    progress: Callable[[int], None],
+) -> dict[str, ShardTensor]:
+    """Return the model's tensors by their name in a checkpoint. Each is read from `stored` when it is written.
+
+    progress: called with the bytes read so far.
+    """
+    done = 0
+
+    def read(weight: Weight, dtype: torch.dtype) -> Tensor:
+        nonlocal done
+        if weight.theirs:
+            values = weight.joined(_read([stored[name] for name in weight.theirs], weight.read_shape))
+            if weight.gain:
+                values = values.to(dtype) * _read([stored[weight.gain]], weight.shape).to(dtype)
+        else:
+            values = torch.zeros(weight.shape, dtype=dtype)
+        done += values.nbytes
+        progress(done)
+        return values
+
+    tensors: dict[str, ShardTensor] = {}
+    for weight in weights:
+        if weight.ours is not None:
+            dtype = dtypes[weight.ours]
+            shape_only = torch.empty(weight.shape, dtype=dtype, device="meta")
+            tensors[f"model.{weight.ours}"] = _LazyTensor(
+                Shard.whole("", shape_only), partial(read, weight, dtype)
+            )
+    return tensors
 
 
 def _dequantized(

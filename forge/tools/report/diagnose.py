@@ -18,7 +18,7 @@ from typing import Any
 
 from forge.observe.json_lines import read_object
 from forge.runtime.causes import AGAIN, CAUSES, Cause, Severity
-from forge.runtime.errors import FAILED, USUAL_CAUSES
+from forge.runtime.errors import FAILED, USUAL_CAUSES, UserError
 from forge.tools.report.read import RunRecord, read_run
 from forge.tools.report.stacks import odd_ranks, read_collectives, read_stacks
 
@@ -48,9 +48,14 @@ class Incident:
 
 
 def diagnose(path: Path) -> str:
-    """Return the diagnosis of the run in `path` as a page of text. Raises UserError unless `path` is a run directory."""
+    """Return the diagnosis of the run in `path` as a page of text.
+
+    Raises UserError if `path` is not a run directory or has nothing to diagnose.
+    """
     run = read_run(path)
     incidents = read_incidents(run)
+    if not (run.events or run.lines or run.status or incidents):
+        raise UserError(f"{path}: the run has recorded nothing: no event, no step and no message in logs/")
     parts = [
         _head(run),
         _first(run, incidents),

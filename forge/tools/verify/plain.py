@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forge.batch import Batch
 from forge.config import Config, check_world, parse_toml_text
 from forge.model import Normal, Transformer, Uniform
 from forge.optim import Optimizer
@@ -84,19 +85,7 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
         hooks.call("after_data", number)
         with hooks.around("gradients", number):
             valid = (batch.labels >= 0).sum().clamp(min=1)
-            model.set_loss_scale(1 / valid.double())
-            losses = model(batch.tokens, batch.labels, batch.positions, batch.documents)
-            model.zero_grad()
-            (losses[0] / valid).backward()
-            step["loss", "cross-entropy"] = (losses[1] / valid).detach().double()
-            step["loss", "objective"] = (losses[0] / valid).detach().double()
-            if borders is not None:
-                seen = borders.take()
-                step |= {("output" if one.output else "input", one.name): one.values for one in seen}
-                record.order = [one.name for one in seen if one.output]
-            for shard in shards:
-                shard.parameter.grad = gradient(shard)
-                step["gradient", shard.name] = gradient(shard).clone()
+            losses = _backward(model, batch, valid, shards, borders, record, step)
             if logits is not None:
                 logits.complete()
                 cast(Any, optimizer).bound_logits(logits.by_parameter)
@@ -138,6 +127,36 @@ def record_plain(text: str, settings: Settings, device: torch.device = CPU) -> W
         for key, tensor in step.items():
             step[key] = tensor.cpu()
     return record
+
+
+def _backward(
+    model: Transformer,
+    batch: Batch,
+    valid: Tensor,
+    shards: list[Shard],
+    borders: Borders | None,
+    record: WholeRecord,
+    step: dict[TensorKey, Tensor],
+) -> Tensor:
+    """Return the losses of `batch`, as the model returns them. Set the gradient of each shard's parameter.
+
+    Losses are divided by `valid`, the number of predicted tokens. Add losses, inputs and outputs of modules, and gradients
+    to `step`, and the order of the modules to `record`.
+    """
+    model.set_loss_scale(1 / valid.double())
+    losses = model(batch.tokens, batch.labels, batch.positions, batch.documents)
+    model.zero_grad()
+    (losses[0] / valid).backward()
+    step["loss", "cross-entropy"] = (losses[1] / valid).detach().double()
+    step["loss", "objective"] = (losses[0] / valid).detach().double()
+    if borders is not None:
+        seen = borders.take()
+        step |= {("output" if one.output else "input", one.name): one.values for one in seen}
+        record.order = [one.name for one in seen if one.output]
+    for shard in shards:
+        shard.parameter.grad = gradient(shard)
+        step["gradient", shard.name] = gradient(shard).clone()
+    return losses
 
 
 def _largest_logits(

@@ -108,6 +108,12 @@ def test_a_folder_without_a_run_is_refused(tmp_path) -> None:
         diagnose(tmp_path)
 
 
+def test_a_run_without_any_record_is_refused(tmp_path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    with pytest.raises(UserError, match="recorded nothing"):
+        diagnose(tmp_path)
+
+
 STARTED = {"time": "2026-01-01T00:00:00+00:00", "event": "started", "world_size": 3}
 
 
