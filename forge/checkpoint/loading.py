@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from forge.checkpoint.manifest import Damaged, find_damage, read_manifest
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
+from forge.config import Config, Phases, parse_toml_text
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import RanksFailed, gather_from_ranks, on_every_rank, single_process_group
 from forge.runtime.errors import NO_CHECKPOINT, UserError
@@ -46,6 +47,22 @@ def read_state(path: Path) -> dict[str, Any]:
 def read_config(path: Path) -> str:
     """Return the saving run's config as TOML. Not collective."""
     return (path / "config.toml").read_text("utf-8")
+
+
+def trained_config(path: Path) -> Config:
+    """Return the saving run's config with the `model.sliding_window` of the checkpoint's last step. Not collective.
+
+    A phase may change the window, and the weights are adapted to the window that they were last trained with. Classes named
+    in the config are not imported.
+    """
+    config = parse_toml_text(read_config(path), str(path / "config.toml"), import_classes=False)
+    if not config.phase:
+        return config
+    progress = read_state(path).get("progress")  # imported and averaged weights have none
+    if progress is None or not progress["step"]:
+        return config
+    window = Phases(config).ended_at(progress["step"], progress["tokens"]).sliding_window
+    return config.model_copy(update={"model": config.model.model_copy(update={"sliding_window": window})})
 
 
 Fetch: TypeAlias = Callable[[set[str]], None]

@@ -121,6 +121,13 @@ class Phases:
         number = bisect_right(self._starts, tokens) - 1
         return self._constant[number] or self._plan(self._ramped(self._spans[number], tokens))
 
+    def ended_at(self, step: int, tokens: int) -> StepPlan:
+        """Return the plan of step number `step` (from 1), after which the run has trained on `tokens` tokens."""
+        begin = self.tokens_after(step - 1)
+        if begin + self.at(begin).tokens != tokens:  # the run had other batch sizes before a resume
+            begin = tokens - 1
+        return self.at(begin)
+
     def tokens_after(self, steps: int, tokens: int = 0) -> int:
         """Return the total number of tokens after `steps` further steps, beginning at `tokens`."""
         while steps > 0:
@@ -235,11 +242,14 @@ def _between(first: float, last: float, share: float) -> float:
     return first + (last - first) * share
 
 
-def with_steps(config: Config) -> Config:
-    """Return `config` with `train.steps` computed from `train.tokens`; unchanged if `train.tokens` is 0."""
+def with_steps(config: Config, step: int = 0, tokens: int = 0) -> Config:
+    """Return `config` with `train.steps` computed from `train.tokens`; unchanged if `train.tokens` is 0.
+
+    step, tokens: the run has made `step` steps on `tokens` tokens, perhaps with other batch sizes than those of `config`.
+    """
     if not config.train.tokens:
         return config
-    steps = Phases(config).steps_to(config.train.tokens)
+    steps = step + Phases(config).steps_to(config.train.tokens, tokens)
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
 

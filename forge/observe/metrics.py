@@ -263,7 +263,7 @@ class MetricsWriter(Hook):
 
     def _steps_left(self, result: StepResult) -> float:
         """Return the number of remaining steps, counted in steps of the current size."""
-        total = self._phases.tokens_after(self._config.train.steps)
+        total = self._phases.tokens_after(self._config.train.steps - result.step, result.tokens)
         return max(0, total - result.tokens) / self._phases.at(result.tokens).tokens
 
     def _restart_means(self) -> None:

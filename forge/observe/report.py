@@ -119,13 +119,14 @@ class Reporter:
             )
             self.event("layout_fallback", world_size=world.size, override=self._fallback)
 
-    def begun(self, step: int, path: Path | None, *, new: bool) -> None:
-        """Report that training starts after step `step`.
+    def begun(self, step: int, path: Path | None, *, of: int, new: bool) -> None:
+        """Report that training starts after step `step` of `of` steps.
 
         path: the resumed checkpoint, or None. new: False if the run resumes from its own checkpoint.
         """
         self._begun = True
-        self.event("fresh" if path is None else "resumed", step=step, path=path and str(path), new=new)
+        kind = "fresh" if path is None else "resumed"
+        self.event(kind, step=step, of=of, path=path and str(path), new=new)
         self.running(step)
 
     def running(self, step: int | None = None) -> None:

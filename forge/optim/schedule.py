@@ -18,9 +18,9 @@ def planned_rate(config: Config, phases: Phases, step: int, tokens: int) -> floa
     if config.schedule.unit == "steps":
         return learning_rate(config.schedule, lr=plan.lr, step=step, steps=steps)
     usual = config.train.global_batch_size * config.train.seq_len
-    warmup = warmup_steps(config.schedule, -(-phases.tokens_after(steps) // usual)) * usual
+    total = phases.tokens_after(steps - step + 1, tokens)
+    warmup = warmup_steps(config.schedule, -(-total // usual)) * usual
     schedule = config.schedule.model_copy(update={"warmup_steps": warmup})
-    total = phases.tokens_after(steps)
     return learning_rate(schedule, lr=plan.lr, step=tokens + plan.tokens, steps=total)
 
 

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from forge.checkpoint import read_config
+from forge.checkpoint import read_config, read_state, trained_config
 from forge.checkpoint.folders import step_name, steps
 from forge.config import Config, difference, parse_toml_text
-from forge.config.phases import used_sources
+from forge.config.phases import used_sources, with_steps
 from forge.optim import decay_start, learning_rate
 from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError
@@ -51,7 +51,7 @@ def compare_for_resume(path: Path, step: int, new: Config, branch: bool = False)
     Raises UserError for a change that prevents the run from continuing. branch: True if checkpoint.resume names this
     checkpoint.
     """
-    old = _config_of(path)
+    old, new = (_continued(config, path) for config in (_config_of(path), new))
     if branch:
         _refuse_a_past_decay(path, step, old, new)
     changes = difference(old, new)
@@ -73,7 +73,7 @@ def compare_for_init(path: Path, new: Config) -> None:
     Raises UserError for a difference that changes the function computed by the weights, unless
     `checkpoint.init_changes` lists the key.
     """
-    changes = [change for change in difference(_config_of(path), new) if change[0].startswith("model.")]
+    changes = [change for change in difference(trained_config(path), new) if change[0].startswith("model.")]
     free = (*TRAINING, *CONTEXT, *SHAPES)
     meant = new.checkpoint.init_changes
     if refused := [change for change in changes if not change[0].startswith(free) and change[0] not in meant]:
@@ -162,6 +162,14 @@ def _shown(value: object) -> str:
 
 def _config_of(path: Path) -> Config:
     return parse_toml_text(read_config(path), str(path / "config.toml"), import_classes=False)
+
+
+def _continued(config: Config, path: Path) -> Config:
+    """Return `config` with the `train.steps` of a run that continues the checkpoint at `path`."""
+    if not config.train.tokens:
+        return config
+    progress = read_state(path)["progress"]
+    return with_steps(config, progress["step"], progress["tokens"])
 
 
 def _lines(changes: list[tuple[str, object, object]]) -> str:

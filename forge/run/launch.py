@@ -197,6 +197,7 @@ def _train(
     tiers = Tiers(config, checkpoints, directory)
     start = tiers.find_start(earlier, reporter)
     point = start.point
+    config = config if point is None else point.continued(config)
     for fallback in checkpoints.fallbacks:
         reporter.event(Cause.FALLBACK, problem=fallback)
     data = open_data(config)
@@ -206,7 +207,8 @@ def _train(
         if point.step >= config.train.steps:
             reporter.running(point.step)
             done = f"step {point.step} of {config.train.steps}"
-            log.info("%s is finished: %s. Raise train.steps to continue.", config.run.name, done)
+            key = "train.tokens" if config.train.tokens else "train.steps"
+            log.info("%s is finished: %s. Raise %s to continue.", config.run.name, done, key)
             finish_mirror(config, checkpoints, point.step)
             return None
 
@@ -218,7 +220,8 @@ def _train(
     )
     if point is not None:
         log.info("resumed from %s at step %d", point.path, point.step)
-    reporter.begun(point.step if point else 0, point.path if point else None, new=start.origin is not None)
+    step, path = (point.step, point.path) if point else (0, None)
+    reporter.begun(step, path, of=config.train.steps, new=start.origin is not None)
     all_hooks = make_hooks(trainer, checkpoints, hooks, tiers.local)
     if point is not None:
         Hooks(all_hooks).load_state(point.state.get("hooks", {}))

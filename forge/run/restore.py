@@ -11,7 +11,7 @@ from forge.optim import Optimizer
 from forge.parallel.step.model import ParallelModel
 from forge.run.resume import ResumePoint
 from forge.runtime.causes import Cause
-from forge.runtime.distributed import RanksFailed, on_first_rank
+from forge.runtime.distributed import RanksFailed, gather_from_ranks, on_first_rank
 from forge.runtime.errors import NO_CHECKPOINT, UserError
 from forge.train.state import all_tensors, model_tensors
 
@@ -76,8 +76,9 @@ def _fresh_slots(
         there = on_first_rank("reading the index", slots)
     except RanksFailed as error:
         raise UserError(f"checkpoint {path} cannot be loaded: {error}", NO_CHECKPOINT) from error
-    # The first rank decides for all ranks. Normally every pipeline stage has tensors of all slots.
-    here = on_first_rank("comparing optimizers", lambda: {slot for slot, _, _ in optimizer.tensors()})
+    # Of all ranks, because a pipeline stage may lack slots. A stage with only the embedding has no matrix for Muon.
+    own = gather_from_ranks("comparing optimizers", lambda: {slot for slot, _, _ in optimizer.tensors()})
+    here = set().union(*own)
     before = saved_name or name
     if before != (name or before) or (there ^ here) - STARTS_ALONE:
         old, new = _describe(before, there), _describe(name, here)

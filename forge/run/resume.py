@@ -10,6 +10,7 @@ from typing import Any
 from forge.checkpoint import Checkpoints, find_checkpoint, read_state
 from forge.checkpoint.loading import Fetch
 from forge.config import Config
+from forge.config.phases import with_steps
 from forge.observe.run_directory import RunDirectory
 from forge.run.changes import compare_for_init, compare_for_resume
 from forge.run.origin import (
@@ -40,6 +41,14 @@ class ResumePoint:
     @property
     def step(self) -> int:
         return int(self.state["progress"]["step"])
+
+    @property
+    def tokens(self) -> int:
+        return int(self.state["progress"]["tokens"])
+
+    def continued(self, config: Config) -> Config:
+        """Return `config` with the `train.steps` of a run that continues from here."""
+        return with_steps(config, self.step, self.tokens)
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,8 @@ class Tiers:
         """
         point, local = start.point, self.local
         from_nodes = local is not None and point is not None and point.path == local.path(point.step)
-        finished = point is not None and point.step >= self._config.train.steps and not from_nodes
+        steps = self._config.train.steps if point is None else point.continued(self._config).train.steps
+        finished = point is not None and point.step >= steps and not from_nodes
         if not self._config.checkpoint.local_interval or finished:
             return self._remove_states()
         # A start that does not continue a node-local state makes all of them obsolete, also those of absent nodes.

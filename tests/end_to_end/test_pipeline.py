@@ -19,6 +19,16 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path, schedule: str) -> None:
     assert_same_history(halves, whole)
 
 
+def test_an_optimizer_whose_slots_differ_between_stages_continues(tmp_path) -> None:
+    options = [*MODEL, *PIPELINE, "--pipeline.layers_per_stage=[0,4]", "--optimizer.name=muon", *FLOAT64]
+    whole, halves = Run(tmp_path / "whole", *options), Run(tmp_path / "halves", *options)
+    assert whole(world=2) == 0
+    assert halves(world=2, fault="step:5:*:signal") == 75
+    assert halves(world=2) == 0
+    assert "starts from its initial values" not in halves.output()
+    assert_same_history(halves, whole)
+
+
 @pytest.mark.slow
 def test_a_killed_pipeline_run_continues_without_pp_and_under_another_pipeline(tmp_path) -> None:
     alone, moved = (Run(tmp_path / name, *MODEL, *FLOAT64, *EVALUATED) for name in ("alone", "moved"))

@@ -5,7 +5,7 @@ import pytest
 from forge.checkpoint import read_state
 from forge.checkpoint.folders import step_name
 from forge.checkpoint.loading import TensorReader
-from tests.support.runs import EXPERTS, FLOAT64, Run, assert_same_history
+from tests.support.runs import BASE, EXPERTS, FLOAT64, Run, assert_same_history
 
 # Learning rates that depend on the step, and a balancing bias with an update in every step.
 DECAYING = ["--schedule.name=cosine", "--schedule.warmup_steps=3"]
@@ -70,6 +70,28 @@ def test_r3_a_finished_run_continues_with_more_steps(tmp_path) -> None:
     assert extended() == 0
     assert extended("--train.steps=14") == 0
     assert_same_history(extended, whole)
+
+
+@pytest.mark.parametrize("unit", ["steps", "tokens"])
+def test_r3_a_run_of_tokens_continues_with_another_batch_size_to_the_same_number_of_tokens(
+    tmp_path, unit: str
+) -> None:
+    base = [option for option in BASE if not option.startswith(("--train.steps", "--schedule.name"))]
+    options = [
+        "--schedule.name=linear",
+        "--optimizer.lr=1e-3",
+        f"--schedule.unit={unit}",
+        "--train.tokens=2560",
+    ]
+    run = Run(tmp_path, *options, base=base)
+    assert run(fault="step:5:*:signal") == 75
+    step, tokens = (run.metrics()[-1][key] for key in ("step", "tokens"))
+    assert run("--train.global_batch_size=16") == 0
+    left = -(-(2560 - tokens) // 512)
+    last = run.metrics()[-1]
+    assert (last["step"], last["tokens"]) == (step + left, tokens + 512 * left)
+    assert last["lr"] == pytest.approx(1e-4, rel=1e-12)  # the decay ends with the run
+    assert run("--train.global_batch_size=16") == 0 and "is finished" in run.output()
 
 
 @pytest.mark.planted()

@@ -57,6 +57,7 @@ LAYOUTS = {
     "pipeline": (2, ["--parallel.pp=2"]),
     "zero1": (2, ["--parallel.data_parallel=zero1"]),
     "documents apart": (1, ["--data.document_mask=true"]),
+    "a phase with another window": (1, ["--model.sliding_window=4", "--phase=[{sliding_window=24}]"]),
 }
 
 

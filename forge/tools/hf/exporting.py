@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forge.checkpoint import read_config
+from forge.checkpoint import trained_config
 from forge.checkpoint.loading import TensorReader
-from forge.config import parse_toml_text
 from forge.data.tokenizer import load_tokenizer
 from forge.runtime.errors import UserError
 from forge.runtime.files import replace_atomically, sync_folder
@@ -46,7 +45,7 @@ def export_weights(
     the tokenizer (exit 2). Raises OSError if `output` cannot be written. After any error `output` does not exist.
     """
     reader = TensorReader.verified(checkpoint, lambda done, total: progress("verifying", done, total))
-    config = parse_toml_text(read_config(checkpoint), str(checkpoint / "config.toml"), import_classes=False)
+    config = trained_config(checkpoint)
     architecture = choose_architecture(config.model)
     weights = [weight for weight in weights_of(config.model, architecture) if weight.theirs]
     saved = reader.tensors()

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from forge.checkpoint import read_config
+from forge.checkpoint import trained_config
 from forge.checkpoint.commit import Contents, fill_folder
 from forge.checkpoint.loading import TRAINER, TensorReader
 from forge.checkpoint.manifest import MANIFEST
 from forge.checkpoint.tensors import ShardTensor
-from forge.config import Config, parse_toml_text
+from forge.config import Config, to_toml
 from forge.optim.ema import SLOT
 from forge.runtime.distributed import RanksFailed, single_process_group
 from forge.runtime.errors import FAILED, UserError
@@ -43,7 +43,7 @@ def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
                 f"{path}: has no {MANIFEST}; needed: the folder of a complete checkpoint, step-..."
             )
     readers = [TensorReader.verified(path) for path in paths]
-    configs = [parse_toml_text(read_config(path), str(path), import_classes=False) for path in paths]
+    configs = [trained_config(path) for path in paths]
     known = readers[-1].tensors()
     _require_one_model(paths, configs)
     for path, reader in zip(paths, readers, strict=True) if ema else ():
@@ -64,7 +64,7 @@ def average(paths: Sequence[Path], output: Path, *, ema: bool = False) -> int:
                 mean += reader.read(source).double() / len(paths)
             values = mean.to(dtype)
         tensors[name] = ShardTensor(Shard.whole(name, values), values)
-    _write(output, paths, tensors)
+    _write(output, paths, configs[-1], tensors)
     return len(tensors)
 
 
@@ -78,11 +78,14 @@ def _require_one_model(paths: Sequence[Path], configs: Sequence[Config]) -> None
             raise UserError(f"{path}: has another model than {paths[0]}; average checkpoints of one model")
 
 
-def _write(output: Path, paths: Sequence[Path], tensors: dict[str, ShardTensor]) -> None:
+def _write(output: Path, paths: Sequence[Path], config: Config, tensors: dict[str, ShardTensor]) -> None:
     partial = output.absolute().with_name(f".partial-{output.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    files = {file.relative_to(paths[-1]).as_posix(): file.read_bytes() for file in _kept(paths[-1])}
+    tokenizer = sorted((paths[-1] / "tokenizer").glob("*"))
+    files = {file.relative_to(paths[-1]).as_posix(): file.read_bytes() for file in tokenizer}
+    # At step 0, the first phase would set the window.
+    files["config.toml"] = to_toml(config).encode()
     files[TRAINER] = json.dumps({"averaged": [str(path) for path in paths]}).encode()
     contents = Contents(step=0, layout={}, files=files, tensors=tensors)
     try:
@@ -92,7 +95,3 @@ def _write(output: Path, paths: Sequence[Path], tensors: dict[str, ShardTensor])
         raise UserError(f"{output}: could not be written: {error}", FAILED) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _kept(path: Path) -> list[Path]:
-    return [path / "config.toml", *sorted((path / "tokenizer").glob("*"))]

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from forge.checkpoint import find_checkpoint, find_damage, load, read_config
+from forge.checkpoint import find_checkpoint, find_damage, load, trained_config
 from forge.checkpoint.folders import step_name, steps
 from forge.checkpoint.loading import TensorReader, compare, refuse_misfits
 from forge.checkpoint.manifest import MANIFEST, Damaged, read_manifest
-from forge.config import Config, parse_toml_text
+from forge.config import Config
 from forge.config.extensions import require_trust
 from forge.data.tokenizer import Tokenizer, load_tokenizer
 from forge.parallel.build import build_meta_model
@@ -62,10 +62,9 @@ def open_checkpoint(
     """
     found = _find_undamaged(Path(path), verify)
     try:
-        text = read_config(found)
+        config = trained_config(found)
     except OSError as error:
-        raise UserError(f"checkpoint {found}: config.toml cannot be read: {error.strerror}") from None
-    config = parse_toml_text(text, str(found / "config.toml"), import_classes=False)
+        raise UserError(f"checkpoint {found}: {error.filename} cannot be read: {error.strerror}") from None
     if not trust:
         require_trust(config, str(found / "config.toml"), ["model.kind"])
     config = _for_inference(config, compute, context)

@@ -23,13 +23,19 @@ MARKED = {
 EVENTS_SHOWN = 40
 
 
+def _steps_of(run: RunRecord) -> int | None:
+    """Return the number of steps of the whole run; None if it is unknown."""
+    begun = [event["of"] for event in run.events_of("fresh", "resumed") if "of" in event]
+    return begun[-1] if begun else run.config.get("train", {}).get("steps")
+
+
 def summary(runs: Sequence[RunRecord]) -> Table:
     """Return the summary table at the head of the page: one column per run."""
     rows: list[tuple[str, Callable[[RunRecord], Any]]] = [
         ("state", lambda run: run.status.get("state", "unknown")),
         ("reason", lambda run: run.status.get("reason", "")),
         ("steps made", lambda run: run.status.get("step")),
-        ("of", lambda run: run.config.get("train", {}).get("steps")),
+        ("of", _steps_of),
         ("last loss", lambda run: _last(run.series("loss"))),
         ("tokens", lambda run: _last(run.series("tokens"))),
         ("tokens/s, last", lambda run: _last(run.series("tokens_per_second"))),

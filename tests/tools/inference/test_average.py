@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forge.checkpoint import trained_config
 from forge.checkpoint.folders import step_name
 from forge.checkpoint.loading import TensorReader
 from forge.runtime.errors import UserError
@@ -39,3 +40,12 @@ def test_a_mean_has_the_mean_of_every_weight_and_a_run_starts_from_it(tmp_path: 
     assert other() == 0
     with pytest.raises(UserError, match="has another model"):
         average([*paths, other.path / "checkpoints" / step_name(2)], tmp_path / "none")
+
+
+def test_a_mean_has_the_window_of_the_last_phase(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path / "one", "--train.steps=2", "--model.sliding_window=4", "--phase=[{sliding_window=24}]"
+    )
+    assert run() == 0
+    average([run.path / "checkpoints" / step_name(2)], tmp_path / "mean")
+    assert trained_config(tmp_path / "mean").model.sliding_window == 24
