@@ -98,6 +98,9 @@ class Watchdog:
     after a participant has raised, and ranks waiting for a hanging rank may be in a phase with a longer bound. If
     `alarm` itself raises repeatedly, the process with the rendezvous store is gone. This process then ends too, unless
     it is already in the phase "end".
+
+    `data_waited()` returns the monotonic time at which some rank last waited for data. Meanwhile the other ranks wait in a
+    step. So the shorter limit of `step_bound` counts from this time, within the configured limit.
     """
 
     def __init__(
@@ -109,7 +112,9 @@ class Watchdog:
         grace_s: float = 10.0,
         alarm: Callable[[], Alarm | None] | None = None,
         alarm_s: float = 1.0,
+        data_waited: Callable[[], float] = lambda: -math.inf,
     ):
+        self._data_waited = data_waited
         self._bounds, self._folder, self._rank = bounds, folder, rank
         self._report, self._grace_s = report, grace_s
         self._alarm, self._alarm_s = alarm, alarm_s
@@ -164,10 +169,12 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            phase, step, began, seconds = self._phase
+            phase, step, began, seconds = current = self._phase
             now, deadline = time.monotonic(), began + seconds
+            bound, key = self._bounds.get(phase, (0.0, ""))
+            if seconds < bound:
+                deadline = min(began + bound, max(deadline, self._data_waited() + seconds))
             if now >= deadline:
-                bound, key = self._bounds[phase]
                 limit = f"{key} = {bound:g}"
                 if seconds < bound:
                     limit = f"{seconds:.0f} s, from the median of the last steps (at most {limit})"
@@ -175,9 +182,8 @@ class Watchdog:
                 reason = f"{what} has taken {now - began:.1f} s; the limit is {limit}"
                 return self._end(Alarm(reason, WATCHDOG, Cause.WATCHDOG), step)
             self._waits_until = deadline
-            *_, began, seconds = self._phase
-            if began + seconds < deadline:
-                continue  # `enter` set an earlier deadline since the phase was read above, and did not wake this thread
+            if self._phase is not current:
+                continue  # `enter` may have set an earlier deadline after the phase was read, and did not wake this thread
             if deadline < math.inf:
                 # Not sys.stderr, which has no file descriptor under a test runner.
                 if sys.__stderr__ is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,7 +17,7 @@ from datetime import timedelta
 from torch.distributed import Store
 
 from forge.observe.json_lines import utc_now
-from forge.observe.report import Reporter
+from forge.observe.report import Reporter, RunPhases
 from forge.resilience.watchdog import Alarm
 from forge.runtime import compat
 from forge.runtime.causes import CAUSES, Cause
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # Time for the other ranks to answer: they hang or fail within about one step, and torchrun kills them 30 s later.
 PATIENCE_S = 8.0
+# A rank has stalled if it is in the same phase of the same step for this number of calls of `Listener`.
+STALLED_CALLS = 5
 
 
 class CrashReporter:
@@ -41,7 +44,7 @@ class CrashReporter:
 
         self._roll_call = roll_call()
         # The watchdog calls `alarm` in its own thread, so `alarm` has its own store connection.
-        self.alarm = roll_call().alarm if self._world.size > 1 else None
+        self.alarm = Listener(roll_call(), reporter.phases) if self._world.size > 1 else None
         self.alarm_s = 1.0 if self._world.size <= 64 else 5.0
 
     def watchdog_ends(self, alarm: Alarm, step: int) -> None:
@@ -126,6 +129,35 @@ class CrashReporter:
         return f"{phase} of step {step}: {name}{error}" if step else f"{phase}: {name}{error}"
 
 
+class Listener:
+    """Listens for alarms, and for ranks that wait for data. Call repeatedly, in one thread.
+
+    data_waited: monotonic time at which some rank was last known to wait for data; -inf: never.
+    """
+
+    def __init__(self, roll_call: RollCall, phases: RunPhases):
+        self._roll_call, self._phases = roll_call, phases
+        self._before, self._calls, self._waits = phases.now, 0, None
+        self.data_waited = -math.inf
+
+    _waits: int | None
+
+    def __call__(self) -> Alarm | None:
+        """Return the first alarm raised by any rank, if any."""
+        now = self._phases.now
+        self._calls = self._calls + 1 if now == self._before else 0
+        self._before = now
+        if self._calls < STALLED_CALLS or now[0] not in ("data", "step"):
+            self._waits = None
+        else:
+            # The number increases as long as a rank waits for data.
+            waits = self._roll_call.count_waits(int(now[0] == "data"))
+            if self._waits is not None and waits > self._waits:
+                self.data_waited = time.monotonic()
+            self._waits = waits
+        return self._roll_call.alarm()
+
+
 def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
@@ -174,6 +206,10 @@ class RollCall:
         """Return the first alarm raised by any rank; None if no rank has raised one."""
         key = f"{self._name}/alarm"
         return _read(self._store.get(key)) if self._store.check([key]) else None
+
+    def count_waits(self, new: int) -> int:
+        """Add `new` to the number of times that a rank has waited for data, and return the sum over all ranks."""
+        return self._store.add(f"{self._name}/waits", new)
 
     def missing(self, patience_s: float, quiet_s: float = 1.0) -> list[int]:
         """Return the ranks that have not answered.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import time
@@ -142,6 +143,7 @@ def _run_in(
         crash.watchdog_ends,
         alarm=crash.alarm,
         alarm_s=crash.alarm_s,
+        data_waited=lambda: crash.alarm.data_waited if crash.alarm else -math.inf,
     )
     if world.launcher == "torchrun":
         # torchrun signals rank 0 as soon as another rank has exited or died, and rank 0 must still report the end of

@@ -21,6 +21,9 @@ from forge.resilience import watchdog
 from forge.resilience.watchdog import Watchdog
 
 def buried_in_python():
+    if how == "waiting for data":
+        clock.now += 60  # late without the wait
+        time.sleep(0.5)
     clock.now += 60  # now the phase has taken too long
     time.sleep(3600)
 
@@ -35,7 +38,8 @@ if how == "words hang":
 watchdog.LEAST_S = 1.0
 bounds = {"long": (60, "k.long"), "short": (0.3, "k.short"), "step": (1000, "k.step")}
 grace = 0.5 if how == "words hang" else 240
-with Watchdog(bounds, Path(folder), 3, report, grace_s=grace) as dog:
+waited = (lambda: 100.0) if how == "waiting for data" else (lambda: -1e9)
+with Watchdog(bounds, Path(folder), 3, report, grace_s=grace, data_waited=waited) as dog:
     dog.enter("long", 0)
     for step in range(1, 4):
         dog.enter("short", step)
@@ -47,7 +51,7 @@ with Watchdog(bounds, Path(folder), 3, report, grace_s=grace) as dog:
         dog.enter("short", 4)
         time.sleep(0.1)
         ctypes.PyDLL(None).sleep(3600)  # unlike CDLL it keeps the interpreter's lock
-    elif how == "in a step":
+    elif how in ("in a step", "waiting for data"):
         for step in range(4, 100):
             dog.enter("step", step)
             clock.now += 0.5
@@ -81,6 +85,13 @@ def test_a_step_may_take_a_multiple_of_earlier_steps(tmp_path) -> None:
     assert ended.code == WATCHDOG
     reason = "step of step 99 has taken 60.5 s; the limit is 10 s, from the median of the last steps (at most k.step = 1000)"
     assert reason in ended.out
+
+
+def test_the_limit_of_a_step_counts_from_the_end_of_another_ranks_wait_for_data(tmp_path) -> None:
+    ended = run(tmp_path, "waiting for data")
+    # Step 99 begins at 48.1 s on the program's clock. 10 s after the wait, at 110 s, it is late.
+    assert ended.code == WATCHDOG
+    assert "step of step 99 has taken 120.5 s" in ended.out
 
 
 def test_the_timeout_of_a_step_follows_the_median_within_limits() -> None:

@@ -5,7 +5,8 @@ import threading
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
-from forge.run.crash import RollCall
+from forge.observe.report import RunPhases
+from forge.run.crash import STALLED_CALLS, Listener, RollCall
 
 
 def test_shared_work_runs_once_on_the_first_rank_and_the_others_wait() -> None:
@@ -35,3 +36,21 @@ def test_a_failure_on_the_first_rank_does_not_block_the_others() -> None:
     with pytest.raises(ZeroDivisionError):
         first.once(lambda: print(1 // 0), 10.0)
     second.once(lambda: None, 0.2)
+
+
+def test_a_rank_in_a_step_knows_of_a_rank_that_waits_for_data() -> None:
+    store = HashStore()
+    phases = [RunPhases(), RunPhases()]
+    late, waiting = (Listener(RollCall(store, rank, 2, "start"), phases[rank]) for rank in range(2))
+    for one in phases:
+        one.enter("step", 1)
+    phases[0].enter("data", 2)
+    phases[1].enter("step", 2)
+    for _ in range(STALLED_CALLS + 3):
+        assert late() is None and waiting() is None
+    waited = waiting.data_waited
+    assert waited > 0
+    phases[0].enter("step", 2)
+    for _ in range(STALLED_CALLS + 3):
+        assert late() is None and waiting() is None
+    assert waiting.data_waited == waited
