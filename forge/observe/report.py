@@ -51,7 +51,7 @@ class RunPhases(Hook):
     def enter(self, phase: RunPhase, step: int = 0) -> None:
         """Begin `phase` and end the previous phase.
 
-        The first step of a process, with its wait for data, is the phase "first step".
+        The first step of a process, with its wait for data, is the phase "first step". So is each step of `may_compile`.
         """
         if phase in ("data", "step"):
             self._first_step = self._first_step or step
@@ -60,6 +60,10 @@ class RunPhases(Hook):
             self.now = phase, step
             for listener in self._listeners:
                 listener(phase, step)
+
+    def may_compile(self, step: int) -> None:
+        """Let `step` take as long as the first step, because it may compile the model again."""
+        self._first_step = step
 
     @contextmanager
     def during(self, phase: RunPhase, step: int) -> Iterator[None]:

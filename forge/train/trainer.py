@@ -77,6 +77,7 @@ class Trainer:
         )
         self.results = StepResults(self.device, with_routers=self.metrics.wants_routers)
         self._wants_save = self._reported_save = False
+        self._previous: StepPlan | None = None
         self.hooks = Hooks()
 
         self.batches: Loader
@@ -92,6 +93,7 @@ class Trainer:
             try:
                 while not self.finished:
                     try:
+                        self._prepare_change()
                         with self.hooks.around("step", self.progress.step + 1):
                             self.step()
                     except RollbackRequired as required:
@@ -102,6 +104,17 @@ class Trainer:
         if self.progress.step >= self.config.train.steps:
             return None
         return self.signals.reason or "another rank was asked to stop"
+
+    def _prepare_change(self) -> None:
+        """Prepare a step that has other sizes or windows than the step before, because a phase begins. Collective."""
+        plan, before = self.plan, self._previous
+        if before is not None and plan is not before:
+            kinds = ((one.micro_batch_size, one.seq_len, one.sliding_window) for one in (before, plan))
+            if len(set(kinds)) > 1:
+                # A skipped step is computed again. This needs the model with the sizes and windows of that step.
+                self.process_last_result()
+                self.reporter.phases.may_compile(self.progress.step + 1)
+        self._previous = plan
 
     def step(self) -> None:
         """Make one optimizer step. Collective.

@@ -23,6 +23,20 @@ def test_n1_a_skipped_step_is_computed_again_and_tensors_and_ranks_are_named(tmp
     assert "step 5 was skipped" in run.log(0)
 
 
+@pytest.mark.planted("deterministic")
+def test_n1_a_skipped_step_is_computed_again_with_the_sizes_of_its_own_phase(tmp_path) -> None:
+    """With the next phase's microbatches, step 5 would have too few microbatches for the schedule."""
+    run = Run(
+        tmp_path,
+        *("--model.n_layers=4", "--parallel.pp=2", "--pipeline.schedule=DualPipeV", "--train.steps=7"),
+        *("--train.global_batch_size=16", "--train.micro_batch_size=4"),
+        "--phase=[{until_tokens=1280,global_batch_size=8,micro_batch_size=2}]",
+    )
+    assert run.start(world=2, patch="tests.support.spoil:samples_36_to_39").join() == [0, 0]
+    [skipped] = run.events("skipped")
+    assert skipped["step"] == 5 and skipped["cause"] == "deterministic"
+
+
 # Each with the first tensor of rank 1: the last stage of a pipeline, or under ddp a replica outside the gradient norm.
 @pytest.mark.parametrize(
     ("layout", "tensor"),
