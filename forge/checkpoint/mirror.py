@@ -57,6 +57,8 @@ class Mirror:
         self._steps: list[int] | None = None  # known once the index has been read
         self._newest, self._count = -1, 0
         self._given_up = threading.Event()
+        self._lock = threading.Lock()
+        self._waiting: Path | None = None  # the links of a copy that has not begun
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         for left in root.glob(".mirrored-step-*"):
             shutil.rmtree(left)
@@ -70,28 +72,52 @@ class Mirror:
         whose copy is complete.
         """
         self._newest, self._count = step, self._count + 1
-        # Hard links, because the checkpoint may be removed before it is copied. The links are numbered, because a step
-        # may be saved again.
+        # The links are numbered, because a step may be saved again.
         links = self._root / f".mirrored-{folders.step_name(step)}.{self._count}"
-
-        def link() -> bool:
-            try:
-                shutil.copytree(self._root / folders.step_name(step), links, copy_function=_link)
-            except OSError as error:
-                message = "checkpoint.mirror %s: step %d could not be copied: %s"
-                log.error(message, self._url, step, error, extra=Cause.MIRROR_FAILED.mark)
-                return False
-            return True
+        linked = None if if_missing else self._link(step, links)
+        if not if_missing and linked is None:
+            return
+        with self._lock:
+            outdated, self._waiting = self._waiting, links
+        if outdated is not None:
+            shutil.rmtree(
+                outdated, ignore_errors=True
+            )  # the links would take up disk space until the running copy ends
 
         def work() -> None:
+            with self._lock:
+                if self._waiting != links:
+                    return  # a newer checkpoint has replaced this one
+                self._waiting = None
             try:
-                if step == self._newest and (not if_missing or (not self._has(step) and link())):
-                    self._copy(step, links)
+                if step != self._newest:
+                    return
+                source = linked
+                if if_missing and not self._has(step):
+                    source = self._link(step, links)
+                if source is not None:
+                    self._copy(step, source)
             finally:
                 shutil.rmtree(links, ignore_errors=True)
 
-        if if_missing or link():
-            self._work.put(work)
+        self._work.put(work)
+
+    def _link(self, step: int, links: Path) -> Path | None:
+        """Fill the folder `links` with hard links, because the checkpoint of `step` may be removed before it is copied.
+
+        Return `links`, or the checkpoint's own folder if the file system has no hard links, or None without a checkpoint.
+        """
+        folder = self._root / folders.step_name(step)
+        try:
+            shutil.copytree(folder, links, copy_function=os.link)
+        except OSError as error:
+            shutil.rmtree(links, ignore_errors=True)
+            if (folder / MANIFEST).exists():
+                return folder
+            message = "checkpoint.mirror %s: step %d could not be copied: %s"
+            log.error(message, self._url, step, error, extra=Cause.MIRROR_FAILED.mark)
+            return None
+        return links
 
     def forget_after(self, step: int) -> None:
         """Remove copies of steps after `step` from the index, and remove their manifests. The run repeats these steps."""
@@ -289,10 +315,3 @@ def _size(files: Any, url: str) -> int | None:
 def _each(work: Callable[[str], None], names: list[str], given_up: threading.Event) -> None:
     with ThreadPoolExecutor(_AT_ONCE, "forge-mirror", give_up_on, (given_up,)) as pool:
         list(pool.map(work, names))
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without links
-        shutil.copy2(source, target)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
-from typing import Any
+from typing import Any, cast
 
 from forge.config.phase import Phase
 from forge.config.problem import Problem
@@ -190,7 +190,9 @@ class Phases:
             first, last = span.first[key], span.last[key]
             if key == "global_batch_size":
                 unit, number = span.batches
-                values[key] = first + unit * int(span.share(tokens, number) * number) if number else last
+                # In integers, because a fraction times `number` may be just below the integer.
+                done = (tokens - span.start) * number // (cast(int, span.end) - span.start)
+                values[key] = first + unit * done if number else last
             elif key == "sliding_window":
                 values[key] = round(_between(first, last, span.share(tokens, STAGES)))
             elif isinstance(last, tuple):

@@ -154,12 +154,25 @@ def test_a_copy_survives_its_checkpoints_removal_and_a_newer_one_replaces_waitin
     assert begun.wait(60)
     mirror.copy(20)
     mirror.copy(30)
+    # A copy in progress and the newest one keep their files. The other is not needed any more.
+    held = {path.name[: len(".mirrored-step-00000010")] for path in (tmp_path / "local").glob(".mirrored-*")}
+    assert held == {".mirrored-step-00000010", ".mirrored-step-00000030"}
     for step in (10, 20):
         for path in (tmp_path / "local" / step_name(step)).rglob("*.*"):
             path.unlink()
     go_on.set()
     mirror.close()
     assert there(tmp_path) == [10, 30]
+
+
+def test_a_file_system_without_hard_links_is_copied_too(tmp_path, monkeypatch) -> None:
+    def link(*_: object) -> None:
+        raise PermissionError(1, "no links")
+
+    monkeypatch.setattr("os.link", link)
+    copied(tmp_path, 10)
+    assert there(tmp_path) == [10] and restore(url(tmp_path), tmp_path / "new") == 10
+    assert not list((tmp_path / "local").glob(".mirrored-*"))
 
 
 def test_a_removed_checkpoint_does_not_end_the_run(tmp_path, caplog) -> None:

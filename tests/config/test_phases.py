@@ -60,6 +60,19 @@ def test_a_ramp_goes_from_the_values_before_it_to_its_own() -> None:
     assert phases.at(10_000) is phases.at(10**12)
 
 
+def test_a_ramp_of_the_batch_size_has_all_its_stages() -> None:
+    """22 increments: 15 / 22 * 22 is below 15 in floating point."""
+    phases = Phases(
+        config_of(
+            "--phase=[{until_tokens=22,global_batch_size=1},"
+            "{until_tokens=2222,ramp='linear',global_batch_size=23}]",
+            "--train.steps=9",
+        )
+    )
+    sizes = [phases.at(22 + 100 * stage).global_batch_size for stage in range(22)]
+    assert sizes == list(range(1, 23))
+
+
 def test_without_phases_every_step_has_the_same_plan() -> None:
     config = config_of("--train.steps=7")
     phases = Phases(config)
