@@ -213,17 +213,19 @@ class Mirror:
         self._steps = steps
 
 
-def restore(url: str, root: Path) -> int | None:
-    """Copy the newest checkpoint of the mirror at `url` into `root`. Return its step, or None if the mirror is empty.
+def restore(url: str, root: Path, after: int = -1) -> int | None:
+    """Copy the newest checkpoint of a step after `after` from the mirror at `url` into `root`.
+
+    Return its step, or None if the mirror has none.
 
     An incomplete or damaged copy is logged as an error and skipped. The mirror is not changed. Raises UserError with exit
     code 77 if no copy is usable. Raises UserError with exit code 1 if the store does not answer or `root` has too little
     room; the same command can then be repeated.
     """
-    steps = copied_steps(url)
+    steps = [step for step in copied_steps(url) if step > after]
     for step in reversed(steps):
         source = join(url, folders.step_name(step))
-        message = "%s has no checkpoint: restoring step %d from %s"
+        message = "%s has no such checkpoint: restoring step %d from %s"
         log.warning(message, root, step, source, extra=Cause.NOTE.mark)
         partial = folders.start_partial(root, step)
         try:

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import read_digest
+from forge.checkpoint.folders import is_empty
 from forge.config import CommandLine, Config, difference, parse_toml_text
 from forge.observe.json_lines import read_lines
 from forge.observe.run_directory import RunDirectory
+from forge.runtime.causes import Cause
 from forge.runtime.distributed import on_first_rank
 from forge.runtime.errors import FAILED, UserError
 from forge.runtime.files import replace_atomically
@@ -156,17 +158,32 @@ def log_that_origins_count_once(config: Config, path: Path) -> None:
 
 def _changed_settings(config: Config, directory: RunDirectory) -> str:
     """Return, as text, the names of keys that differ from the last start; empty if none differs."""
+    saved = not is_empty(directory.checkpoints)
     try:
         text = directory.config.read_text("utf-8")
     except FileNotFoundError:
+        if saved:
+            raise _unknown_settings(directory, "is missing") from None
         return "config.toml, which is missing"
     except OSError as error:
         raise UserError(f"{directory.config} cannot be read: {error}", FAILED) from None
     try:
         before = parse_toml_text(text, str(directory.config), import_classes=False)
     except UserError:
+        if saved:
+            raise _unknown_settings(directory, "is refused by this version of forge") from None
         return "config.toml, which this version of forge refuses"
     return ", ".join(key for key, *_ in difference(before, config) if _matters(key))
+
+
+def _unknown_settings(directory: RunDirectory, problem: str) -> UserError:
+    """Return the error of a start that cannot tell whether it continues the checkpoints in `directory`."""
+    return UserError(
+        f'checkpoint.resume = "none": the run has checkpoints, but {directory.config} {problem}, so forge cannot tell '
+        'whether this start has the same settings. To continue the run, set checkpoint.resume = "auto"; to begin a new '
+        "history, use another run.name",
+        cause=Cause.CHANGED_SETTINGS,
+    )
 
 
 def _matters(key: str) -> bool:

@@ -26,7 +26,7 @@ from forge.run.rollback import read_rollbacks
 from forge.run.save import Saves
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import gather_from_ranks, on_every_rank, on_first_rank
-from forge.runtime.errors import UserError
+from forge.runtime.errors import NO_CHECKPOINT, UserError
 from forge.runtime.files import is_url, replace_atomically
 from forge.runtime.private import MARKER, PrivateFolder, is_directory
 from forge.runtime.remote import filesystem_of, join
@@ -78,22 +78,29 @@ class Tiers:
         return start
 
     def _start_from_checkpoints(self, earlier: Earlier, replaced: str | None, reporter: Reporter) -> Start:
-        """Return a start as `resume.find_start` does. After damaged checkpoints, prefer a newer node-local state.
+        """Return a start as `resume.find_start` does.
+
+        After damaged checkpoints, prefer a newer copy in the mirror or on the nodes.
 
         replaced: why a new history begins; None: it does not.
         """
-
-        def newer() -> Start | None:
-            usable = replaced is None and self._checkpoints.fallbacks
-            return self._start_from_nodes(reporter) if usable else None
-
+        checkpoints, start, problem = self._checkpoints, None, None
         try:
-            start = find_start(self._config, self._checkpoints, self._directory, earlier)
-        except UserError:
-            if (found := newer()) is None:
+            start = find_start(self._config, checkpoints, self._directory, earlier)
+        except UserError as error:
+            if error.exit_code != NO_CHECKPOINT:
                 raise
-            return found
-        return newer() or start
+            problem = error
+        damaged = checkpoints.fallbacks
+        if replaced is None and (problem or damaged):
+            if _restore_newer(self._config, checkpoints):
+                start = find_start(self._config, checkpoints, self._directory, earlier)
+                checkpoints.fallbacks = [*damaged, *checkpoints.fallbacks]
+            start = self._start_from_nodes(reporter) or start
+        if start is None:
+            assert problem is not None
+            raise problem
+        return start
 
     def _start_from_nodes(self, reporter: Reporter) -> Start | None:
         """Return a start from a node-local state newer than every checkpoint; None if there is none. Collective."""
@@ -263,6 +270,24 @@ def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirecto
             )
 
     on_first_rank("restoring the mirror", bring)
+
+
+def _restore_newer(config: Config, checkpoints: Checkpoints) -> bool:
+    """Restore the newest mirrored checkpoint that is newer than every checkpoint in the run directory. Collective.
+
+    Return whether there was one. Without this, the mirror would forget the copies of damaged checkpoints.
+    """
+
+    def bring() -> bool:
+        newest = max(steps(checkpoints.folder), default=-1)
+        try:
+            return restore(mirror_url(config), checkpoints.folder, after=newest) is not None
+        except UserError as error:
+            if error.exit_code != NO_CHECKPOINT:
+                raise
+            return False  # no copy is usable
+
+    return bool(config.checkpoint.mirror) and on_first_rank("restoring the mirror", bring)
 
 
 def finish_mirror(config: Config, checkpoints: Checkpoints, step: int) -> None:

@@ -14,7 +14,7 @@ from forge.checkpoint.mirror import copied_steps, restore
 from forge.runtime import remote
 from forge.runtime.errors import UserError
 from tests.support import mounts
-from tests.support.runs import Run, assert_same_history, refused, tensor_files, wait_for
+from tests.support.runs import Run, assert_same_history, flip_a_bit, refused, tensor_files, wait_for
 
 namespaces = pytest.mark.skipif(
     "not __import__('tests.support.mounts', fromlist=['_']).allowed()",
@@ -87,6 +87,18 @@ def little_room() -> None:
     mounts.small(Path(os.environ["RUN_UNDER_TEST"]) / "checkpoints", 200_000)
 
 
+@pytest.mark.parametrize("steps", [[6], [2, 4, 6]], ids=["the newest", "all"])
+@pytest.mark.planted("fallback")
+def test_s7_a_damaged_checkpoint_is_restored_from_its_copy(tmp_path, undisturbed, steps: list[int]) -> None:
+    run, mirror = mirrored(tmp_path, "--checkpoint.keep_last=0")
+    for step in steps:
+        flip_a_bit(run, step)
+    assert run() == 0, run.output()
+    assert run.events("resumed")[-1]["step"] == 6 and len(run.events("fallback")) == len(steps)
+    assert copies(mirror) == [2, 4, 6, 8, 10]
+    assert tensor_files(run, 10) == tensor_files(undisturbed("--run.seed=1"), 10)
+
+
 @pytest.mark.planted("configuration")
 def test_s7_a_new_history_does_not_overwrite_the_copies_of_another(tmp_path) -> None:
     run, mirror = mirrored(tmp_path)
@@ -128,6 +140,22 @@ def test_s8_a_run_killed_before_its_first_save_starts_again(tmp_path, undisturbe
     assert run(fault="step:2:0") == -signal.SIGKILL
     assert run() == 0
     assert_same_history(run, undisturbed())
+
+
+@pytest.mark.parametrize("content", [None, "no such key = 1"], ids=["missing", "refused"])
+@pytest.mark.planted("changed_settings")
+def test_s8_checkpoints_of_unknown_settings_are_not_set_aside(tmp_path, content: str | None) -> None:
+    run = Run(tmp_path, "--checkpoint.resume=none")
+    assert run(fault="step:5:*:signal") == 75
+    before = run.checkpoints()
+    (run.path / "config.toml").unlink()
+    if content is not None:
+        (run.path / "config.toml").write_text(content)
+    output = refused(run)
+    assert "forge cannot tell whether this start has the same settings" in output
+    assert run.checkpoints() == before
+    stopped = run.events("stopped")[0]["step"]
+    assert run("--checkpoint.resume=auto") == 0 and run.events("resumed")[-1]["step"] == stopped
 
 
 @pytest.mark.planted("killed")
