@@ -19,6 +19,9 @@ from forge.config.schema import Config, OptimizerConfig
 # Number of stages in a ramp of source weights or of the window. A stage has a cost: a stage of weights adds a segment
 # to the sample order, and a stage of the window recompiles the blocks.
 STAGES = 16
+# The smallest share of a source in a mixture. It limits blocks of the data order to 10^6 samples, like data.mixture_block,
+# because a block is held in memory.
+SMALLEST_SHARE = 1e-6
 STEPWISE = ("micro_batch_size", "seq_len", "document_mask")
 RULES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
@@ -167,6 +170,20 @@ class Phases:
                     batch = span.first["global_batch_size"] + increment * unit
                     yield number, batch, span.last["micro_batch_size"]
 
+    def smallest_shares(self) -> Iterator[tuple[int, float]]:
+        """Yield (number of the phase from 1, smallest share above 0 of a source) for each phase with weights of its own."""
+        for number, span in enumerate(self._spans[: len(self._config.phase)], 1):
+            if self._config.phase[number - 1].weights is None:
+                continue
+            mixtures = [span.last["weights"]]
+            if "weights" in span.ramped:
+                first, last = span.first["weights"], span.last["weights"]
+                mixtures += [
+                    tuple(_between(a, b, stage / STAGES) for a, b in zip(first, last, strict=True))
+                    for stage in range(1, STAGES)
+                ]
+            yield number, min(weight / sum(weights) for weights in mixtures for weight in weights if weight)
+
     def stretches(self) -> Iterator[tuple[int, StepPlan]]:
         """Yield (first token, plan) of each phase. A phase with a ramp yields two plans: before and after the ramp."""
         for span, constant in zip(self._spans, self._constant, strict=True):
@@ -287,6 +304,10 @@ def check_phases(config: Config) -> Iterator[Problem]:
             allowed = above if end else "may be 0 in the last phase only"
             yield Problem(("phase", index, "until_tokens"), allowed)
     yield from problems
+    for number, share in () if problems else Phases(config).smallest_shares():
+        if share < SMALLEST_SHARE:
+            made = f"gives a source a share of {share:.1e}, perhaps during the ramp, but the smallest is {SMALLEST_SHARE:g}"
+            yield Problem(("phase", number - 1, "weights"), made, "raise the weight, or set it to 0")
     for number, variant in () if problems else variants(config):
         batch, parts = variant.train.global_batch_size, config.train.seq_len // variant.train.seq_len
         if batch % parts:

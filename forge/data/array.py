@@ -9,7 +9,7 @@ from typing import Any, Protocol, overload
 import numpy as np
 
 from forge.data.cache import BlockCache
-from forge.runtime.errors import UserError
+from forge.runtime.errors import UserError, unreadable
 from forge.runtime.remote import BLOCK_BYTES, RemoteFile
 
 
@@ -66,7 +66,7 @@ def map_array(path: str | Path, dtype: np.dtype, offset: int = 0, count: int | N
     try:
         return np.memmap(path, dtype, "r", offset, shape).view(np.ndarray)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        raise unreadable(path, error) from None
 
 
 class CheckedArray:

@@ -67,7 +67,7 @@ class BlockCache:
         """File key -> next uses of the file's blocks. Blocks of files without an entry are evicted first."""
         self._memory: OrderedDict[str, bytes] = OrderedDict()
         self._memory_lock = threading.Lock()
-        self._is_full = False
+        self._has_warned = False
         layout = f'{{"version": 1, "sets": {self._sets}, "blocks_per_set": {self._set_blocks}}}\n'.encode()
         self._private = PrivateFolder(self.folder, "data.cache_dir", _is_unmarked_cache)
         try:
@@ -128,9 +128,9 @@ class BlockCache:
                         self._store(path, partial, data)
                 return data
         except OSError as error:
-            if error.errno not in _FULL:
+            if self.folder.is_dir() and error.errno not in _FULL:
                 raise
-            self._warn_of_full_disk(error)
+            self._warn(error)
             return file.fetch(number)
 
     def _store(self, path: Path, partial: int, data: bytes) -> None:
@@ -154,18 +154,19 @@ class BlockCache:
                         raise
                     os.ftruncate(partial, 0)
                     failed = error
-        self._warn_of_full_disk(failed)
+        self._warn(failed)
 
-    def _warn_of_full_disk(self, error: OSError) -> None:
-        if not self._is_full:
-            self._is_full = True
-            log.warning(
-                "data.cache_dir %s: %s, although the cache is smaller than data.cache_gib. Blocks that do not fit are "
-                "fetched at every use. Make room, or lower data.cache_gib",
-                self.folder,
-                error.strerror,
-                extra=Cause.NOTE.mark,
-            )
+    def _warn(self, error: OSError) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        message = (
+            "data.cache_dir %s: %s, although the cache is smaller than data.cache_gib. Blocks that do not fit are fetched at "
+            "every use. Make room, or lower data.cache_gib"
+        )
+        if not self.folder.is_dir():
+            message = "data.cache_dir %s: %s. Blocks are fetched at every use until the next start, which makes the folder"
+        log.warning(message, self.folder, error.strerror, extra=Cause.NOTE.mark)
 
     def _make_room(self, folder: Path, more: int) -> None:
         """Evict blocks of the set `folder` until it has room for one more block. `in_order_of_need` orders the blocks.

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from forge.data.array import Array, CheckedArray, RemoteArray, map_array
 from forge.data.cache import BlockCache
 from forge.data.packing import PlanFile
-from forge.runtime.errors import UserError, redact
+from forge.runtime.errors import UserError, redact, unreadable
 from forge.runtime.files import is_url
 from forge.runtime.remote import BLOCK_BYTES, RemoteFile, join, read_whole
 
@@ -285,7 +285,7 @@ class TokenDataset:
             try:
                 found = Path(path).stat().st_size
             except OSError as error:
-                raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+                raise unreadable(path, error) from None
         expected = elements * dtype.itemsize
         if found != expected or record.bytes != expected:
             raise UserError(
@@ -306,7 +306,9 @@ def read_index(folder: str | Path) -> DatasetIndex:
         if within := [str(inner.parent) for inner in found]:
             remedy = f"name one of the datasets in it: {', '.join(within[:5])}"
         raise UserError(f"{folder}: {what}, so it is not a complete dataset; {remedy}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     try:
         return DatasetIndex.model_validate_json(text)

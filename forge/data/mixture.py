@@ -19,11 +19,9 @@ from math import ceil, isfinite, lcm
 
 import numpy as np
 
+from forge.config.phases import SMALLEST_SHARE
 from forge.data.permutation import hash_positions, key_of
 from forge.runtime.errors import UserError
-
-# Limits blocks to 10^6 samples, like data.mixture_block, because a block is held in memory.
-_SMALLEST_SHARE = Fraction(1, 10**6)
 
 
 class Mixture:
@@ -45,7 +43,7 @@ class Mixture:
         shares = [weight / sum(exact) for weight in exact]
         self.seed = seed
         smallest = min(share for share in shares if share > 0)
-        if smallest < _SMALLEST_SHARE:
+        if smallest < SMALLEST_SHARE:
             raise UserError(
                 f"data.sources: the smallest of the weights {list(weights)} is less than a millionth of their sum; "
                 "raise it, or set it to 0 to leave the source out"

@@ -27,7 +27,7 @@ import numpy as np
 
 from forge.data.array import Array, RemoteArray, map_array
 from forge.data.cache import BlockCache
-from forge.runtime.errors import UserError, redact
+from forge.runtime.errors import UserError, redact, unreadable
 from forge.runtime.files import is_url
 from forge.runtime.remote import RemoteFile
 
@@ -53,7 +53,7 @@ class _CachedFile:
         try:
             self.size = self._remote.size if self._remote else Path(path).stat().st_size
         except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+            raise unreadable(path, error) from None
 
     def array(self, dtype: np.dtype, offset: int = 0, count: int | None = None) -> Array:
         if self._remote is not None and self._cache is not None:

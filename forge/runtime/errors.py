@@ -40,6 +40,17 @@ class UserError(Exception):
         self.cause = cause or USUAL_CAUSES.get(exit_code, Cause.ERROR)
 
 
+def unreadable(path: object, error: OSError) -> UserError:
+    """Return the error of a file that cannot be read.
+
+    The exit code is 2 if the path or its rights are wrong. It is 1 if the file system failed, so that schedulers start the
+    run again.
+    """
+    wrong = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError)
+    message = f"{path}: cannot be read: {error.strerror or error}"
+    return UserError(message) if wrong else UserError(message, FAILED, Cause.IO_ERROR)
+
+
 @contextmanager
 def caused_by(cause: Cause) -> Iterator[None]:
     """Set `cause` on a UserError raised in the body, unless the error already has a specific cause."""

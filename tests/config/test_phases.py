@@ -145,6 +145,11 @@ def test_a_schedule_of_tokens_warms_up_by_tokens() -> None:
             "{weights=[0.0,0.0]}",
             "phase[0].weights = [0.0, 0.0] (command line): has no weight above 0; set at least one",
         ),
+        ("{weights=[1.0,1e-7]}", "gives a source a share of 1.0e-07"),
+        (
+            "{until_tokens=9,weights=[1.0,0.0]},{until_tokens=99,weights=[1.0,1e-5],ramp='linear'}",
+            "phase[1].weights = [1.0, 1e-05] (command line): gives a source a share of 6.2e-07, perhaps during the ramp",
+        ),
         ("{ramp='linear',lr=1.0}", 'phase[0].ramp = "linear" (command line): needs until_tokens'),
         (
             "{sliding_window=8}",

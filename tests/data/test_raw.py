@@ -1,9 +1,12 @@
+import errno
+
 import numpy as np
 import pytest
 
+from forge.data.array import map_array
 from forge.data.raw import SAMPLE_BYTES, SAMPLES, RawTokens
 from forge.data.sources import open_source
-from forge.runtime.errors import UserError
+from forge.runtime.errors import BAD_CONFIG, FAILED, UserError
 
 
 def write(path, ids, dtype="uint16"):
@@ -83,3 +86,18 @@ def test_d2_the_fingerprint_depends_on_content_not_on_the_path(tmp_path):
     assert fingerprint("d.bin", large[:-1]) != same
     assert fingerprint("e.bin", large[::-1]) != same
     assert fingerprint("f.bin", np.append(large[:-1], 0)) != same, "the end is always among the samples"
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.EACCES, BAD_CONFIG), (errno.ESTALE, FAILED), (errno.EIO, FAILED)]
+)
+def test_a_failing_file_system_is_no_error_of_the_user(tmp_path, monkeypatch, number: int, code: int) -> None:
+    """Exit code 2 would end a chain of jobs, 1 lets it start again."""
+
+    def fail(*_: object) -> None:
+        raise OSError(number, "as planted")
+
+    monkeypatch.setattr(np, "memmap", fail)
+    with pytest.raises(UserError, match=r"a.bin: cannot be read: as planted") as error:
+        map_array(tmp_path / "a.bin", np.dtype("u2"))
+    assert error.value.exit_code == code

@@ -1,5 +1,6 @@
 import errno
 import os
+import shutil
 import socket
 import threading
 import zlib
@@ -237,6 +238,17 @@ def test_a_full_disk_of_the_cache_costs_requests_and_nothing_else(
     warnings = [record.message for record in caplog.records if "No space left" in record.message]
     assert len(warnings) == 1 and "data.cache_dir" in warnings[0]
     assert not any((tmp_path / "cache").glob("[0-9]*/[!.]*"))
+
+
+def test_a_removed_folder_of_the_cache_costs_requests_and_nothing_else(
+    local, store, tmp_path, monkeypatch, caplog
+) -> None:
+    source = opened(store, tmp_path)
+    shutil.rmtree(tmp_path / "cache")
+    expected = batches(local, 6)
+    assert all((a == b).all() for a, b in zip(expected, batches(source, 6), strict=True))
+    warnings = [record.message for record in caplog.records if "data.cache_dir" in record.message]
+    assert len(warnings) == 1 and "until the next start" in warnings[0]
 
 
 def test_another_limit_on_a_folder_in_use_is_refused_and_otherwise_clears_it(store, tmp_path) -> None:
