@@ -107,24 +107,19 @@ def _run(given: argparse.Namespace, overrides: list[str]) -> Report:
         report = _against(given, small, cases or [Case()], settings, progress)
     else:
         report = _layouts(given, small, rounded, cases, settings, progress)
+    missing = report.missing(cases, given.world_sizes or ())
     if given.json:
-        print(encode(as_json(given.config, small, notes, report)).decode(), end="", flush=True)
+        found = as_json(given.config, small, notes, report, complete=missing is None)
+        print(encode(found).decode(), end="", flush=True)
     else:
         if rounded is not None:
             print(f"\n{precision_table(report, rounded)}\n")
         print(summary(report), flush=True)
-    _require_outcomes(report, given.minutes)
+    if missing is not None and not report.bad:
+        some = "not every layout" if report.outcomes else "no layout"
+        limit = f"; give more than --minutes {given.minutes:g}" if report.not_reached else ""
+        raise UserError(f"{some} was compared: {missing}{limit}")
     return report
-
-
-def _require_outcomes(report: Report, minutes: float) -> None:
-    """Raise UserError if no layout was compared."""
-    if report.outcomes:
-        return
-    if report.not_reached:
-        raise UserError(f"no layout was compared within --minutes {minutes:g}; give more")
-    case, reason = report.refused[0]
-    raise UserError(f"no layout was compared: {case.name} is not allowed: {reason}")
 
 
 def _settings(given: argparse.Namespace, config: Config) -> Settings:

@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from forge.runtime.errors import UserError
 from forge.tools.verify.compare import Comparison, Difference, difference_of
 from forge.tools.verify.pieces import TensorKey, TensorPiece, whole
@@ -91,6 +93,16 @@ def record_to(request: str, answer: str) -> None:
         print(error, file=sys.stderr)
         sys.exit(1)
     Path(answer).write_bytes(pickle.dumps(ranks))
+
+
+def keep_steady(records: Sequence[RankRecord], again: Sequence[RankRecord]) -> None:
+    """Remove from `records` the hooks' curves that differ from those of `again`, a second recording, e.g. times."""
+    for one, other in zip(records, again, strict=True):
+        for step, second in zip(one.steps, other.steps, strict=True):
+            for key in [key for key in step.pieces if key[0] == "curve"]:
+                pairs = zip(step.pieces[key], second.pieces.get(key, []), strict=False)
+                if key not in second.pieces or not all(torch.equal(a.values, b.values) for a, b in pairs):
+                    del step.pieces[key]
 
 
 def compare_records(

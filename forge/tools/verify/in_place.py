@@ -64,6 +64,7 @@ def verify_in_place(
         # Hooks and some optimizers need a process group, even in one process.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         reference = record_plain(text, settings, world.device)
+        drop_unsteady(reference, text, settings, world.device)
         dist.destroy_process_group()
     join(world)
     # The dispatcher of the run depends on the nodes that its expert groups span.

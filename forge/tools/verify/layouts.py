@@ -114,8 +114,9 @@ def why_illegal(config: Config, case: Case) -> str | None:
 def systematic(config: Config, worlds: Sequence[int]) -> Iterator[Case]:
     """Yield the layout of one process, then each axis with degree 2, then each pair of axes with degree 2.
 
-    Then yield one layout for each value of each option in OPTIONS[:ALONE], except the values of `config`.
-    worlds: allowed numbers of processes. Only the first layout may have another number. Layouts may be illegal.
+    Then yield one layout for each value of each option in OPTIONS[:ALONE], except the values of `config`, and for each
+    number of processes above 4 or not a power of 2 the legal layouts with one or two axes.
+    worlds: allowed numbers of processes. Only the first layout may have another number. Other layouts may be illegal.
     """
     axes = [axis for axis in AXES if axis != "ep" or config.model.moe is not None]
     yield Case()
@@ -124,8 +125,16 @@ def systematic(config: Config, worlds: Sequence[int]) -> Iterator[Case]:
     options: list[Case] = []
     for key, axis, values in OPTIONS[:ALONE]:
         options += [Case.of({axis: 2}, {key: value}) for value in values if value != _value(config, key)]
+    larger = [
+        case
+        for world in worlds
+        if world not in (1, 2, 4)
+        for degrees in _factors(world, len(axes))
+        if sum(degree > 1 for degree in degrees) <= 2
+        and why_illegal(config, case := Case.of(dict(zip(axes, degrees, strict=True)))) is None
+    ]
     seen = set()
-    for case in (*alone.values(), *pairs, *options):
+    for case in (*alone.values(), *pairs, *options, *larger):
         if case.world in worlds and case not in seen:
             seen.add(case)
             yield case
@@ -136,8 +145,10 @@ def at_random(config: Config, worlds: Sequence[int], seed: int) -> Iterator[Case
     generator = random.Random(seed)
     seen: set[Case] = set()
     refused = 0
+    divisors = {number for world in worlds for number in range(2, world + 1) if world % number == 0}
+    choices = [1, 1, 2, 2, 4] if divisors <= {2, 4} else [1, 1, *sorted(divisors)]
     while refused < 2_000:
-        degrees = {axis: generator.choice([1, 1, 2, 2, 4]) for axis in AXES}
+        degrees = {axis: generator.choice(choices) for axis in AXES}
         if config.model.moe is None:
             degrees["ep"] = 1
         options = {

@@ -277,7 +277,11 @@ class _ModuleRun:
 
     def _step(self, tokens: Tensor, labels: Tensor) -> RankStep:
         done, step = self.done, RankStep()
-        rows = len(tokens) // done.data_ranks
+        rows, rest = divmod(len(tokens), done.data_ranks)
+        if rest:
+            raise ValueError(
+                f"data_ranks = {done.data_ranks} does not divide the batch of {len(tokens)} sequences"
+            )
         first = rows * done.data_rank
         of_rank = slice(first, first + rows)
         for optimizer in self.optimizers:

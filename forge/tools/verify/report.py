@@ -134,11 +134,13 @@ def last_line(error: str) -> str:
     return raised[0].rstrip().splitlines()[-1].strip()
 
 
-def as_json(name: str, small: Config, notes: list[str], report: Report) -> dict[str, Any]:
-    """Return the whole report as one JSON object."""
+def as_json(
+    name: str, small: Config, notes: list[str], report: Report, *, complete: bool = True
+) -> dict[str, Any]:
+    """Return the whole report as one JSON object. complete: False if a requested layout was not compared."""
     return {
         "config": name,
-        "equal": report.compared > 0 and not report.bad,
+        "equal": report.compared > 0 and not report.bad and complete,
         "compared": report.compared,
         "notes": notes,
         "shrunk": small.model.model_dump(),

@@ -21,14 +21,14 @@ from typing import Literal
 import torch
 
 from forge.config import Config, to_toml
-from forge.tools.verify.against import compare_records, record_elsewhere, require_checkout
+from forge.tools.verify.against import compare_records, keep_steady, record_elsewhere, require_checkout
 from forge.tools.verify.checkpoints import read_whole
 from forge.tools.verify.compare import TOLERANCE, Comparison, compare_rank, elements, merge
 from forge.tools.verify.explain import Finding, explain
 from forge.tools.verify.layouts import Case, at_random, systematic, why_illegal
 from forge.tools.verify.plain import record_plain
 from forge.tools.verify.ranks import RankFailed, limit_s, run_ranks
-from forge.tools.verify.record import Settings, WholeRecord, record_on_rank
+from forge.tools.verify.record import CPU, RankRecord, Settings, WholeRecord, record_on_rank
 
 ALONE = Case()
 Status = Literal["equal", "different", "failed"]
@@ -79,6 +79,21 @@ class Report:
     def bad(self) -> list[Outcome]:
         """The layouts that differ or failed."""
         return [one for one in self.outcomes if one.status != "equal"]
+
+    def missing(self, asked: Sequence[Case] | None, worlds: Sequence[int]) -> str | None:
+        """Return, as a sentence, which requested layouts were not run; None if all were.
+
+        asked: the layouts named by the user; None: no layout was named. worlds: the numbers of processes named by the user.
+        """
+        if asked is not None and self.refused:
+            case, reason = self.refused[0]
+            return f"{case.name} is not allowed: {reason}"
+        if (asked is not None or not self.outcomes) and self.not_reached:
+            return f"the time was too short for {self.not_reached} layouts"
+        for world in worlds:
+            if asked is None and world not in {one.case.world for one in self.outcomes}:
+                return f"no layout of {world} processes was compared"
+        return None
 
     @property
     def compared(self) -> int:
@@ -277,7 +292,13 @@ def verify_against(
     report = Report()
     for case in _legal(config, cases, report):
         began, text = time.monotonic(), case.text(config)
-        new = run_ranks(record_on_rank, case.world, text, settings, timeout=limit_s(case.world))
+
+        def record(text: str = text, world: int = case.world) -> list[RankRecord]:
+            return run_ranks(record_on_rank, world, text, settings, timeout=limit_s(world))
+
+        new = record()
+        if any(kind == "curve" for one in new for step in one.steps for kind, _ in step.pieces):
+            keep_steady(new, record())
         result, order = compare_records(new, record_elsewhere(checkout, text, case.world, settings), bound)
         outcome = outcome_of(case, result, order, time.monotonic() - began)
         report.outcomes.append(outcome)
@@ -309,12 +330,12 @@ def _plain_on_rank(
     return reference.order, elements(reference)
 
 
-def drop_unsteady(reference: WholeRecord, text: str, settings: Settings) -> None:
+def drop_unsteady(reference: WholeRecord, text: str, settings: Settings, device: torch.device = CPU) -> None:
     """Repeat the reference run. Remove from `reference` the hooks' curves that differ between the two runs, e.g. times."""
     if not any(kind == "curve" for step in reference.steps for kind, _ in step):
         return
     with tempfile.TemporaryDirectory() as folder:
-        again = record_plain(text, replace(settings, own_folder=settings.own_folder and folder))
+        again = record_plain(text, replace(settings, own_folder=settings.own_folder and folder), device)
     for step, second in zip(reference.steps, again.steps, strict=True):
         for key in [key for key in step if key[0] == "curve"]:
             if key not in second or not torch.equal(step[key], second[key]):

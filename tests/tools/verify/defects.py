@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -158,6 +159,13 @@ class GoodHook(Hook):
     def after_result(self, result: StepResult) -> None:
         self.trainer.metrics.scalars(result.step, {"my/loss": result.loss, "my/tokens": float(result.tokens)})
         self.trainer.request_stop("enough")
+
+
+class Clock(GoodHook):
+    """A correct hook reporting a time, which differs in each run."""
+
+    def after_result(self, result: StepResult) -> None:
+        self.trainer.metrics.scalars(result.step, {"my/time": time.monotonic()})
 
 
 class ShardClip(GoodHook):

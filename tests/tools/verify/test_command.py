@@ -99,7 +99,7 @@ def test_a_custom_model_with_a_defect_is_named_by_its_module(run) -> None:
 
 
 def test_equal_layouts_end_with_0_and_json_has_everything(run) -> None:
-    output = run("--layouts", "dp_shard=2; tp=3", "--json")
+    output = run("--layouts", "dp_shard=2", "--json")
     assert output.code == 0, output.err
     found = json.loads(output.out)
     assert (
@@ -107,7 +107,6 @@ def test_equal_layouts_end_with_0_and_json_has_everything(run) -> None:
         and found["compared"] == 1
         and [one["layout"] for one in found["layouts"]] == ["dp_shard=2"]
     )
-    assert found["not_allowed"][0]["layout"] == "tp=3"
     (one,) = found["layouts"]
     kinds = {
         "initial", "input", "output", "loss", "norm", "gradient", "parameter", "optimizer", "held-out", "generation",
@@ -118,9 +117,24 @@ def test_equal_layouts_end_with_0_and_json_has_everything(run) -> None:
     assert one["equal"] and one["worst"] < 1e-9 and one["where"] is None
 
 
+def test_a_named_layout_that_is_not_allowed_exits_2(run) -> None:
+    output = run("--layouts", "one process; tp=3", "--json")
+    assert output.code == 2 and "not every layout was compared: tp=3 is not allowed" in output.err
+    found = json.loads(output.out)
+    assert found["compared"] == 1 and not found["equal"] and found["not_allowed"][0]["layout"] == "tp=3"
+
+
+def test_a_number_of_processes_that_is_no_power_of_2_is_compared(run) -> None:
+    output = run("--world-sizes", "3", "--random", "0", "--json", "--model.n_layers=4")
+    assert output.code == 0, output.err
+    assert 3 in {one["processes"] for one in json.loads(output.out)["layouts"]}
+
+
 def test_a_verification_without_a_comparison_exits_2(run) -> None:
     output = run("--layouts", "dp_shard=2", "--minutes", "0.0001", "--json")
-    assert output.code == 2 and "no layout was compared within --minutes 0.0001" in output.err
+    assert output.code == 2
+    sentence = "no layout was compared: the time was too short for 1 layouts; give more than --minutes 0.0001"
+    assert sentence in output.err
     found = json.loads(output.out)
     assert found["compared"] == 0 and not found["equal"]
 
@@ -153,7 +167,8 @@ def test_the_layout_of_a_config_on_the_processes_of_a_launcher(tmp_path: Path) -
         script = [*TORCHRUN, "--nproc-per-node", "2", str(REPOSITORY / "scripts" / "verify.py")]
         return start([*script, *SMALL, "--in-place", *options], tmp_path, PYTHONPATH=str(tmp_path))
 
-    good, bad = launch("--parallel.cp=2"), launch("--parallel.tp=2", "--model.kind=mine:Model")
+    hook = '--train.hooks=["tests.tools.verify.defects:Clock"]'
+    good, bad = launch("--parallel.cp=2", hook), launch("--parallel.tp=2", "--model.kind=mine:Model")
     out, err = good.communicate(timeout=200)
     assert good.returncode == 0 and out.count("equal") == 2, out + err
     out, err = bad.communicate(timeout=200)
