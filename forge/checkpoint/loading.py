@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from forge.checkpoint.manifest import Damaged, find_damage, read_manifest
+from forge.checkpoint.manifest import MANIFEST, Damaged, find_damage, read_manifest
 from forge.checkpoint.tensors import NamedTensors, ShardTensor
 from forge.config import Config, Phases, parse_toml_text
 from forge.runtime.causes import Cause
 from forge.runtime.distributed import RanksFailed, gather_from_ranks, on_every_rank, single_process_group
-from forge.runtime.errors import NO_CHECKPOINT, UserError
+from forge.runtime.errors import FAILED, NO_CHECKPOINT, UserError
 from forge.shard import Shard, local
 
 TRAINER = "trainer.json"
@@ -156,8 +156,11 @@ class TensorReader(dcp.FileSystemReader):
     ) -> TensorReader:
         """Verify the checkpoint at `path` in this process and return its reader. report: see `find_damage`.
 
-        Raises UserError (exit 77) if the checkpoint is damaged or cannot be read.
+        Raises UserError (exit 77) if the checkpoint is damaged or cannot be read, and UserError (exit 1) if its run removes
+        it meanwhile.
         """
+        manifest = path / MANIFEST
+        was_complete = manifest.is_file()
         try:
             with single_process_group():
                 damage = find_damage(path, report=report)
@@ -168,6 +171,9 @@ class TensorReader(dcp.FileSystemReader):
         except RanksFailed as error:
             raise UserError(f"checkpoint {path} cannot be verified: {error}", NO_CHECKPOINT) from None
         except Damaged as error:
+            if was_complete and not manifest.is_file():
+                problem = "was removed by its run while it was read; run the command again, or raise checkpoint.keep_last"
+                raise UserError(f"checkpoint {path} {problem}", FAILED) from None
             raise UserError(f"checkpoint {path} is damaged: {error}", NO_CHECKPOINT) from None
         return reader
 

@@ -31,6 +31,7 @@ _TRAINING_ONLY = {
 }
 _SOFT_CAPS = {"attention_soft_cap", "logit_soft_cap"}
 _SCALAR = "query_pre_attn_scalar"
+_PATTERN = "sliding_window_pattern"
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
@@ -99,9 +100,11 @@ def write_model(model: ModelConfig, architecture: Architecture, seq_len: int) ->
     written |= {"hidden_act": "silu", "attention_dropout": 0.0}
     written |= {key: value for key, value in architecture.must_be.items() if value} | dict(architecture.extra)
     slides = [window_of(model, layer) > 0 for layer in range(model.n_layers)]
+    # Classes with layers of both kinds make a mask for a sliding window even if no layer uses it.
+    unused = seq_len if architecture.every_other_kind else None
     windows = {
         "use_sliding_window": any(slides),
-        "sliding_window": model.sliding_window if any(slides) else None,
+        "sliding_window": model.sliding_window if any(slides) else unused,
         "layer_types": [_SLIDING if slide else _FULL for slide in slides],
         "max_window_layers": slides.count(False),
     }
@@ -141,12 +144,20 @@ def choose_architecture(model: ModelConfig) -> Architecture:
 
     If none can, raises UserError (exit 2) that lists the keys of `model` not supported by the nearest architecture.
     """
-    differences = {}
+    differences, refused = {}, {}
     for architecture in ARCHITECTURES:
-        if architecture.is_moe == (model.moe is not None):
-            differences[architecture.name] = _differences(model, architecture)
-            if not differences[architecture.name]:
-                return architecture
+        if architecture.is_moe != (model.moe is not None):
+            continue
+        try:
+            found = _differences(model, architecture)
+        except UserError as error:
+            # The reading ended at the first difference, so the number of differences is unknown.
+            refused[architecture.name] = [str(error).removeprefix("config.json: ")]
+            continue
+        if not found:
+            return architecture
+        differences[architecture.name] = found
+    differences = differences or refused
     nearest = min(differences, key=lambda name: len(differences[name]))
     raise UserError(
         f"no architecture of transformers computes this model; the nearest, {nearest}, differs in "
@@ -155,12 +166,14 @@ def choose_architecture(model: ModelConfig) -> Architecture:
 
 
 def _differences(model: ModelConfig, architecture: Architecture) -> list[str]:
-    """Return a text for each key of `model` that a round trip through `architecture` changes: key, value, changed value."""
-    try:
-        back = ModelConfig.model_validate(read_model(write_model(model, architecture, 1), architecture))
-    except UserError:
-        # The only written config that `read_model` refuses has normalised expert weights with top_k = 1.
+    """Return a text for each key of `model` that a round trip through `architecture` changes: key, value, changed value.
+
+    Raises UserError if the architecture cannot even be read back.
+    """
+    moe = model.moe
+    if moe is not None and moe.top_k == 1 and architecture.fixed.get("moe.normalize_top_k"):
         return ["model.moe.top_k = 1 (transformers would make every weight 1)"]
+    back = ModelConfig.model_validate(read_model(write_model(model, architecture, 1), architecture))
     there, here = _effective(back), _effective(model)
     if architecture.router_bias is not None:
         there["moe.balance"] = here["moe.balance"]  # the exported router bias of zeros has no effect
@@ -297,6 +310,8 @@ def _read_windows(config: ConfigJson, n_layers: int) -> tuple[int, list[str]]:
         return window or 0, []
     types = config["layer_types"]
     every = config.architecture.every_other_kind
+    if _PATTERN in config.architecture.defaults:
+        every = config[_PATTERN]
     if types is None and every:
         slides = [(layer + 1) % every != 0 for layer in range(n_layers)]
     elif types is None:

@@ -108,7 +108,8 @@ ARCHITECTURES = (
         "Gemma3ForCausalLM",
         "gemma3_text",
         fixed=_GEMMA_FIXED | {"qk_norm": True},
-        defaults=_GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        defaults=_GEMMA_DEFAULTS
+        | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6},
         every_other_kind=6,
         rope_by_kind=True,
         **_GEMMA,

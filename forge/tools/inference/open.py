@@ -51,7 +51,8 @@ def open_checkpoint(
 ) -> TrainedModel:
     """Open the newest intact checkpoint at `path`: a run directory, its folder of checkpoints, or a single checkpoint.
 
-    A damaged checkpoint is skipped with a warning and left unchanged. Routing has no noise and no capacity limit.
+    A damaged checkpoint is skipped with a warning and left unchanged. If the run removes a checkpoint during the call, a
+    newer one is opened. Routing has no noise and no capacity limit.
 
     compute: overrides precision.compute, e.g. "float32". context: overrides train.seq_len, in tokens. verify: if False,
     check tensor files only by name and size. trust: allow the import of a class named by model.kind. float8: if True,
@@ -60,7 +61,26 @@ def open_checkpoint(
     Raises UserError with exit code 2 if there is no checkpoint, if its config is invalid or needs trust, or if float8 is
     requested for a run without float8. Raises UserError with exit code 77 if no checkpoint is intact.
     """
-    found = _find_undamaged(Path(path), verify)
+    while True:
+        found = _find_undamaged(Path(path), verify)
+        try:
+            return _open(found, device, compute, context, trust, float8)
+        except (UserError, OSError):
+            if _is_there(found) or found == Path(path):
+                raise
+            message = "%s was removed by its run while it was read; reading a newer one"
+            log.warning(message, found, extra=Cause.NOTE.mark)
+
+
+def _is_there(checkpoint: Path) -> bool:
+    """Return whether the checkpoint is complete. A run removes the manifest first."""
+    return (checkpoint / MANIFEST).is_file()
+
+
+def _open(
+    found: Path, device: torch.device, compute: str | None, context: int | None, trust: bool, float8: bool
+) -> TrainedModel:
+    """Open the verified checkpoint `found`; arguments and errors as in `open_checkpoint`."""
     try:
         config = trained_config(found)
     except OSError as error:
@@ -89,7 +109,7 @@ def _find_undamaged(path: Path, verify: bool) -> Path:
     candidates = [newest]
     if newest != path:
         candidates = [newest.parent / step_name(step) for step in reversed(steps(newest.parent))]
-    problems = []
+    problems, removed = [], False
     for candidate in candidates:
         try:
             with single_process_group():
@@ -99,11 +119,16 @@ def _find_undamaged(path: Path, verify: bool) -> Path:
             TensorReader(candidate).index()
             return candidate
         except Damaged as error:
+            if candidate != path and not _is_there(candidate):
+                removed = True
+                continue
             problems.append(f"checkpoint {candidate} is damaged: {error}")
         except RanksFailed as error:
             problems.append(f"checkpoint {candidate}: {error}")
         if len(candidates) > len(problems):
             log.warning("%s; using an older checkpoint", problems[-1], extra=Cause.FALLBACK.mark)
+    if removed:
+        return _find_undamaged(path, verify)  # the run has removed a checkpoint, so it has saved a newer one
     raise UserError("; ".join(problems), NO_CHECKPOINT)
 
 

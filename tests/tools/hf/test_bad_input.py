@@ -286,6 +286,10 @@ NOT_IN_TRANSFORMERS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"qk_norm": True, "moe": MOE},
         ["Qwen3MoeForCausalLM", "model.moe.balance = 'bias'"],
     ),
+    "latent_attention_and_soft_caps": (
+        {"mla": {}, "attention_soft_cap": 50.0, "logit_soft_cap": 30.0, "moe": MOE | {"top_k": 2}},
+        ["model.attention_soft_cap = 50.0", "model.logit_soft_cap = 30.0"],
+    ),
     "one_choice_of_softmax": ({"moe": MOE | {"top_k": 1, "balance": "none"}}, ["model.moe.top_k = 1"]),
     "attention_residuals": (
         {"residual": "attention"},

@@ -41,7 +41,16 @@ global_batch_size = 8
 """
 ROPE = "[model.rope_scaling]\nfactor = 4.0\noriginal_max_position = 16\n"
 MOE = "[model.moe]\nn_experts = 4\ntop_k = 2\nexpert_dim = 16\n"
+SANDWICH = 'norm_position = "sandwich"\nzero_centered_norms = true\nactivation = "gelu_tanh"\nscale_embeddings = true'
 MODELS = {
+    # All layers of a class with layers of both kinds have full attention.
+    "gemma2_full": ("Gemma2ForCausalLM", f"{SANDWICH}\ntie_embeddings = true"),
+    "gemma3_full": ("Gemma3ForCausalLM", f"{SANDWICH}\ntie_embeddings = true\nqk_norm = true"),
+    "gpt_oss_full": (
+        "GptOssForCausalLM",
+        'attention_sinks = true\nactivation = "clamped_swiglu"\n'
+        f'{MOE}expert_bias = true\nrouter_bias = true\nbalance = "none"',
+    ),
     "plain": ("LlamaForCausalLM", ""),
     "tied": ("LlamaForCausalLM", "tie_embeddings = true"),
     "llama3": ("LlamaForCausalLM", f'{ROPE}kind = "llama3"'),

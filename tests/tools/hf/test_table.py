@@ -16,8 +16,8 @@ from forge.tools.hf.tensors import weights_of
 from tests.support.hf_models import CASES
 from tests.support.small_models import on_meta
 
-# Derived keys: computed from others once the defaults are known.
-FOLLOWS = {"layer_types", "head_dim"}
+# Derived keys: computed from others once the defaults are known. The pattern is read from old files only, as an argument.
+FOLLOWS = {"layer_types", "head_dim", "sliding_window_pattern"}
 # transformers has no class of Kimi K3: tests/tools/hf/test_kimi.py.
 IN_TRANSFORMERS = [architecture for architecture in ARCHITECTURES if not architecture.prefix]
 
@@ -301,3 +301,20 @@ def test_kimi_k3_has_the_published_shape_and_number_of_parameters() -> None:
     assert round(counts.total / 1e12, 1) == 2.8
     embedding = model.vocab_size * model.dim
     assert round((counts.active - embedding) / 1e9) == 104
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "pattern"),
+    [
+        ("Gemma3ForCausalLM", {}, ["sliding"] * 5 + ["full"]),
+        ("Gemma3ForCausalLM", {"sliding_window_pattern": 3}, ["sliding", "sliding", "full"]),
+        ("Gemma2ForCausalLM", {}, ["sliding", "full"]),
+    ],
+)
+def test_without_layer_types_the_class_or_its_pattern_names_the_layers(
+    name: str, given: dict[str, Any], pattern: list[str]
+) -> None:
+    described = {key: value for key, value in PUBLISHED["gemma3-4b"][2].items() if key != "layer_types"}
+    described |= {"architectures": [name], "num_hidden_layers": 12, "rope_scaling": None, **given}
+    model = read_model(described, BY_NAME[name])
+    assert model["layer_pattern"] == pattern
