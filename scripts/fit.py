@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.observe.json_lines import encode
 from forge.runtime.errors import MissingExtra
 from forge.runtime.files import replace_atomically
-from forge.tools.report.read import read_run
+from forge.tools.report.read import read_runs
 from forge.tools.sweep.law import OPERATIONS, Fit, fit_law
 from forge.tools.sweep.measured import MeasuredRun, best_of_each, find_runs, measure
 from forge.tools.sweep.optima import PowerLaw, fit_power_law, least_at
@@ -235,7 +235,7 @@ def _page(path: Path, metric: str, best: list[MeasuredRun], fit: Fit, found: dic
         drawn.append(Curve(f"law, N = {size:.3g}", (tokens, law), color, run=1))
     picture = curves("law", drawn, metric, x="tokens", log_x=True, log=True, size=(10.4, 3.4))
     parts.append(Picture(f"{metric} by tokens, and the law", picture, table, wide=True))
-    page = make_page([read_run(run.path) for run in best], extra=[PageSection("Fitted laws", parts=parts)])
+    page = make_page(read_runs([run.path for run in best]), extra=[PageSection("Fitted laws", parts=parts)])
     replace_atomically(path, page.encode())
     print(f"wrote {path}")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.runtime.errors import UserError
-from forge.tools.report.read import read_run
+from forge.tools.report.read import read_runs
 from scripts import images
 from scripts.options import Options
 
@@ -51,7 +51,7 @@ def draw(paths: list[Path], marks: list[tuple[str, float]]) -> str:
     from forge.tools.report.course import loss_curves  # needs matplotlib
     from forge.tools.report.draw import curves
 
-    drawn = [curve for curve in loss_curves([read_run(path) for path in paths]) if curve.points[0]]
+    drawn = [curve for curve in loss_curves(read_runs(paths)) if curve.points[0]]
     if not drawn:
         raise UserError(f"{', '.join(map(str, paths))}: no loss yet")
     return curves("loss", drawn, "nats per token", size=(7.2, 3.6), x="optimizer step", levels=marks)

@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone, installed or not
 
 from forge.runtime.files import replace_atomically
-from forge.tools.report.read import RunRecord, read_run
+from forge.tools.report.read import RunRecord, read_runs
 from forge.tools.report.serve import PageServer
 from scripts.options import Options, add_trust_option, exit_code_of, port, positive
 from scripts.planned import Planner
@@ -55,7 +55,7 @@ def _run(given: argparse.Namespace) -> None:
     planner = None if given.no_plan else Planner(given.hardware, given.trust)
 
     def read() -> list[RunRecord]:
-        runs = [read_run(path) for path in given.runs]
+        runs = read_runs(given.runs)
         for run in runs:
             if planner is not None:
                 planner.add(run)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from forge.config.keys import to_literal
 from forge.runtime.errors import FAILED, MissingExtra, UserError
 from forge.runtime.files import replace_atomically
-from forge.tools.report.read import read_run
+from forge.tools.report.read import read_runs
 from forge.tools.sweep.local import run_sweep
 from forge.tools.sweep.results import SweepResult, as_text, rows
 from forge.tools.sweep.slurm import job_array
@@ -123,7 +123,7 @@ def _page(sweep: Sweep, results: list[SweepResult], winner: str) -> None:
         caption = f"The best {sweep.metric} at each {key}"
         parts.append(Picture(caption, drawing, Table(caption, [key, sweep.metric], points)))
     runs = [sweep.folder / result.trial.run_name(sweep.seeds[0]) for result in results if result.done]
-    page = make_page([read_run(path) for path in runs], extra=[PageSection("The sweep", parts=parts)])
+    page = make_page(read_runs(runs), extra=[PageSection("The sweep", parts=parts)])
     replace_atomically(sweep.folder / "report.html", page.encode())
     print(f"wrote {sweep.folder / 'report.html'}")
 

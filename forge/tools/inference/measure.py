@@ -83,7 +83,9 @@ def measure(
         total += float(sums[1])
         labels += int((batch.labels != IGNORE).sum())
         progress(min((batch.first_sample + len(batch.tokens)) * seq_len, source.tokens))
-    loss = total / max(labels, 1)
+    if not labels:
+        raise UserError(f"{source.name}: has no label in the measured text, e.g. because each document has one token")
+    loss = total / labels
     if not isfinite(loss):
         raise UserError(
             f"{opened.path}: its loss on {source.name} is {loss}, which is not finite; try an older checkpoint",

@@ -61,7 +61,7 @@ def diagnose(path: Path) -> str:
         _first(run, incidents),
         _others(incidents),
         _starts(run),
-        _standings(path),
+        _standings(run),
         _traces(path),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -200,7 +200,8 @@ def _first(run: RunRecord, incidents: list[Incident]) -> str:
     if end is None:
         return "Nothing ended this run early."
     cause, text = end.cause, f"{end.when:%H:%M:%S} UTC: {end.text}"
-    odd = odd_ranks(read_stacks(run.path / "logs")) if cause is Cause.WATCHDOG else []
+    latest = (_starts_of(run) or [[]])[-1]
+    odd = odd_ranks(read_stacks(run.path / "logs", _began(latest))) if cause is Cause.WATCHDOG else []
     ranks = ", ".join(map(str, odd or end.ranks))
     if cause is Cause.KILLED and not ranks:
         saving = sorted(one.name for one in (run.path / "checkpoints").glob(".partial*"))
@@ -258,9 +259,20 @@ def _starts(run: RunRecord) -> str:
     return "\n".join(["STARTS OF THIS RUN:", *left_out, *lines[-SHOWN:]])
 
 
-def _standings(path: Path) -> str:
-    """Return one line per rank: its position in the code when the watchdog ended it. Empty without stack files."""
-    standings, collectives = read_stacks(path / "logs"), read_collectives(path / "logs")
+def _began(events: list[dict[str, Any]]) -> float:
+    """Return the time at which a start began, in seconds since 1970; 0 if it is unknown. events: the events of the start."""
+    times = [event["time"] for event in events if event["event"] == "started" and "time" in event]
+    return datetime.fromisoformat(times[0]).timestamp() if times else 0.0
+
+
+def _standings(run: RunRecord) -> str:
+    """Return one line per rank: its position in the code when the watchdog ended it. Empty without stack files.
+
+    Ranks of the last start with stack files. A rank overwrites its file of an earlier start.
+    """
+    logs, starts = run.path / "logs", _starts_of(run) or [[]]
+    found = (read_stacks(logs, _began(events)) for events in reversed(starts))
+    standings, collectives = next(filter(None, found), {}), read_collectives(logs)
     odd = odd_ranks(standings)
     lines = []
     for rank, one in standings.items():

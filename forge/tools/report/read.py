@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,3 +85,16 @@ def read_run(path: Path) -> RunRecord:
         read_lines(path / "metrics.jsonl", "step"),
         read_lines(path / "events.jsonl", "event"),
     )
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
+    """Read several run directories as `read_run` does. Runs of one name are named by more of their paths, e.g. a/debug."""
+    runs = [read_run(path) for path in paths]
+    parts = [run.path.resolve().parts for run in runs]
+    for run, own in zip(runs, parts, strict=True):
+        others = [other for other in parts if other != own]
+        depth = 1
+        while depth < len(own) and any(other[-depth:] == own[-depth:] for other in others):
+            depth += 1
+        run.name = "/".join(own[-depth:])
+    return runs

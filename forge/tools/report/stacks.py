@@ -32,12 +32,16 @@ class Standing:
     collective: str
 
 
-def read_stacks(logs: Path) -> dict[int, Standing]:
-    """Return a dict from rank to code position, for each rank with a stack file in the folder `logs`, in rank order."""
+def read_stacks(logs: Path, since: float = 0.0) -> dict[int, Standing]:
+    """Return a dict from rank to code position, for each rank with a stack file in the folder `logs`, in rank order.
+
+    since: leave out files last written before this time, in seconds since 1970. They are of an earlier start.
+    """
     found = {}
     for path in logs.glob("stacks-rank-*.txt"):
         with suppress(OSError):
-            found[_rank(path)] = standing(path.read_text("utf-8", errors="replace"))
+            if path.stat().st_mtime >= since:
+                found[_rank(path)] = standing(path.read_text("utf-8", errors="replace"))
     return dict(sorted(found.items()))
 
 

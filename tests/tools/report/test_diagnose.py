@@ -75,6 +75,14 @@ def test_among_hanging_ranks_the_one_outside_a_collective_is_named(tmp_path) -> 
     assert "last collective: gloo:all_reduce, number 7 of its group: scheduled" in text
 
 
+def test_stacks_of_an_earlier_start_are_left_out(tmp_path) -> None:
+    folder = hung(tmp_path / "run")
+    (folder / "logs" / "stacks-rank-2.txt").write_text(STACK.format(rank=2, frames=ASLEEP))
+    os.utime(folder / "logs" / "stacks-rank-2.txt", (0, 0))
+    text = diagnose(folder)
+    assert "RANK: 1\n" in text and "rank 2:" not in text
+
+
 def test_where_all_ranks_wait_none_is_called_odd() -> None:
     one = standing(STACK.format(rank=0, frames=WAITING))
     assert odd_ranks({0: one, 1: one}) == [] and odd_ranks({0: one}) == []

@@ -12,7 +12,7 @@ import pytest
 from forge.runtime.errors import UserError
 from forge.tools.report.findings import findings
 from forge.tools.report.page import make_page
-from forge.tools.report.read import read_run
+from forge.tools.report.read import read_run, read_runs
 from tests.support.recorded import PLAN, write_run
 
 pytestmark = pytest.mark.long
@@ -135,3 +135,11 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps([1]))
     (tmp_path / "metrics.jsonl").write_text("")
     assert read_run(tmp_path).status == {}
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path) -> None:
+    paths = [tmp_path / folder / "debug" for folder in ("a", "b")] + [tmp_path / "other"]
+    for path in paths:
+        path.mkdir(parents=True)
+        (path / "events.jsonl").touch()
+    assert [run.name for run in read_runs(paths)] == ["a/debug", "b/debug", "other"]
