@@ -183,6 +183,15 @@ def _groups(state: Any) -> list[Any]:
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
+def finish_gathers(unit: FSDPModule) -> None:
+    """Wait for the prefetched parameters of an FSDP2 unit that no forward has used, so that `reshard` frees them.
+
+    `reshard` alone would leave the gather pending, and the next forward would use its old values.
+    """
+    for group in _groups(unit._get_fsdp_state()):
+        group.wait_for_unshard()
+
+
 def end_fsdp_backward(model: FSDPModule) -> None:
     """Run FSDP2's end-of-backward work for the root `model`, with the flags now set on `model`."""
     model._get_fsdp_state()._root_post_backward_final_callback()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from forge.train.step import compute_gradients
 from tests.support.building import built
 from tests.support.equivalence import WholeRecord, assert_equal, layout, reference, tiny_config
 from tests.support.harness import run_ranks
@@ -89,8 +90,10 @@ def test_pins_change_nothing_in_float64() -> None:
     assert_equal(layout(text, 2), expected("plain"))
 
 
-def loss_after_a_change(rank: int, world: int, text: str, evaluate_before: bool) -> torch.Tensor:
-    """Return a batch's loss sums after a write to every shard, like a roll-back's."""
+def loss_after_a_change(
+    rank: int, world: int, text: str, evaluate_before: bool, train: bool = False
+) -> torch.Tensor:
+    """Return a batch's loss sums after a write to every shard, like a roll-back's. train: of a training step."""
     whole = built(text, world)
     model, batches = whole.model, whole.batches()
     batch = next(batches)
@@ -100,7 +103,7 @@ def loss_after_a_change(rank: int, world: int, text: str, evaluate_before: bool)
     for shard in model.shards:
         shard.data.mul_(1.5)
     model.after_update()
-    return model.evaluate(batch).values
+    return compute_gradients(model, batch).values if train else model.evaluate(batch).values
 
 
 @pytest.mark.parametrize(
@@ -119,3 +122,12 @@ def test_values_loaded_after_an_evaluation_are_used(world: int, parallel: str) -
         *(run_ranks(loss_after_a_change, world, text, before) for before in (True, False)), strict=True
     ):
         assert torch.equal(values, fresh)
+
+
+def test_a_block_gathered_for_an_evaluation_that_does_not_use_it_is_gathered_again() -> None:
+    """The last block prefetches the block of multi-token prediction, which an evaluation does not run."""
+    text = tiny_config(parallel="prefetch = 1", model="[model.mtp]\ndepth = 1")
+    after, fresh = (
+        run_ranks(loss_after_a_change, 2, text, evaluate_before, True) for evaluate_before in (True, False)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(after, fresh, strict=True))

@@ -137,6 +137,7 @@ class FullySharded:
         # Backward frees gathered parameters, but a forward without backward may have left some gathered.
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
+                compat.finish_gathers(module)
                 module.reshard()
         self._refresh_scales()
 
