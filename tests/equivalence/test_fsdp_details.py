@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from forge.parallel.step.gradients import report_gradients
 from forge.train.step import compute_gradients
 from tests.support.building import built
 from tests.support.equivalence import WholeRecord, assert_equal, layout, reference, tiny_config
@@ -131,3 +132,38 @@ def test_a_block_gathered_for_an_evaluation_that_does_not_use_it_is_gathered_aga
         run_ranks(loss_after_a_change, 2, text, evaluate_before, True) for evaluate_before in (True, False)
     )
     assert all(torch.equal(one, other) for one, other in zip(after, fresh, strict=True))
+
+
+def norms_with_idle_experts(rank: int, world: int, text: str) -> list[float]:
+    """Return the gradient norms of two steps in which experts compute only in the first microbatch."""
+    whole = built(text, world)
+    model, batches = whole.model, whole.batches()
+    calls = 0
+
+    def of_layer(dispatch):
+        def skipping(x, experts, weights, compute):
+            nonlocal calls
+            calls += 1
+            return x * weights.sum() if calls % 4 in (3, 0) else dispatch(x, experts, weights, compute)
+
+        return skipping
+
+    for block in model.parts[0].layers.values():
+        block.feed_forward.dispatch = of_layer(block.feed_forward.dispatch)
+    norms = []
+    for _ in range(2):
+        sums = compute_gradients(model, next(batches))
+        norms.append(float(report_gradients(model.shards, sums.objective, stop=False).norm))
+        model.zero_gradients()
+    batches.close()
+    return norms
+
+
+def test_experts_without_a_gradient_in_the_last_microbatch_lose_none() -> None:
+    """A dispatcher of one's own may use no expert. Then FSDP2 would leave this step's sums over replicas to the next step."""
+    model, layouts = VARIANTS["experts"], (HSDP, 'dp_replicate = 4\ndata_parallel = "ddp"')
+    found = [
+        run_ranks(norms_with_idle_experts, 4, tiny_config(parallel=one, model=model, micro=1))
+        for one in layouts
+    ]
+    assert found[0] == [pytest.approx(norms, rel=1e-9) for norms in found[1]]
