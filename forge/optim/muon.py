@@ -114,6 +114,8 @@ class Muon:
             for box, piece in shard.pieces(shard.data):
                 of_rows = rows[box.offsets[0] : box.offsets[0] + box.sizes[0]]
                 piece.mul_(of_rows.view(-1, *[1] * (piece.dim() - 1)))
+            if shard.parameter in self.copies:
+                self.copies[shard.parameter].view_as(shard.data).copy_(shard.data)
 
     def bound_logits(self, logits: dict[str, tuple[Tensor, Tensor]]) -> None:
         """Set the largest attention logits. Each step scales down the query and key weights of heads above `qk_clip`.

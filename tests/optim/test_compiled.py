@@ -230,3 +230,22 @@ def test_a_part_is_updated_as_in_the_whole() -> None:
 def test_an_uncompilable_optimizer_is_refused(key: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_config(["--config=debug.toml", "--compile.optimizer=true", key])
+
+
+def test_a_copy_of_a_clipped_bias_is_clipped() -> None:
+    name = "layers.0.attention.wq.bias"
+    shards = [
+        Shard.whole(one, torch.nn.Parameter(torch.ones(size)))
+        for one, size in ((name, (8,)), ("layers.0.attention.wo.weight", (8, 4)))
+    ]
+    config = parse_toml_text(tiny_config() + '[optimizer]\nname = "muon"\n[optimizer.muon]\nqk_clip = 50.0\n')
+    copies = {s.parameter: s.data.to(torch.bfloat16) for s in shards}
+    optimizer = build_optimizer(
+        shards, config.optimizer, None, Compile(optimizer=True, backend="eager"), copies
+    )
+    largest = torch.tensor([10.0, 200.0, 20.0, 30.0]).double()
+    optimizer.bound_logits({name: (largest, torch.ones(2))})
+    give(shards, 0)
+    optimizer.step(1e-3, GO)
+    assert shards[0].data[2] < 0.3
+    assert torch.equal(copies[shards[0].parameter], shards[0].data.to(torch.bfloat16))
