@@ -339,6 +339,7 @@ ARCHITECTURES = (
         router_bias="mlp.moe_statics.e_score_correction_bias",
         router_bias_is_2d=True,
         interleaved_rope=True,
+        ignored=("model.mtp_",),
     ),
     # The text model of Kimi K3; transformers has no class for it.
     Architecture(

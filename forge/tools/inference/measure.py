@@ -84,7 +84,9 @@ def measure(
         labels += int((batch.labels != IGNORE).sum())
         progress(min((batch.first_sample + len(batch.tokens)) * seq_len, source.tokens))
     if not labels:
-        raise UserError(f"{source.name}: has no label in the measured text, e.g. because each document has one token")
+        raise UserError(
+            f"{source.name}: has no label in the measured text, e.g. because each document has one token"
+        )
     loss = total / labels
     if not isfinite(loss):
         raise UserError(

@@ -98,3 +98,15 @@ def test_announced_but_missing_modules_are_left_out(tmp_path: Path) -> None:
     their_model("glm4_moe_quarter", num_nextn_predict_layers=1).save_pretrained(tmp_path / "theirs")
     import_weights(tmp_path / "theirs", tmp_path / "ours")
     assert our_config(tmp_path / "ours").model.mtp is None
+
+
+def test_modules_that_transformers_ignores_are_left_out(tmp_path: Path) -> None:
+    """The published ERNIE 4.5 has a module, but no key in config.json that forge could read."""
+    from safetensors.torch import save_file
+
+    their_model("ernie4_5_moe").save_pretrained(tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"model.mtp_emb_norm.0.weight": torch.ones(8)}, file, {"format": "pt"})
+    import_weights(tmp_path / "in", tmp_path / "out")
+    assert our_config(tmp_path / "out").model.mtp is None
