@@ -22,10 +22,12 @@ import os
 import re
 import tempfile
 import threading
+import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +41,7 @@ from forge.runtime.remote import BLOCK_BYTES, RemoteFile
 _SET_BLOCKS = 64
 _SETS = 4096
 _IN_MEMORY = 64  # blocks
+_TOUCH_S = 3600.0
 _SET = re.compile(r"\d{4}")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 NextUse = Callable[[np.ndarray], np.ndarray]
@@ -67,7 +70,7 @@ class BlockCache:
         """File key -> next uses of the file's blocks. Blocks of files without an entry are evicted first."""
         self._memory: OrderedDict[str, bytes] = OrderedDict()
         self._memory_lock = threading.Lock()
-        self._has_warned = False
+        self._has_warned, self._touched = False, -inf
         layout = f'{{"version": 1, "sets": {self._sets}, "blocks_per_set": {self._set_blocks}}}\n'.encode()
         self._private = PrivateFolder(self.folder, "data.cache_dir", _is_unmarked_cache)
         try:
@@ -103,6 +106,7 @@ class BlockCache:
             if (data := self._memory.get(name)) is not None:
                 self._memory.move_to_end(name)
                 return data
+        self._touch()
         path = self._path(name)
         data = _load(path, file, number)
         if data is None:
@@ -112,6 +116,14 @@ class BlockCache:
             while len(self._memory) > _IN_MEMORY:
                 self._memory.popitem(last=False)
         return data
+
+    def _touch(self) -> None:
+        """Update the times of the folder's own files, because many systems remove old files from /tmp."""
+        if time.monotonic() > self._touched + _TOUCH_S:
+            self._touched = time.monotonic()
+            for name in (MARKER, "lock", "layout.json"):
+                with suppress(OSError):
+                    os.utime(self.folder / name)
 
     def _path(self, name: str) -> Path:
         place = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") % self._sets

@@ -251,6 +251,16 @@ def test_a_removed_folder_of_the_cache_costs_requests_and_nothing_else(
     assert len(warnings) == 1 and "until the next start" in warnings[0]
 
 
+def test_a_cache_in_use_keeps_its_own_files_new(store, tmp_path) -> None:
+    """A program that removes files of /tmp by age must not make the folder unusable."""
+    source = opened(store, tmp_path)
+    names = (".forge-private", "lock", "layout.json")
+    for name in names:
+        os.utime(tmp_path / "cache" / name, (0, 0))
+    batches(source, 1)
+    assert all((tmp_path / "cache" / name).stat().st_mtime > 0 for name in names)
+
+
 def test_another_limit_on_a_folder_in_use_is_refused_and_otherwise_clears_it(store, tmp_path) -> None:
     first = opened(store, tmp_path, 1.0)
     first.read(0, 10)
