@@ -26,7 +26,13 @@ from typing import Literal
 HOME = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(HOME))
 
-from forge.config import Config, check_world, load_config  # noqa: E402
+from forge.config import (  # noqa: E402
+    Config,
+    choose_layout,
+    load_command,
+    load_config,
+    parse_command_line,
+)
 from forge.runtime.errors import BAD_CONFIG, FAILED, FINISHED, NO_CHECKPOINT, STOPPED, UserError  # noqa: E402
 
 JobAction = Literal["end", "restart", "requeue"]
@@ -239,10 +245,13 @@ def count_stop(code: int, began: int, argv: list[str], environment: Mapping[str,
 def check(argv: list[str], world: int) -> Config:
     """Return the configuration for train.py's arguments `argv`.
 
-    Raises UserError if the configuration is invalid or does not fit `world` processes.
+    If the configuration does not fit `world` processes, return that of the first entry of `parallel.fallbacks` that does.
+    Raises UserError if the configuration is invalid or none fits.
     """
-    config = load_config(argv)
-    check_world(config, world)
+    command = parse_command_line(argv)
+    config, _, fallback = choose_layout(command, load_command(command), world)
+    if fallback:
+        _print(f"{world} processes need this entry of parallel.fallbacks: {fallback}")
     return config
 
 

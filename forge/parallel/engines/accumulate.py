@@ -24,10 +24,13 @@ class SummingReduceScatter:
     The earlier gradients are then cleared, so FSDP2 does not add them again. If they are not views of one flat tensor
     with the output's dtype and size, FSDP2 adds them instead. This happens if the storage dtype differs from the
     reduction dtype, or if a parameter got no gradient in a microbatch.
+
+    adds: False under replicas. FSDP2 then keeps sums over microbatches itself, until it reduces them over the replicas. Only
+    a module called twice in the last microbatch has earlier gradients, and these are already reduced.
     """
 
-    def __init__(self, unit: FSDPModule):
-        self._unit = unit
+    def __init__(self, unit: FSDPModule, *, adds: bool = True):
+        self._unit, self._adds = unit, adds
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised tensor."""
@@ -47,6 +50,8 @@ class SummingReduceScatter:
         """
         assert not async_op
         compat.reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+        if not self._adds:
+            return
         parameters = compat.fsdp_parameters(self._unit)
         earlier = _flat([parameter.grad for parameter in parameters], output_tensor)
         if earlier is not None:

@@ -190,10 +190,10 @@ def _shard_unit(unit: Unit, layout: Layout, whole: set[nn.Parameter], *, last: b
     if mesh.size() > 1:  # with one rank, FSDP2 would make a copy of the gradients only to divide them by 1
         module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
-    if hasattr(module, "set_reduce_scatter_unused_params"):
+    if _expert_parameters(unit.modules) and hasattr(module, "set_reduce_scatter_unused_params"):
         # A user's dispatcher may use no expert in some microbatch of some rank. PyTorch 2.11 then loses gradients, or hangs.
         module.set_reduce_scatter_unused_params(True, recurse=False)
-    summing: Any = SummingReduceScatter(module)  # FSDP2's base class is private
+    summing: Any = SummingReduceScatter(module, adds=mesh.ndim == 1)  # FSDP2's base class is private
     module.set_custom_reduce_scatter(summing)
     return module
 

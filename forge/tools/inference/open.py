@@ -65,7 +65,7 @@ def open_checkpoint(
         found = _find_undamaged(Path(path), verify)
         try:
             return _open(found, device, compute, context, trust, float8)
-        except (UserError, OSError):
+        except (UserError, OSError, Damaged):
             if _is_there(found) or found == Path(path):
                 raise
             message = "%s was removed by its run while it was read; reading a newer one"

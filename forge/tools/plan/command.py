@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
-from forge.config import CommandLine, Config, Phases, check_world
+from forge.config import CommandLine, Config, Phases, check_world, choose_layout
 from forge.config.phases import variants
 from forge.runtime.errors import DOES_NOT_FIT, FINISHED, UserError
 from forge.tools.plan.advice import remedy_for
 from forge.tools.plan.hardware import Hardware, find_hardware
+from forge.tools.plan.layouts import Changes, with_changes
 from forge.tools.plan.plan import Plan, crowded_bytes, make_plan, smallest_world
 from forge.tools.plan.search import BEST, fewest_ranks, search
 from forge.tools.plan.show import (
@@ -29,7 +31,6 @@ def plan(config: Config, command: CommandLine) -> int:
 
     Raises UserError (exit 2) for an invalid layout or an unknown name of hardware.
     """
-    whole, config = config, largest(config)
     hardware = None if command.hardware is None else find_hardware(command.hardware)
     world = command.world_size
     if command.search:
@@ -38,7 +39,14 @@ def plan(config: Config, command: CommandLine) -> int:
                 "--search: needs --world-size and --hardware, such as --world-size 64 --hardware h100"
             )
         return _search(config, world, hardware, as_object=command.json)
-    degrees = smallest_world(config) if world is None else check_world(config, world)
+    # Every phase must be legal. The numbers are those of the largest.
+    if world is None:
+        degrees = smallest_world(config)
+    else:
+        config, degrees, fallback = choose_layout(command, config, world)
+        if fallback:
+            print(f"{world} processes need this entry of parallel.fallbacks: {fallback}", file=sys.stderr)
+    whole, config = config, largest(config)
     made = make_plan(config, degrees, hardware)
     crowded = crowded_bytes(config, degrees, hardware)
     remedy = remedy_for(made) if made.fits is False else None
@@ -51,8 +59,21 @@ def plan(config: Config, command: CommandLine) -> int:
     return DOES_NOT_FIT if made.fits is False else FINISHED
 
 
-def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) -> int:
-    found = search(config, world, hardware)
+def _search(whole: Config, world: int, hardware: Hardware, *, as_object: bool) -> int:
+    config = largest(whole)
+
+    def allowed(changes: Changes) -> bool:
+        """Return whether the changes are legal in every phase and change the sizes of the largest phase as planned."""
+        changed = with_changes(whole, changes)
+        try:
+            check_world(changed, world)
+        except UserError:
+            return False
+        return step_sizes(largest(changed)) == step_sizes(with_changes(config, changes))
+
+    found = (
+        search(config, world, hardware, allowed=allowed) if whole.phase else search(config, world, hardware)
+    )
     fits = found[0].fits
     fewest = None if fits else fewest_ranks(config, world, hardware)
     remedy = None if fits else remedy_for(found[0].plan)
@@ -69,6 +90,12 @@ def _search(config: Config, world: int, hardware: Hardware, *, as_object: bool) 
         if remedy is not None:
             print(remedy_as_text(remedy, hardware), flush=True)
     return FINISHED if fits else DOES_NOT_FIT
+
+
+def step_sizes(config: Config) -> tuple[int, int, int]:
+    """Return microbatch size, sequence length and batch size of `config`, without phases."""
+    train = config.train
+    return train.micro_batch_size, train.seq_len, train.global_batch_size
 
 
 def largest(config: Config) -> Config:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -126,13 +126,18 @@ class Model:
 
 
 def layouts(
-    config: Config, world: int, hardware: Hardware, *, any_memory: bool = False
+    config: Config,
+    world: int,
+    hardware: Hardware,
+    *,
+    any_memory: bool = False,
+    allowed: Callable[[Changes], bool] = lambda changes: True,
 ) -> list[CandidateLayout]:
     """Return the legal layouts on `world` ranks that may fit the hardware, by increasing estimated seconds.
 
     Return at most MOST layouts. In addition, return the config's own layout, if legal. For each recomputation mode, also
     return the fastest PLAIN plain layouts and the fastest PLAIN other simple layouts.
-    any_memory: also return layouts that cannot fit.
+    any_memory: also return layouts that cannot fit. allowed: a further condition on a layout's changes.
     """
     model = Model.of(config)
     rough: list[CandidateLayout] = []
@@ -155,7 +160,7 @@ def layouts(
         is_own = all(value == value_of(config, key) for key, value in layout.changes.items())
         kind = layout.mode, layout.is_plain
         wanted = is_own or len(found) < MOST or (layout.is_simple and simple[kind] < PLAIN)
-        if wanted and (legal := _legal(layout, config, world)) is not None:
+        if wanted and (legal := _legal(layout, config, world)) is not None and allowed(legal.changes):
             found.setdefault(str(sorted(legal.changes.items())), legal)
             simple[kind] += legal.is_simple
     return list(found.values())

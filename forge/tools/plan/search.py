@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,17 +73,23 @@ class Found:
 
 
 def search(
-    config: Config, world: int, hardware: Hardware, *, tries: int = TRIES, processes: int | None = None
+    config: Config,
+    world: int,
+    hardware: Hardware,
+    *,
+    tries: int = TRIES,
+    processes: int | None = None,
+    allowed: Callable[[Changes], bool] = lambda changes: True,
 ) -> list[Found]:
     """Plan up to `tries` layouts on `world` ranks. Return the layouts that fit with memory to spare, the fastest first.
 
     If no layout has memory to spare, return the layouts that fit. If none fits, return the layout with the least memory.
-    processes: number of planning processes; None: one per core, eight at most. Raises UserError if no layout is valid or
-    can be planned.
+    processes: number of planning processes; None: one per core, eight at most. allowed: a further condition on a layout's
+    changes. Raises UserError if no layout is valid or can be planned.
     """
-    left = layouts(config, world, hardware)
+    left = layouts(config, world, hardware, allowed=allowed)
     if not left:
-        left = layouts(config, world, hardware, any_memory=True)
+        left = layouts(config, world, hardware, any_memory=True, allowed=allowed)
         left = sorted(left, key=lambda layout: layout.state)[:ROUND]
     if not left:
         raise UserError(

@@ -62,6 +62,7 @@ REASONS = {
 def changed(config: Config, keys: Mapping[str, Any]) -> Config:
     """Return `config` with the values of `keys` (dotted name -> value). Raises UserError if the result is invalid."""
     tree = read_toml(to_toml(config))
+    tree["train"].setdefault("steps", config.train.steps)
     for key, value in keys.items():
         *sections, last = key.split(".")
         table = tree

@@ -158,6 +158,17 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(tmp_path, capfd, option: 
     assert part in capfd.readouterr().err
 
 
+def test_every_phase_must_fit_the_processes(tmp_path, capfd) -> None:
+    options = ["--train.global_batch_size=8", "--train.micro_batch_size=1", "--world-size=8"]
+    phase = "--phase=[{until_tokens=512,global_batch_size=4},{}]"
+    assert plan(tmp_path, *options, phase) == 2
+    assert "phase 1" in capfd.readouterr().err
+    found = plan(tmp_path, *options, phase, "--parallel.fallbacks=['--parallel.tp=2']", "--json")
+    printed = capfd.readouterr()
+    assert found == 0 and "8 processes need this entry of parallel.fallbacks: --parallel.tp=2" in printed.err
+    assert json.loads(printed.out)["layout"]["tp"] == 2
+
+
 def test_an_invalid_hardware_file_is_refused(tmp_path, capfd) -> None:
     assert plan(tmp_path, gib=-1) == 2
     assert "memory_gib" in capfd.readouterr().err
