@@ -7,8 +7,8 @@ are ready. Each method below is called at one point of the run. Within a step th
     before_step  before_data  after_data  before_gradients  after_gradients  before_optimizer  after_optimizer  after_step
 
 `after_result` comes later, because the device computes step n while the host launches step n + 1. `after_result` of step n
-is called during step n + 1, between the launch of its gradients and its update. If an evaluation or a save waits for the
-result, the call is earlier.
+is called during step n + 1, between the launch of its gradients and its update. If an evaluation, a save or a phase with
+other sizes waits for the result, the call is earlier.
 
 A hook may:
 

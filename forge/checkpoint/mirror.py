@@ -80,9 +80,8 @@ class Mirror:
         with self._lock:
             outdated, self._waiting = self._waiting, links
         if outdated is not None:
-            shutil.rmtree(
-                outdated, ignore_errors=True
-            )  # the links would take up disk space until the running copy ends
+            # The links would take up disk space until the running copy ends.
+            shutil.rmtree(outdated, ignore_errors=True)
 
         def work() -> None:
             with self._lock:
@@ -225,8 +224,7 @@ def restore(url: str, root: Path, after: int = -1) -> int | None:
     steps = [step for step in copied_steps(url) if step > after]
     for step in reversed(steps):
         source = join(url, folders.step_name(step))
-        message = "%s has no such checkpoint: restoring step %d from %s"
-        log.warning(message, root, step, source, extra=Cause.NOTE.mark)
+        log.warning("restoring step %d from %s into %s", step, source, root, extra=Cause.NOTE.mark)
         partial = folders.start_partial(root, step)
         try:
             _fetch(source, partial)

@@ -143,15 +143,16 @@ def difference(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
 def to_toml(config: Config) -> str:
     """Return `config` as TOML with every key, in schema order.
 
-    Absent keys and sections (None) are left out, and so is a `train.steps` computed from `train.tokens`. Secrets in URLs
+    Absent keys and sections (None) are left out. A `train.steps` computed from `train.tokens` is a comment. Secrets in URLs
     are redacted, because the text is written to run directories and checkpoints.
     """
     blocks = []
     for section, table in tables(config).items():
         comment = title(sections(type(config))[section])
-        if section == "train" and table["tokens"]:
-            del table["steps"]
         lines = [_assignment(name, value) for name, value in table.items() if value is not None]
+        if section == "train" and table["tokens"]:
+            place = list(table).index("steps")
+            lines[place] = f"# {lines[place]}: computed from tokens"
         blocks.append("\n".join([*([f"# {comment}"] if comment else []), f"[{section}]", *lines]))
     for name, items in _lists_of(config):
         blocks += [

@@ -209,6 +209,10 @@ class MetricsWriter(Hook):
         for tracker in self._trackers:
             tracker.scalars(step, values)
 
+    def follow(self, config: Config) -> None:
+        """Use another number of steps, that of `config`."""
+        self._config = config
+
     def is_due(self, step: int) -> bool:
         """Return whether a training line is due at step number `step`. A skipped step writes a line even if none is due."""
         return self._is_multiple(step, self._config.metrics.log_interval) or self._map_is_due(step)

@@ -137,10 +137,9 @@ class Listener:
 
     def __init__(self, roll_call: RollCall, phases: RunPhases):
         self._roll_call, self._phases = roll_call, phases
-        self._before, self._calls, self._waits = phases.now, 0, None
+        self._before, self._calls = phases.now, 0
+        self._waits: int | None = None
         self.data_waited = -math.inf
-
-    _waits: int | None
 
     def __call__(self) -> Alarm | None:
         """Return the first alarm raised by any rank, if any."""

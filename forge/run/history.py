@@ -73,6 +73,7 @@ class History:
             if not load_training_state(start.point, trainer.model, trainer.optimizer, name):
                 trainer.renew_optimizer()
             trainer.progress.load(start.point.state)
+            trainer.count_steps()
         # The order matters. If the run is killed in between, the next start either meets the same fault again or reads
         # the record of the roll-back. A new history is recorded after the old one is set aside, and before the new
         # history's first save.

@@ -10,7 +10,7 @@ import re
 import secrets
 from pathlib import Path
 
-from forge.checkpoint import Checkpoints, folders
+from forge.checkpoint import Checkpoints, folders, read_state
 from forge.checkpoint.folders import steps
 from forge.checkpoint.local import LocalTier
 from forge.checkpoint.manifest import MANIFEST
@@ -84,22 +84,25 @@ class Tiers:
 
         replaced: why a new history begins; None: it does not.
         """
-        checkpoints, start, problem = self._checkpoints, None, None
-        try:
-            start = find_start(self._config, checkpoints, self._directory, earlier)
-        except UserError as error:
-            if error.exit_code != NO_CHECKPOINT:
-                raise
-            problem = error
-        damaged = checkpoints.fallbacks
-        if replaced is None and (problem or damaged):
-            if _restore_newer(self._config, checkpoints):
-                start = find_start(self._config, checkpoints, self._directory, earlier)
+        checkpoints = self._checkpoints
+
+        def find() -> Start | UserError:
+            try:
+                return find_start(self._config, checkpoints, self._directory, earlier)
+            except UserError as error:
+                if error.exit_code != NO_CHECKPOINT:
+                    raise
+                return error
+
+        start, damaged = find(), checkpoints.fallbacks
+        if replaced is None and (damaged or isinstance(start, UserError)):
+            if _restore_newer(self._config, checkpoints, self._directory):
+                start = find()
                 checkpoints.fallbacks = [*damaged, *checkpoints.fallbacks]
-            start = self._start_from_nodes(reporter) or start
-        if start is None:
-            assert problem is not None
-            raise problem
+            if damaged:
+                start = self._start_from_nodes(reporter) or start
+        if isinstance(start, UserError):
+            raise start
         return start
 
     def _start_from_nodes(self, reporter: Reporter) -> Start | None:
@@ -272,20 +275,29 @@ def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirecto
     on_first_rank("restoring the mirror", bring)
 
 
-def _restore_newer(config: Config, checkpoints: Checkpoints) -> bool:
+def _restore_newer(config: Config, checkpoints: Checkpoints, directory: RunDirectory) -> bool:
     """Restore the newest mirrored checkpoint that is newer than every checkpoint in the run directory. Collective.
 
     Return whether there was one. Without this, the mirror would forget the copies of damaged checkpoints.
     """
 
     def bring() -> bool:
-        newest = max(steps(checkpoints.folder), default=-1)
+        folder = checkpoints.folder
+        newest = max(steps(folder), default=-1)
         try:
-            return restore(mirror_url(config), checkpoints.folder, after=newest) is not None
+            step = restore(mirror_url(config), folder, after=newest)
         except UserError as error:
-            if error.exit_code != NO_CHECKPOINT:
-                raise
-            return False  # no copy is usable
+            if newest < 0 and error.exit_code != NO_CHECKPOINT:
+                raise  # there is no other checkpoint, so wait for the store
+            log.warning("%s; using step %d", error, newest, extra=Cause.MIRROR_FAILED.mark)
+            return False
+        if step is None:
+            return False
+        state = read_state(folder / folders.step_name(step))
+        if len(state["progress"]["rollbacks"]) < len(read_rollbacks(directory)):
+            folders.set_aside(folder, step, "aside")  # of a branch that a roll-back has left
+            return False
+        return True
 
     return bool(config.checkpoint.mirror) and on_first_rank("restoring the mirror", bring)
 

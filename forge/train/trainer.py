@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from forge.batch import Batch
 from forge.config import Config, Degrees, Phases, StepPlan
+from forge.config.phases import with_steps
 from forge.data.build import RunData
 from forge.data.loader import Loader
 from forge.hook import Hook, Hooks, StepInfo
@@ -109,8 +110,11 @@ class Trainer:
         """Prepare a step that has other sizes or windows than the step before, because a phase begins. Collective."""
         plan, before = self.plan, self._previous
         if before is not None and plan is not before:
-            kinds = ((one.micro_batch_size, one.seq_len, one.sliding_window) for one in (before, plan))
-            if len(set(kinds)) > 1:
+            kinds = {
+                (one.micro_batch_size, one.seq_len, one.sliding_window, one.document_mask)
+                for one in (before, plan)
+            }
+            if len(kinds) > 1:
                 # A skipped step is computed again. This needs the model with the sizes and windows of that step.
                 self.process_last_result()
                 self.reporter.phases.may_compile(self.progress.step + 1)
@@ -163,6 +167,11 @@ class Trainer:
             return False
         self.hooks.call("after_result", result)
         return self.anomalies.process_result(result)
+
+    def count_steps(self) -> None:
+        """Compute `train.steps` from `train.tokens` for the present progress, which may have had other batch sizes."""
+        self.config = with_steps(self.config, self.progress.step, self.progress.tokens)
+        self.metrics.follow(self.config)
 
     @property
     def plan(self) -> StepPlan:

@@ -312,6 +312,8 @@ def _read_windows(config: ConfigJson, n_layers: int) -> tuple[int, list[str]]:
     every = config.architecture.every_other_kind
     if _PATTERN in config.architecture.defaults:
         every = config[_PATTERN]
+        if not isinstance(every, int) or every < 1:
+            raise config.error(_PATTERN, "needed: an integer of at least 1")
     if types is None and every:
         slides = [(layer + 1) % every != 0 for layer in range(n_layers)]
     elif types is None:

@@ -74,7 +74,9 @@ def _mean_of(name: str) -> str:
 
 def _require_one_model(paths: Sequence[Path], configs: Sequence[Config]) -> None:
     for path, config in zip(paths[1:], configs[1:], strict=True):
-        if config.model != configs[0].model:
+        # Phases may have changed the window.
+        models = [one.model.model_copy(update={"sliding_window": 0}) for one in (config, configs[0])]
+        if models[0] != models[1]:
             raise UserError(f"{path}: has another model than {paths[0]}; average checkpoints of one model")
 
 

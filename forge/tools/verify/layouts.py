@@ -115,7 +115,7 @@ def systematic(config: Config, worlds: Sequence[int]) -> Iterator[Case]:
     """Yield the layout of one process, then each axis with degree 2, then each pair of axes with degree 2.
 
     Then yield one layout for each value of each option in OPTIONS[:ALONE], except the values of `config`, and for each
-    number of processes above 4 or not a power of 2 the legal layouts with one or two axes.
+    number of processes other than 1, 2 and 4 the legal layouts on one axis or, if there is none, on two axes.
     worlds: allowed numbers of processes. Only the first layout may have another number. Other layouts may be illegal.
     """
     axes = [axis for axis in AXES if axis != "ep" or config.model.moe is not None]
@@ -125,19 +125,22 @@ def systematic(config: Config, worlds: Sequence[int]) -> Iterator[Case]:
     options: list[Case] = []
     for key, axis, values in OPTIONS[:ALONE]:
         options += [Case.of({axis: 2}, {key: value}) for value in values if value != _value(config, key)]
-    larger = [
-        case
-        for world in worlds
-        if world not in (1, 2, 4)
-        for degrees in _factors(world, len(axes))
-        if sum(degree > 1 for degree in degrees) <= 2
-        and why_illegal(config, case := Case.of(dict(zip(axes, degrees, strict=True)))) is None
-    ]
+    larger = [case for world in worlds if world not in (1, 2, 4) for case in _of_world(config, axes, world)]
     seen = set()
     for case in (*alone.values(), *pairs, *options, *larger):
         if case.world in worlds and case not in seen:
             seen.add(case)
             yield case
+
+
+def _of_world(config: Config, axes: Sequence[str], world: int) -> list[Case]:
+    """Return the legal layouts of `world` processes on one axis or, if there is none, on two axes."""
+    for number in (1, 2):
+        split = (degrees for degrees in _factors(world, len(axes)) if sum(d > 1 for d in degrees) == number)
+        cases = (Case.of(dict(zip(axes, degrees, strict=True))) for degrees in split)
+        if found := [case for case in cases if why_illegal(config, case) is None]:
+            return found
+    return []
 
 
 def at_random(config: Config, worlds: Sequence[int], seed: int) -> Iterator[Case]:

@@ -89,7 +89,7 @@ class Report:
             case, reason = self.refused[0]
             return f"{case.name} is not allowed: {reason}"
         if (asked is not None or not self.outcomes) and self.not_reached:
-            return f"the time was too short for {self.not_reached} layouts"
+            return f"the time was too short for {self.not_reached} of them; increase --minutes"
         for world in worlds:
             if asked is None and world not in {one.case.world for one in self.outcomes}:
                 return f"no layout of {world} processes was compared"

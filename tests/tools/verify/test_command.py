@@ -133,8 +133,7 @@ def test_a_number_of_processes_that_is_no_power_of_2_is_compared(run) -> None:
 def test_a_verification_without_a_comparison_exits_2(run) -> None:
     output = run("--layouts", "dp_shard=2", "--minutes", "0.0001", "--json")
     assert output.code == 2
-    sentence = "no layout was compared: the time was too short for 1 layouts; give more than --minutes 0.0001"
-    assert sentence in output.err
+    assert "no layout was compared: the time was too short for 1 of them; increase --minutes" in output.err
     found = json.loads(output.out)
     assert found["compared"] == 0 and not found["equal"]
 
