@@ -105,7 +105,7 @@ def _part(text: str) -> tuple[int, int]:
         found = _slurm_part()
         if found is None:
             raise argparse.ArgumentTypeError(
-                "slurm: this process is neither in an srun step of several tasks nor in a job array"
+                "slurm: this process is neither in an srun step nor in a job array"
             )
         return found
     number, _, count = text.partition("/")
@@ -117,7 +117,7 @@ def _part(text: str) -> tuple[int, int]:
 def _slurm_part() -> tuple[int, int] | None:
     """Return (number of this process's part, number of parts), from the Slurm job array, the srun step, or both.
 
-    Parts are numbered from 1. None outside of Slurm, or for a single task.
+    Parts are numbered from 1. None outside of a Slurm step or job array.
     """
     variables = {
         name: os.environ.get(f"SLURM_{name}", "")
@@ -133,11 +133,12 @@ def _slurm_part() -> tuple[int, int] | None:
     task, least, step, tasks, process, processes = (
         int(value) if value.isdigit() else None for value in variables.values()
     )
-    within = (process, processes) if process is not None and processes is not None else (0, 1)
+    in_step = process is not None and processes is not None
+    within = (process or 0, processes or 1) if in_step else (0, 1)
     if task is not None and tasks is not None:
         place = (task - (least or 0)) // (step or 1)
         return place * within[1] + within[0] + 1, tasks * within[1]
-    return (within[0] + 1, within[1]) if within[1] > 1 else None
+    return (within[0] + 1, within[1]) if in_step else None
 
 
 if __name__ == "__main__":

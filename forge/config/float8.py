@@ -46,9 +46,14 @@ def _blocks_of_tokens(config: Config, block: int) -> Iterator[Problem]:
     """Yield a problem unless each rank has whole blocks of tokens. A block shared by two ranks would have two scales."""
     parallel, seq_len = config.parallel, config.train.seq_len
     # Context parallelism distributes 2 * cp chunks of a sequence. With sequence parallelism, latent attention computes
-    # on the sequence shards of the tp ranks.
+    # on the sequence shards of the tp ranks. Latent experts always do.
     chunks = 2 * parallel.cp if parallel.cp > 1 else 1
-    pieces = parallel.tp if config.model.latent is not None and parallel.sequence_parallel else 1
+    in_pieces = config.model.latent is not None and parallel.sequence_parallel
+    if config.model.moe is not None and config.model.moe.latent_dim:
+        names = ("layers.0.feed_forward.to_latent", "layers.0.feed_forward.from_latent")
+        excluded = config.precision.float8_exclude
+        in_pieces |= not all(any(fnmatchcase(name, p) for p in excluded) for name in names)
+    pieces = parallel.tp if in_pieces else 1
     parts = lcm(chunks, parallel.cp * pieces)
     if parts > 1 and seq_len % (block * parts):
         near = multiples(seq_len, block * parts)

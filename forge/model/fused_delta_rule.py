@@ -29,15 +29,18 @@ except (PackageNotFoundError, ValueError):
 WRONG_ON_HOPPER = (3, 4, 0) <= _triton < (3, 7, 1)
 # exp(-50) = 2e-22. Log decays are summed over the tokens of a chunk, so a larger magnitude would cost precision.
 RESET = -50.0
+WIDEST_KEY = 256
 
 
-def is_for_kernels(v: Tensor, log_decay: Tensor) -> bool:
+def is_for_kernels(k: Tensor, v: Tensor, log_decay: Tensor) -> bool:
     """Return whether fla's kernels can be used: fla is installed, and the values `v` are bfloat16 on CUDA.
+
+    fla refuses keys `k` with more than 256 elements per head.
 
     Also return False for decays per head on a Hopper GPU if Triton compiles their backward incorrectly
     (WRONG_ON_HOPPER), because fla refuses them.
     """
-    if not (INSTALLED and v.is_cuda and v.dtype == torch.bfloat16):
+    if not (INSTALLED and v.is_cuda and v.dtype == torch.bfloat16 and k.shape[-1] <= WIDEST_KEY):
         return False
     refused = WRONG_ON_HOPPER and log_decay.shape[-1] == 1
     return not (refused and torch.cuda.get_device_properties(v.device).major == 9)

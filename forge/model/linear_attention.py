@@ -218,7 +218,7 @@ class LocalRecurrence:
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, mask: AttentionMask, size: int
     ) -> Tensor:
         resets = None if mask.table is None else mask.table == 0
-        if is_for_kernels(v, log_decay):
+        if is_for_kernels(k, v, log_decay):
             return fused_delta_rule(q, k, v, log_decay, beta, resets)[0]
         return chunked_delta_rule(q, k, v.to(q.dtype), log_decay, beta, resets, size)[0]
 

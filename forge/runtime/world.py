@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import resource
-import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping, MutableMapping
@@ -20,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from forge.runtime import compat
+from forge.runtime.children import die_with_parent
 from forge.runtime.errors import FAILED, UserError
 from forge.runtime.network import POLL_S, choose_gloo_interface, name_start, slurm_meeting_point
 from forge.runtime.terminal import stderr
@@ -28,7 +26,6 @@ from forge.runtime.terminal import stderr
 OPEN_FILES = 1 << 16
 # Seconds of waiting for other ranks: before the first report, and between later reports.
 SILENT_S, SPEAK_AGAIN_S = 10.0, 60.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -146,6 +143,8 @@ def join(world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
         torch.cuda.set_device(world.device)
     _raise_file_limit()
     if os.environ.keys() & {"FORGE_NODES", "FORGE_END_WITH_LAUNCHER"}:
+        # Otherwise the ranks of a lost elastic agent would continue in the old group, and the ranks of a killed sweep would
+        # keep their run's lock.
         die_with_parent()
     backend = compat.communication_backend(world.device)
     # With device_id, NCCL communicators are bound to their GPU now. Otherwise PyTorch guesses the GPU at the first
@@ -215,16 +214,6 @@ def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
             speak_s += SPEAK_AGAIN_S
         time.sleep(POLL_S)
         arrived = store.add("arrived", 0)
-
-
-def die_with_parent() -> None:
-    """Make the kernel kill this process when its launcher dies.
-
-    Otherwise the ranks of a lost elastic agent would continue in the old group, and the ranks of a killed sweep would
-    keep their run's lock.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def use_expandable_segments(environment: MutableMapping[str, str]) -> None:

@@ -106,6 +106,21 @@ KEY_HEADS = (
             "use 256 or 512",
         ),
         (
+            [
+                "--precision.float8=blockwise",
+                "--train.seq_len=320",
+                "--parallel.tp=2",
+                "--parallel.sequence_parallel=false",
+                "--model.moe.n_experts=4",
+                "--model.moe.top_k=2",
+                "--model.moe.expert_dim=128",
+                "--model.moe.latent_dim=128",
+                '--precision.float8_exclude=["*.w*"]',
+            ],
+            "must be a multiple of 2 * 128 = 256, so that each of 2 parts of a sequence has whole blocks of 128 tokens; "
+            "use 256 or 512",
+        ),
+        (
             ["--precision.float8=blockwise", "--model.ffn_dim=256", "--parallel.tp=2", "--model.dim=64"],
             "leaves 32 features of attention.wq on each rank, which is not a multiple of the block size 128; use 1, "
             "set precision.float8 = mxfp8",

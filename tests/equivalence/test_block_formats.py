@@ -122,6 +122,11 @@ def test_weights_gathered_in_codes(kind: str, parallel: str) -> None:
     assert_equal(layout(whole, 4 if parallel else 2), expected(kind))
 
 
+@pytest.mark.parametrize("kind", ["mxfp8", pytest.param("blockwise", marks=SLOW)])
+def test_weights_resharded_over_fewer_ranks_are_gathered_whole(kind: str) -> None:
+    check(kind, 4, parallel="reshard_after_forward = 2")
+
+
 AHEAD = "[model.mtp]\ndepth = 1\n"
 
 

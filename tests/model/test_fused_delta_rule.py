@@ -112,4 +112,5 @@ def test_a_triton_that_fla_refuses_on_hopper_is_not_used_for_decays_per_head(
     monkeypatch.setattr(module, "WRONG_ON_HOPPER", True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
     values: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
-    assert is_for_kernels(values, torch.zeros(1, 1, 1, decays)) == used
+    assert is_for_kernels(torch.zeros(1, 256), values, torch.zeros(1, 1, 1, decays)) == used
+    assert not is_for_kernels(torch.zeros(1, 512), values, torch.zeros(1, 1, 1, decays))

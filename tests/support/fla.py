@@ -24,7 +24,7 @@ def install() -> None:
             sys.modules.setdefault(package, ModuleType(package))
         sys.modules[module.__name__] = module
     for user in (linear_attention, states):
-        user.is_for_kernels = lambda v, log_decay: True  # type: ignore[attr-defined]
+        user.is_for_kernels = lambda k, v, log_decay: True  # type: ignore[attr-defined]
 
 
 def remove() -> None:

@@ -53,7 +53,7 @@ class PassedStates:
         # value_dim]`.
         unit = torch.eye(key_dim, key_dim + v.shape[-1], dtype=k.dtype, device=k.device)
         unit = unit.expand(k.shape[0], k.shape[2], -1, -1)
-        if is_for_kernels(v, log_decay):
+        if is_for_kernels(k, v, log_decay):
             # The identity's columns get values of 0, so the last state holds the images of the identity and of the
             # empty state.
             wide = F.pad(values, (key_dim, 0))

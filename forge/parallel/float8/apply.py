@@ -100,7 +100,8 @@ def _gather(
     if not taken and layout.precision.float8_all_gather is True and has_all_names(model):
         raise UserError(
             "precision.float8_all_gather = true: no weight can be gathered in float8; use auto or false. The gather needs "
-            "fsdp2 over several ranks, tp = 1, ep = 1, compile.enabled = false (for mxfp8 also no recomputation), and a "
+            "fsdp2 over several ranks, tp = 1, ep = 1, compile.enabled = false, no number as reshard_after_forward (for "
+            "mxfp8 also no recomputation), and a "
             f"weight whose shards consist of whole blocks of {form.block}"
         )
     if layout.parallel.data_parallel == "fsdp2":

@@ -125,6 +125,8 @@ class GatheredWeight(torch.Tensor):
         same = func.overloadpacket is aten.as_strided and tuple(args[1]) == tuple(one.shape)
         if same or func.overloadpacket in (aten.detach, aten.alias):
             return cls(one.codes, one.scales, one.form, one.summed, one.dtype)
+        if func.overloadpacket is aten.zeros_like:  # the gradient of a weight that no microbatch has used
+            return torch.zeros(one.shape, dtype=one.dtype, device=one.codes.device)
         raise NotImplementedError(
             f"{func} cannot run on a weight that FSDP2 has gathered as float8 codes; set precision.float8_all_gather = false"
         )
@@ -143,6 +145,8 @@ def may_gather_in_blocks(form: Format, layout: Layout | Config) -> bool:
         return False
     if layout.parallel.tp > 1 or layout.parallel.ep > 1 or layout.compile.enabled:
         return False
+    if isinstance(layout.parallel.reshard_after_forward, int):
+        return False  # FSDP2 gathers a weight resharded over fewer ranks as one tensor
     return form.square or layout.activation_checkpoint.mode in ("none", "offload")
 
 

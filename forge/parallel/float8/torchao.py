@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import ceil
 
 from torch import nn
 
@@ -58,30 +57,31 @@ def scale_refresher(model: nn.Module) -> Callable[[], None]:
 def gathers_in_float8(chosen: dict[str, nn.Linear], layout: Layout) -> bool:
     """Return whether FSDP gathers the chosen weights in float8.
 
-    Raises UserError if float8_all_gather is true and some rank would have no rows of a weight.
+    Raises UserError if float8_all_gather is true and the layout does not allow it.
     """
     wanted, parallel, mesh = layout.precision.float8_all_gather, layout.parallel, layout.meshes.fsdp
     if layout.precision.float8 != "tensorwise" or wanted is False:
         return False
     if wanted == "auto" and (parallel.data_parallel != "fsdp2" or parallel.tp > 1):
         return False
-    # torchao computes the maximum of each rank's shard, and fails on an empty shard.
+    if isinstance(parallel.reshard_after_forward, int):
+        # FSDP2 cannot gather a weight again that is resharded over fewer ranks and has a gather of its own.
+        if wanted is True:
+            raise UserError(
+                f"precision.float8_all_gather = true does not work with parallel.reshard_after_forward = "
+                f"{parallel.reshard_after_forward}; use auto or false, or reshard_after_forward = always, never or auto"
+            )
+        return False
+    # torchao gathers each rank's rows without padding, so all ranks need the same number of rows.
     ranks = mesh.size(mesh.ndim - 1)
-    empty = [name for name, layer in chosen.items() if _holders(layer.weight.shape[0], ranks) < ranks]
-    if empty and wanted is True:
+    uneven = [name for name, layer in chosen.items() if layer.weight.shape[0] % ranks]
+    if uneven and wanted is True:
+        rows = chosen[uneven[0]].weight.shape[0]
         raise UserError(
-            f"precision.float8_all_gather = true needs at least one row of every matrix on each of the "
-            f"{ranks} ranks, but {empty[0]} has too few rows; use auto or false"
+            f"precision.float8_all_gather = true needs rows that divide among the {ranks} ranks, but {uneven[0]} has {rows} "
+            "rows; use auto or false"
         )
-    return not empty
-
-
-def _holders(rows: int, ranks: int) -> int:
-    """Return the number of ranks that get at least one row if torch.chunk splits `rows` rows over `ranks` ranks.
-
-    Chunks are equal, except that the last ones are shorter or empty.
-    """
-    return ceil(rows / ceil(rows / ranks))
+    return not uneven
 
 
 @contextmanager

@@ -128,7 +128,9 @@ class _LayerCache:
         """
         latent, key = (kept.squeeze(1) for kept in self._kept(latent.unsqueeze(1), key.unsqueeze(1)))
         # In float8, the up-projection must quantise latents and weights as in training, so it cannot be absorbed.
-        in_float8 = isinstance(layer.wkv_b, BlockFormatLinear)
+        in_float8 = isinstance(layer.wkv_b, BlockFormatLinear) or type(layer.wkv_b).__module__.startswith(
+            "torchao."
+        )
         if self.places is None or in_float8:
             return self._inner(q, *layer.expand(latent, key), mask, layer.sink_logits())
         return layer.absorbed(self._inner, q, latent, key, mask)

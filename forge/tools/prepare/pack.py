@@ -21,7 +21,7 @@ import numpy as np
 from forge.data.format import START_DTYPE, TokenDataset
 from forge.data.packing import PIECES, SEQUENCES, PackingKind, PlanFile, PlanIndex, open_plan, plan_name
 from forge.runtime.errors import UserError
-from forge.runtime.files import replace_atomically, sync_folder
+from forge.runtime.files import lock, replace_atomically, sync_folder
 from forge.runtime.remote import join
 
 WINDOW = 1 << 17
@@ -34,6 +34,15 @@ def pack(folder: Path, kind: PackingKind, seq_len: int, window: int = WINDOW) ->
     window: number of documents packed at a time; memory is proportional to it. Raises UserError if the dataset has no
     document of two tokens or more.
     """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        lock(descriptor, wait=True)  # another process may be packing
+        return _pack(folder, kind, seq_len, window)
+    finally:
+        os.close(descriptor)
+
+
+def _pack(folder: Path, kind: PackingKind, seq_len: int, window: int) -> PlanIndex:
     dataset = TokenDataset(folder)
     path = folder / f"{plan_name(kind, seq_len)}.json"
     if path.exists():

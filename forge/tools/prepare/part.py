@@ -25,6 +25,7 @@ from pydantic import BaseModel
 
 from forge.data.format import token_dtype
 from forge.data.tokenizer import Tokenizer, load_tokenizer
+from forge.runtime.children import die_with_parent
 from forge.runtime.errors import UserError
 from forge.runtime.files import lock
 from forge.runtime.terminal import printable
@@ -50,7 +51,7 @@ class Tally(BaseModel):
     documents: all documents, readable or not. tokens: all tokens. unknown: number of unknown tokens among them. bad:
     number of unreadable documents; examples: the first of them. lost: the first files with an unknown number of
     unreadable documents. left_out: reason -> number of readable documents left out. text_bytes: split -> UTF-8 bytes.
-    stamp, content: identity of a chunk's input (inputs.py).
+    stamp, content: identity of a chunk's input (inputs.py). plan: digest of the options and of all chunks.
     """
 
     documents: int = 0
@@ -63,6 +64,7 @@ class Tally(BaseModel):
     text_bytes: dict[str, int] = {TRAIN: 0, VALIDATION: 0}
     stamp: str = ""
     content: str = ""
+    plan: str = ""
 
     def add(self, other: Tally) -> None:
         self.documents += other.documents
@@ -114,13 +116,17 @@ def split_of(digest: bytes, holdout: float) -> str:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Options for turning chunks into parts. parts: folder of the parts. The other fields are as in `Request`."""
+    """Options for turning chunks into parts.
+
+    parts: folder of the parts. plan: digest of the options and chunks. The other fields are as in `Request`.
+    """
 
     tokenizer: str
     text_key: str
     holdout: float
     parts: Path
     quality: Quality = NOTHING
+    plan: str = ""
 
 
 def hash_chunk(_number: int, chunk: Chunk, how: Encoding) -> str:
@@ -128,10 +134,16 @@ def hash_chunk(_number: int, chunk: Chunk, how: Encoding) -> str:
     return content_of(chunk, tokenizer_of(how.tokenizer), how.text_key, how.quality.metadata)
 
 
-def is_stamped(chunk: Chunk, number: int, parts: Path) -> bool:
-    """Return whether the part of a chunk exists and its stamp equals the current stamp of the chunk's files."""
-    path = part_path(parts, number)
-    return path.exists() and read_tally(path).stamp == stamp_of(chunk)
+def is_stamped(chunk: Chunk, number: int, how: Encoding) -> bool:
+    """Return whether the part of a chunk was made by `how` from files with the current stamp."""
+    path = part_path(how.parts, number)
+    return was_made_by(how, number) and read_tally(path).stamp == stamp_of(chunk)
+
+
+def was_made_by(how: Encoding, number: int) -> bool:
+    """Return whether the part of chunk `number` exists and was made with the options and chunks of `how`."""
+    path = part_path(how.parts, number)
+    return path.exists() and read_tally(path).plan == how.plan
 
 
 def _is_of(chunk: Chunk, number: int, how: Encoding) -> bool:
@@ -139,10 +151,10 @@ def _is_of(chunk: Chunk, number: int, how: Encoding) -> bool:
 
     May read all documents of the chunk.
     """
-    if is_stamped(chunk, number, how.parts):
+    if is_stamped(chunk, number, how):
         return True
-    path = part_path(how.parts, number)
-    return path.exists() and read_tally(path).content == hash_chunk(number, chunk, how)
+    tally = read_tally(part_path(how.parts, number)) if was_made_by(how, number) else None
+    return tally is not None and tally.content == hash_chunk(number, chunk, how)
 
 
 def encode_chunk(number: int, chunk: Chunk, how: Encoding) -> None:
@@ -179,7 +191,8 @@ def for_chunks(
             advance(number)
     else:
         context = multiprocessing.get_context("spawn")  # forking a process with threads is unsafe
-        with ProcessPoolExecutor(workers, context) as pool:
+        # If this process is killed, its workers must not go on with the options of this run.
+        with ProcessPoolExecutor(workers, context, initializer=die_with_parent) as pool:
             with _ignoring_interrupts():
                 futures = {pool.submit(work, n, chunks[n], how): n for n in numbers}
             try:
@@ -219,7 +232,7 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 def _make(number: int, chunk: Chunk, how: Encoding) -> None:
     tokenizer = tokenizer_of(how.tokenizer)
-    tally, starts = Tally(stamp=stamp_of(chunk)), {}
+    tally, starts = Tally(stamp=stamp_of(chunk), plan=how.plan), {}
     with ExitStack() as files:
         tokens = {
             split: _Tokens(tokenizer, files.enter_context(open(tokens_path(how.parts, number, split), "wb")))

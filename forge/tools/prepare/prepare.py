@@ -27,7 +27,7 @@ from forge.data.format import INDEX, DatasetIndex, TokenDataset
 from forge.data.packing import PackingKind
 from forge.data.tokenizer import Tokenizer
 from forge.observe.progress import ProgressLine, format_duration
-from forge.runtime.errors import UserError
+from forge.runtime.errors import FAILED, UserError
 from forge.runtime.files import is_url, lock, replace_atomically
 from forge.runtime.terminal import printable
 from forge.tools.prepare.corpus import EXTENSIONS, Corpus, find_corpus
@@ -54,6 +54,7 @@ from forge.tools.prepare.part import (
     split_of,
     tokenizer_of,
     tokens_path,
+    was_made_by,
 )
 from forge.tools.prepare.quality import Quality, add_counts, decontaminate_content, filter_code, known_ngrams
 from forge.tools.prepare.sample import Piece
@@ -116,7 +117,7 @@ def prepare(request: Request) -> list[Path]:
         remove_parts(parts)  # exists if the last run was interrupted just before this removal
         for folder in request.targets.values():
             print(f"{folder}: already prepared, {_describe(TokenDataset(folder).index)}")
-        return _packed(request)
+        return [] if request.part else _packed(request)  # the last call, without `part`, packs
     if tokenizer.bos_id is None and tokenizer.eos_id is None:
         print(
             f"warning: the tokenizer {request.tokenizer} has no token that begins or ends a document, so the token ids "
@@ -135,8 +136,8 @@ def prepare(request: Request) -> list[Path]:
         _prepare_part(request, request.part, options, chunks, parts)
         return []
     with locked(parts):
-        _match_plan(parts, options, chunks)
-        _encode_missing(request, chunks, parts, range(len(chunks)))
+        plan = _match_plan(parts, options, chunks)
+        _encode_missing(request, chunks, plan, range(len(chunks)))
         tally = _check_tally(request, corpus, len(chunks), parts)
         found = _identity(read_tally(part_path(parts, number)) for number in range(len(chunks)))
         for split in done:  # datasets finished by an interrupted run
@@ -173,8 +174,8 @@ def _prepare_part(
     with locked(parts, shared=True):
         with open(parts / "plan.lock", "w") as file:
             lock(file.fileno(), wait=True)
-            _match_plan(parts, options, chunks, shared=True)
-        _encode_missing(request, chunks, parts, range(number - 1, len(chunks), count))
+            plan = _match_plan(parts, options, chunks, shared=True)
+        _encode_missing(request, chunks, plan, range(number - 1, len(chunks), count), all_here=False)
     done = sum(part_path(parts, chunk).exists() for chunk in range(len(chunks)))
     print(
         f"{parts}: part {number} of {count} is done; of all parts, {done} of {len(chunks)} chunks are done. "
@@ -301,9 +302,10 @@ def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) 
     return chunks, replace(corpus, unreadable=corpus.unreadable + bad)
 
 
-def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], shared: bool = False) -> None:
+def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], shared: bool = False) -> str:
     """Remove existing parts made with other options or chunks, and write this run's options and chunks to `parts`.
 
+    Return the digest of options and chunks.
     shared: raise UserError instead of removing parts. This function does not detect changed documents: `encode_chunk`
     compares each part with the content of its chunk.
     """
@@ -316,8 +318,8 @@ def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], share
     if path.exists() and path.read_bytes() == plan:
         if existing:
             print(f"continuing an interrupted run: {len(existing)} chunks are done", file=sys.stderr)
-        return
-    if existing and shared:
+        return hashlib.sha256(plan).hexdigest()
+    if shared and (existing or path.exists()):
         raise UserError(
             f"{parts}: holds chunks of an unfinished run with other options or another input; finish that run with its own "
             "command, or remove the folder to discard its chunks"
@@ -327,16 +329,23 @@ def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], share
     for part in existing:
         part.unlink()
     replace_atomically(path, plan)
+    return hashlib.sha256(plan).hexdigest()
 
 
-def _encoding(request: Request) -> Encoding:
-    return Encoding(
-        request.tokenizer, request.text_key, request.holdout, request.output / _PARTS, request.quality
-    )
+def _encoding(request: Request, plan: str = "") -> Encoding:
+    parts = request.output / _PARTS
+    return Encoding(request.tokenizer, request.text_key, request.holdout, parts, request.quality, plan)
 
 
-def _encode_missing(request: Request, chunks: list[Chunk], parts: Path, wanted: Iterable[int]) -> None:
-    missing = [number for number in wanted if not is_stamped(chunks[number], number, parts)]
+def _encode_missing(
+    request: Request, chunks: list[Chunk], plan: str, wanted: Iterable[int], *, all_here: bool = True
+) -> None:
+    """Make the missing parts of the chunks `wanted`. plan: the result of `_match_plan`.
+
+    all_here: raise UserError (exit 1) if another process is making a part. False: that process completes it.
+    """
+    how = _encoding(request, plan)
+    missing = [number for number in wanted if not is_stamped(chunks[number], number, how)]
     sizes = {number: sum(piece.size for piece in chunks[number]) for number in missing}
     progress, done = ProgressLine("tokenized", sum(sizes.values())), 0
 
@@ -345,7 +354,13 @@ def _encode_missing(request: Request, chunks: list[Chunk], parts: Path, wanted: 
         done += sizes[number]
         progress.update(done)
 
-    for_chunks(encode_chunk, missing, chunks, _encoding(request), request.workers, advance)
+    for_chunks(encode_chunk, missing, chunks, how, request.workers, advance)
+    if all_here and (others := [number for number in missing if not was_made_by(how, number)]):
+        raise UserError(
+            f"{how.parts}: another process is making chunk {others[0] + 1} of {len(chunks)}, perhaps one left by a killed "
+            "run; wait until it has ended, then run the same command again",
+            FAILED,
+        )
     seconds = progress.close()
     if done:
         rate = f"{done / 1e6 / seconds:.1f} MB/s"
@@ -396,6 +411,11 @@ def _choose(request: Request, parts: Path, count: int, tally: Tally) -> Kept:
         tally.text_bytes[split] = sum(
             text_bytes(parts, number, split, kept[split, number]) for number in range(count)
         )
+        if not tally.text_bytes[split]:
+            raise UserError(
+                f"{request.targets[split]}: no document is left without the duplicates of other documents; give more "
+                "--input, or change --duplicates or --holdout"
+            )
     for reason, number in sorted(tally.left_out.items()):
         print(f"{number:,} of {tally.documents:,} documents left out: {reason}", file=sys.stderr)
     return kept
@@ -416,6 +436,9 @@ def _join(
             writer.append(tokens, starts)
             if metadata is not None:
                 metadata.writelines(metadata_lines(parts, number, split, kept[split, number]))
+        if metadata is not None:
+            metadata.flush()
+            os.fsync(metadata.fileno())
     return writer
 
 

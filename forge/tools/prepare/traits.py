@@ -8,10 +8,11 @@ part-00007-train-metadata.jsonl    per document: a line with its metadata; empty
 from __future__ import annotations
 
 import json
+import os
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -40,11 +41,19 @@ class Traits:
     def write(self, parts: Path, number: int, split: str) -> None:
         if not self._quality.is_on:
             return
-        np.save(_path(parts, number, split, "documents.npy"), np.array(self._found, "<u8").view(DOCUMENTS))
         signatures = np.array(self._signatures, np.uint32).reshape(-1, PERMUTATIONS)
-        np.save(_path(parts, number, split, "signatures.npy"), signatures)
         lines = "".join(f"{line}\n" for line in self._metadata)
-        _path(parts, number, split, "metadata.jsonl").write_text(lines, "utf-8")
+        contents: dict[str, Callable[[BinaryIO], object]] = {
+            "documents.npy": lambda file: np.save(file, np.array(self._found, "<u8").view(DOCUMENTS)),
+            "signatures.npy": lambda file: np.save(file, signatures),
+            "metadata.jsonl": lambda file: file.write(lines.encode()),
+        }
+        # Synced, because the file that completes the part comes later.
+        for name, write in contents.items():
+            with open(_path(parts, number, split, name), "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def find_duplicates(

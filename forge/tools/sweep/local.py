@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -11,12 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from forge.observe.json_lines import read_object
+from forge.runtime.children import die_with_parent
 from forge.runtime.errors import STOPPED, UserError
 from forge.tools.sweep.results import SweepResult, check_runs, result_of, rows, write_table
 from forge.tools.sweep.spec import Sweep, Trial, first_trials, next_trials
 
 TRAIN = Path(__file__).resolve().parents[3] / "train.py"
-PR_SET_PDEATHSIG = 1
 
 
 def run_sweep(
@@ -78,7 +78,7 @@ def _make(
         for place, seed in enumerate(sweep.seeds)
         if result_of(sweep, trial).states[place] not in ("finished", "no result")
     ]
-    running: list[subprocess.Popen[bytes]] = []
+    running: dict[subprocess.Popen[bytes], Path] = {}
     failed: list[str] = []
     show()
     try:
@@ -89,11 +89,12 @@ def _make(
                 failed.append(f"budget_minutes = {sweep.budget_minutes:g} is used up")
             while waiting and len(running) < sweep.workers:
                 trial, seed = waiting.pop(0)
-                running.append(_start(sweep, trial, seed, train))
+                running[_start(sweep, trial, seed, train)] = sweep.folder / trial.run_name(seed)
             ended = [process for process in running if process.poll() is not None]
             for process in ended:
-                running.remove(process)
-                if process.returncode == STOPPED:
+                # torchrun exits with 1 after a stop.
+                state = read_object(running.pop(process) / "status.json").get("state")
+                if process.returncode == STOPPED or (process.returncode and state == "stopped"):
                     failed.append("a run was stopped")
                 show()
             if not ended:
@@ -122,11 +123,5 @@ def _start(sweep: Sweep, trial: Trial, seed: int, train: Sequence[str]) -> subpr
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,  # Ctrl-C then reaches only the sweep; the sweep stops the runs
-            preexec_fn=_end_with_parent,
+            preexec_fn=die_with_parent,  # a restarted sweep can then lock the run's folder
         )
-
-
-def _end_with_parent() -> None:
-    """Make the kernel kill this process when the sweep dies. A restarted sweep can then lock the run's folder."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

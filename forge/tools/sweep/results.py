@@ -72,9 +72,12 @@ def check_runs(sweep: Sweep, trials: Iterable[Trial]) -> None:
             path = sweep.folder / trial.run_name(seed)
             if not (path / "config.toml").exists():
                 continue
-            made = load_config(["--config", f"{path}/config.toml"])
-            for key, there, here in difference(made, config_of(sweep, trial, seed)):
-                if key != "run.output_dir":  # the sweep may have been moved
+            made, wanted = load_config(["--config", f"{path}/config.toml"]), config_of(sweep, trial, seed)
+            # The sweep may have been moved, and the run may have used a fallback.
+            fallbacks = " ".join(wanted.parallel.fallbacks).split()
+            free = {"run.output_dir", *(one.removeprefix("--").partition("=")[0] for one in fallbacks)}
+            for key, there, here in difference(made, wanted):
+                if key not in free:
                     raise UserError(
                         f"{path}: was made with {key} = {there}, but the sweep has {here}: give the edited sweep another "
                         "name, or remove this run's folder"

@@ -14,7 +14,10 @@ from forge.tools.sweep.spec import Sweep, Trial, first_trials, next_trials
 
 
 def pending(sweep: Sweep) -> list[tuple[Trial, int]]:
-    """Return (trial, seed) of each unfinished run of the current rung. Empty if all rungs are finished."""
+    """Return (trial, seed) of each unfinished run of the current rung. Empty if all rungs are finished.
+
+    If only failed runs are left of a rung, the next rung begins without their trials, as in `run_sweep`.
+    """
     trials = first_trials(sweep)
     while trials:
         check_runs(sweep, trials)
@@ -25,9 +28,11 @@ def pending(sweep: Sweep) -> list[tuple[Trial, int]]:
             for seed, state in zip(sweep.seeds, result.states, strict=True)
             if state not in ("finished", "no result")
         ]
-        if left:
+        further = next_trials(sweep, trials, {one.trial.number: one.mean for one in results if one.done})
+        states = {state for result in results for state in result.states}
+        if left and not (further and states <= {"finished", "no result", "failed"}):
             return left
-        trials = next_trials(sweep, trials, {one.trial.number: one.mean for one in results if one.done})
+        trials = further
     return []
 
 

@@ -3,6 +3,8 @@
 import logging
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -164,8 +166,24 @@ def scales_on_rank(rank: int, world: int) -> tuple[object, float, float]:
     return before, weight._local_tensor._precomputed_scale.item(), expected
 
 
-def test_fewer_rows_than_ranks_are_not_gathered_in_float8() -> None:
-    assert torchao._holders(48, 32) == 24 and torchao._holders(64, 32) == 32 and torchao._holders(33, 8) == 7
+@pytest.mark.parametrize(
+    ("ranks", "reshard", "gathers"),
+    [(2, "auto", True), (3, "auto", False), (4, 2, False), (4, "always", True)],
+)
+def test_what_fsdp_cannot_gather_in_float8_is_not_gathered(
+    ranks: int, reshard: str | int, gathers: bool
+) -> None:
+    """torchao pads no rows, and FSDP2 cannot gather codes again that are resharded over fewer ranks."""
+    config = parse_toml_text(text('float8 = "tensorwise"'))
+    parallel = config.parallel.model_copy(update={"reshard_after_forward": reshard})
+    meshes = SimpleNamespace(fsdp=SimpleNamespace(ndim=1, size=lambda dim: ranks))
+    layout: Any = SimpleNamespace(precision=config.precision, parallel=parallel, meshes=meshes)
+    chosen = {"layers.0.attention.wq": torch.nn.Linear(8, 64)}
+    assert torchao.gathers_in_float8(chosen, layout) is gathers
+    layout.precision = config.precision.model_copy(update={"float8_all_gather": True})
+    if not gathers:
+        with pytest.raises(UserError, match="float8_all_gather = true"):
+            torchao.gathers_in_float8(chosen, layout)
 
 
 @pytest.mark.slow
