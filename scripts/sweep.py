@@ -55,7 +55,10 @@ def _run(given: argparse.Namespace) -> None:
     print(live.text(results))
     best = next((row for row in rows(results, list(sweep.keys)) if row["result"] is not None), None)
     if best is not None:
-        winner = shlex.join(f"--{key}={to_literal(best[key])}" for key in sweep.keys)
+        # --config takes a bare path, not a TOML string.
+        winner = shlex.join(
+            f"--{key}={best[key] if key == 'config' else to_literal(best[key])}" for key in sweep.keys
+        )
         print(f"best: trial {best['trial']}, {sweep.metric} {best['result']:.5g}: {winner}")
         _page(sweep, results, winner)
     if without := [one.trial.number for one in results if not one.done]:

@@ -155,6 +155,9 @@ def test_a_login_node_checks_a_configuration_for_any_number_of_processes(capsys)
     assert "must be a multiple of micro_batch_size * dp_replicate" in capsys.readouterr().err
     assert main(["check", "8", "--config", "debug.toml"]) == 0
     assert main(["check", "--config", "debug.toml"]) == 2
+    fallback = "--parallel.fallbacks=['train.micro_batch_size=1']"
+    assert main(["check", "16", "--config", "debug.toml", fallback]) == 0
+    assert "16 processes need this entry of parallel.fallbacks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

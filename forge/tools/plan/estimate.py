@@ -152,6 +152,9 @@ def seconds_of(work: Work, hardware: Hardware) -> float:
     if dtype in curves:
         computed = work.flops / (rate_at(curves[dtype], work.flops) * 1e12)
     else:
-        peak = hardware.peak_flops(dtype) or hardware.peak_flops("bfloat16") or 1e12
-        computed = work.flops / (peak * hardware.reached(work.kind, dtype))
+        peak = hardware.peak_flops(dtype) or hardware.peak_flops("bfloat16")
+        if peak is None and "bfloat16" in curves:  # a measured GPU that forge does not list
+            computed = work.flops / (rate_at(curves["bfloat16"], work.flops) * 1e12)
+        else:
+            computed = work.flops / ((peak or 1e12) * hardware.reached(work.kind, dtype))
     return hardware.operator_us * 1e-6 + max(moved, computed)

@@ -163,9 +163,9 @@ def test_every_phase_must_fit_the_processes(tmp_path, capfd) -> None:
     phase = "--phase=[{until_tokens=512,global_batch_size=4},{}]"
     assert plan(tmp_path, *options, phase) == 2
     assert "phase 1" in capfd.readouterr().err
-    found = plan(tmp_path, *options, phase, "--parallel.fallbacks=['--parallel.tp=2']", "--json")
+    found = plan(tmp_path, *options, phase, "--parallel.fallbacks=['parallel.tp=2']", "--json")
     printed = capfd.readouterr()
-    assert found == 0 and "8 processes need this entry of parallel.fallbacks: --parallel.tp=2" in printed.err
+    assert found == 0 and "8 processes need this entry of parallel.fallbacks: parallel.tp=2" in printed.err
     assert json.loads(printed.out)["layout"]["tp"] == 2
 
 

@@ -1,18 +1,25 @@
 """Preparation by several processes that share only a folder, and from a store."""
 
 import gzip
+import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from forge.data.packing import plan_name
-from forge.runtime.errors import UserError
-from forge.tools.prepare.part import part_path
+from forge.runtime.errors import FAILED, UserError
+from forge.runtime.files import lock
+from forge.tools.prepare.part import Encoding, part_path, was_made_by
 from forge.tools.prepare.prepare import Request, prepare
 from scripts.prepare_data import _parser
+from tests.support.runs import wait_for
 from tests.support.store import serving
 
 
@@ -149,3 +156,46 @@ def test_an_invalid_part_is_refused(monkeypatch, capsys, part) -> None:
     with pytest.raises(SystemExit):
         _parser().parse_args(["--input", "x", "--tokenizer", "bytes", "--output", "y", "--part", part])
     assert "--part" in capsys.readouterr().err
+
+
+def test_parts_of_a_killed_run_with_other_options_are_not_joined(text, tmp_path) -> None:
+    """A worker that outlived its run holds a chunk, and may publish its part at any time."""
+    wanted = request(text, tmp_path / "out")
+    parts = tmp_path / "out" / ".parts"
+    prepare(replace(wanted, part=(1, 1)))
+    old = part_path(parts, 0).read_bytes()
+    other = replace(wanted, text_key="other", max_bad_fraction=1.0)
+    with open(parts / "part-00000.lock", "w") as file:
+        assert lock(file.fileno())
+        with pytest.raises(UserError, match="another process is making chunk 1 of") as error:
+            prepare(other)
+    assert error.value.exit_code == FAILED
+    part_path(parts, 0).write_bytes(old)
+    plan = hashlib.sha256((parts / "plan.json").read_bytes()).hexdigest()
+    how = Encoding("bytes", "other", 0.2, parts, plan=plan)
+    assert not was_made_by(how, 0) and was_made_by(how, 1)
+
+
+def sleeping(number: int, chunk: object, how: object) -> None:
+    """Write the process's id to the file named by the environment, and sleep."""
+    with open(os.environ["PIDS"], "a") as file:
+        file.write(f"{os.getpid()}\n")
+    time.sleep(600)
+
+
+@pytest.mark.processes
+def test_workers_end_with_a_killed_run(tmp_path) -> None:
+    program = (
+        "from forge.tools.prepare.part import for_chunks\n"
+        "from tests.tools.prepare.test_parts import sleeping\n"
+        "if __name__ == '__main__':\n"
+        "    for_chunks(sleeping, [0, 1], [[], []], None, 2, print)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    pids = tmp_path / "pids"
+    environment = os.environ | {"PIDS": str(pids), "PYTHONPATH": str(Path(__file__).parents[3])}
+    process = subprocess.Popen([sys.executable, str(tmp_path / "program.py")], env=environment)
+    wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()))

@@ -14,9 +14,9 @@ import pytest
 
 from forge.config import to_toml
 from forge.config.keys import from_literal, to_literal
-from forge.runtime.errors import BAD_CONFIG, FINISHED, UserError
+from forge.runtime.errors import BAD_CONFIG, FINISHED, STOPPED, UserError
 from forge.tools.sweep.local import run_sweep
-from forge.tools.sweep.results import SweepResult, as_text, metric_of, result_of, rows
+from forge.tools.sweep.results import SweepResult, as_text, check_runs, metric_of, result_of, rows
 from forge.tools.sweep.slurm import job_array, pending
 from forge.tools.sweep.spec import Sweep, Trial, config_of, first_trials, next_trials, read_sweep
 from scripts.sweep import main
@@ -343,3 +343,51 @@ def test_a_wrong_file_is_explained(tmp_path, text: str, sentence: str) -> None:
     file.write_text(text)
     with pytest.raises(UserError, match=sentence):
         read_sweep(file)
+
+
+@pytest.mark.processes
+def test_a_run_stopped_under_torchrun_stops_the_sweep(tmp_path) -> None:
+    """torchrun ends with 1 after a stop, so only status.json tells."""
+    script = tmp_path / "stopping.py"
+    script.write_text(
+        "import json, sys\nfrom pathlib import Path\n"
+        "given = dict(one.removeprefix('--').split('=', 1) for one in sys.argv[3:])\n"
+        "folder = Path(json.loads(given['run.output_dir'])) / json.loads(given['run.name'])\n"
+        "folder.mkdir(parents=True)\n"
+        "(folder / 'status.json').write_text('{\"state\": \"stopped\"}')\nsys.exit(1)\n"
+    )
+    sweep = sweep_of(tmp_path, keys={"optimizer.lr": [0.1]}, seeds=[0], overrides=TEN)
+    with pytest.raises(UserError, match="a run was stopped") as error:
+        run_sweep(sweep, lambda results: None, [sys.executable, str(script)])
+    assert error.value.exit_code == STOPPED
+
+
+def finish(sweep: Sweep, trial: Trial, state: str, changes: dict[str, Any] | None = None) -> None:
+    """Write the directory of a run of `trial` that ended in `state`. changes: keys of [train] changed by a fallback."""
+    folder = sweep.folder / trial.run_name(0)
+    folder.mkdir(parents=True)
+    config = config_of(sweep, trial)
+    config = config.model_copy(update={"train": config.train.model_copy(update=changes or {})})
+    (folder / "config.toml").write_text(to_toml(config))
+    (folder / "status.json").write_text(json.dumps({"state": state}))
+    (folder / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0, "tokens": 5}\n')
+
+
+def test_an_array_of_the_next_rung_leaves_out_failed_trials(tmp_path) -> None:
+    sweep = sweep_of(tmp_path, method="halving", trials=9, rungs=2, eta=3, keys=RANDOM, seeds=[0])
+    first = first_trials(sweep)
+    for trial in first[:-1]:
+        finish(sweep, trial, "finished")
+    assert [trial for trial, _ in pending(sweep)] == [first[-1]]
+    finish(sweep, first[-1], "failed")
+    assert len(pending(sweep)) == 3 and all(trial.rung == 1 for trial, _ in pending(sweep))
+
+
+def test_a_run_that_used_a_fallback_belongs_to_the_sweep(tmp_path) -> None:
+    fallback = {"parallel.fallbacks": ["train.micro_batch_size=1"]}
+    sweep = sweep_of(tmp_path, keys={"optimizer.lr": [0.1]}, seeds=[0], overrides=TEN | fallback)
+    (trial,) = first_trials(sweep)
+    finish(sweep, trial, "finished", {"micro_batch_size": 1})
+    check_runs(sweep, [trial])
+    with pytest.raises(UserError, match=r"train\.micro_batch_size = 1"):
+        check_runs(sweep_of(tmp_path, keys={"optimizer.lr": [0.1]}, seeds=[0], overrides=TEN), [trial])
