@@ -319,7 +319,7 @@ def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], share
         if existing:
             print(f"continuing an interrupted run: {len(existing)} chunks are done", file=sys.stderr)
         return hashlib.sha256(plan).hexdigest()
-    if shared and (existing or path.exists()):
+    if existing and shared:
         raise UserError(
             f"{parts}: holds chunks of an unfinished run with other options or another input; finish that run with its own "
             "command, or remove the folder to discard its chunks"
