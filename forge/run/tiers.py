@@ -289,7 +289,8 @@ def _restore_newer(config: Config, checkpoints: Checkpoints, directory: RunDirec
         except UserError as error:
             if newest < 0 and error.exit_code != NO_CHECKPOINT:
                 raise  # there is no other checkpoint, so wait for the store
-            log.warning("%s; using step %d", error, newest, extra=Cause.MIRROR_FAILED.mark)
+            if newest >= 0:
+                log.warning("%s; using step %d", error, newest, extra=Cause.MIRROR_FAILED.mark)
             return False
         if step is None:
             return False

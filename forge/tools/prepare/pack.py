@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 from forge.data.format import START_DTYPE, TokenDataset
 from forge.data.packing import PIECES, SEQUENCES, PackingKind, PlanFile, PlanIndex, open_plan, plan_name
 from forge.runtime.errors import UserError
-from forge.runtime.files import lock, replace_atomically, sync_folder
+from forge.runtime.files import replace_atomically, sync_folder
 from forge.runtime.remote import join
 
 WINDOW = 1 << 17
@@ -34,15 +35,6 @@ def pack(folder: Path, kind: PackingKind, seq_len: int, window: int = WINDOW) ->
     window: number of documents packed at a time; memory is proportional to it. Raises UserError if the dataset has no
     document of two tokens or more.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        lock(descriptor, wait=True)  # another process may be packing
-        return _pack(folder, kind, seq_len, window)
-    finally:
-        os.close(descriptor)
-
-
-def _pack(folder: Path, kind: PackingKind, seq_len: int, window: int) -> PlanIndex:
     dataset = TokenDataset(folder)
     path = folder / f"{plan_name(kind, seq_len)}.json"
     if path.exists():
@@ -157,10 +149,14 @@ def _documents(dataset: TokenDataset, window: int) -> Iterator[tuple[np.ndarray,
 
 
 class _AtomicFile:
-    """A file with a temporary name. `close` syncs it to disk and renames it."""
+    """A file with a temporary name. `close` syncs it to disk and renames it.
+
+    The temporary name is of this process, because others may be packing the same dataset. All write the same content.
+    """
 
     def __init__(self, path: Path):
-        self._path, self._partial = path, path.with_name("." + path.name)
+        name = f".{path.name}.{socket.gethostname()}-{os.getpid()}"
+        self._path, self._partial = path, path.with_name(name)
         self._file = open(self._partial, "wb")  # noqa: SIM115
         self._digest = hashlib.sha256()
 
