@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
-from typing import Any, cast
+from typing import Any
 
 from forge.config.phase import Phase
 from forge.config.problem import Problem
@@ -65,14 +65,20 @@ class _Span:
     last: Mapping[str, Any]
     ramped: frozenset[str]
 
+    def stage(self, tokens: int, number: int) -> int:
+        """Return how many of `number` equal stages of this span are complete after `tokens` tokens of the run."""
+        assert self.end is not None
+        return (tokens - self.start) * number // (self.end - self.start)
+
     def share(self, tokens: int, stages: int = 0) -> float:
         """Return the completed fraction of this span once `tokens` tokens of the run are done: 0 to 1.
 
         stages: round down to a multiple of 1 / stages; 0: do not round.
         """
         assert self.end is not None
-        done, length = tokens - self.start, self.end - self.start
-        return done * stages // length / stages if stages else done / length
+        if stages:
+            return self.stage(tokens, stages) / stages
+        return (tokens - self.start) / (self.end - self.start)
 
     @property
     def batches(self) -> tuple[int, int]:
@@ -198,7 +204,7 @@ class Phases:
             return span.end
         _, number = span.batches
         length = span.end - span.start
-        stage = (tokens - span.start) * number // length + 1
+        stage = span.stage(tokens, number) + 1
         return min(span.end, span.start + -(-stage * length // max(1, number)))
 
     def _ramped(self, span: _Span, tokens: int) -> dict[str, Any]:
@@ -207,9 +213,7 @@ class Phases:
             first, last = span.first[key], span.last[key]
             if key == "global_batch_size":
                 unit, number = span.batches
-                # In integers, because a fraction times `number` may be just below the integer.
-                done = (tokens - span.start) * number // (cast(int, span.end) - span.start)
-                values[key] = first + unit * done if number else last
+                values[key] = first + unit * span.stage(tokens, number) if number else last
             elif key == "sliding_window":
                 values[key] = round(_between(first, last, span.share(tokens, STAGES)))
             elif isinstance(last, tuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -127,8 +126,7 @@ class Tiers:
             reporter.event(Cause.LOCAL_DAMAGED, problem=problem)
         if step is None:
             return None
-        state = json.loads((local.path(step) / "trainer.json").read_text("utf-8"))
-        if len(state["progress"]["rollbacks"]) < known:
+        if _count_rollbacks(local.path(step)) < known:
             return None  # the state is older than a roll-back
         nodes = local.nodes
         reporter.event("local_state", step=step, nodes=len(nodes.ranks), newest_checkpoint=shared)
@@ -275,6 +273,11 @@ def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirecto
     on_first_rank("restoring the mirror", bring)
 
 
+def _count_rollbacks(checkpoint: Path) -> int:
+    """Return the number of roll-backs before the step of a checkpoint or node-local state."""
+    return len(read_state(checkpoint)["progress"]["rollbacks"])
+
+
 def _restore_newer(config: Config, checkpoints: Checkpoints, directory: RunDirectory) -> bool:
     """Restore the newest mirrored checkpoint that is newer than every checkpoint in the run directory. Collective.
 
@@ -294,8 +297,7 @@ def _restore_newer(config: Config, checkpoints: Checkpoints, directory: RunDirec
             return False
         if step is None:
             return False
-        state = read_state(folder / folders.step_name(step))
-        if len(state["progress"]["rollbacks"]) < len(read_rollbacks(directory)):
+        if _count_rollbacks(folder / folders.step_name(step)) < len(read_rollbacks(directory)):
             folders.set_aside(folder, step, "aside")  # of a branch that a roll-back has left
             return False
         return True
