@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,10 @@ def flex_with_lse(
     return out, more.lse
 
 
+_NARROWEST = 16
+"""The fewest values per head that flex_attention's kernels for CUDA accept."""
+
+
 @functools.cache
 def flex_for(device_type: str) -> Callable[..., Any]:
     """Return flex_attention: compiled at first use on CUDA, eager (unfused) elsewhere."""
@@ -99,8 +104,15 @@ def flex_for(device_type: str) -> Callable[..., Any]:
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """Call flex_attention; heads narrower than `_NARROWEST` are padded with zeros, which change no score."""
+    scale, width = 1 / math.sqrt(q.shape[-1]), v.shape[-1]
+    q, k, v = (F.pad(x, (0, _NARROWEST - x.shape[-1])) if x.shape[-1] < _NARROWEST else x for x in (q, k, v))
     # Below 128 queries, PyTorch would choose its decoding kernel, whose tiles do not divide our blocks of 128.
-    return flex_attention(q, k, v, kernel_options={"FORCE_USE_FLEX_ATTENTION": True}, **options)
+    kernel = {"FORCE_USE_FLEX_ATTENTION": True}
+    found = flex_attention(q, k, v, scale=scale, kernel_options=kernel, **options)
+    if "return_aux" in options:
+        return found[0][..., :width], found[1]
+    return found[..., :width]
 
 
 @functools.cache

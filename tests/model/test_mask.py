@@ -69,6 +69,21 @@ def test_the_attention_function_follows_its_table(soft_cap: float) -> None:
     assert_close(sdpa_attention(q, k, v, blocks), sdpa_attention(q, k, v, prepared), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("width", [6, 15, 16])
+def test_heads_of_any_width(width: int) -> None:
+    """flex_attention's kernels for CUDA accept no heads narrower than 16."""
+    q, k, v = _heads(1, 256, CPU, torch.float32)
+    q, k, v = q[..., :width], k[..., :width], v[..., : width - 1]
+    blocks = AttentionMask(100, None, 0.7, block_table(100, None, 256, CPU))
+    dense = AttentionMask(100, None, 0.7, dense_table(100, None, 256, CPU))
+    sinks = torch.linspace(-1, 1, q.shape[1])
+    for more in (None, sinks):
+        found = sdpa_attention(q, k, v, blocks, more)
+        assert found.shape[-1] == width - 1
+        assert_close(found, sdpa_attention(q, k, v, dense, more), rtol=1e-4, atol=1e-5)
+
+
 def test_plain_causal_attention_needs_no_table() -> None:
     x = torch.empty(2, 16, 8)
     assert sdpa_attention.prepare(AttentionMask(), x).table is None

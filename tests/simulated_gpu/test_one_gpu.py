@@ -63,7 +63,7 @@ def test_a_run_of_one_process_trains_on_the_gpu(tmp_path: Path) -> None:
     assert "NVIDIA H200" in (tmp_path / "run" / "events.jsonl").read_text()
 
 
-@pytest.mark.parametrize("name", ["dense", "documents", "experts", "muon", "int8 moments"])
+@pytest.mark.parametrize("name", ["dense", "documents", "narrow heads", "experts", "muon", "int8 moments"])
 def test_a_variant_runs_as_on_a_real_gpu(name: str, tmp_path: Path) -> None:
     """tests/gpu/test_golden_variants.py runs all variants on a real GPU."""
     run = Run(tmp_path, *variants.ONE[name], NO_WAITS, base=variants.BASE)

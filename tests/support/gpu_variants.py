@@ -77,6 +77,7 @@ ONE: dict[str, list[str]] = {
     "window with documents": WINDOW + DOCUMENTS,
     "soft caps": ["--model.attention_soft_cap=20.0", "--model.logit_soft_cap=30.0"],
     "sinks": ["--model.attention_sinks=true"],
+    "narrow heads": [*WINDOW, "--model.head_dim=8", "--model.attention_sinks=true"],
     "gate": ["--model.attention_gate=element"],
     "mla": MLA,
     "mla with documents": MLA + DOCUMENTS,
