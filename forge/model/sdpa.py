@@ -108,8 +108,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     scale, width = 1 / math.sqrt(q.shape[-1]), v.shape[-1]
     q, k, v = (F.pad(x, (0, _NARROWEST - x.shape[-1])) if x.shape[-1] < _NARROWEST else x for x in (q, k, v))
     # Below 128 queries, PyTorch would choose its decoding kernel, whose tiles do not divide our blocks of 128.
-    kernel = {"FORCE_USE_FLEX_ATTENTION": True}
-    found = flex_attention(q, k, v, scale=scale, kernel_options=kernel, **options)
+    options |= {"scale": scale, "kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}}
+    found: Any = flex_attention(q, k, v, **options)
     if "return_aux" in options:
         return found[0][..., :width], found[1]
     return found[..., :width]
