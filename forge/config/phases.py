@@ -139,11 +139,18 @@ class Phases:
 
     def tokens_after(self, steps: int, tokens: int = 0) -> int:
         """Return the total number of tokens after `steps` further steps, beginning at `tokens`."""
+        return tokens + sum(some * plan.tokens for some, plan in self.ranges(steps, tokens))
+
+    def ranges(self, steps: int, tokens: int = 0) -> Iterator[tuple[int, StepPlan]]:
+        """Yield (number of steps, plan of the first) for ranges of the next `steps` steps, beginning at `tokens`.
+
+        All steps of a range have the same batch size, sequence length and mixture.
+        """
         while steps > 0:
             plan, border = self.at(tokens), self._next_change(tokens)
             some = steps if border is None else min(steps, -(-(border - tokens) // plan.tokens))
+            yield some, plan
             tokens, steps = tokens + some * plan.tokens, steps - some
-        return tokens
 
     def steps_to(self, total: int, tokens: int = 0) -> int:
         """Return the number of further steps from `tokens` to at least `total` tokens."""
@@ -198,14 +205,16 @@ class Phases:
                 yield span.start, self._plan(span.last)
 
     def _next_change(self, tokens: int) -> int | None:
-        """Return the next token count at which the number of tokens per step may change; None if there is none."""
+        """Return the next token count at which tokens per step or the mixture may change; None if there is none."""
         span = self._spans[bisect_right(self._starts, tokens) - 1]
-        if span.end is None or "global_batch_size" not in span.ramped:
-            return span.end
-        _, number = span.batches
+        if span.end is None:
+            return None
         length = span.end - span.start
-        stage = span.stage(tokens, number) + 1
-        return min(span.end, span.start + -(-stage * length // max(1, number)))
+        counts = [STAGES] if "weights" in span.ramped else []
+        counts += [span.batches[1]] if "global_batch_size" in span.ramped else []
+        # Stage k of n begins at the first token count t with (t - start) * n >= k * length.
+        begins = [span.start + -(-(span.stage(tokens, n) + 1) * length // n) for n in counts if n]
+        return min([span.end, *begins])
 
     def _ramped(self, span: _Span, tokens: int) -> dict[str, Any]:
         values = dict(span.last)

@@ -59,10 +59,14 @@ class PackedDataset:
         # One or two epochs of each source are in use at the same time.
         self._permutation = lru_cache(maxsize=2 * len(self.sources) + 2)(Permutation)
 
-    def following(self, order: Order, document_mask: bool | None = None) -> PackedDataset:
-        """Return a dataset of the same sources in the order `order`. document_mask: None: as in this dataset."""
+    def following(
+        self, order: Order, document_mask: bool | None = None, weights: Sequence[float] | None = None
+    ) -> PackedDataset:
+        """Return a dataset of the same sources in the order `order`. document_mask, weights: None: as in this dataset."""
         dataset = copy(self)
         dataset.order = order
+        if weights is not None:
+            dataset.weights = dict(zip(self.sources, weights, strict=True))
         dataset.document_mask = self.document_mask if document_mask is None else document_mask
         return dataset
 

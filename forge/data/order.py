@@ -126,6 +126,12 @@ class Order:
             for drawn, (now, then), skipped in zip(stretch.drawn, taken, self._skipped, strict=True)
         ]
 
+    def weights_at(self, sample: int) -> list[float]:
+        """Return the weight of each source in the mixture of global sample `sample`. 0: not read."""
+        number = bisect_right([segment.start for segment in self.segments], sample) - 1
+        weights = self.segments[number].weights
+        return [*weights, *[0.0] * (len(self.sources) - len(weights))]
+
     def _padded(self, counts: Sequence[int]) -> list[int]:
         """Return `counts`, extended by zeros to one entry per source. Later sources have no entry in older segments."""
         return [*counts, *[0] * (len(self.sources) - len(counts))]

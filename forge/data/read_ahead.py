@@ -90,14 +90,14 @@ def read_samples(
     if not any(is_remote(windows.source) for windows in dataset.samples.values()):
         yield from (of[sample] for of, sample in samples)
         return
-    position = [0]
+    reading = [(dataset, 0)]
     for name, windows in dataset.samples.items():
         if isinstance(windows.source, TokenDataset) and windows.over(np.zeros(1), np.ones(1)) is not None:
-            windows.source.next_use = partial(_next_use, dataset, name, position)
+            windows.source.next_use = partial(_next_use, name, reading)
 
     def followed() -> Iterator[tuple[PackedDataset, int]]:
         for of, sample in samples:
-            position[0] = sample
+            reading[0] = of, sample
             yield of, sample
 
     yield from in_order(lambda pair: pair[0][pair[1]], followed(), ahead, closed)
@@ -109,18 +109,24 @@ def is_remote(source: Source) -> bool:
 
 
 def _next_use(
-    dataset: PackedDataset, name: str, position: list[int], first: np.ndarray, end: np.ndarray
+    name: str, reading: list[tuple[PackedDataset, int]], first: np.ndarray, end: np.ndarray
 ) -> np.ndarray:
-    """Return the approximate number of global samples until the next read of each range of tokens [first, end)."""
+    """Return the approximate number of global samples until the next read of each range of tokens [first, end).
+
+    reading: one entry, the dataset and the sample that are read now. Infinite for a source that the mixture leaves out.
+    """
+    dataset, sample = reading[0]
     order, windows = dataset.order, dataset.samples[name]
-    number = order.sources.index(name)
+    number, weights = order.sources.index(name), order.weights_at(sample)
+    if not weights[number]:
+        return np.full(len(first), np.inf)
     ranges = windows.over(first, end)
     assert ranges is not None
-    drawn = order.drawn(position[0])[number]
+    drawn = order.drawn(sample)[number]
     wait = next_uses(
         *ranges, drawn, windows.count, lambda epoch: Permutation(windows.count, order.key(number, epoch))
     )
-    return wait * sum(dataset.weights.values()) / dataset.weights[name]
+    return wait * sum(weights) / weights[number]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ step depend only on the numbers of earlier samples and tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -108,7 +108,25 @@ def steps_from(
             if before is None or plan.weights != before.weights:
                 order = dataset.continuing(order, sample, plan.weights)
             if order is not dataset.order or plan.document_mask != dataset.document_mask:
-                dataset = dataset.following(order, plan.document_mask)
+                dataset = dataset.following(order, plan.document_mask, plan.weights)
             before = plan
         yield StepSizes(dataset, sample, batch, seq_len, windows)
         sample, tokens = dataset.order.nth(sample, windows), tokens + batch * seq_len
+
+
+def mixtures_ahead(
+    dataset: PackedDataset, ranges: Iterable[tuple[int, StepPlan]], sample: int
+) -> Iterator[tuple[PackedDataset, int, int]]:
+    """Yield (dataset, first sample, end sample) for each range of steps that read one mixture.
+
+    ranges: from `Phases.ranges`. sample: first global sample of the first range. Each dataset has the order that
+    `steps_from` has in this range.
+    """
+    weights: Sequence[float] | None = None
+    for number, (steps, plan) in enumerate(ranges):
+        if not number or plan.weights != weights:
+            weights = plan.weights
+            dataset = dataset.following(dataset.continuing(dataset.order, sample, weights), None, weights)
+        end = dataset.order.nth(sample, steps * plan.windows)
+        yield dataset, sample, end
+        sample = end

@@ -68,11 +68,10 @@ class MetricsWriter(Hook):
         self._times = StepTimes()
         self._step_began: float | None = None
         self._step_ended: float | None = None
-        self._has_run = False
         self._restart_means()
 
     def set_step(self, tokens: int, flops_per_token: float) -> None:
-        """Set the tokens per step and FLOPs per token, from the next step on."""
+        """Set the tokens per step and FLOPs per token of the steps that `after_step` measures from now on."""
         self._tokens_per_step = tokens
         self._mfu_of_rate = mfu_of_rate(
             self._config, self._device, self._products, self._world_size, flops_per_token
@@ -103,6 +102,8 @@ class MetricsWriter(Hook):
         self._step_began = None
         self._times.add(seconds)
         self._seconds += seconds
+        self._tokens += self._tokens_per_step
+        self._products_s += self._tokens_per_step * (self._mfu_of_rate or 0.0)
         self._data_s += self._step_data_s
         self._gc_s += self._collector.take_seconds()
 
@@ -134,10 +135,10 @@ class MetricsWriter(Hook):
         for tracker in self._trackers:
             tracker.close()
 
-    def restart_from(self, step: int, aside: bool = False) -> Path | None:
+    def restart_from(self, step: int, rollbacks: int, aside: bool = False) -> Path | None:
         """Remove the output of steps after `step` (-1: of all steps), because these steps are repeated.
 
-        Collective. With `aside`, keep the old metrics.jsonl and return its new name. Raises UserError (exit 1) on all
+        Collective. rollbacks: number of roll-backs of the run so far. With `aside`, keep the old metrics.jsonl and return its new name. Raises UserError (exit 1) on all
         ranks if metrics.jsonl cannot be cut.
         """
         self._restart_means()
@@ -151,10 +152,7 @@ class MetricsWriter(Hook):
 
         kept = on_first_rank("cutting metrics.jsonl", cut)
         for tracker in self._trackers:
-            # After a resume, the repeated steps are equal to the removed steps. After a roll-back, or in a new branch of the
-            # history, they differ.
-            tracker.discard_after(step, self._has_run or aside or step < 0)
-        self._has_run = True
+            tracker.discard_after(step, aside or step < 0, rollbacks)
         return kept
 
     def sync(self) -> None:
@@ -233,7 +231,7 @@ class MetricsWriter(Hook):
             "grad_norm": result.grad_norm,
             "lr": result.lr,
             "tokens": result.tokens,
-            "tokens_per_second": self._tokens_per_step / step_time,
+            "tokens_per_second": self._tokens / self._seconds,
             "step_time_s": step_time,
             "data_time_s": self._data_s / self._steps,
             "memory_gib": memory_gib(self._device),
@@ -241,7 +239,7 @@ class MetricsWriter(Hook):
         if self._gc_s:
             fields["gc_time_s"] = self._gc_s / self._steps
         if self._mfu_of_rate is not None:
-            fields["mfu"] = fields["tokens_per_second"] * self._mfu_of_rate
+            fields["mfu"] = self._products_s / self._seconds
         if self._config.train.z_loss_coef:
             fields["z_loss"] = result.z_loss
         if (mtp := self._config.model.mtp) is not None:
@@ -273,6 +271,7 @@ class MetricsWriter(Hook):
     def _restart_means(self) -> None:
         """Reset the sums for the means of the next line."""
         self._steps, self._seconds, self._data_s, self._gc_s = 0, 0.0, 0.0, 0.0
+        self._tokens, self._products_s = 0, 0.0  # seconds that the products would take at the peak rate
 
 
 def mfu_of_rate(
@@ -288,7 +287,7 @@ def _nested(name: str, found: Mapping[str, Any]) -> Iterator[tuple[str, float | 
     for key, value in found.items():
         if isinstance(value, Mapping):
             yield from _nested(f"{name}/{key}", value)
-        elif not isinstance(value, list):
+        elif value is None or isinstance(value, int | float):
             yield f"{name}/{key}", value
 
 
@@ -311,7 +310,9 @@ def flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 def _curves(fields: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
     """Yield (curve name, value) for TensorBoard and trackers, from the fields of a line."""
     for name, value in fields.items():
-        if name in ("eval", "monitors", "routers", "epochs", "sources", "tasks"):
+        if name in ("step", "skipped", "text"):
+            continue
+        if isinstance(value, Mapping):
             yield from _nested(name, value)
-        elif name not in ("step", "skipped", "positions", "text"):
+        elif value is None or isinstance(value, int | float):
             yield f"train/{name}", value

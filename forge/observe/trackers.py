@@ -2,13 +2,14 @@
 
 A run of forge has one record in each tracking service: the service's own run. `trackers.json` in the run directory
 contains the record's id and last step. A resumed run continues the record, and adds missing steps from metrics.jsonl.
-After a roll-back, or after a new start in the same directory (`checkpoint.resume = none`, or another checkpoint), the
-record contains steps that no longer belong to the run. forge then marks the record as superseded, and writes all steps
-in metrics.jsonl to a new record.
+After a roll-back, after a resume with another learning rate or other data, or after a new start in the same directory
+(`checkpoint.resume = none`, or another checkpoint), the record contains steps that no longer belong to the run. forge
+then marks the record as superseded, and writes all steps in metrics.jsonl to a new record.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import queue
 import re
@@ -28,6 +29,11 @@ log = logging.getLogger(__name__)
 
 # Maximum wait in seconds for unsent points at the end of a run.
 PATIENCE_S = 30.0
+# Keys that decide a run's numbers. Keys not listed, such as the microbatch size, leave them equal up to rounding.
+NUMBERS = (
+    *("model.", "optimizer.", "schedule.", "data.sources", "phases", "run.seed", "train.steps", "train.tokens"),
+    *("train.seq_len", "train.global_batch_size", "train.grad_clip_norm", "train.z_loss_coef"),
+)
 # Protects trackers.json: the trackers of a run share it, and each has its own thread.
 _saving = threading.Lock()
 Curves = tuple[int, Mapping[str, float | None]]
@@ -101,16 +107,14 @@ class Mlflow:
         experiment = client.create_experiment(self._experiment) if found is None else found.experiment_id
         self._id = client.create_run(experiment, run_name=name).info.run_id
         for key, value in config.items():
-            client.log_param(self._id, key, str(value)[:500])
+            client.log_param(self._id, _allowed(key), str(value)[:500])
         return self._id
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [
-            Metric(re.sub(r"[^\w\-. :/]", "_", name), value, now, step) for name, value in values.items()
-        ]
+        metrics = [Metric(_allowed(name), value, now, step) for name, value in values.items()]
         for first in range(0, len(metrics), 1000):  # the limit of one request
             self._client.log_batch(self._id, metrics=metrics[first : first + 1000])
 
@@ -120,6 +124,11 @@ class Mlflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+def _allowed(name: str) -> str:
+    """Return `name` with "_" for each character that MLflow refuses in names, such as the * of a pattern."""
+    return re.sub(r"[^\w\-. :/]", "_", name)
 
 
 SERVICES: dict[str, Callable[[str, Path], Service]] = {"wandb": Wandb, "mlflow": Mlflow}
@@ -147,20 +156,21 @@ class Tracker:
         self._thread: threading.Thread | None = None
         self._open = self._off = False
         self._record: str | None = None
+        self._branch = ""
         self._last = self._known = -1
 
     def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
         """Add a point to each curve in `values`, except for values of None."""
-        numbers = {name: float(value) for name, value in values.items() if value is not None}
-        self._do(lambda: self._write(step, numbers))
+        self._do(lambda: self._write(step, values))
 
-    def discard_after(self, step: int, history_ends: bool) -> None:
+    def discard_after(self, step: int, history_ends: bool, rollbacks: int = 0) -> None:
         """Continue the curves from `step`, because the run restarts there.
 
-        history_ends: True if the repeated steps may differ from those sent before. In this case, if steps after `step`
-        were sent, the service's run is marked as superseded and a new one begins.
+        history_ends: True if the repeated steps may differ from those sent before. They may also differ if the number
+        of `rollbacks` or a key of NUMBERS has changed since. In these cases, if steps after `step` were sent, the
+        service's run is marked as superseded and a new one begins.
         """
-        self._do(lambda: self._restart(step, history_ends))
+        self._do(lambda: self._restart(step, history_ends, rollbacks))
 
     def close(self) -> None:
         """Send the remaining points and end the thread. Wait at most PATIENCE_S seconds."""
@@ -194,9 +204,12 @@ class Tracker:
                 message = "metrics.%s is off from now on: %s"
                 log.warning(message, self._kind, problem, extra=Cause.SIDE_SYSTEM.mark)
 
-    def _restart(self, step: int, history_ends: bool) -> None:
+    def _restart(self, step: int, history_ends: bool, rollbacks: int) -> None:
         saved = read_object(self._path).get(self._kind, {})
         record, last = saved.get("record"), int(saved.get("step", -1))
+        numbers = {key: value for key, value in self._config.items() if key.startswith(NUMBERS)}
+        self._branch = hashlib.sha256(encode({"rollbacks": rollbacks} | numbers)).hexdigest()
+        history_ends |= saved.get("branch", self._branch) != self._branch
         if record is not None and history_ends and last > step:
             self._require_open(record)
             self._service.supersede()
@@ -208,10 +221,11 @@ class Tracker:
         self._record, self._last, self._known = record, last, last
         for at, values in self._history():
             if at <= step:
-                self._write(at, {name: float(value) for name, value in values.items() if value is not None})
+                self._write(at, values)
 
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
-        if step <= self._known or not values:
+    def _write(self, step: int, values: Mapping[str, float | None]) -> None:
+        numbers = {name: float(value) for name, value in values.items() if value is not None}
+        if step <= self._known or not numbers:
             return
         self._require_open(self._record)
         if step > self._last:
@@ -219,7 +233,7 @@ class Tracker:
             # duplicated.
             self._last = step
             self._save()
-        self._service.log(step, values)
+        self._service.log(step, numbers)
 
     def _require_open(self, record: str | None) -> None:
         if not self._open:
@@ -229,8 +243,8 @@ class Tracker:
 
     def _save(self) -> None:
         with _saving:
-            saved = read_object(self._path) | {self._kind: {"record": self._record, "step": self._last}}
-            replace_atomically(self._path, encode(saved))
+            record = {"record": self._record, "step": self._last, "branch": self._branch}
+            replace_atomically(self._path, encode(read_object(self._path) | {self._kind: record}))
 
     def _close(self) -> None:
         if self._open:

@@ -79,7 +79,8 @@ class History:
         # history's first save.
         names = self._checkpoints.set_aside_after(start.kept)
         sync_rollback_history(reporter.directory, start, trainer.progress, rollbacks)
-        metrics = trainer.metrics.restart_from(start.kept, aside=start.replaces)
+        rolled_back = len(trainer.progress.rollbacks)
+        metrics = trainer.metrics.restart_from(start.kept, rolled_back, aside=start.replaces)
         if names or metrics:
             reporter.event(Cause.SET_ASIDE, checkpoints=names, metrics=metrics and metrics.name)
         write_origin(reporter.directory, start.origin)

@@ -9,6 +9,7 @@ from forge.checkpoint import Checkpoints
 from forge.checkpoint.local import LocalTier
 from forge.config import Config
 from forge.data.epochs import check_caps, epochs, log_epochs, log_left_out
+from forge.data.steps import mixtures_ahead
 from forge.hook import Hook, StepResult
 from forge.observe.hardware import process_age_s
 from forge.observe.profile import StepProfiler
@@ -116,13 +117,14 @@ class Epochs(Hook):
 
     def before_run(self, step: int) -> None:
         train, progress, phases = self._trainer.config.train, self._trainer.progress, self._trainer.phases
-        order = self._trainer.batches.order
-        dataset = self._trainer.data.dataset.following(order)
-        tokens = phases.tokens_after(train.steps - step, progress.tokens) - progress.tokens
-        last = order.nth(progress.next_sample, tokens // train.seq_len)
+        dataset = self._trainer.data.dataset.following(self._trainer.batches.order)
+        last = progress.next_sample
+        so_far = epochs(dataset, last)
+        ranges = phases.ranges(train.steps - step, progress.tokens)
+        for dataset, first, last in mixtures_ahead(dataset, ranges, last):
+            log_left_out(dataset, first, last)
         check_caps(dataset, last)
-        log_left_out(dataset, progress.next_sample, last)
-        log_epochs(epochs(dataset, progress.next_sample), epochs(dataset, last))
+        log_epochs(so_far, epochs(dataset, last))
 
     def after_result(self, result: StepResult) -> None:
         metrics, dataset = self._trainer.metrics, self._trainer.data.dataset

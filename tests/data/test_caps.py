@@ -4,11 +4,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from forge.config import load_config
+from forge.config import Phases, load_config
 from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
 from forge.data.epochs import check_caps, log_left_out
 from forge.data.order import Order
+from forge.data.steps import mixtures_ahead
 from forge.runtime.errors import UserError
 from forge.tools.prepare.inspect import mixture_of_steps
 from tests.support.streams import Numbers
@@ -89,6 +90,52 @@ def test_a_run_beyond_the_cap_may_be_refused_instead(tmp_path) -> None:
     check_caps(dataset, 60)
     with pytest.raises(UserError, match=r"web would be read .* times by .*, more than its max_epochs = 4;"):
         check_caps(dataset, 120)
+
+
+@pytest.mark.parametrize(
+    ("weights", "refused"),
+    [
+        ([[1, 0], [0, 1]], ""),
+        ([[0, 1], [1, 0]], ""),
+        ([[1, 0], [1, 0]], "reaches its max_epochs at sample 100, but the run needs 160"),
+        ([[0, 1], [1, 0], [1, 0]], "reaches its max_epochs at sample 180, but the run needs 240"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["leave_out", "refuse"])
+def test_limits_hold_over_the_mixtures_of_all_phases(
+    tmp_path, caplog, weights: list[list[int]], refused: str, policy: str
+) -> None:
+    """Each phase has 80 samples; source a has 100, and b has 1,000."""
+    caplog.set_level(logging.INFO)
+    for name, samples in (("a", 100), ("b", 1000)):
+        np.arange(samples * 40 + 1, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    sources = ",".join(
+        f'{{path="{tmp_path / name}.bin",dtype="uint16",weight={float(name == "b")},max_epochs=1.0}}'
+        for name in "ab"
+    )
+    ends = [80 * 40 * number for number in range(1, len(weights) + 1)]
+    phases = ",".join(f"{{until_tokens={end},weights={of}}}" for end, of in zip(ends, weights, strict=True))
+    config = load_config(
+        [
+            *("--config=debug", f"--data.sources=[{sources}]", f"--phase=[{phases}]", "--data.validation=[]"),
+            *("--train.seq_len=40", "--train.global_batch_size=8", f"--train.steps={10 * len(weights)}"),
+            *("--model.vocab_size=4096", f"--data.on_max_epochs={policy}", "--schedule.warmup_steps=1"),
+        ]
+    )
+    dataset = build_dataset(config)
+    ranges = Phases(config).ranges(config.train.steps)
+
+    def check() -> None:
+        for of, first, last in mixtures_ahead(dataset, ranges, 0):
+            log_left_out(of, first, last)
+        check_caps(of, last)
+
+    if not refused:
+        check()
+        assert "are not read" not in caplog.text
+    else:
+        with pytest.raises(UserError, match="1.6 times" if policy == "refuse" else refused):
+            check()
 
 
 def test_the_mixture_of_a_range_of_steps_is_counted_without_reading() -> None:

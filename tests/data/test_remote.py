@@ -24,7 +24,7 @@ from forge.runtime.private import MARKER
 from forge.runtime.remote import BLOCK_BYTES, RemoteFile, find_objects
 from tests.support.megatron import Written
 from tests.support.store import Request, Store, serving
-from tests.support.streams import write_documents
+from tests.support.streams import Numbers, write_documents
 
 S = 2048
 LENGTHS = [1 + 37 * n % 900 for n in range(2000)]  # 900,000 tokens: seven blocks
@@ -222,6 +222,20 @@ def test_the_next_use_of_windows_follows_the_order() -> None:
         )
         for low, high, distance in zip(first, end, found, strict=True):
             assert distance == next(i for i, window in enumerate(drawn[position:]) if low <= window < high)
+
+
+def test_a_source_without_weight_is_needed_last_until_a_phase_reads_it() -> None:
+    dataset = PackedDataset(
+        [Numbers("a", 40), Numbers("b", 40)], [1.0, 0.0], 1, seed=3, block=16, packing="stream"
+    )
+    later = dataset.following(dataset.continuing(dataset.order, 20, [0.0, 1.0]), None, [0.0, 1.0])
+    first, end = np.array([0, 8]), np.array([8, 16])
+    a, b = dataset.order.sources
+    for of, sample, read, left_out in ((dataset, 5, a, b), (later, 15, a, b), (later, 25, b, a)):
+        reading = [(of, sample)]
+        assert np.isinf(read_ahead._next_use(left_out, reading, first, end)).all()
+        found = read_ahead._next_use(read, reading, first, end)
+        assert (found < 40).all() and (found >= 0).all()
 
 
 def test_a_full_disk_of_the_cache_costs_requests_and_nothing_else(

@@ -12,7 +12,7 @@ from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
 from forge.data.loader import Loader
 from forge.data.order import SkippedRange
-from forge.data.steps import StepRows, part_of, steps_from
+from forge.data.steps import StepRows, mixtures_ahead, part_of, steps_from
 
 CONFIG = load_config(
     [
@@ -78,6 +78,29 @@ def test_a_step_continues_after_the_previous_one_also_across_a_gap() -> None:
         assert rows(later)[: STEPS - number] == rows(whole)[number:][: len(later)]
         assert order == step.dataset.order or order.segments == step.dataset.order.segments
         sample = order.nth(sample, plan.windows)
+
+
+@pytest.mark.parametrize("gaps", [[], [SkippedRange(5, 9), SkippedRange(70, 90)]])
+def test_the_mixtures_ahead_are_those_of_the_steps(gaps: list[SkippedRange]) -> None:
+    dataset, phases = build_dataset(CONFIG), Phases(CONFIG)
+    dataset = dataset.following(dataset.order.passing_over(gaps))
+    made = steps_from(dataset, phases.at, global_batch_size=8)
+    single = [next(made) for _ in range(STEPS + 1)]
+    for first in (0, 2, 5):
+        tokens = phases.tokens_after(first)
+        ranges = list(phases.ranges(STEPS - first, tokens))
+        before = single[max(0, first - 1)].dataset
+        ahead = list(mixtures_ahead(before, ranges, single[first].sample))
+        assert ahead[-1][0].order.segments == single[STEPS - 1].dataset.order.segments
+        assert ahead[-1][2] == single[STEPS].sample
+        number = first
+        for (steps, plan), (found, begin, _) in zip(ranges, ahead, strict=True):
+            for step in single[number : number + steps]:
+                assert (step.batch, step.windows) == (plan.global_batch_size, plan.windows)
+                assert step.dataset.order.segments == found.order.segments
+                assert step.dataset.weights == found.weights
+            assert begin == single[number].sample
+            number += steps
 
 
 def test_weights_and_masks_of_a_phase_reach_the_batches() -> None:

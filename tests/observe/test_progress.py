@@ -1,5 +1,6 @@
 import logging
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from forge.config import load_config
 from forge.hook import StepResult
 from forge.observe.collector import Collector
-from forge.observe.metrics import MetricsWriter
+from forge.observe.json_lines import read_lines
+from forge.observe.metrics import MetricsWriter, history
 from forge.observe.progress import StepTimes, format_count, format_duration, format_line
 from forge.observe.run_directory import RunDirectory
 
@@ -111,32 +113,67 @@ def test_garbage_collection_is_shown_if_it_matters():
     assert "gc 2.0%" in format_line(FIELDS | {"gc_time_s": 0.01}, 4000, None)
 
 
+def metrics_writer(folder: Path, *options: str) -> MetricsWriter:
+    config = load_config(["--config=debug", "--train.steps=100", *options])
+    world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
+    (folder / "run").mkdir()
+    return MetricsWriter(
+        config, world, RunDirectory(folder / "run"), 0.0, "float32", Collector(0), lambda step: None
+    )
+
+
+def result_of(step: int) -> StepResult:
+    numbers = {
+        "loss": 1.0,
+        "objective": 1.0,
+        "z_loss": 0.0,
+        "grad_norm": 1.0,
+        "valid_tokens": 1.0,
+        "skipped": False,
+        "waited_s": 0.0,
+    }
+    return StepResult(step, step * 8 * 256, 1e-3, 8, **numbers, router_layers=(), routers=[])
+
+
+def test_the_rate_counts_the_tokens_and_flops_of_each_step(tmp_path, monkeypatch):
+    """A phase changes the step's size between steps 3 and 4. The result of step n is read during step n + 1."""
+    now = 0.0
+    monkeypatch.setattr("forge.observe.metrics.time.perf_counter", lambda: now)
+    writer = metrics_writer(tmp_path, "--metrics.log_interval=2", "--metrics.peak_tflops=1e-9")
+    for step in range(1, 8):
+        writer.set_step(*((1000, 0.1) if step < 4 else (3000, 0.2)))
+        writer.before_data(step)
+        writer.after_data(step)
+        if step > 1:
+            writer.after_result(result_of(step - 1))
+        now += 2.0
+        writer.after_step(step)
+    lines = list(read_lines(tmp_path / "run" / "metrics.jsonl", "step"))
+    found = [(line["step"], line["tokens_per_second"], round(line["mfu"], 9)) for line in lines]
+    # Step 4's line has steps 3 and 4; its half of the FLOPs: (1000 * 0.1 + 3000 * 0.2) / 4 s of 1000 FLOP/s.
+    assert found == [(1, 500, 0.05), (2, 500, 0.05), (4, 1000, 0.175), (6, 1500, 0.3)]
+
+
+def test_every_nested_number_of_a_line_is_a_curve(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 3, "loss": 2.0, "mfu": null, "sources": {"a": 1.5}, "mtp_sources": {"a": 2.5}, "positions": [1.0], '
+        '"text": {"a": "b"}, "mine": {"deep": {"x": 1, "names": ["y"]}, "word": "z"}}\n'
+    )
+    curves = {"train/loss": 2.0, "train/mfu": None, "sources/a": 1.5, "mtp_sources/a": 2.5, "mine/deep/x": 1}
+    assert list(history(tmp_path / "metrics.jsonl")) == [(3, curves)]
+
+
 def test_an_evaluation_between_two_steps_is_in_the_eta_of_the_log(tmp_path, monkeypatch, caplog):
     now = 0.0
     monkeypatch.setattr("forge.observe.metrics.time.perf_counter", lambda: now)
     caplog.set_level(logging.INFO, "forge")
-    config = load_config(["--config=debug", "--train.steps=100", "--metrics.log_interval=1"])
-    world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
-    (tmp_path / "run").mkdir()
-    writer = MetricsWriter(
-        config, world, RunDirectory(tmp_path / "run"), 0.0, "float32", Collector(0), lambda step: None
-    )
+    writer = metrics_writer(tmp_path, "--metrics.log_interval=1")
     for step in (1, 2):
         writer.before_data(step)
         writer.after_data(step)
         now += 1.0
         writer.after_step(step)
-        numbers = {
-            "loss": 1.0,
-            "objective": 1.0,
-            "z_loss": 0.0,
-            "grad_norm": 1.0,
-            "valid_tokens": 1.0,
-            "skipped": False,
-            "waited_s": 0.0,
-        }
-        tokens = step * config.train.global_batch_size * config.train.seq_len
-        writer.after_result(StepResult(step, tokens, 1e-3, 8, **numbers, router_layers=(), routers=[]))
+        writer.after_result(result_of(step))
         now += 5.0  # an evaluation
     assert caplog.messages[0].endswith("eta 1m39s")  # 99 steps of one second
     assert caplog.messages[1].endswith("eta 9m48s")  # 98 of six

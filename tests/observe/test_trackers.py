@@ -42,9 +42,13 @@ class Kept:
 
 
 def tracker(
-    folder: Path, service: Service, history: list[tuple[int, dict[str, float | None]]] | None = None
+    folder: Path,
+    service: Service,
+    history: list[tuple[int, dict[str, float | None]]] | None = None,
+    **settings: object,
 ) -> Tracker:
-    return Tracker("kept", service, folder, "run", {"train.steps": 5}, lambda: history or [])
+    config = {"train.steps": 5, "parallel.tp_plan.layers.*": "column"} | settings
+    return Tracker("kept", service, folder, "run", config, lambda: history or [])
 
 
 def write(one: Tracker, *steps: int, loss: float = 1.0) -> None:
@@ -124,6 +128,33 @@ def test_after_a_roll_back_a_new_record_has_the_valid_history(tmp_path, behind: 
     assert json.loads((tmp_path / "trackers.json").read_text())["kept"]["step"] == 4
 
 
+@pytest.mark.parametrize(
+    ("settings", "rollbacks", "differ"),
+    [
+        ({}, 0, False),
+        ({"train.micro_batch_size": 1}, 0, False),
+        ({"optimizer.lr": 1e-4}, 0, True),
+        ({}, 1, True),  # killed in a roll-back, before the tracker took note
+    ],
+)
+def test_a_resume_with_other_numbers_begins_a_new_record(
+    tmp_path, settings: dict[str, object], rollbacks: int, differ: bool
+) -> None:
+    service, history = Kept(), [(1, {"train/loss": 2.0}), (2, {"train/loss": 3.0})]
+    first = tracker(tmp_path, service)
+    first.discard_after(-1, history_ends=True)
+    write(first, 1, 2, 3, 4)
+    first.close()
+    second = tracker(tmp_path, service, history, **settings)
+    second.discard_after(2, history_ends=False, rollbacks=rollbacks)
+    write(second, 3, 4, 5, loss=7.0)
+    second.close()
+    assert service.superseded == (["record-0"] if differ else [])
+    last = [(step, values["train/loss"]) for step, values in service.records[f"record-{int(differ)}"]]
+    kept = [(1, 2.0), (2, 3.0), *(((3, 10.0), (4, 11.0)) if differ else ((3, 4.0), (4, 5.0)))]
+    assert last == [*kept, (5, 12.0)]
+
+
 def test_a_tracker_added_later_gets_the_whole_history(tmp_path) -> None:
     service = Kept()
     one = tracker(tmp_path, service, [(1, {"train/loss": 2.0}), (2, {"train/loss": 3.0})])
@@ -142,6 +173,16 @@ def test_a_failure_costs_one_warning_and_the_tracker(tmp_path, caplog) -> None:
     write(one, 4)
     assert [record.message for record in caplog.records] == [
         "metrics.kept is off from now on: OSError: no network"
+    ]
+
+
+def test_a_value_that_is_no_number_costs_the_tracker_and_not_the_run(tmp_path, caplog) -> None:
+    one = tracker(tmp_path, Kept())
+    one.discard_after(-1, history_ends=True)
+    one.scalars(1, {"my/value": "high"})  # type: ignore[dict-item]
+    one.close()
+    assert [record.message for record in caplog.records] == [
+        "metrics.kept is off from now on: ValueError: could not convert string to float: 'high'"
     ]
 
 
@@ -172,6 +213,7 @@ def test_mlflow_has_the_points_of_two_starts_and_of_a_roll_back(tmp_path, monkey
     assert len(client.get_metric_history(old.info.run_id, "train/loss")) == 4
     assert [m.value for m in client.get_metric_history(new.info.run_id, "train/loss")] == [2.0, 3.0, 10.0]
     assert new.data.params["train.steps"] == "5"
+    assert new.data.params["parallel.tp_plan.layers._"] == "column"
 
 
 @pytest.mark.processes

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from forge.checkpoint.folders import steps
 from forge.config import Config, Phases
 from forge.data.build import build_dataset
 from forge.data.dataset import PackedDataset
-from forge.data.steps import part_of, steps_from
+from forge.data.steps import mixtures_ahead, part_of, steps_from
 from forge.data.tokenizer import Tokenizer
 from forge.observe.run_directory import RunDirectory
 from forge.runtime.errors import UserError
@@ -87,23 +86,15 @@ def dataset_of_run(config: Config, last: int) -> PackedDataset:
     if directory.rollbacks.exists():
         known = [Rollback(**one) for one in json.loads(directory.rollbacks.read_text())]
         progress.pass_over([*known, *(one for one in progress.rollbacks if one not in known)])
-    phases = Phases(config)
-    order = dataset.continuing(progress.order, progress.next_sample, phases.at(progress.tokens).weights)
-    if any(phase.weights for phase in config.phase):
-        ahead = steps_from(
-            dataset.following(order),
-            phases.at,
-            global_batch_size=config.train.global_batch_size,
-            sample=progress.next_sample,
-            tokens=progress.tokens,
-        )
-        for step in islice(ahead, max(1, last - progress.step)):
-            order = step.dataset.order
-    for first, end in order.gaps:
+    ahead = Phases(config).ranges(max(1, last - progress.step), progress.tokens)
+    dataset = dataset.following(progress.order)
+    for dataset, _, _ in mixtures_ahead(dataset, ahead, progress.next_sample):
+        pass  # the last one has the order of all steps
+    for first, end in dataset.order.gaps:
         print(f"{directory.root}: samples {first} to {end - 1} are skipped", file=sys.stderr)
-    for segment in order.segments[1:]:
+    for segment in dataset.order.segments[1:]:
         print(f"{directory.root}: another mixture from sample {segment.start} on", file=sys.stderr)
-    return dataset.following(order)
+    return dataset
 
 
 def samples_of_step(
