@@ -50,10 +50,10 @@ def read_config(path: Path) -> str:
 
 
 def trained_config(path: Path) -> Config:
-    """Return the saving run's config with the `model.sliding_window` of the checkpoint's last step. Not collective.
+    """Return the saving run's config with the window and the document mask of the checkpoint's last step. Not collective.
 
-    A phase may change the window, and the weights are adapted to the window that they were last trained with. Classes named
-    in the config are not imported.
+    A phase may change `model.sliding_window` and `data.document_mask`, and the weights are adapted to the attention that
+    they were last trained with. Classes named in the config are not imported.
     """
     config = parse_toml_text(read_config(path), str(path / "config.toml"), import_classes=False)
     if not config.phase:
@@ -61,8 +61,10 @@ def trained_config(path: Path) -> Config:
     progress = read_state(path).get("progress")  # imported and averaged weights have none
     if progress is None or not progress["step"]:
         return config
-    window = Phases(config).ended_at(progress["step"], progress["tokens"]).sliding_window
-    return config.model_copy(update={"model": config.model.model_copy(update={"sliding_window": window})})
+    last = Phases(config).ended_at(progress["step"], progress["tokens"])
+    model = config.model.model_copy(update={"sliding_window": last.sliding_window})
+    data = config.data.model_copy(update={"document_mask": last.document_mask})
+    return config.model_copy(update={"model": model, "data": data})
 
 
 Fetch: TypeAlias = Callable[[set[str]], None]

@@ -20,14 +20,27 @@ from forge.config.section import (
     unused_if,
 )
 
-REAL_DATA = Unused(
-    "all data.sources are synthetic", lambda c: c.data.tokenizer != "none" and c.data.synthetic
-)
+
+def used_sources(config: Any) -> list[int]:
+    """Return the indices of all data.sources with a weight above 0 in some phase. config: a `Config`."""
+    weights = [
+        tuple(source.weight for source in config.data.sources),
+        *(phase.weights for phase in config.phase if phase.weights),
+    ]
+    return [number for number in range(len(weights[0])) if any(of_all[number] > 0 for of_all in weights)]
+
+
+def is_synthetic(config: Any) -> bool:
+    """Return whether all sources that the run uses are synthetic. config: a `Config`."""
+    return all(config.data.sources[number].path == "synthetic" for number in used_sources(config))
+
+
+REAL_DATA = Unused("all data.sources are synthetic", lambda c: c.data.tokenizer != "none" and is_synthetic(c))
 URLS = Unused(
     "no source is a URL", lambda c: not any("://" in s.path for s in (*c.data.sources, *c.data.validation))
 )
 CAPS = Unused("no source has max_epochs", lambda c: not any(s.max_epochs for s in c.data.sources))
-MIXTURE = Unused("there is one source", lambda c: sum(s.weight > 0 for s in c.data.sources) == 1)
+MIXTURE = Unused("there is one source", lambda c: len(used_sources(c)) == 1)
 
 
 class Stream(Section):
@@ -104,8 +117,3 @@ class Data(Section):
         if not isinstance(values, dict) or not values.get("at_cap") or "on_max_epochs" in values:
             return values
         return values | {"on_max_epochs": values["at_cap"]}
-
-    @property
-    def synthetic(self) -> bool:
-        """Return whether all sources with a weight above 0 are synthetic."""
-        return all(source.path == "synthetic" for source in self.sources if source.weight)

@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import gcd
 from typing import Any
 
+from forge.config.data import used_sources
 from forge.config.phase import Phase
 from forge.config.problem import Problem
 from forge.config.schema import Config, OptimizerConfig
@@ -252,15 +253,6 @@ class Phases:
             document_mask=values["document_mask"],
             optimizer=optimizer,
         )
-
-
-def used_sources(config: Config) -> list[int]:
-    """Return the indices of all sources with a weight above 0 in some phase."""
-    weights = [
-        tuple(source.weight for source in config.data.sources),
-        *(phase.weights for phase in config.phase if phase.weights),
-    ]
-    return [number for number in range(len(weights[0])) if any(of_all[number] > 0 for of_all in weights)]
 
 
 def _weights(config: Config) -> tuple[float, ...] | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeVar
 from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import AfterValidator, Field, Strict, StringConstraints
 
-from forge.config.data import Data
+from forge.config.data import Data, is_synthetic
 from forge.config.layout import ActivationCheckpoint, Compile, Parallel, Pipeline, Precision
 from forge.config.model import ModelConfig
 from forge.config.optimizer import GroupConfig, MuonConfig, MupConfig
@@ -44,7 +44,7 @@ PROFILES, WSD = unused_if("profile.span", ()), used_if("schedule.name", "wsd")
 PHASES = Unused("there is no [[phase]]", lambda c: not c.phase)
 BY_TIME = Unused("checkpoint.interval is set", lambda c: c.checkpoint.interval is not None)
 VALIDATION = Unused("data.validation is empty", lambda c: c.evaluate.interval and not c.data.validation)
-TOKENIZER = Unused("there is no tokenizer", lambda c: c.data.tokenizer == "none" or c.data.synthetic)
+TOKENIZER = Unused("there is no tokenizer", lambda c: c.data.tokenizer == "none" or is_synthetic(c))
 
 
 def _first_and_last(steps: tuple[int, ...]) -> tuple[int, ...]:

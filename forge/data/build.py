@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.config import Config
-from forge.config.data import Stream
-from forge.config.phases import used_sources
+from forge.config.data import Stream, used_sources
 from forge.data.cache import BlockCache
 from forge.data.dataset import PackedDataset
 from forge.data.format import TokenDataset

@@ -42,6 +42,8 @@ _SET_BLOCKS = 64
 _SETS = 4096
 _IN_MEMORY = 64  # blocks
 _TOUCH_S = 3600.0
+_VERSION = 1  # of the layout
+_GIB = 16.0  # the limit of a new folder
 _SET = re.compile(r"\d{4}")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 NextUse = Callable[[np.ndarray], np.ndarray]
@@ -54,50 +56,73 @@ def default_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"forge-cache-{os.geteuid()}"
 
 
+def _layout(gib: float) -> dict[str, int]:
+    """Return the layout of a cache of at most `gib` GiB."""
+    blocks = max(1, int(gib * 2**30) // BLOCK_BYTES)
+    sets = min(_SETS, -(-blocks // _SET_BLOCKS))
+    return {"version": _VERSION, "sets": sets, "blocks_per_set": blocks // sets}
+
+
+def _read_layout(path: Path) -> dict[str, int] | None:
+    """Return the layout of an existing cache; None if there is none, or one of another version."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    is_ours = isinstance(found, dict) and found.keys() == _layout(_GIB).keys()
+    return found if is_ours and found["version"] == _VERSION else None
+
+
 class BlockCache:
     """A cache of blocks in `folder`, of at most `gib` GiB. A fetching thread may use one more block.
+
+    gib: None: the folder's present limit, and 16 for a new folder. Tools use this, so that they keep a run's blocks.
 
     Safe for threads and processes. Raises UserError if the folder cannot be used, or if another process uses the folder
     with another limit.
     """
 
-    def __init__(self, folder: Path | None = None, gib: float = 16.0):
+    def __init__(self, folder: Path | None = None, gib: float | None = None):
         self.folder = folder or default_folder()
-        blocks = max(1, int(gib * 2**30) // BLOCK_BYTES)
-        self._sets = min(_SETS, -(-blocks // _SET_BLOCKS))
-        self._set_blocks = blocks // self._sets
         self.next_uses: dict[str, NextUse] = {}
         """File key -> next uses of the file's blocks. Blocks of files without an entry are evicted first."""
         self._memory: OrderedDict[str, bytes] = OrderedDict()
         self._memory_lock = threading.Lock()
         self._has_warned, self._touched = False, -inf
-        layout = f'{{"version": 1, "sets": {self._sets}, "blocks_per_set": {self._set_blocks}}}\n'.encode()
         self._private = PrivateFolder(self.folder, "data.cache_dir", _is_unmarked_cache)
         try:
             self._lock = open(self.folder / "lock", "a+")  # noqa: SIM115
-            self._take(layout, gib)
+            layout = self._take(gib)
         except OSError as error:
             raise UserError(
                 f"data.cache_dir {self.folder}: cannot be used: {error.strerror}; name a folder on this machine's disk"
             ) from None
 
-    def _take(self, layout: bytes, gib: float) -> None:
-        """Lock the folder and write `layout` to its layout.json.
+        self._sets, self._set_blocks = layout["sets"], layout["blocks_per_set"]
+
+    def _take(self, gib: float | None) -> dict[str, int]:
+        """Lock the folder and return its layout, written to layout.json for a limit of `gib` GiB.
 
         A folder with another layout is emptied first. If another process uses that folder, raise UserError instead.
         """
-        path = self.folder / "layout.json"
+        path, layout = self.folder / "layout.json", _layout(_GIB if gib is None else gib)
         with suppress(BlockingIOError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not path.exists() or path.read_bytes() != layout:
+            there = _read_layout(path)
+            if there is None or (gib is not None and there != layout):
                 self._private.remove(_SET)
-                replace_atomically(path, layout)
+                replace_atomically(path, f"{json.dumps(layout)}\n".encode())
         fcntl.flock(self._lock, fcntl.LOCK_SH)
-        if path.read_bytes() != layout:
+        there = _read_layout(path)
+        if gib is None and there is not None:
+            return there
+        if there != layout:
+            limit = _GIB if gib is None else gib
             raise UserError(
-                f"data.cache_gib = {gib:g}: another run on this node uses data.cache_dir {self.folder} with another limit; "
-                "use the same limit, or another data.cache_dir"
+                f"data.cache_gib = {limit:g}: another run on this node uses data.cache_dir {self.folder} with another "
+                "limit; use the same limit, or another data.cache_dir"
             )
+        return layout
 
     def block(self, file: RemoteFile, number: int) -> bytes:
         """Return block `number` of `file`. The block is fetched once for all processes using the folder."""

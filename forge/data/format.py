@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge.data.array import Array, CheckedArray, RemoteArray, map_array
 from forge.data.cache import BlockCache
-from forge.data.packing import PlanFile
 from forge.runtime.errors import UserError, redact, unreadable
 from forge.runtime.files import is_url
 from forge.runtime.remote import BLOCK_BYTES, RemoteFile, join, read_whole
@@ -178,7 +177,7 @@ class TokenDataset:
             yield number, start - first, stop - first
             start, number = stop, number + 1
 
-    def open_file(self, record: PlanFile, dtype: np.dtype) -> Array:
+    def open_file(self, record: FileRecord, dtype: np.dtype) -> Array:
         """Return the content of a packing plan's file in the dataset's folder."""
         path = join(self.path, record.name)
         if self._cache is None:
@@ -264,6 +263,10 @@ class TokenDataset:
         for shard in index.shards:
             self._check_size(shard.token_file, shard.tokens, index.token_dtype)
             self._check_size(shard.document_file, shard.documents, START_DTYPE)
+            if shard.block_file is not None:
+                files = shard.token_file, shard.document_file
+                blocks = sum(-(-one.bytes // BLOCK_BYTES) for one in files)
+                self._check_size(shard.block_file, blocks, np.dtype(f"V{DIGEST_BYTES}"))
         totals = sum(s.tokens for s in index.shards), sum(s.documents for s in index.shards)
         if totals != (index.tokens, index.documents):
             raise UserError(

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from forge.data.format import DIGEST_BYTES, INDEX, FileRecord, TokenDataset, block_digest, read_index
-from forge.data.packing import PlanFile, PlanIndex
+from forge.data.packing import PlanIndex
 from forge.runtime.errors import FAILED, UserError
 from forge.runtime.files import is_url
 from forge.runtime.remote import BLOCK_BYTES
@@ -50,7 +50,7 @@ def check_files(dataset: str | Path) -> Iterator[FileCheck]:
         raise UserError(str(error), FAILED) if (folder / INDEX).exists() else error from None
     if not index.shards:
         raise UserError(f"{dataset}: nothing was checked: {INDEX} names no files")
-    work: list[tuple[Path, FileRecord | PlanFile, Path | None, int]] = []
+    work: list[tuple[Path, FileRecord, Path | None, int]] = []
     for shard in index.shards:
         sums = None
         if shard.block_file is not None:
@@ -60,13 +60,15 @@ def check_files(dataset: str | Path) -> Iterator[FileCheck]:
         work.append((folder / shard.token_file.name, shard.token_file, sums, 0))
         first = -(-shard.token_file.bytes // BLOCK_BYTES)
         work.append((folder / shard.document_file.name, shard.document_file, sums, first))
-    broken = []
+    broken: list[FileCheck] = []
+    plans: dict[Path, PlanIndex] = {}
     for path in sorted(folder.glob("packing-*.json")):
         try:
             plan = PlanIndex.model_validate_json(path.read_bytes())
         except (OSError, ValidationError):
             broken.append(FileCheck(path, 0, "cannot be read"))
             continue
+        plans[path] = plan
         work += [(folder / file.name, file, None, 0) for file in (plan.sequence_file, plan.piece_file)]
     damaged = len(broken)
     yield from broken
@@ -76,12 +78,15 @@ def check_files(dataset: str | Path) -> Iterator[FileCheck]:
             yield check
     if not damaged:
         try:
-            TokenDataset(folder)
+            fingerprint = TokenDataset(folder).fingerprint
         except UserError as error:  # numbers in dataset.json contradict each other
             raise UserError(str(error), FAILED) from None
+        for path, plan in plans.items():
+            if plan.dataset != fingerprint:
+                yield FileCheck(path, 0, "was made for other content of this dataset; pack it again")
 
 
-def _check(path: Path, record: FileRecord | PlanFile, sums: Path | None, first: int) -> FileCheck:
+def _check(path: Path, record: FileRecord, sums: Path | None, first: int) -> FileCheck:
     """Compare the file at `path` with its recorded size and SHA-256.
 
     sums: file with block checksums, to find damaged blocks; None: no such file. first: index in `sums` of this file's first

@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from forge.data.array import Array
+from forge.data.format import FileRecord
 from forge.runtime.errors import UserError
 from forge.runtime.files import is_url
 from forge.runtime.remote import join, read_whole
@@ -25,16 +26,6 @@ from forge.runtime.remote import join, read_whole
 PackingKind = Literal["best_fit", "document"]
 SEQUENCES = np.dtype("<u8")
 PIECES = np.dtype([("start", "<u8"), ("tokens", "<u4")])
-
-
-class PlanFile(BaseModel):
-    """One file of a plan: name, size in bytes and checksum, like `FileRecord`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str
-    bytes: int
-    sha256: str
 
 
 class PlanIndex(BaseModel):
@@ -57,8 +48,8 @@ class PlanIndex(BaseModel):
     cut_tokens: int
     lost_tokens: int
     padded: int
-    sequence_file: PlanFile
-    piece_file: PlanFile
+    sequence_file: FileRecord
+    piece_file: FileRecord
 
 
 def plan_name(kind: str, seq_len: int) -> str:
@@ -88,7 +79,7 @@ def open_plan(
     kind: str,
     seq_len: int,
     dataset: str,
-    open_file: Callable[[PlanFile, np.dtype], Array],
+    open_file: Callable[[FileRecord, np.dtype], Array],
 ) -> PackingPlan:
     """Open the plan of the dataset in `folder` for `kind` and `seq_len`.
 

@@ -138,8 +138,8 @@ class MetricsWriter(Hook):
     def restart_from(self, step: int, rollbacks: int, aside: bool = False) -> Path | None:
         """Remove the output of steps after `step` (-1: of all steps), because these steps are repeated.
 
-        Collective. rollbacks: number of roll-backs of the run so far. With `aside`, keep the old metrics.jsonl and return its new name. Raises UserError (exit 1) on all
-        ranks if metrics.jsonl cannot be cut.
+        Collective. rollbacks: number of roll-backs of the run so far. With `aside`, keep the old metrics.jsonl and
+        return its new name. Raises UserError (exit 1) on all ranks if metrics.jsonl cannot be cut.
         """
         self._restart_means()
         self._board.discard_after(max(step, 0))

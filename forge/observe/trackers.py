@@ -31,7 +31,16 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
 # Keys that decide a run's numbers. Keys not listed, such as the microbatch size, leave them equal up to rounding.
 NUMBERS = (
-    *("model.", "optimizer.", "schedule.", "data.sources", "phases", "run.seed", "train.steps", "train.tokens"),
+    *(
+        "model.",
+        "optimizer.",
+        "schedule.",
+        "data.sources",
+        "phases",
+        "run.seed",
+        "train.steps",
+        "train.tokens",
+    ),
     *("train.seq_len", "train.global_batch_size", "train.grad_clip_norm", "train.z_loss_coef"),
 )
 # Protects trackers.json: the trackers of a run share it, and each has its own thread.

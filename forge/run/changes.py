@@ -10,7 +10,8 @@ from typing import Any
 from forge.checkpoint import read_config, read_state, trained_config
 from forge.checkpoint.folders import step_name, steps
 from forge.config import Config, difference, parse_toml_text
-from forge.config.phases import used_sources, with_steps
+from forge.config.data import used_sources
+from forge.config.phases import with_steps
 from forge.optim import decay_start, learning_rate
 from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError

@@ -117,14 +117,14 @@ class Epochs(Hook):
 
     def before_run(self, step: int) -> None:
         train, progress, phases = self._trainer.config.train, self._trainer.progress, self._trainer.phases
-        dataset = self._trainer.data.dataset.following(self._trainer.batches.order)
-        last = progress.next_sample
-        so_far = epochs(dataset, last)
+        now = self._trainer.data.dataset.following(self._trainer.batches.order)
         ranges = phases.ranges(train.steps - step, progress.tokens)
-        for dataset, first, last in mixtures_ahead(dataset, ranges, last):
-            log_left_out(dataset, first, last)
-        check_caps(dataset, last)
-        log_epochs(so_far, epochs(dataset, last))
+        then, last = now, progress.next_sample
+        for dataset, first, end in mixtures_ahead(now, ranges, last):
+            log_left_out(dataset, first, end)
+            then, last = dataset, end
+        check_caps(then, last)
+        log_epochs(epochs(now, progress.next_sample), epochs(then, last))
 
     def after_result(self, result: StepResult) -> None:
         metrics, dataset = self._trainer.metrics, self._trainer.data.dataset

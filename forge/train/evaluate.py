@@ -45,10 +45,12 @@ class Evaluation(Hook):
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:
-    """Return `held_out_losses` of the trainer's model. Collective."""
-    return held_out_losses(
-        trainer.model, trainer.data.validation, trainer.config, trainer.meshes, trainer.device
-    )
+    """Return `held_out_losses` of the trainer's model, with the document mask of the last step. Collective."""
+    progress = trainer.progress
+    plan = trainer.phases.ended_at(progress.step, progress.tokens) if progress.step else trainer.plan
+    data = trainer.config.data.model_copy(update={"document_mask": plan.document_mask})
+    config = trainer.config.model_copy(update={"data": data})
+    return held_out_losses(trainer.model, trainer.data.validation, config, trainer.meshes, trainer.device)
 
 
 def held_out_losses(

@@ -45,6 +45,13 @@ YARN = '{kind = "yarn", factor = 2.0, original_max_position = 64, low_freq_facto
         (["--data.tokenizer=none"], "evaluate.sample_interval (there is no tokenizer)"),
         (['--data.sources=[{path = "synthetic"}]'], "data.tokenizer (all data.sources are synthetic)"),
         (["--data.mixture_block=99"], "data.mixture_block (there is one source)"),
+        (
+            [
+                '--data.sources=[{path="synthetic"},{path="synthetic",weight=0.0}]',
+                "--phase=[{weights=[2.0,0.0]}]",
+            ],
+            "data.tokenizer (all data.sources are synthetic)",
+        ),
         (["--data.cache_gib=99"], "data.cache_gib (no source is a URL)"),
         (["--data.on_max_epochs=refuse"], "data.on_max_epochs (no source has max_epochs)"),
         (["--data.at_cap=refuse"], "data.at_cap (replaced by data.on_max_epochs)"),
@@ -133,3 +140,10 @@ def test_used_keys_and_defaults_are_not_reported() -> None:
         == []
     )
     assert unused('--optimizer.no_decay=["*norm.weight", "*bias"]') == []
+
+
+def test_a_source_that_only_a_phase_reads_is_used() -> None:
+    sources = '--data.sources=[{path="synthetic"},{path="a.bin",dtype="uint16",eos_id=0,weight=0.0}]'
+    options = sources, "--data.mixture_block=99", "--evaluate.sample_interval=5"
+    assert any("data.mixture_block" in line for line in unused(*options))
+    assert unused(*options, "--phase=[{until_tokens=99},{weights=[1.0,1.0]}]") == []

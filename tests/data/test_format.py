@@ -116,6 +116,11 @@ DAMAGE = {
         "has 57 bytes, but .* 80",
     ),
     "truncated documents": (lambda f: (f / "documents-00000.bin").write_bytes(b"x" * 8), "documents-00000"),
+    "empty checksums": (
+        lambda f: (f / "blocks-00000.bin").write_bytes(b""),
+        r"blocks-00000\.bin: has 0 bytes",
+    ),
+    "torn checksums": (lambda f: (f / "blocks-00000.bin").write_bytes(b"x" * 9), r"blocks-.*: has 9 bytes"),
 }
 
 

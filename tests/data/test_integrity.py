@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -137,7 +138,16 @@ def test_the_plan_of_a_packing_is_checked(tmp_path, capsys) -> None:
     flip(pieces, 4)
     code, out, _ = verify(capsys, tmp_path / "set")
     assert code == FAILED and out.startswith(f"{pieces}: has another SHA-256")
-    (tmp_path / "set" / "packing-best_fit-64.json").write_text("{")
+    flip(pieces, 4)
+    plan = tmp_path / "set" / "packing-best_fit-64.json"
+    content = plan.read_text()
+    plan.write_text(re.sub(r'("dataset": ")[0-9a-f]{8}', r"\g<1>00000000", content))
+    code, out, _ = verify(capsys, tmp_path / "set")
+    assert code == FAILED and f"{plan}: was made for other content of this dataset" in out
+    plan.write_text(content.replace(f'"{pieces.name}"', '"/dev/zero"'))
+    code, out, _ = verify(capsys, tmp_path / "set")
+    assert code == FAILED and "packing-best_fit-64.json: cannot be read" in out
+    plan.write_text("{")
     code, out, _ = verify(capsys, tmp_path / "set")
     assert code == FAILED and "packing-best_fit-64.json: cannot be read" in out
 

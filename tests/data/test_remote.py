@@ -285,6 +285,18 @@ def test_another_limit_on_a_folder_in_use_is_refused_and_otherwise_clears_it(sto
     assert not any((tmp_path / "cache").glob("[0-9]*"))
 
 
+@pytest.mark.parametrize("in_use", [True, False])
+def test_a_tool_without_a_limit_keeps_the_blocks_and_the_limit_of_a_run(store, tmp_path, in_use) -> None:
+    first = opened(store, tmp_path, 1.0)
+    first.read(0, 10)
+    if not in_use:
+        first._cache._lock.close()
+    kept = sorted((tmp_path / "cache").glob("[0-9]*/*"))
+    tool = BlockCache(tmp_path / "cache")
+    assert sorted((tmp_path / "cache").glob("[0-9]*/*")) == kept != []
+    assert (tool._sets, tool._set_blocks) == (first._cache._sets, first._cache._set_blocks)
+
+
 def test_a_long_wait_is_reported_with_its_cause(store, tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(read_ahead, "STALL_S", 0.01)
     source = opened(store, tmp_path)

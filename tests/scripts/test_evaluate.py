@@ -58,6 +58,7 @@ LAYOUTS = {
     "zero1": (2, ["--parallel.data_parallel=zero1"]),
     "documents apart": (1, ["--data.document_mask=true"]),
     "a phase with another window": (1, ["--model.sliding_window=4", "--phase=[{sliding_window=24}]"]),
+    "a phase with documents apart": (1, ["--phase=[{document_mask=true}]"]),
 }
 
 

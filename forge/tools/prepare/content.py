@@ -51,6 +51,12 @@ def plain_name(path: str) -> str:
     return path[: -len(Path(path).suffix)] if path.endswith(COMPRESSED) else path
 
 
+def may_hold_many(path: str) -> bool:
+    """Return whether a file of this name may hold more than one document. Its content need not be readable."""
+    name = plain_name(path)
+    return name != path or name.endswith((*_LINES, ".json", ".parquet")) or not Path(name).suffix
+
+
 def recognise(path: str, key: str, size: int, text_key: str) -> File:
     """Return the file with its kind and compression.
 
@@ -58,15 +64,16 @@ def recognise(path: str, key: str, size: int, text_key: str) -> File:
     JSON lines if its name ends in .jsonl or .ndjson, or if its first line is an object with `text_key`. A .json file is also
     JSON lines if each of its first two lines is an object. Other files are text.
 
-    An unreadable file counts as text; `read_documents` reports the error. Raises UserError if a package for reading the
-    file is missing.
+    `read_documents` reports the error of an unreadable file, which counts as JSON lines if it may hold many documents.
+    Raises UserError if a package for reading the file is missing.
     """
     name = plain_name(path)
-    file = File(path, key, size, "lines" if name.endswith(_LINES) else "text")
+    is_parquet = name.endswith(".parquet")
+    file = File(path, key, size, "parquet" if is_parquet else "lines" if name.endswith(_LINES) else "text")
     try:
         with open_binary(path) as content:
             magic = content.read(4)
-        if magic == b"PAR1" or name.endswith(".parquet"):
+        if is_parquet or magic == b"PAR1":
             file = file._replace(kind="parquet")
         elif magic[:2] == b"\x1f\x8b":
             file = file._replace(compression="gzip")
@@ -78,7 +85,8 @@ def recognise(path: str, key: str, size: int, text_key: str) -> File:
         if may_be_lines and _begins_with_lines(file, text_key):
             file = file._replace(kind="lines")
     except UNREADABLE:
-        pass  # read_documents reports the error
+        if file.kind == "text" and may_hold_many(path):
+            file = file._replace(kind="lines")
     return file
 
 

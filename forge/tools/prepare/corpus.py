@@ -13,7 +13,15 @@ from pathlib import Path
 from forge.runtime.errors import UserError
 from forge.runtime.files import is_url
 from forge.runtime.remote import find_objects
-from forge.tools.prepare.content import COMPRESSED, File, open_binary, open_content, plain_name, recognise
+from forge.tools.prepare.content import (
+    COMPRESSED,
+    File,
+    may_hold_many,
+    open_binary,
+    open_content,
+    plain_name,
+    recognise,
+)
 from forge.tools.prepare.documents import Bad, reason_of
 from forge.tools.prepare.sample import Piece, sample, whole
 
@@ -73,18 +81,20 @@ def find_corpus(
     max_bytes: int | None = None,
     text_key: str = "text",
     option: str = "--input",
+    output: Path | None = None,
 ) -> Corpus:
     """Find all files below `inputs`, drop copies, and sample `max_bytes` of their text (see `sample`; None: take all).
 
     In a directory, files with one of the `extensions` count, compressed (.gz, .zst) or not. A .json file counts only if it
     has JSON lines. The search skips hidden directories, __pycache__, links to directories, and links to files outside of
     the directory. An input that is itself a file counts with any extension. If text files have equal content, or several
-    paths lead to one file, only the first is kept. option: command-line option named in messages.
+    paths lead to one file, only the first is kept. option: command-line option named in messages. output: the folder of
+    the result, which is skipped below an input.
 
     Raises UserError if an input is missing or unreadable, if no file is found, or if a package for reading a file is
     missing.
     """
-    files, corpus = _list_files(inputs, extensions, text_key, option)
+    files, corpus = _list_files(inputs, extensions, text_key, option, output)
     kept = _drop_copies(files)
     found = taken = sum(file.size for file in kept)
     pieces = [whole(file) for file in kept]
@@ -102,7 +112,7 @@ def find_corpus(
 
 
 def _list_files(
-    inputs: Sequence[str | Path], extensions: Sequence[str], text_key: str, option: str
+    inputs: Sequence[str | Path], extensions: Sequence[str], text_key: str, option: str, output: Path | None
 ) -> tuple[list[File], Corpus]:
     """Return the files to read, and a Corpus with only the unreadable and the skipped files filled in."""
     files: list[File] = []
@@ -119,7 +129,7 @@ def _list_files(
         if not os.access(root, os.R_OK):
             raise UserError(f"{option} {given}: cannot be read (permission denied)")
         is_named, inside = root.is_file(), os.path.join(os.path.realpath(root), "")
-        for path, key in [(str(root), root.name)] if is_named else _walk(root, corpus.unreadable):
+        for path, key in [(str(root), root.name)] if is_named else _walk(root, corpus.unreadable, output):
             if not is_named and not key.endswith(endings):
                 corpus.passed_over[_extension(key)] += 1
                 continue
@@ -133,9 +143,15 @@ def _list_files(
             try:
                 status = os.stat(real)
             except OSError as error:  # a dangling link
-                corpus.unreadable.append(Bad(key, reason_of(error)))
+                corpus.unreadable.append(Bad(key, reason_of(error), many=may_hold_many(path)))
                 continue
-            if not stat.S_ISREG(status.st_mode) or not status.st_size:
+            if not stat.S_ISREG(status.st_mode):
+                continue
+            if not status.st_size:
+                if key.endswith(
+                    (".parquet", *COMPRESSED)
+                ):  # formats without empty files: a copy was interrupted
+                    corpus.unreadable.append(Bad(key, "is empty", many=True))
                 continue
             _add(recognise(path, key, status.st_size, text_key), is_named, files, corpus)
     return files, corpus
@@ -190,15 +206,25 @@ def _refuse_array(file: File) -> None:
         )
 
 
-def _walk(root: Path, unreadable: list[Bad]) -> list[tuple[str, str]]:
-    """Return (path, key) of the files below `root`, sorted by key. Add unreadable folders to `unreadable`."""
+def _walk(root: Path, unreadable: list[Bad], output: Path | None) -> list[tuple[str, str]]:
+    """Return (path, key) of the files below `root` and not below `output`, sorted by key.
+
+    Adds unreadable folders to `unreadable`.
+    """
+    own = os.path.realpath(output) if output is not None else None
 
     def failed(error: OSError) -> None:
         unreadable.append(Bad(str(error.filename), reason_of(error), many=True))
 
     found = []
     for folder, folders, names in os.walk(root, onerror=failed):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name != "__pycache__"
+            and os.path.realpath(os.path.join(folder, name)) != own
+        ]
         for name in names:
             path = os.path.join(folder, name)
             found.append((path, Path(path).relative_to(root).as_posix()))

@@ -87,9 +87,8 @@ def dataset_of_run(config: Config, last: int) -> PackedDataset:
         known = [Rollback(**one) for one in json.loads(directory.rollbacks.read_text())]
         progress.pass_over([*known, *(one for one in progress.rollbacks if one not in known)])
     ahead = Phases(config).ranges(max(1, last - progress.step), progress.tokens)
-    dataset = dataset.following(progress.order)
-    for dataset, _, _ in mixtures_ahead(dataset, ahead, progress.next_sample):
-        pass  # the last one has the order of all steps
+    mixtures = mixtures_ahead(dataset.following(progress.order), ahead, progress.next_sample)
+    *_, (dataset, _, _) = mixtures  # the last one has the order of all steps
     for first, end in dataset.order.gaps:
         print(f"{directory.root}: samples {first} to {end - 1} are skipped", file=sys.stderr)
     for segment in dataset.order.segments[1:]:

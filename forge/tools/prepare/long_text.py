@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 from forge.data.tokenizer import Tokenizer
+from forge.runtime.errors import FAILED, UserError
 from forge.tools.prepare.content import File, open_binary
 from forge.tools.prepare.documents import Bad, reason_of, whole_characters
 
@@ -85,28 +86,37 @@ def read_part(part: TextPart, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the part as texts of limited size. Their ids, in order, are the ids of the part.
 
     A part begins at its first allowed cut; the part before yields the text up to this cut. A part without an allowed cut
-    yields nothing.
+    yields nothing. Raises UserError (exit 1) if the file has changed since `check_text`.
     """
-    with open_binary(part.file.path) as content:
-        begin, end = (
-            _find_cut(content, place, part.file.size, tokenizer) for place in (part.begin, part.end)
-        )
-        while begin < end:
-            stop = min(_find_cut(content, begin + _AT_ONCE, part.file.size, tokenizer), end)
-            content.seek(begin)
-            yield content.read(stop - begin).decode("utf-8" if begin else "utf-8-sig")
-            begin = stop
+    file = part.file
+    with open_binary(file.path) as content:
+        try:
+            begin, end = (_find_cut(content, place, file.size, tokenizer) for place in (part.begin, part.end))
+            while begin < end:
+                stop = min(_find_cut(content, begin + _AT_ONCE, file.size, tokenizer), end)
+                content.seek(begin)
+                data = content.read(stop - begin)
+                if len(data) < stop - begin:
+                    raise EOFError
+                yield data.decode("utf-8" if begin else "utf-8-sig")
+                begin = stop
+        except (EOFError, UnicodeDecodeError):
+            message = f"{file.key}: has changed while it was read; run the same command again"
+            raise UserError(message, FAILED) from None
 
 
 def _find_cut(content: BinaryIO, place: int, size: int, tokenizer: Tokenizer) -> int:
     """Return the first position, at byte `place` or later, at which a cut leaves the text's ids unchanged.
 
-    The positions 0 and `size`, the ends of the text, always qualify.
+    The positions 0 and `size`, the ends of the text, always qualify. Raises EOFError if the file is shorter.
     """
     while 0 < place < size:
         begin = max(0, place - 8)  # begin early enough for a whole character before `place`
         content.seek(begin)
-        data, begin = whole_characters(content.read(_WINDOW), begin)
+        data = content.read(_WINDOW)
+        if len(data) < min(_WINDOW, size - begin):
+            raise EOFError
+        data, begin = whole_characters(data, begin)
         text = data.decode()
         before = len(data[: place - begin].decode(errors="ignore"))
         cut = tokenizer.cut(text, before)

@@ -10,19 +10,22 @@ sequence has train.seq_len + 1 tokens, because its last token is only a label.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import socket
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
-from forge.data.format import START_DTYPE, TokenDataset
-from forge.data.packing import PIECES, SEQUENCES, PackingKind, PlanFile, PlanIndex, open_plan, plan_name
+from forge.data.format import START_DTYPE, FileRecord, TokenDataset
+from forge.data.packing import PIECES, SEQUENCES, PackingKind, PlanIndex, open_plan, plan_name
 from forge.runtime.errors import UserError
-from forge.runtime.files import replace_atomically, sync_folder
+from forge.runtime.files import sync_folder
 from forge.runtime.remote import join
 
 WINDOW = 1 << 17
@@ -39,10 +42,18 @@ def pack(folder: Path, kind: PackingKind, seq_len: int, window: int = WINDOW) ->
     path = folder / f"{plan_name(kind, seq_len)}.json"
     if path.exists():
         return open_plan(folder, kind, seq_len, dataset.fingerprint, dataset.open_file).index
-    capacity, name = seq_len + 1, plan_name(kind, seq_len)
+    _remove_leftovers(folder, path.stem)
+    with ExitStack() as files:
+        return _pack(dataset, kind, seq_len, window, files, path)
+
+
+def _pack(
+    dataset: TokenDataset, kind: PackingKind, seq_len: int, window: int, files: ExitStack, path: Path
+) -> PlanIndex:
+    folder, name, capacity = path.parent, path.stem, seq_len + 1
     counts = dict.fromkeys(("sequences", "pieces", "tokens", "cut_documents", "cut_tokens", "lost_tokens"), 0)
     sequence_file, piece_file = (
-        _AtomicFile(folder / f"{name}-{what}.bin") for what in ("sequences", "pieces")
+        files.enter_context(_AtomicFile(folder / f"{name}-{what}.bin")) for what in ("sequences", "pieces")
     )
     for starts, lengths in _documents(dataset, window):
         long = lengths > capacity
@@ -56,14 +67,14 @@ def pack(folder: Path, kind: PackingKind, seq_len: int, window: int = WINDOW) ->
             firsts = np.arange(len(pieces), dtype=SEQUENCES)
         else:
             pieces, firsts = best_fit(pieces, capacity)
-        sequence_file.write((firsts + counts["pieces"]).astype(SEQUENCES))
-        piece_file.write(pieces)
+        sequence_file.write((firsts + counts["pieces"]).astype(SEQUENCES).tobytes())
+        piece_file.write(pieces.tobytes())
         counts["sequences"] += len(firsts)
         counts["pieces"] += len(pieces)
         counts["tokens"] += int(pieces["tokens"].sum())
     if not counts["sequences"]:
         raise UserError(f"{folder}: has no document of two tokens or more, so no sequence; prepare more text")
-    sequence_file.write(np.array([counts["pieces"]], SEQUENCES))
+    sequence_file.write(np.array([counts["pieces"]], SEQUENCES).tobytes())
     content = counts | {
         "kind": kind,
         "seq_len": seq_len,
@@ -74,7 +85,10 @@ def pack(folder: Path, kind: PackingKind, seq_len: int, window: int = WINDOW) ->
     }
     index = PlanIndex.model_validate(content)
     sync_folder(folder)
-    replace_atomically(path, index.model_dump_json(indent=1).encode() + b"\n")
+    index_file = files.enter_context(_AtomicFile(path))
+    index_file.write(index.model_dump_json(indent=1).encode() + b"\n")
+    index_file.close()
+    sync_folder(folder)
     return index
 
 
@@ -148,8 +162,26 @@ def _documents(dataset: TokenDataset, window: int) -> Iterator[tuple[np.ndarray,
     yield waiting, np.diff(waiting, append=dataset.tokens)
 
 
+def _remove_leftovers(folder: Path, name: str) -> None:
+    """Remove the temporary files of the plan `name` that ended processes of this host have left."""
+    for path in folder.glob(f".{name}*.{glob.escape(socket.gethostname())}-*"):
+        process = path.name.rpartition("-")[2]
+        if process.isdecimal() and not _is_running(int(process)):
+            path.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's process
+    return True
+
+
 class _AtomicFile:
-    """A file with a temporary name. `close` syncs it to disk and renames it.
+    """A file with a temporary name. `close` syncs it to disk and renames it; without `close`, the file is removed.
 
     The temporary name is of this process, because others may be packing the same dataset. All write the same content.
     """
@@ -160,15 +192,22 @@ class _AtomicFile:
         self._file = open(self._partial, "wb")  # noqa: SIM115
         self._digest = hashlib.sha256()
 
-    def write(self, values: np.ndarray) -> None:
-        data = values.tobytes()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # a full disk: closing writes the rest
+            self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def write(self, data: bytes) -> None:
         self._file.write(data)
         self._digest.update(data)
 
-    def close(self) -> PlanFile:
+    def close(self) -> FileRecord:
         self._file.flush()
         os.fsync(self._file.fileno())
         size = self._file.tell()
         self._file.close()
         self._partial.replace(self._path)
-        return PlanFile(name=self._path.name, bytes=size, sha256=self._digest.hexdigest())
+        return FileRecord(name=self._path.name, bytes=size, sha256=self._digest.hexdigest())

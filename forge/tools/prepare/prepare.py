@@ -267,7 +267,9 @@ def _check_input(request: Request, tokenizer: Tokenizer) -> None:
 
 
 def _find_chunks(request: Request, tokenizer: Tokenizer) -> tuple[list[Chunk], Corpus]:
-    corpus = find_corpus(request.inputs, request.extensions, request.max_bytes, request.text_key)
+    corpus = find_corpus(
+        request.inputs, request.extensions, request.max_bytes, request.text_key, output=request.output
+    )
     # Quality rules judge whole texts, so with these no text is cut.
     return _cut(corpus, tokenizer, request.holdout, cut_texts=not request.quality.is_on)
 

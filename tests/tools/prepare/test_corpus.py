@@ -4,6 +4,8 @@ import os
 import pytest
 
 from forge.runtime.errors import UserError
+from forge.tools.prepare import content as content_module
+from forge.tools.prepare import documents as documents_module
 from forge.tools.prepare.content import File
 from forge.tools.prepare.corpus import find_corpus
 from forge.tools.prepare.documents import Bad, read_documents
@@ -41,6 +43,50 @@ def test_copies_links_and_empty_files_are_left_out(tmp_path):
     corpus = find_corpus([tmp_path, tmp_path / "sub"])
     assert keys(corpus) == ["a.txt", "c.txt", "sub/e.txt"] and corpus.duplicates == 1
     assert [bad.where for bad in corpus.unreadable] == ["dead.txt"]
+
+
+def test_the_output_below_an_input_is_skipped(tmp_path):
+    write(
+        tmp_path / "in", a_dot_txt="text", out__metadata_dot_jsonl='{"text": "x"}\n', outer__b_dot_txt="more"
+    )
+    (tmp_path / "link").symlink_to(tmp_path / "in" / "out")
+    for output in (tmp_path / "in" / "out", tmp_path / "link"):
+        corpus = find_corpus([tmp_path / "in"], output=output)
+        assert keys(corpus) == ["a.txt", "outer/b.txt"] and not corpus.passed_over
+
+
+@pytest.mark.parametrize(
+    ("name", "many"),
+    [
+        *(("a.parquet", True), ("a.jsonl", True), ("a.json", True), ("a.json.gz", True), ("a.txt.zst", True)),
+        *(("a.txt", False), ("a.md", False), ("a.py", False)),
+    ],
+)
+@pytest.mark.parametrize("fault", ["disk", "link", "empty"])
+def test_an_unreadable_file_that_may_hold_many_documents_counts_as_many(
+    tmp_path, monkeypatch, name, many, fault
+):
+    write(tmp_path, b_dot_txt="readable")
+    if fault == "link":
+        os.symlink(tmp_path / "nowhere", tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(b"" if fault == "empty" else b"text")
+
+    def failing(path):
+        if path.endswith(name):
+            raise OSError(5, "Input/output error")
+        return open(path, "rb")
+
+    for module in (content_module, documents_module) if fault == "disk" else ():
+        monkeypatch.setattr(module, "open_binary", failing)
+    corpus = find_corpus([tmp_path])
+    bad = [*corpus.unreadable]
+    for piece in corpus.pieces:
+        bad += [found for found in read_documents(piece, "text") if isinstance(found, Bad)]
+    if fault == "empty" and not name.endswith((".gz", ".zst", ".parquet")):
+        assert not bad
+    else:
+        assert [(one.where, one.many) for one in bad] == [(name, many)]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,24 @@ def test_parts_have_each_character_once_and_the_ids_of_the_whole(tmp_path, model
         )
 
 
+@pytest.mark.parametrize("left", [0, 1, 700, 2999])
+def test_a_text_that_shrinks_or_changes_while_it_is_read_is_refused(tmp_path, model, monkeypatch, left):
+    monkeypatch.setattr(long_text, "_AT_ONCE", 100)
+    file = text_file(tmp_path, "a word " * 500)
+    parts = list(text_parts(file, 1000, "train"))
+    with open(file.path, "r+b") as content:
+        content.truncate(left)
+        if left == 2999:
+            content.write(b"\xff" * 501)  # as long as before, but not UTF-8
+    for tokenizer in (load_tokenizer(model), ByteTokenizer()):
+        with pytest.raises(
+            UserError, match=r"^long\.txt: has changed while it was read; run the same"
+        ) as found:
+            for part in parts:
+                list(read_part(part, tokenizer))
+        assert found.value.exit_code == 1
+
+
 @pytest.mark.processes
 def test_a_dataset_does_not_depend_on_the_parts_and_no_worker_sees_the_whole(tmp_path, model, monkeypatch):
     """Two large files with a byte order mark, one of them held out."""

@@ -1,3 +1,6 @@
+import errno
+import socket
+import subprocess
 from collections import Counter
 
 import numpy as np
@@ -10,6 +13,7 @@ from forge.data.dataset import PackedDataset
 from forge.data.format import TokenDataset
 from forge.data.loader import IGNORE, Loader
 from forge.runtime.errors import UserError
+from forge.tools.prepare import pack as pack_module
 from forge.tools.prepare.pack import best_fit, cut, describe_plan, pack
 from tests.support.streams import Counting, write_documents
 
@@ -124,6 +128,31 @@ def test_another_packing_is_other_data_to_a_resumed_run(tmp_path) -> None:
         for kind in ("stream", "best_fit", "document")
     }
     assert len(set(found.values())) == 3 and found["stream"] == dataset.fingerprint
+
+
+def test_a_failed_packing_leaves_no_files_and_the_next_removes_those_of_a_killed_one(
+    tmp_path, monkeypatch
+) -> None:
+    dataset = write_documents(tmp_path / "set", [30] * 20)
+    before = set(dataset.path.iterdir())
+    with monkeypatch.context() as patched:
+        patched.setattr(pack_module.os, "fsync", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            pack(dataset.path, "best_fit", S)
+    assert set(dataset.path.iterdir()) == before
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    host = socket.gethostname()
+    names = [f".packing-best_fit-{S}-pieces.bin.{host}-{ended.pid}", f".packing-best_fit-{S}.json.{host}-1"]
+    for name in names:
+        (dataset.path / name).write_bytes(b"half")
+    pack(dataset.path, "best_fit", S)
+    assert not (dataset.path / names[0]).exists()
+    assert (dataset.path / names[1]).exists(), "the process with this number is running"
+
+
+def full_disk(_: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_missing_damaged_or_foreign_plan_is_refused(tmp_path) -> None:
