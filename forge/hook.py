@@ -137,7 +137,10 @@ class Hook:
         """Before a checkpoint of `step` is made. Flush your files, because a killed run resumes at this step."""
 
     def after_save(self, step: int) -> None:
-        """After the checkpoint of `step` is complete and on disk. Training may already have made later steps."""
+        """After the checkpoint of `step` is complete and on disk. Training may already have made later steps.
+
+        With `checkpoint.mode = "async"`, ranks call it after different steps, so it must not call collectives.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return this hook's state for the checkpoint, as a dict that JSON can encode.

@@ -107,8 +107,14 @@ def sweep(root: Path) -> None:
             _remove(path)
 
 
+def remove_links(root: Path) -> None:
+    """Remove the links that the mirror of an ended process has left. Call before this process makes a `Mirror`."""
+    for path in root.glob(".mirrored-step-*"):
+        _remove(path)
+
+
 def prune(root: Path, keep_last: int, keep_every: int, step: int = -1) -> None:
-    """Remove old checkpoints. Keep the newest `keep_last` (0: all), and steps divisible by `keep_every` (0: none).
+    """Remove old checkpoints. Keep the newest `keep_last` (0: all), steps divisible by `keep_every` (0: none), and links.
 
     step: the last saved step, for fault injection. Raises OSError if a manifest cannot be removed.
     """
@@ -120,6 +126,8 @@ def prune(root: Path, keep_last: int, keep_every: int, step: int = -1) -> None:
         if not kept or old >= kept[0] or (keep_every and old % keep_every == 0):
             continue
         path, removed = root / step_name(old), _unused(root / f".pruned-{step_name(old)}")
+        if path.is_symlink():
+            continue  # a user's link, perhaps to another run's checkpoint
         # Remove the manifest first: if the process dies afterwards, the folder no longer counts as a checkpoint.
         (path / MANIFEST).unlink(missing_ok=True)
         fault_point("save.during_prune", step)

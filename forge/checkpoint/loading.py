@@ -85,7 +85,8 @@ def load(
 
     Raises UserError with exit code 2 on every rank if the checkpoint lacks a requested tensor, if a shape differs, or if a
     requested section of the checkpoint has a tensor that no rank requests. A tensor whose last name component is in
-    `unused` need not be requested. Raises UserError with exit code 77 if a rank cannot read the checkpoint.
+    `unused` need not be requested. Raises UserError with exit code 77 if a rank cannot read the checkpoint,
+    and RanksFailed (exit 1) if a rank's memory or disk is full.
     """
     reader = TensorReader(path)
     wanted = {name: pair for name, pair in tensors.items() if pair[0].global_shape.numel()}
@@ -96,6 +97,8 @@ def load(
             fetch(on_every_rank("planning what to read", lambda: reader.files_of(wanted), group))
         on_every_rank("reading tensors", lambda: _read(reader, wanted), group)
     except RanksFailed as error:
+        if error.cause in (Cause.DISK_FULL, Cause.OUT_OF_MEMORY):
+            raise  # the checkpoint is intact
         raise UserError(f"checkpoint {path} cannot be loaded: {error}", NO_CHECKPOINT) from error
 
 

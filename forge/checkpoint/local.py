@@ -95,6 +95,9 @@ class LocalTier:
             sent[name] += 1
             transfers.append(Transfer(name, self._files[name]["size"], source[target % len(source)], target))
 
+        size = sum(one.size for one in transfers if nodes.node_of(one.target) == nodes.own)
+        on_every_rank("making room for local states", lambda: require_room(folder, size), self._group)
+
         def bring() -> None:
             for name in exchange(folder, transfers, nodes.rank, self._group):
                 if entry(folder / name) != self._files[name]:

@@ -60,8 +60,6 @@ class Mirror:
         self._lock = threading.Lock()
         self._waiting: Path | None = None  # the links of a copy that has not begun
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        for left in root.glob(".mirrored-step-*"):
-            shutil.rmtree(left)
         self._thread = threading.Thread(target=self._run, name="forge-mirror", daemon=True)
         self._thread.start()
 
@@ -186,8 +184,10 @@ class Mirror:
         folder = join(self._url, folders.step_name(step))
         try:
             self._files.rm_file(join(folder, MANIFEST))
-            if recursive:
-                self._files.rm(folder, recursive=True)
+            if recursive and folder.startswith("file://"):
+                shutil.rmtree(self._files._strip_protocol(folder))
+            elif recursive:  # by literal names, because `rm` would expand a * in the run's name
+                _each(self._files.rm_file, list(find_objects(folder)), self._given_up)
         except Exception as error:  # e.g. a store that forbids removal
             message = "%s: step %d could not be removed: %s"
             log.warning(message, self._url, step, error, extra=Cause.NOT_REMOVED.mark)
@@ -212,16 +212,20 @@ class Mirror:
         self._steps = steps
 
 
-def restore(url: str, root: Path, after: int = -1) -> int | None:
+def restore(
+    url: str, root: Path, after: int = -1, is_abandoned: Callable[[Path], bool] = lambda _: False
+) -> int | None:
     """Copy the newest checkpoint of a step after `after` from the mirror at `url` into `root`.
 
-    Return its step, or None if the mirror has none.
+    Return its step, or None if the mirror has none. is_abandoned: whether a copied folder is of a branch that the run has
+    left; such copies are passed over.
 
     An incomplete or damaged copy is logged as an error and skipped. The mirror is not changed. Raises UserError with exit
     code 77 if no copy is usable. Raises UserError with exit code 1 if the store does not answer or `root` has too little
     room; the same command can then be repeated.
     """
     steps = [step for step in copied_steps(url) if step > after]
+    damaged = list(steps)
     for step in reversed(steps):
         source = join(url, folders.step_name(step))
         log.warning("restoring step %d from %s into %s", step, source, root, extra=Cause.NOTE.mark)
@@ -240,12 +244,17 @@ def restore(url: str, root: Path, after: int = -1) -> int | None:
                 FAILED,
                 cause_of(error),
             ) from error
+        if is_abandoned(partial):
+            log.warning("%s is of a branch that a roll-back has left", source, extra=Cause.NOTE.mark)
+            shutil.rmtree(partial, ignore_errors=True)
+            damaged.remove(step)
+            continue
         partial.rename(root / folders.step_name(step))
         sync_folder(root)
         return step
-    if steps:
+    if damaged:
         raise UserError(
-            f"checkpoint.mirror = {url}: none of its checkpoints {steps} can be used; see the log. To begin a new "
+            f"checkpoint.mirror = {url}: none of its checkpoints {damaged} can be used; see the log. To begin a new "
             "history, use another run.name",
             NO_CHECKPOINT,
         )

@@ -155,11 +155,12 @@ os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, aft
 class TimeLimit:
     """The time limit of a process, which must save and end within `limit_s` seconds after `began` (monotonic clock).
 
-    limit_s 0: no limit. `enter` listens to the run's phases, to measure the durations of steps and evaluations.
+    waits_s: the longest wait after the last save. `enter` listens to the run's phases, to measure the durations of steps
+    and evaluations.
     """
 
-    def __init__(self, limit_s: float, began: float):
-        self._limit_s, self._began = limit_s, began
+    def __init__(self, limit_s: float, began: float, waits_s: float = 0.0):
+        self._limit_s, self._began, self._waits_s = limit_s, began, waits_s
         self._phase, self._since = "", began
         self._recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=10))
 
@@ -171,10 +172,8 @@ class TimeLimit:
 
     def near(self, save_s: float) -> bool:
         """Return whether the run must stop now. save_s: duration of the slowest save so far in seconds; 0: no save yet."""
-        if not self._limit_s:
-            return False
         # In the worst case a save is in flight, and the final save has to wait for it.
         saves = 2 * save_s if save_s else min(UNKNOWN_SAVE * self._limit_s, UNKNOWN_SAVE_S)
         steps = STEPS * sum(max(self._recent[phase], default=0.0) for phase in ("data", "step"))
-        reserve = saves + steps + max(self._recent["evaluation"], default=0.0)
+        reserve = saves + steps + max(self._recent["evaluation"], default=0.0) + self._waits_s
         return time.monotonic() - self._began + reserve >= self._limit_s

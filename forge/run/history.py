@@ -82,6 +82,7 @@ class History:
         rolled_back = len(trainer.progress.rollbacks)
         metrics = trainer.metrics.restart_from(start.kept, rolled_back, aside=start.replaces)
         if names or metrics:
-            reporter.event(Cause.SET_ASIDE, checkpoints=names, metrics=metrics and metrics.name)
+            aside = metrics and metrics.name
+            reporter.event(Cause.SET_ASIDE, checkpoints=names, metrics=aside, kept=start.kept)
         write_origin(reporter.directory, start.origin)
         trainer.open_data()

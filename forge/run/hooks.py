@@ -13,13 +13,13 @@ from forge.data.steps import mixtures_ahead
 from forge.hook import Hook, StepResult
 from forge.observe.hardware import process_age_s
 from forge.observe.profile import StepProfiler
-from forge.observe.trackers import require_packages
+from forge.observe.trackers import PATIENCE_S, require_packages
 from forge.resilience.elastic import is_elastic
 from forge.resilience.stopping import TimeLimit
 from forge.resilience.stragglers import Stragglers
 from forge.run.nodes import Recovery
 from forge.run.save import Saves
-from forge.run.tiers import LocalSaves, MirrorSaves
+from forge.run.tiers import MIRROR_AT_STOP_S, LocalSaves, MirrorSaves
 from forge.runtime.causes import Cause
 from forge.runtime.errors import UserError
 from forge.runtime.fault import fault_point
@@ -141,7 +141,10 @@ class StopBeforeTimeLimit(Hook):
         self._limit_s = trainer.config.resilience.time_limit_s
         # The limit counts from the launch of the run's first process. The launcher may have restarted this process.
         launched = time.monotonic() - process_age_s(trainer.reporter.world.first_process)
-        self._limit = TimeLimit(self._limit_s, launched)
+        config = trainer.config
+        waits_s = MIRROR_AT_STOP_S if config.checkpoint.mirror else 0.0
+        waits_s += sum(PATIENCE_S for where in config.metrics.trackers.values() if where)
+        self._limit = TimeLimit(self._limit_s, launched, waits_s)
         trainer.reporter.phases.listen(self._limit.enter)
 
     def after_data(self, step: int) -> None:

@@ -187,7 +187,7 @@ def _train(
         torch.use_deterministic_algorithms(True)
     earlier = Earlier()
     if world.rank == 0:
-        earlier = read_earlier(directory, {} if world.restarted else reporter.before)
+        earlier = read_earlier(directory, reporter.before, world.restarted)
     reporter.running()
     reporter.started(vars(degrees))
     report_nodes(reporter)
@@ -211,10 +211,12 @@ def _train(
             done = f"step {point.step} of {config.train.steps}"
             key = "train.tokens" if config.train.tokens else "train.steps"
             log.info("%s is finished: %s. Raise %s to continue.", config.run.name, done, key)
+            tiers.follow(start)
             finish_mirror(config, checkpoints, point.step)
             return None
 
     trainer = Trainer(config, degrees, data, reporter, signals)
+    tiers.follow(start)  # from here on, nothing refuses the start
     history = History(trainer, checkpoints)
     history.start(start)
     on_first_rank(

@@ -30,7 +30,7 @@ from forge.runtime.files import replace_atomically
 log = logging.getLogger(__name__)
 
 # Sections that define the computation. All other sections may change between two starts of a history.
-SETTINGS = ("model", "data", "train", "optimizer", "schedule", "precision")
+SETTINGS = ("model", "data", "train", "optimizer", "schedule", "precision", "phase")
 _ASIDE = re.compile(r"\.aside-step-(\d+)")
 
 
@@ -61,12 +61,22 @@ class Earlier:
     saved: int = 0
 
 
-def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
-    """Read the facts about earlier starts from `directory`. status: content of `status.json` from the last start."""
-    finished = status.get("state") == "finished"
+def read_earlier(directory: RunDirectory, status: dict[str, Any], restarted: bool = False) -> Earlier:
+    """Read the facts about earlier starts from `directory`.
+
+    status: content of `status.json` from the last start. restarted: the launcher has restarted this process, perhaps because
+    the last start failed after its last step; that start then does not count as finished.
+    """
+    ended, starts = False, 0  # whether the events end with all steps done, and later starts without a step
     saved: list[int] | None = None  # None: no event tells
     for event in read_lines(directory.events, "event"):
         kind = event["event"]
+        if kind == "finished":
+            ended, starts = True, 0
+        elif kind == "started":
+            starts += 1
+        elif kind in ("fresh", "resumed"):
+            ended = False
         if kind == "saved":
             saved = saved or []
             saved.append(int(event["step"]))
@@ -77,13 +87,17 @@ def read_earlier(directory: RunDirectory, status: dict[str, Any]) -> Earlier:
             saved = [step for step in saved if step <= int(event.get("to_step", step))]
         elif kind == "set_aside" and saved:
             aside = {int(match[1]) for name in event["checkpoints"] if (match := _ASIDE.match(name))}
-            saved = [step for step in saved if step not in aside]
+            kept = event.get("kept", max(saved))  # an earlier version of forge did not record it
+            saved = [step for step in saved if step not in aside and step <= kept]
+    finished = (status.get("state") == "finished" and not restarted) or (
+        ended and (starts > 0 or not restarted)
+    )
     if saved is None:
         # The events of the history are lost; a refused start writes others. A run is finished or stopped only after a
         # save. Metrics prove that a history exists, although not which steps were saved.
-        ended = int(status.get("step") or 0) if finished or status.get("state") == "stopped" else 0
+        last = int(status.get("step") or 0) if finished or status.get("state") == "stopped" else 0
         metrics = (int(line["step"]) for line in read_lines(directory.metrics, "step"))
-        saved = [ended or max(metrics, default=0)]
+        saved = [last or max(metrics, default=0)]
     return Earlier(finished, saved[-1] if saved else 0)
 
 

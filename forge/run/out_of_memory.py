@@ -23,13 +23,12 @@ from forge.config.keys import to_literal
 from forge.observe.hardware import GIB
 from forge.observe.memory_report import MemoryReport
 from forge.runtime.causes import Cause
+from forge.runtime.distributed import RanksFailed, ran_out_of_memory
 from forge.runtime.errors import FAILED, UserError
 from forge.runtime.tools import PEAK_PLANNER
 
 log = logging.getLogger(__name__)
 
-# PyTorch's message when host memory is exhausted; there is no exception class for it.
-_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 # Well below the time limit of a step, because the other ranks are waiting in the step.
 PLANNING_S = 60.0
 
@@ -51,7 +50,7 @@ def explaining_exhaustion(
     """
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, RanksFailed) as error:
         if not ran_out_of_memory(error):
             raise
         when = f"in step {report.step}" if report.step else "before the first step"
@@ -73,11 +72,6 @@ def explaining_exhaustion(
             once(lambda: _log_plans(config, degrees, changes, report.device, patience), patience)
         message = f"out of memory {when}; see the memory table and the keys to change above"
         raise UserError(message, FAILED, Cause.OUT_OF_MEMORY) from error
-
-
-def ran_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` is an out-of-memory error of the device or of the host."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
 
 
 def _log_plans(

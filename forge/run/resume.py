@@ -99,6 +99,11 @@ def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory
         message = "checkpoint.resume = %s begins a new history: %s"
         log.warning(message, wanted, replaced, extra=Cause.SET_ASIDE.mark)
     if asked.path is None:
+        if asked.init and replaced is not None and _is_in(Path(asked.init), checkpoints.folder):
+            raise UserError(
+                f"checkpoint.init = {asked.init!r}: is a checkpoint of this run, whose new history would set it aside; "
+                "use another run.name"
+            )
         if asked.init:
             compare_for_init(Path(asked.init), config)
         return Start(None, kept=-1, origin=asked, replaces=replaced is not None)
@@ -107,6 +112,10 @@ def find_start(config: Config, checkpoints: Checkpoints, directory: RunDirectory
     own = path.resolve() == checkpoints.path(point.step).resolve()
     kept = point.step if own or replaced is None else -1
     return Start(point, kept, replace(asked, step=point.step), replaces=replaced is not None)
+
+
+def _is_in(path: Path, folder: Path) -> bool:
+    return path.resolve().parent == folder.resolve()
 
 
 def resume_point(path: Path, config: Config, branch: bool = False, fetch: Fetch | None = None) -> ResumePoint:

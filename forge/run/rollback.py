@@ -39,7 +39,8 @@ def find_rollback_point(
     """Return the newest good checkpoint before the first bad step. Collective.
 
     If there is none, return the run's starting checkpoint (origin.json), provided it is good and earlier than the first
-    bad step. Raises UserError (exit 1) if there is neither, or after too many roll-backs.
+    bad step. If there is neither, return a checkpoint between skipped steps: a skipped step changes nothing, so its state
+    is that before the first of them. Raises UserError (exit 1) if there is none, or after too many roll-backs.
     """
     limit, verify = config.resilience.max_rollbacks, config.checkpoint.verify
     origin = on_first_rank("reading origin.json", lambda: _origin(directory))
@@ -69,6 +70,13 @@ def find_rollback_point(
             path = Path(origin.path)
             if checkpoints.verify(path, verify) is None:
                 return ResumePoint(path, read_state(path))
+    step = checkpoints.latest(verify, at_most=required.last_step)
+    if required.cause is Cause.BAD_STEPS and step is not None:
+        path = checkpoints.path(step)
+        state = read_state(path)
+        if step - state["progress"]["skipped_in_a_row"] < required.first_bad:
+            state["progress"]["skipped_in_a_row"] = 0
+            return ResumePoint(path, state)
     raise UserError(
         f"{required}. There is no checkpoint before step {required.first_bad} to return to.",
         FAILED,

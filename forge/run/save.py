@@ -56,6 +56,8 @@ class Saves(Hook):
 
     def after_rollback(self, step: int) -> None:
         self._saved_step = step
+        # A save in flight may have completed, but the roll-back has set its checkpoint aside.
+        self._report([one for one in self._checkpoints.wait() if one.step <= step or one.error is not None])
 
     def prepare(self, step: int) -> None:
         """Prepare a save of `step`: process its result, let hooks flush their files, and compare replicas. Collective.

@@ -7,10 +7,12 @@ import logging
 import os
 import re
 import secrets
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from forge.checkpoint import Checkpoints, folders, read_state
-from forge.checkpoint.folders import steps
+from forge.checkpoint.folders import remove_links, steps
 from forge.checkpoint.local import LocalTier
 from forge.checkpoint.manifest import MANIFEST
 from forge.checkpoint.mirror import Mirror, copied_steps, restore
@@ -65,16 +67,14 @@ class Tiers:
     def find_start(self, earlier: Earlier, reporter: Reporter) -> Start:
         """Find the newest complete checkpoint, on the nodes or on shared storage, and return the run's start from it.
 
-        Collective. Raises UserError like `resume.find_start`.
+        Collective. Changes no node-local state; `follow` does. Raises UserError like `resume.find_start`.
         """
         replaced = on_first_rank(
             "reading origin.json",
             lambda: new_history_because(self._config, self._directory, earlier.finished),
         )
         start = self._start_from_nodes(reporter) if replaced is None else None
-        start = start or self._start_from_checkpoints(earlier, replaced, reporter)
-        self._follow(start)
-        return start
+        return start or self._start_from_checkpoints(earlier, replaced, reporter)
 
     def _start_from_checkpoints(self, earlier: Earlier, replaced: str | None, reporter: Reporter) -> Start:
         """Return a start as `resume.find_start` does.
@@ -118,7 +118,7 @@ class Tiers:
         return Start(point, kept=step)
 
     def _newest(self, local: LocalTier, shared: int, reporter: Reporter) -> int | None:
-        known = len(on_first_rank("reading rollbacks.json", lambda: read_rollbacks(self._directory)))
+        known = on_first_rank("reading rollbacks.json", lambda: read_rollbacks(self._directory))
         step = local.newest(after=shared)
         for problem in local.problems:
             if reporter.world.rank == 0:
@@ -126,34 +126,37 @@ class Tiers:
             reporter.event(Cause.LOCAL_DAMAGED, problem=problem)
         if step is None:
             return None
-        if _count_rollbacks(local.path(step)) < known:
-            return None  # the state is older than a roll-back
+        if _is_abandoned(local.path(step), known):
+            return None
         nodes = local.nodes
         reporter.event("local_state", step=step, nodes=len(nodes.ranks), newest_checkpoint=shared)
         return step
 
-    def _follow(self, start: Start) -> None:
+    def follow(self, start: Start) -> None:
         """Keep the local states of the history that `start` continues, and remove the run's other local states.
 
-        Collective.
+        Collective. Call before any other file of the run directory changes: states of a history that is being replaced
+        must not be found by the next start.
         """
         point, local = start.point, self.local
         from_nodes = local is not None and point is not None and point.path == local.path(point.step)
         steps = self._config.train.steps if point is None else point.continued(self._config).train.steps
         finished = point is not None and point.step >= steps and not from_nodes
         if not self._config.checkpoint.local_interval or finished:
-            return self._remove_states()
+            if self._number:
+                self._remove_states()
+                self._write_record(self._places)  # absent nodes may still have states of the old number
+            return
         # A start that does not continue a node-local state makes all of them obsolete, also those of absent nodes.
         begins = not from_nodes
-        number = on_first_rank("drawing a number", lambda: secrets.token_hex(4)) if begins else self._number
         # Nodes may have different paths in checkpoint.local_dir.
         places = gather_from_ranks("comparing checkpoint.local_dir", lambda: str(self._place))
         places = sorted({*self._places, *places})
-        if begins or places != self._places:
-            record = "\n".join([number, *places]).encode()
-            on_first_rank("recording local states", lambda: replace_atomically(self._record, record))
         if begins:
-            self._open(number)
+            self._write_record(places)
+            self._open(self._number)
+        elif places != self._places:
+            self._write_record(places, self._number)
         assert self.local is not None
         self.local.forget_after(start.kept)
 
@@ -166,6 +169,16 @@ class Tiers:
         number, *places = text.splitlines() or [""]
         return number, places
 
+    def _write_record(self, places: list[str], number: str | None = None) -> None:
+        """Write the file `local-states`. number: None: draw a new one. Collective."""
+
+        def write() -> str:
+            drawn = number or secrets.token_hex(4)
+            replace_atomically(self._record, "\n".join([drawn, *places]).encode())
+            return drawn
+
+        self._number, self._places = on_first_rank("recording local states", write), places
+
     def _remove_states(self) -> None:
         """Remove all local states of this run on every node. Collective."""
 
@@ -174,8 +187,7 @@ class Tiers:
                 if (private := PrivateFolder.existing(Path(place))) is not None:
                     private.remove(re.compile(re.escape(self._run)))
 
-        if self._number:
-            on_every_rank("removing local states", remove)
+        on_every_rank("removing local states", remove)
 
     def _open(self, history: str) -> None:
         """Open the local states of `history`, and remove the states of this run's other histories. Collective."""
@@ -247,22 +259,23 @@ def mirror_url(config: Config) -> str:
 
 
 def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirectory, earlier: Earlier) -> None:
-    """If the run directory has lost every usable checkpoint, restore the newest mirrored checkpoint. Collective.
+    """If the run directory has no checkpoint, also no damaged one, restore the newest mirrored checkpoint. Collective.
 
     Raises UserError like `restore`. Also raises UserError (exit 2) if the run would start over and overwrite the copies of
     its earlier checkpoints.
     """
-    kept, folder = config.checkpoint, checkpoints.folder
-    if not kept.mirror:
-        return
+    folder = checkpoints.folder
 
     def bring() -> None:
+        remove_links(folder)
+        if not config.checkpoint.mirror:
+            return
         url = mirror_url(config)
         filesystem_of(url)  # report an invalid URL now, not at the first save
         new_because = new_history_because(config, directory, earlier.finished)
-        # A folder with a damaged checkpoint is not lost; `find_start` handles it.
+        # `find_start` handles a folder with a damaged checkpoint.
         if new_because is None and folders.is_empty(folder):
-            restore(url, folder)
+            restore(url, folder, is_abandoned=_left_by_a_rollback(directory))
         elif new_because is not None and (copies := copied_steps(url)):
             raise UserError(
                 f"checkpoint.mirror = {url}: has checkpoints {copies} of an earlier run under this name. This run would "
@@ -273,9 +286,18 @@ def restore_lost(config: Config, checkpoints: Checkpoints, directory: RunDirecto
     on_first_rank("restoring the mirror", bring)
 
 
-def _count_rollbacks(checkpoint: Path) -> int:
-    """Return the number of roll-backs before the step of a checkpoint or node-local state."""
-    return len(read_state(checkpoint)["progress"]["rollbacks"])
+def _is_abandoned(checkpoint: Path, rollbacks: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a later roll-back has left the steps before a checkpoint or node-local state.
+
+    rollbacks: all roll-backs of the run. The checkpoint lists those before its step.
+    """
+    progress = read_state(checkpoint)["progress"]
+    return any(one["to_step"] < progress["step"] for one in rollbacks[len(progress["rollbacks"]) :])
+
+
+def _left_by_a_rollback(directory: RunDirectory) -> Callable[[Path], bool]:
+    """Return `_is_abandoned` for the roll-backs of the run in `directory`."""
+    return lambda checkpoint: _is_abandoned(checkpoint, read_rollbacks(directory))
 
 
 def _restore_newer(config: Config, checkpoints: Checkpoints, directory: RunDirectory) -> bool:
@@ -288,19 +310,14 @@ def _restore_newer(config: Config, checkpoints: Checkpoints, directory: RunDirec
         folder = checkpoints.folder
         newest = max(steps(folder), default=-1)
         try:
-            step = restore(mirror_url(config), folder, after=newest)
+            step = restore(mirror_url(config), folder, newest, _left_by_a_rollback(directory))
         except UserError as error:
             if newest < 0 and error.exit_code != NO_CHECKPOINT:
                 raise  # there is no other checkpoint, so wait for the store
             if newest >= 0:
                 log.warning("%s; using step %d", error, newest, extra=Cause.MIRROR_FAILED.mark)
             return False
-        if step is None:
-            return False
-        if _count_rollbacks(folder / folders.step_name(step)) < len(read_rollbacks(directory)):
-            folders.set_aside(folder, step, "aside")  # of a branch that a roll-back has left
-            return False
-        return True
+        return step is not None
 
     return bool(config.checkpoint.mirror) and on_first_rank("restoring the mirror", bring)
 
@@ -311,7 +328,7 @@ def finish_mirror(config: Config, checkpoints: Checkpoints, step: int) -> None:
     def copy() -> None:
         mirror = _mirror(config, checkpoints)
         _copy_if_missing(mirror, checkpoints, step)
-        mirror.close()
+        mirror.close(_patience(config.resilience.setup_timeout_s))
 
     if config.checkpoint.mirror:
         on_first_rank("copying to the mirror", copy)
@@ -346,6 +363,14 @@ class MirrorSaves(Hook):
         self._mirror.forget_after(step)
 
     def after_run(self) -> None:
+        config, finished = (
+            self._trainer.config,
+            self._trainer.progress.step >= self._trainer.config.train.steps,
+        )
         # A stopped run must end before its time limit.
-        finished = self._trainer.progress.step >= self._trainer.config.train.steps
-        self._mirror.close(None if finished else MIRROR_AT_STOP_S)
+        self._mirror.close(_patience(config.resilience.save_timeout_s) if finished else MIRROR_AT_STOP_S)
+
+
+def _patience(bound_s: float) -> float | None:
+    """Return how long a finished run waits for the mirror, in a phase that the watchdog ends after `bound_s` seconds."""
+    return 0.8 * bound_s if bound_s else None

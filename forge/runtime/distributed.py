@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from forge.runtime.causes import Cause
@@ -101,6 +102,17 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+# PyTorch's message when host memory is exhausted; there is no exception class for it.
+_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` is an out-of-memory error of the device or of the host, on this rank or another."""
+    if isinstance(error, UserError):
+        return error.cause is Cause.OUT_OF_MEMORY
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
+
+
 # Gloo and NCCL raise plain RuntimeErrors, recognised by their text.
 _BROKEN_CONNECTION = re.compile(r"gloo/transport/|Connection (?:closed|reset) by peer|NCCL")
 
@@ -112,6 +124,8 @@ def cause_of(error: BaseException) -> Cause:
     """
     if isinstance(error, UserError):
         return error.cause
+    if ran_out_of_memory(error):
+        return Cause.OUT_OF_MEMORY
     if isinstance(error, OSError):
         return Cause.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else Cause.IO_ERROR
     broken = isinstance(error, RuntimeError) and _BROKEN_CONNECTION.search(str(error))

@@ -13,6 +13,8 @@ from forge.checkpoint import load
 from forge.checkpoint.folders import steps
 from forge.checkpoint.local import LocalTier
 from forge.checkpoint.nodes import Nodes
+from forge.runtime.causes import Cause
+from forge.runtime.distributed import RanksFailed
 from forge.runtime.errors import UserError
 from tests.support.checkpoints import cut, inject, named, numbers, rows
 from tests.support.harness import run_ranks
@@ -178,6 +180,28 @@ def test_a_full_node_reports_it_and_keeps_nothing(tmp_path) -> None:
     for error in run_ranks(no_room, 2, tmp_path):
         assert error is not None and "9 GB" in error
     assert not steps(tmp_path / "a")
+
+
+def no_room_to_fetch(rank: int, world: int, folder: Path) -> str:
+    from forge.checkpoint import local
+
+    def full(where: Path, size: int) -> None:
+        if size > 0 and folder / "c" in where.parents:
+            raise OSError(28, f"{size} bytes are missing")
+
+    local.require_room = full
+    try:
+        restore(rank, world, folder, "ac")
+    except RanksFailed as error:
+        assert error.cause is Cause.DISK_FULL and error.exit_code == 1
+        return str(error)
+    return ""
+
+
+def test_a_node_without_room_for_the_files_of_others_says_so_before_it_maps_them(tmp_path) -> None:
+    run_ranks(save_steps, 2, tmp_path, "ab", 2)
+    for message in run_ranks(no_room_to_fetch, 2, tmp_path):
+        assert "making room for local states failed on rank 1" in message and "bytes are missing" in message
 
 
 def refuse(rank: int, world: int, folder: Path) -> str:

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge.checkpoint.folders import step_name, steps
+from forge.checkpoint.folders import remove_links, step_name, steps
+from forge.checkpoint.loading import TRAINER
 from forge.checkpoint.manifest import compose, entry
 from forge.checkpoint.mirror import Mirror, restore
 from forge.run.tiers import MirrorSaves
+from forge.run.tiers import _is_abandoned as is_abandoned
 from forge.runtime import remote
 from forge.runtime.errors import UserError
 from tests.support.runs import wait_for
@@ -58,14 +60,71 @@ def test_the_newest_copy_is_restored_unchanged(tmp_path) -> None:
     assert not list((tmp_path / "local").glob(".mirrored*"))
 
 
-def hook_of(tmp_path: Path) -> MirrorSaves:
+def test_a_copy_of_a_branch_that_a_roll_back_has_left_is_passed_over(tmp_path) -> None:
+    """Roll-backs to steps 20 and 5; each checkpoint lists the roll-backs before its step."""
+    rollbacks = [{"to_step": 20}, {"to_step": 5}]
+    listed = {5: 1, 10: 1, 20: 0, 25: 0, 30: 2}
+    for step, known in listed.items():
+        write(tmp_path / "local", step)
+        state = {"progress": {"step": step, "rollbacks": rollbacks[:known]}}
+        (tmp_path / "local" / step_name(step) / TRAINER).write_text(json.dumps(state))
+    wanted = {step: is_abandoned(tmp_path / "local" / step_name(step), rollbacks) for step in listed}
+    assert wanted == {5: False, 10: True, 20: True, 25: True, 30: False}
+    assert not is_abandoned(tmp_path / "local" / step_name(20), rollbacks[:1])
+
+    copied(tmp_path, 40, 50)
+    assert restore(url(tmp_path), tmp_path / "new", is_abandoned=lambda path: "50" in path.name) == 40
+    assert restore(url(tmp_path), tmp_path / "none", is_abandoned=lambda _: True) is None
+    assert not list((tmp_path / "none").iterdir())
+
+
+def test_removal_takes_the_name_of_a_run_literally(tmp_path) -> None:
+    names = "a[12]*", "a1b"
+    for name in names:
+        for step in (10, 20):
+            write(tmp_path / name, step)
+            mirror = Mirror(f"memory://removal/{name}", tmp_path / name, 1 if name == names[0] else 0, 0)
+            mirror.copy(step)
+            mirror.close()
+    found = [
+        path.removeprefix("memory:///removal/").split("/")[:2]
+        for path in remote.find_objects("memory://removal")
+    ]
+    left = {
+        name: sorted({rest[0] for first, *rest in found if first == name} - {"mirror.json"}) for name in names
+    }
+    assert left == {names[0]: [step_name(20)], names[1]: [step_name(10), step_name(20)]}
+
+
+def test_a_finished_run_does_not_wait_longer_than_its_watchdog(tmp_path, monkeypatch, caplog) -> None:
+    stuck = threading.Event()
+    write(tmp_path / "local", 20)
+    hook = hook_of(tmp_path, save_timeout_s=0.1)
+    monkeypatch.setattr(hook._mirror._files, "put_file", lambda *_: stuck.wait(20))
+    hook.after_save(20)
+    hook.after_run()
+    stuck.set()
+    assert "the copy of step 20 is not complete; the next start makes it" in caplog.text
+
+
+def hook_of(tmp_path: Path, save_timeout_s: float = 60.0) -> MirrorSaves:
     kept = SimpleNamespace(mirror=url(tmp_path), keep_last=0, keep_every=0)
     config = SimpleNamespace(
-        checkpoint=kept, run=SimpleNamespace(name="run"), train=SimpleNamespace(steps=20)
+        checkpoint=kept,
+        run=SimpleNamespace(name="run"),
+        train=SimpleNamespace(steps=20),
+        resilience=SimpleNamespace(save_timeout_s=save_timeout_s),
     )
     trainer = SimpleNamespace(config=config, progress=SimpleNamespace(step=20))
     checkpoints = SimpleNamespace(folder=tmp_path / "local")
     return MirrorSaves(trainer, checkpoints)  # type: ignore[arg-type]
+
+
+def test_links_left_by_a_killed_process_are_removed_at_the_next_start(tmp_path) -> None:
+    write(tmp_path / "local", 10)
+    shutil.copytree(tmp_path / "local" / step_name(10), tmp_path / "local" / f".mirrored-{step_name(10)}.1")
+    remove_links(tmp_path / "local")
+    assert [path.name for path in (tmp_path / "local").iterdir()] == [step_name(10)]
 
 
 def test_a_step_saved_again_after_a_roll_back_is_copied_again(tmp_path) -> None:

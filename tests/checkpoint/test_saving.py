@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from forge.checkpoint import Checkpoints, commit, read_config, read_state
+from forge.checkpoint.folders import prune
 from forge.checkpoint.manifest import read_manifest
 from forge.checkpoint.staging import Stager, blocks_for
 from forge.shard import Shard
@@ -104,6 +105,19 @@ def save_steps(rank: int, world: int, folder: str, keep_last: int, keep_every: i
 def test_the_newest_and_every_nth_are_kept(keep_last, keep_every, kept, tmp_path):
     run_ranks(save_steps, 1, str(tmp_path), keep_last, keep_every)
     assert names(tmp_path) == [f"step-{step:08d}" for step in kept]
+
+
+def test_a_link_is_no_checkpoint_to_remove(tmp_path):
+    run_ranks(save_steps, 1, str(tmp_path / "other"), 0, 0)
+    (tmp_path / "own").mkdir()
+    link = tmp_path / "own" / "step-00000001"
+    link.symlink_to(tmp_path / "other" / link.name)
+    before = sorted((tmp_path / "other").rglob("*"))
+    for _ in range(2):
+        prune(tmp_path / "own", keep_last=1, keep_every=0)
+        run_ranks(save_steps, 1, str(tmp_path / "own"), 1, 0)
+    assert names(tmp_path / "own") == [link.name, "step-00000007"]
+    assert sorted((tmp_path / "other").rglob("*")) == before and link.is_symlink()
 
 
 def save_again(rank: int, world: int, folder: str) -> None:

@@ -162,6 +162,28 @@ def test_n2_without_a_checkpoint_before_the_fault_there_is_no_roll_back(tmp_path
     assert "no checkpoint before step 5" in run.status()["reason"]
 
 
+@pytest.mark.parametrize(
+    "dies",
+    [
+        pytest.param(False, marks=pytest.mark.planted("bad_steps")),
+        pytest.param(True, marks=[pytest.mark.planted("killed", "bad_steps"), pytest.mark.slow]),
+    ],
+)
+def test_n2_a_checkpoint_between_skipped_steps_serves_if_older_ones_are_pruned(tmp_path, dies: bool) -> None:
+    """Its weights are those before the first skipped step."""
+    patch = "tests.support.spoil:samples_32_to_55"
+    options = (THREE, "--checkpoint.keep_last=1", "--checkpoint.mode=sync")
+    run = Run(tmp_path, *options)
+    if dies:  # with the checkpoint of step 6, after two skipped steps
+        assert run.start(patch=patch, fault="step:7:0").join() == [-signal.SIGKILL]
+    assert run.start(patch=patch).join() == [0]
+    [event] = run.events("rolled_back")
+    assert (event["from_step"], event["to_step"]) == (7, 6)
+    assert (event["first_sample"], event["end_sample"]) == (48, 56)
+    assert [line["step"] for line in run.metrics() if line.get("skipped")] == [5, 6]
+    assert run.metrics()[-1]["step"] == 10
+
+
 def test_n2_skipped_samples_stay_skipped_under_another_world_size_and_batch(tmp_path) -> None:
     run = Run(tmp_path, THREE)
     assert run.start("--train.steps=8", world=2, patch="tests.support.spoil:samples_32_to_55").join() == [

@@ -67,6 +67,7 @@ def test_a_redirected_link_is_still_the_same_command(tmp_path) -> None:
         ("--optimizer.lr=0.5", "optimizer.lr"),
         ("--train.steps=7", "train.steps"),
         ("--run.seed=7", "run.seed"),
+        ("--phase=[{until_tokens=1000,lr=0.1}]", "phase"),
         ("--checkpoint.init=elsewhere", "checkpoint.init"),
     ],
 )
@@ -100,6 +101,10 @@ def test_resume_none_does_not_begin_again_if_the_record_of_the_settings_cannot_b
 STARTED, FRESH, FAILED = {"event": "started"}, {"event": "fresh", "step": 0}, {"event": "failed", "step": 0}
 
 
+ASIDE = {"event": "set_aside", "checkpoints": [".aside-step-00000010"]}
+DONE, RESUMED = {"event": "finished"}, {"event": "resumed", "new": False}
+
+
 def saved(step: int) -> dict[str, object]:
     return {"event": "saved", "step": step}
 
@@ -121,6 +126,9 @@ def saved(step: int) -> dict[str, object]:
         ([FRESH, saved(5), {"event": "resumed", "new": False}, STARTED], {}, 5),
         # A start that set the old history aside, and was stopped before it began the new one.
         ([FRESH, saved(5), {"event": "set_aside", "checkpoints": [".aside-step-00000005"]}], {}, 0),
+        # The same after earlier checkpoints were pruned, and in a roll-back.
+        ([FRESH, saved(5), saved(10), ASIDE | {"kept": -1}], {}, 0),
+        ([FRESH, saved(5), saved(10), ASIDE | {"kept": 5}], {}, 5),
     ],
 )
 def test_the_last_saved_step_is_that_of_the_current_history(tmp_path, events, status, found: int) -> None:
@@ -128,6 +136,28 @@ def test_the_last_saved_step_is_that_of_the_current_history(tmp_path, events, st
     directory.events.write_text("".join(json.dumps(event) + "\n" for event in events))
     directory.metrics.write_text('{"step": 6}\n{"step": 7}\n')
     assert read_earlier(directory, status).saved == found
+
+
+@pytest.mark.parametrize(
+    ("events", "state", "restarted", "finished"),
+    [
+        ([STARTED, FRESH, DONE], "finished", False, True),
+        # A start after the last step was killed in its set-up, perhaps with a restart by the launcher.
+        ([STARTED, FRESH, DONE, STARTED], "running", False, True),
+        ([STARTED, FRESH, DONE, STARTED], "running", True, True),
+        ([STARTED, FRESH, DONE, STARTED, RESUMED], "running", False, False),
+        ([STARTED, FRESH], "failed", False, False),
+        # Another rank failed after the last step, and the launcher restarted all.
+        ([STARTED, FRESH, DONE], "finished", True, False),
+        ([], "finished", False, True),
+    ],
+)
+def test_a_finished_run_stays_finished_until_a_step_of_a_later_start(
+    tmp_path, events, state: str, restarted: bool, finished: bool
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert read_earlier(directory, {"state": state}, restarted).finished == finished
 
 
 def test_rollbacks_of_an_abandoned_branch_do_not_count(tmp_path, monkeypatch) -> None:

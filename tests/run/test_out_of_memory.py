@@ -11,12 +11,8 @@ import torch
 from forge.config import check_world
 from forge.config.keys import to_literal
 from forge.observe.memory_report import MemoryReport
-from forge.run.out_of_memory import (
-    explaining_exhaustion,
-    planned_peaks,
-    ran_out_of_memory,
-    usable_changes,
-)
+from forge.run.out_of_memory import explaining_exhaustion, planned_peaks, usable_changes
+from forge.runtime.distributed import RanksFailed, cause_of, ran_out_of_memory
 from forge.runtime.errors import UserError
 from forge.tools.plan.peak import planned_peak
 from tests.support.configs import load, tiny
@@ -32,6 +28,9 @@ OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
     MemoryError(),
+    RanksFailed(
+        "making the optimizer failed on rank 3", cause_of(torch.OutOfMemoryError("CUDA out of memory"))
+    ),
 ]
 
 

@@ -78,6 +78,28 @@ def test_states_of_an_abandoned_branch_are_not_continued(tmp_path) -> None:
     assert [event["step"] for event in run.events("resumed")] == [4, 4]
 
 
+def test_states_stay_obsolete_after_a_start_without_local_states(tmp_path) -> None:
+    run, place, option = kept(tmp_path, "--checkpoint.interval=4", "--checkpoint.mode=sync")
+    killed(run, option, step=8)
+    absent = place.rename(tmp_path / "absent")
+    assert run.start("--checkpoint.local_interval=0", fault="step:6:0").join() == [-signal.SIGKILL]
+    absent.rename(place)
+    assert run(option) == 0
+    assert [event["step"] for event in run.events("resumed")] == [4, 4]
+
+
+def test_a_refused_start_keeps_the_states(tmp_path) -> None:
+    run, _, option = kept(tmp_path)
+    other = Run(tmp_path / "other", "--train.steps=4", "--checkpoint.interval=2")
+    assert other() == 0
+    killed(run, option)
+    wrong = f"--checkpoint.resume={other.path / 'checkpoints' / step_name(2)}"
+    assert run(option, wrong, '--data.sources=[{path="absent"}]') == 2
+    assert run("--checkpoint.local_interval=0", '--data.sources=[{path="absent"}]') == 2
+    assert run(option) == 0
+    assert run.events("resumed")[0]["step"] == 4
+
+
 def test_a_state_is_continued_if_the_newest_checkpoint_is_damaged(tmp_path) -> None:
     run, place, option = kept(tmp_path, "--checkpoint.interval=4", "--checkpoint.mode=sync")
     killed(run, option, step=10)

@@ -11,13 +11,11 @@ complete. Finally the parts are joined in order. After an interruption, the same
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,12 +26,11 @@ from forge.data.packing import PackingKind
 from forge.data.tokenizer import Tokenizer
 from forge.observe.progress import ProgressLine, format_duration
 from forge.runtime.errors import FAILED, UserError
-from forge.runtime.files import is_url, lock, replace_atomically
+from forge.runtime.files import is_url, lock
 from forge.runtime.terminal import printable
+from forge.tools.prepare.chunks import cut_corpus, identity_of, match_plan
 from forge.tools.prepare.corpus import EXTENSIONS, Corpus, find_corpus
-from forge.tools.prepare.documents import Bad
 from forge.tools.prepare.inputs import stamp_of
-from forge.tools.prepare.long_text import TextPart, check_text, text_parts
 from forge.tools.prepare.output import METADATA, locked, refuse_other_files, remove_parts
 from forge.tools.prepare.pack import describe_plan, pack
 from forge.tools.prepare.part import (
@@ -51,19 +48,16 @@ from forge.tools.prepare.part import (
     part_path,
     read_tally,
     read_tokens,
-    split_of,
     tokenizer_of,
     tokens_path,
     was_made_by,
 )
 from forge.tools.prepare.quality import Quality, add_counts, decontaminate_content, filter_code, known_ngrams
-from forge.tools.prepare.sample import Piece
 from forge.tools.prepare.traits import find_duplicates, metadata_lines, select, text_bytes
 from forge.tools.prepare.writer import ShardWriter
 
 _PARTS = ".parts"
 Kept: TypeAlias = dict[tuple[str, int], np.ndarray]
-_VERSION = 4  # version of the rules for cutting a corpus into chunks
 # Names of options in messages, where they differ from the keys.
 _NAMES = {"filter_code": "code of --filter", "decontaminate_content": "content of --decontaminate"}
 _REMEDY = "choose another --output, or delete this folder"
@@ -136,10 +130,10 @@ def prepare(request: Request) -> list[Path]:
         _prepare_part(request, request.part, options, chunks, parts)
         return []
     with locked(parts):
-        plan = _match_plan(parts, options, chunks)
+        plan = match_plan(parts, options, chunks)
         _encode_missing(request, chunks, plan, range(len(chunks)))
         tally = _check_tally(request, corpus, len(chunks), parts)
-        found = _identity(read_tally(part_path(parts, number)) for number in range(len(chunks)))
+        found = identity_of(read_tally(part_path(parts, number)) for number in range(len(chunks)))
         for split in done:  # datasets finished by an interrupted run
             _require_input(request.targets[split], found)
         kept = _choose(request, parts, len(chunks), tally)
@@ -174,7 +168,7 @@ def _prepare_part(
     with locked(parts, shared=True):
         with open(parts / "plan.lock", "w") as file:
             lock(file.fileno(), wait=True)
-            plan = _match_plan(parts, options, chunks, shared=True)
+            plan = match_plan(parts, options, chunks, shared=True)
         _encode_missing(request, chunks, plan, range(number - 1, len(chunks), count), all_here=False)
     done = sum(part_path(parts, chunk).exists() for chunk in range(len(chunks)))
     print(
@@ -223,15 +217,6 @@ def _finished_targets(request: Request, options: dict[str, Any]) -> set[str]:
     return finished
 
 
-def _identity(chunks: Iterable[Tally]) -> dict[str, Any]:
-    """Return the identity of the whole input: hashes over the stamps and over the contents of its chunks, in order."""
-    stamp, content = hashlib.sha256(), hashlib.sha256()
-    for chunk in chunks:
-        stamp.update(chunk.stamp.encode())
-        content.update(chunk.content.encode())
-    return {"version": _VERSION, "stamp": stamp.hexdigest(), "content": content.hexdigest()}
-
-
 def _require_input(folder: Path, found: dict[str, Any]) -> None:
     """Raise UserError if the dataset in `folder` was made from other input. found: the identity of the current input."""
     before = TokenDataset(folder).index.origin.get("input", found)
@@ -254,7 +239,7 @@ def _check_input(request: Request, tokenizer: Tokenizer) -> None:
         return  # a dataset of an older version has no identity of its input
     chunks, _ = _find_chunks(request, tokenizer)
     tallies = [Tally(stamp=stamp_of(chunk)) for chunk in chunks]
-    if all(one["stamp"] == _identity(tallies)["stamp"] for one in before):
+    if all(one["stamp"] == identity_of(tallies)["stamp"] for one in before):
         return
     how = _encoding(request)
     hashes = for_chunks(
@@ -263,7 +248,7 @@ def _check_input(request: Request, tokenizer: Tokenizer) -> None:
     for number, tally in enumerate(tallies):
         tally.content = hashes[number]
     for folder in request.targets.values():
-        _require_input(folder, _identity(tallies))
+        _require_input(folder, identity_of(tallies))
 
 
 def _find_chunks(request: Request, tokenizer: Tokenizer) -> tuple[list[Chunk], Corpus]:
@@ -271,67 +256,7 @@ def _find_chunks(request: Request, tokenizer: Tokenizer) -> tuple[list[Chunk], C
         request.inputs, request.extensions, request.max_bytes, request.text_key, output=request.output
     )
     # Quality rules judge whole texts, so with these no text is cut.
-    return _cut(corpus, tokenizer, request.holdout, cut_texts=not request.quality.is_on)
-
-
-def _cut(corpus: Corpus, tokenizer: Tokenizer, holdout: float, cut_texts: bool) -> tuple[list[Chunk], Corpus]:
-    """Cut the corpus into chunks of about 1/256 of its size, at least 1 MiB and at most 128 MiB.
-
-    A cut inside a text file leaves the file's tokens unchanged. cut_texts: whether to cut text files. A compressed file is
-    not cut, because it can be read only from its start. Opens the text files to cut, and leaves out the unreadable ones.
-    Return the chunks, and the corpus with these files added to `unreadable`.
-    """
-    chunk_bytes = min(max(sum(piece.size for piece in corpus.pieces) // 256, 1 << 20), 128 << 20)
-    chunks: list[Chunk] = [[]]
-    room = chunk_bytes
-    bad: list[Bad] = []
-    for piece in corpus.pieces:
-        parts: Iterable[Piece | TextPart] = [piece]
-        if piece.file.kind != "text" or not piece.is_whole:
-            parts = [piece] if piece.file.compression else piece.parts(chunk_bytes)
-        elif piece.size > chunk_bytes and not piece.file.compression and tokenizer.can_cut and cut_texts:
-            digest = check_text(piece.file)
-            if isinstance(digest, Bad):
-                bad.append(digest)
-                continue
-            parts = text_parts(piece.file, chunk_bytes, split_of(digest, holdout))
-        for part in parts:
-            if chunks[-1] and part.size > room:
-                chunks.append([])
-                room = chunk_bytes
-            chunks[-1].append(part)
-            room -= part.size
-    return chunks, replace(corpus, unreadable=corpus.unreadable + bad)
-
-
-def _match_plan(parts: Path, options: dict[str, Any], chunks: list[Chunk], shared: bool = False) -> str:
-    """Remove existing parts made with other options or chunks, and write this run's options and chunks to `parts`.
-
-    Return the digest of options and chunks.
-    shared: raise UserError instead of removing parts. This function does not detect changed documents: `encode_chunk`
-    compares each part with the content of its chunk.
-    """
-    digest = hashlib.sha256()
-    for number, (file, *places) in ((n, piece) for n, chunk in enumerate(chunks) for piece in chunk):
-        digest.update(os.fsencode(f"{number}\0{tuple(file)}\0{places}\n"))
-    content = {"options": options, "chunks": digest.hexdigest(), "version": _VERSION}
-    plan = json.dumps(content, sort_keys=True).encode()
-    path, existing = parts / "plan.json", list(parts.glob("part-*.npz"))
-    if path.exists() and path.read_bytes() == plan:
-        if existing:
-            print(f"continuing an interrupted run: {len(existing)} chunks are done", file=sys.stderr)
-        return hashlib.sha256(plan).hexdigest()
-    if existing and shared:
-        raise UserError(
-            f"{parts}: holds chunks of an unfinished run with other options or another input; finish that run with its own "
-            "command, or remove the folder to discard its chunks"
-        )
-    if existing:
-        print("the options or the input changed since a run was interrupted: starting over", file=sys.stderr)
-    for part in existing:
-        part.unlink()
-    replace_atomically(path, plan)
-    return hashlib.sha256(plan).hexdigest()
+    return cut_corpus(corpus, tokenizer, request.holdout, cut_texts=not request.quality.is_on)
 
 
 def _encoding(request: Request, plan: str = "") -> Encoding:
@@ -342,7 +267,7 @@ def _encoding(request: Request, plan: str = "") -> Encoding:
 def _encode_missing(
     request: Request, chunks: list[Chunk], plan: str, wanted: Iterable[int], *, all_here: bool = True
 ) -> None:
-    """Make the missing parts of the chunks `wanted`. plan: the result of `_match_plan`.
+    """Make the missing parts of the chunks `wanted`. plan: the result of `match_plan`.
 
     all_here: raise UserError (exit 1) if another process is making a part. False: that process completes it.
     """
