@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 from forge.config.float8 import check_float8
 from forge.config.keys import keys
@@ -226,6 +227,16 @@ def _engine(config: Config) -> Iterator[Problem]:
         yield problem("precision.float8", held, f"use blockwise, mxfp8 or none, or set {key} = fsdp2", key)
     if engine != "fsdp2" and parallel.cpu_offload:
         yield problem("parallel.cpu_offload", fsdp2, f"use false, or set {key} = fsdp2", key)
+    if engine == "fsdp2" and parallel.pp > 1 and isinstance(parallel.reshard_after_forward, int):
+        # FSDP2 makes groups of its own for this in every unit. Stages make theirs at different times.
+        one = "cannot be a number with pipeline parallelism"
+        yield problem("parallel.reshard_after_forward", one, "use auto, always or never", "parallel.pp")
+    decay = any(fnmatchcase("layers.0.attention.decay", glob) for glob in config.precision.fp32_modules)
+    apart = decay and config.precision.compute == "bfloat16" and "linear" in config.model.pattern
+    if engine == "fsdp2" and parallel.cpu_offload and config.compile.enabled and apart:
+        whole = "cannot keep the float32 decays of linear attention whole, as compile.enabled = true needs"
+        others = "compile.enabled", "precision.fp32_modules", "model.layer_pattern"
+        yield problem("parallel.cpu_offload", whole, "use false, or set compile.enabled = false", *others)
     frees = engine == "fsdp2" and parallel.reshard_after_forward not in ("auto", "never")
     if parallel.pp > 1 and pipeline.schedule in SPLIT_BACKWARD and frees:
         later = f"would free parameters before {pipeline.schedule = !s} computes their gradients"

@@ -103,9 +103,11 @@ class Muon:
     def _clip_logits(self, skip: Tensor) -> None:
         """Scale down the query and key weights of each head whose largest logit in this step is above `qk_clip`.
 
+        Frozen weights keep their values, so such a head's logits may stay above the limit.
+
         skip: scalar; nonzero in a skipped step, which changes nothing.
         """
-        for shard in (shard for shard in self._all if shard.name in self._logits):
+        for shard in (one for one in self._all if one.name in self._logits and one.rates.scale):
             (largest, powers), limit = self._logits[shard.name], self._keys.qk_clip
             # Heads without any observation have -inf.
             over = (largest > limit) & (skip == 0)

@@ -62,10 +62,10 @@ from forge.runtime import compat
 from forge.runtime.errors import UserError, did_you_mean
 
 # The limit of graphs for one function; PyTorch's default is 8. The number needed is a product of three: kinds of layers
-# (by window), 2 for forwards with and without gradients, and kinds of batches (training's, smaller ones, samples of any
-# length). Past the limit a compiled block raises an error. flex_attention, compiled separately on CUDA, would silently
-# fall back to holding all scores in memory.
-GRAPHS = 64
+# (by window; a phase's ramp of windows has 16), 2 for forwards with and without gradients, and kinds of batches
+# (training's, smaller ones, samples of any length). Past the limit a compiled block raises an error. flex_attention,
+# compiled separately on CUDA, would silently fall back to holding all scores in memory.
+GRAPHS = 256
 
 # Operators whose results selective checkpointing keeps. By name, because the set of operators differs between builds and
 # versions of PyTorch; each name stands for every overload.

@@ -18,6 +18,7 @@ import difflib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,15 +65,15 @@ def build_parallel_model(
     meshes: Meshes,
     device: torch.device,
     *,
-    values: Callable[..., None] = initialize,
+    values: Callable[..., None] | None = None,
     attention: Callable[[Any], Any] | None = None,
     memory: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> ParallelModel:
     """Build the model of `config`, distributed over all ranks and initialised.
 
-    Collective. values: fills the shards, with the signature of `initialize`. attention: maps each layer's attention
-    function to its replacement. memory: returns a context manager active during allocation and initialisation, e.g.
-    FakeTensorMode.
+    Collective. values: fills the shards, like `initialize`; None: `initialize`, with numbers of `device`. attention: maps
+    each layer's attention function to its replacement. memory: returns a context manager active during allocation and
+    initialisation, e.g. FakeTensorMode.
     """
     layout = make_layout(config, meshes)
 
@@ -88,7 +89,9 @@ def build_parallel_model(
             engine.allocate(device)
             builder.begin("initialise")
             starts, engine.shards = describe(builder.model, engine.shards, config)
-            values(engine.shards, starts, config.run.seed)
+            # Under parallel.cpu_offload the shards are on the CPU, which would generate other numbers than the GPU.
+            fill = values or partial(initialize, device=device)
+            fill(engine.shards, starts, config.run.seed)
             builder.model.reset_buffers(layout.compute)
         return builder.model, engine
 

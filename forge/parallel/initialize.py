@@ -22,11 +22,16 @@ BLOCK = 1 << 16
 LONGEST_SPAN = 1 << 22
 
 
-def initialize(shards: list[Shard], values: dict[str, float | Normal | Uniform], seed: int) -> None:
+def initialize(
+    shards: list[Shard],
+    values: dict[str, float | Normal | Uniform],
+    seed: int,
+    device: torch.device | None = None,
+) -> None:
     """Fill every shard in place with its initial values.
 
-    values: parameter name -> constant or distribution. Raises KeyError if a parameter has no entry, so no memory stays
-    uninitialised.
+    values: parameter name -> constant or distribution. device: generates the numbers; None: each shard's own device. Raises
+    KeyError if a parameter has no entry, so no memory stays uninitialised.
     """
     for shard in shards:
         start = values[shard.name]
@@ -34,15 +39,21 @@ def initialize(shards: list[Shard], values: dict[str, float | Normal | Uniform],
             shard.data.fill_(start)
             continue
         for box, piece in shard.pieces(shard.data):
-            fill_random(piece, box, shard.global_shape, start, seed, shard.name)
+            fill_random(piece, box, shard.global_shape, start, seed, shard.name, device)
 
 
 def fill_random(
-    out: Tensor, box: Box, global_shape: torch.Size, start: Normal | Uniform, seed: int, name: str
+    out: Tensor,
+    box: Box,
+    global_shape: torch.Size,
+    start: Normal | Uniform,
+    seed: int,
+    name: str,
+    device: torch.device | None = None,
 ) -> None:
     """Fill `out` with the elements of `box` of the global tensor `name`, drawn from the distribution `start`.
 
-    `out` has the box's shape.
+    `out` has the box's shape. device: generates the numbers; None: the device of `out`.
     """
     if box.numel == 0:
         return
@@ -50,7 +61,7 @@ def fill_random(
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     span = 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
     if span <= LONGEST_SPAN:
-        drawn = _draw(first, first + span, prod(global_shape), seed, name, out.device)
+        drawn = _draw(first, first + span, prod(global_shape), seed, name, device or out.device)
         out.copy_(start.of(drawn).as_strided(box.sizes, strides))
         return
     axis = next(d for d, size in enumerate(box.sizes) if size > 1)
@@ -58,7 +69,8 @@ def fill_random(
     for begin, size in ((0, half), (half, box.sizes[axis] - half)):
         offsets = (*box.offsets[:axis], box.offsets[axis] + begin, *box.offsets[axis + 1 :])
         sizes = (*box.sizes[:axis], size, *box.sizes[axis + 1 :])
-        fill_random(out.narrow(axis, begin, size), Box(offsets, sizes), global_shape, start, seed, name)
+        part = out.narrow(axis, begin, size)
+        fill_random(part, Box(offsets, sizes), global_shape, start, seed, name, device)
 
 
 def _draw(start: int, stop: int, numel: int, seed: int, name: str, device: torch.device) -> Tensor:

@@ -38,9 +38,10 @@ PLAIN = (Tensor, FakeTensor)
 class HostMemory:
     """Host buffers of offloaded storages, and the stream of all copies. On a CPU: no stream, unpinned buffers.
 
-    Buffers are reused, by size. A buffer is free as soon as its tensor is no longer needed. A copy from it may still be
-    running: the next copy waits, because one stream runs all copies in order. PyTorch's cache of pinned memory does not
-    know this order: it would allocate more buffers while the host is ahead of the device.
+    Buffers are reused. A buffer's size is a power of two, because the number of rows of an expert changes in every step;
+    PyTorch rounds the sizes of pinned buffers likewise. A buffer is free as soon as its tensor is no longer needed. A copy
+    from it may still be running: the next copy waits, because one stream runs all copies in order. PyTorch's cache of
+    pinned memory does not know this order: it would allocate more buffers while the host is ahead of the device.
     """
 
     def __init__(self, device: torch.device):
@@ -50,17 +51,18 @@ class HostMemory:
         self._free: dict[int, list[Any]] = defaultdict(list)
 
     def take(self, size: int) -> Any:
-        """Return a buffer uint8 `[size]`."""
-        free = self._free[size]
-        return free.pop() if free else self.allocate(size)
+        """Return a buffer uint8 of at least `size` bytes."""
+        rounded = 1 << (size - 1).bit_length()
+        free = self._free[rounded]
+        return free.pop() if free else self.allocate(rounded)
 
     def allocate(self, size: int) -> Any:
         """Allocate a buffer uint8 `[size]`."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
 
-    def give_back(self, buffer: Any, size: int) -> None:
+    def give_back(self, buffer: Any) -> None:
         """Let a later `take` return `buffer`."""
-        self._free[size].append(buffer)
+        self._free[buffer.nbytes].append(buffer)
 
     def copy(self, pairs: Iterable[tuple[Any, Any]]) -> torch.cuda.Event | None:
         """Copy the second tensor of each pair into the first, after the work issued so far. Return an event for `wait`."""
@@ -81,14 +83,23 @@ class HostMemory:
 
 
 class SavedStorage:
-    """A storage saved for backward: uint8 `[size]` on the device, on the host, or both. copied: event of the latest copy."""
+    """A storage saved for backward: uint8 `[size]` on the device, in a host buffer, or both.
+
+    copied: event of the latest copy.
+    """
 
     def __init__(self, memory: HostMemory, on_device: Tensor):
         self._memory = memory
         self.size = on_device.numel()
         self.on_device: Tensor | None = on_device
         self.on_host: Any = None
+        self._buffer: Any = None  # contains on_host
         self.copied: torch.cuda.Event | None = None
+
+    def reserve(self) -> None:
+        """Take a host buffer for the storage."""
+        self._buffer = self._memory.take(self.size)
+        self.on_host = self._buffer[: self.size]
 
     def wait(self) -> None:
         """Make the compute stream wait for the latest copy."""
@@ -97,8 +108,8 @@ class SavedStorage:
 
     def __del__(self) -> None:
         self.wait()  # the compute stream may reuse the memory on the device at once
-        if self.on_host is not None:
-            self._memory.give_back(self.on_host, self.size)
+        if self._buffer is not None:
+            self._memory.give_back(self._buffer)
 
 
 class View(NamedTuple):
@@ -161,7 +172,7 @@ class SavedBlock:
         """Start copies to the host, and free the previous block's storages on the device."""
         new = [storage for storage in self.storages.values() if storage.on_host is None]
         for storage in new:
-            storage.on_host = self._memory.take(storage.size)
+            storage.reserve()
         self._copy(new, lambda storage: (storage.on_host, storage.on_device))
         for key in self._of_before.keys() - self.storages.keys():
             self._of_before[key].wait()

@@ -133,6 +133,19 @@ KEY_HEADS = (
             ["--parallel.cpu_offload=true", "--parallel.data_parallel=ddp"],
             "needs parallel.data_parallel = fsdp2, but it is ddp",
         ),
+        (
+            [
+                *("--model.layer_pattern=['linear','full']", "--precision.compute=bfloat16"),
+                *("--model.linear_attention.n_key_heads=2", "--model.linear_attention.n_value_heads=2"),
+                *("--model.linear_attention.key_head_dim=16", "--compile.enabled=true"),
+                "--parallel.cpu_offload=true",
+            ],
+            "cannot keep the float32 decays of linear attention whole, as compile.enabled = true needs",
+        ),
+        (
+            ["--parallel.pp=2", "--parallel.dp_shard=4", "--parallel.reshard_after_forward=2"],
+            "cannot be a number with pipeline parallelism; use auto, always or never",
+        ),
         (["--activation_checkpoint.mode=memory_budget"], "needs compile.enabled = true"),
         (
             [

@@ -169,6 +169,20 @@ def torch_plan(model, config) -> dict:
     }
 
 
+@pytest.mark.parametrize("variant", ["plain", "everything"])
+def test_attention_in_styles_of_pytorch(variant: str) -> None:
+    """A norm of queries or keys knows that its rank has only some heads."""
+    check(2, f'tp = 2\ntp_plan = "{__name__}:torch_attention"', variant)
+
+
+def torch_attention(model, config) -> dict:
+    stream = Shard(1) if config.parallel.sequence_parallel else Replicate()
+    return {
+        "layers.*.attention.w[qkv]": ColwiseParallel(input_layouts=stream),
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
+    }
+
+
 def forget_qk_norm() -> None:
     """Let each rank keep only its own heads' gradient of the shared QK norms."""
     from forge.parallel.step import model as built

@@ -216,6 +216,17 @@ def test_only_heads_with_logits_above_the_limit_are_scaled() -> None:
         torch.testing.assert_close(shard.data, expected.flatten(0, 1), rtol=0, atol=1e-15)
 
 
+def test_frozen_weights_are_not_scaled() -> None:
+    name = "layers.0.attention.wq.weight"
+    (shard, norm), _ = make({name: MATRICES[name]})
+    shard = replace(shard, rates=replace(shard.rates, scale=0.0))
+    optimizer = Muon([shard, norm], parse_toml_text(tiny_config() + MUON + "qk_clip = 50.0").optimizer)
+    optimizer.bound_logits({name: (torch.full((4,), 200.0).double(), torch.ones(MATRICES[name][0] // 4))})
+    before = shard.data.clone()
+    optimizer.step(0.1, GO)
+    assert torch.equal(shard.data, before)
+
+
 def test_neurons_are_divided_by_the_root_of_their_second_moment() -> None:
     name, shape = "layers.0.feed_forward.w1.weight", (12, 6)
     shards, optimizer = make({name: shape}, "second_moment = 'neuron'\nadjust_lr = 'original'\nns_steps = 3")

@@ -332,11 +332,12 @@ def replicated_parameters(
     """Return the parameters that stay whole on every rank.
 
     Router parameters are included if their storage and compute dtypes are equal. Decay parameters are always included,
-    because `Decay` casts them itself. The set is empty if nothing is sharded, or under cpu_offload.
+    because `Decay` casts them itself. If nothing is sharded, routers are not. The set is empty under cpu_offload.
     """
-    if layout.meshes.fsdp.size() == 1 or layout.parallel.cpu_offload:
+    if layout.parallel.cpu_offload:
         return set()
-    small = [module for module in model.modules() if isinstance(module, Router | Decay)]
+    kinds = Decay if layout.meshes.fsdp.size() == 1 else Router | Decay
+    small = [module for module in model.modules() if isinstance(module, kinds)]
     return {p for m in small for p in m.parameters() if isinstance(m, Decay) or dtypes[p] == p.dtype}
 
 

@@ -27,7 +27,7 @@ def sum_gradients(shards: Sequence[Shard], ranks: dist.ProcessGroup) -> None:
         if shard.grad is None:
             shard.parameter.grad = torch.zeros_like(shard.parameter)
     grads = [grad for shard in shards if (grad := shard.grad) is not None]
-    if not grads:
+    if not grads or dist.get_world_size(ranks) == 1:
         return
     exact = promoted(grads[0].dtype)
     flat = torch.cat([grad.reshape(-1).to(exact) for grad in grads])

@@ -27,7 +27,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Shard as Split
 
 from forge.model import FusedLoss, LatentAttention, Transformer
@@ -88,13 +88,20 @@ def _sees_a_part(model: nn.Module, name: str, plan: TensorPlan, pieces: bool) ->
     if leaf == "latent_norm":
         return True
     if leaf in ("wa_down", "wg_down"):
-        return plan.get(f"{parent}.{leaf.removesuffix('_down')}") == "colwise"
+        return _splits_rows(plan.get(f"{parent}.{leaf.removesuffix('_down')}"))
     if leaf == "latents":
-        return plan.get(f"{parent}.wkv_b") == "colwise"
+        return _splits_rows(plan.get(f"{parent}.wkv_b"))
     of_heads = {"q_norm": "wq", "k_norm": "wk", "out_norm": "wv"}
     if leaf in of_heads and not isinstance(model.get_submodule(parent), LatentAttention):
-        return plan.get(f"{parent}.{of_heads[leaf]}") == "colwise"
+        return _splits_rows(plan.get(f"{parent}.{of_heads[leaf]}"))
     return pieces
+
+
+def _splits_rows(style: str | ParallelStyle | None) -> bool:
+    """Return whether a projection of this style gives each rank a part of its outputs, e.g. of the heads."""
+    if isinstance(style, ColwiseParallel):
+        return style.output_layouts[0].is_shard()
+    return style == "colwise"
 
 
 def _loss(model: Transformer, plan: TensorPlan, layout: Layout) -> TensorLoss:

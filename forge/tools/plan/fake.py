@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -222,6 +223,16 @@ class FakeRank:
         return 1.0 if moe is None else visited_nodes(moe, self.degrees.ep_nodes) / moe.top_k
 
 
+@dataclass(frozen=True)
+class PlannedBuffer:
+    """A buffer of `nbytes` bytes that exists only in a plan."""
+
+    nbytes: int
+
+    def __getitem__(self, part: slice) -> PlannedBuffer:
+        return PlannedBuffer(part.stop)
+
+
 class PlannedHostMemory(HostMemory):
     """Host memory for plans. It allocates nothing: `bytes` sums the buffers' sizes, and `copy` counts copied bytes."""
 
@@ -232,12 +243,9 @@ class PlannedHostMemory(HostMemory):
         self._trace = trace
 
     def allocate(self, size: int) -> Any:
-        """Return a buffer for `size` bytes. Add its size to `bytes`.
-
-        PyTorch rounds the size of a pinned buffer up to a power of two (CachingHostAllocator.h).
-        """
-        self.bytes += 1 << (size - 1).bit_length()
-        return SimpleNamespace(nbytes=size)
+        """Return a buffer for `size` bytes. Add its size to `bytes`."""
+        self.bytes += size
+        return PlannedBuffer(size)
 
     def copy(self, pairs: Iterable[tuple[Any, Any]]) -> None:
         """Count the bytes of `pairs`."""

@@ -458,8 +458,15 @@ def test_without_sharding_buffers_replace_fsdp_with_the_same_gradients() -> None
         precise(storage="bfloat16", compute="bfloat16").replace('reduce = "float32"', 'reduce = "bfloat16"'),
         precise(compute="float32", micro=8).replace('reduce = "float32"', 'reduce = "float64"'),
         precise(compute="bfloat16", pins='float8 = "tensorwise"'),
+        precise(
+            compute="bfloat16",
+            parallel='reshard_after_forward = "always"',
+            model='layer_pattern = ["linear", "full"]\n[model.linear_attention]\nn_key_heads = 2\nn_value_heads = 2\n'
+            "key_head_dim = 8\nchunk_size = 16\n",
+            extra='[compile]\nenabled = true\nbackend = "aot_eager"',
+        ),
     ],
-    ids=["offload", "narrow gradients", "narrow sums", "wide sums", "float8"],
+    ids=["offload", "narrow gradients", "narrow sums", "wide sums", "float8", "compiled linear attention"],
 )
 def test_memory_saving_options_keep_fsdp_in_one_process(text: str) -> None:
     ((held, _),) = run_ranks(_engine, 1, text)

@@ -154,7 +154,7 @@ def test_a_large_text_unreadable_before_takes_its_place_among_the_others(tmp_pat
         return Bad(file.key, "bad disk") if file.key == "a.txt" else check_text(file)
 
     with monkeypatch.context() as patched:
-        patched.setattr("forge.tools.prepare.prepare.check_text", unreadable)
+        patched.setattr("forge.tools.prepare.chunks.check_text", unreadable)
         with pytest.raises(UserError, match="bad disk"):
             run("out")
     assert run("out") == run("fresh")
