@@ -5,6 +5,7 @@ step-00000100            complete if it has a manifest.json
 .pruned-step-00000100    being removed; safe to delete
 .damaged-step-00000100   found damaged and no longer used; kept for the user
 .aside-step-00000100     set aside because the run went back to an earlier step; kept for the user
+.mirrored-step-00000100.1    links to a checkpoint that is being copied to the mirror
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ def steps(root: Path, *, complete: bool = True) -> list[int]:
     """
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if step_of(path.name) is not None]
-    return sorted(int(path.name[5:]) for path in found if not complete or (path / MANIFEST).is_file())
+    found = ((step_of(path.name), path) for path in root.iterdir())
+    return sorted(
+        step for step, path in found if step is not None and (not complete or (path / MANIFEST).is_file())
+    )
 
 
 def find_checkpoint(path: Path) -> Path:

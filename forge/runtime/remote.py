@@ -267,10 +267,6 @@ class RemoteFile:
             key or hashlib.blake2b(repr((redact(url), self._version)).encode(), digest_size=16).hexdigest()
         )
 
-    @property
-    def blocks(self) -> int:
-        return -(-self.size // BLOCK_BYTES)
-
     def fetch(self, block: int) -> bytes:
         """Fetch a block from the store and verify it. Raises UserError for changed content."""
         begin = block * BLOCK_BYTES

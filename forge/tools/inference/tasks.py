@@ -98,6 +98,8 @@ class Scorer(TemplateLM):
     Contexts begin like documents (`begin_text`). A text longer than the model's context is truncated at its beginning.
     """
 
+    _shows_progress = True
+
     def __init__(self, opened: TrainedModel, batch_size: int = 8):
         super().__init__()
         if opened.tokenizer is None:
@@ -221,13 +223,15 @@ class Scorer(TemplateLM):
         return CachedScores(self._model)
 
     def _batches(self, done: str, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield batches of indices into `lengths`, the longest items first. Print a progress line."""
+        """Yield batches of indices into `lengths`, the longest items first."""
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        line = ProgressLine(done, len(order), "requests", 1.0)
+        line = ProgressLine(done, len(order), "requests", 1.0) if self._shows_progress else None
         for begin in range(0, len(order), self._batch_size):
             yield order[begin : begin + self._batch_size]
-            line.update(min(begin + self._batch_size, len(order)))
-        line.close()
+            if line is not None:
+                line.update(min(begin + self._batch_size, len(order)))
+        if line is not None:
+            line.close()
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
@@ -249,6 +253,8 @@ class LoopScorer(Scorer):
 
     model_logits: maps tokens, int64 `[batch, seq]`, to logits `[batch, seq, vocab]` on every rank. Collective.
     """
+
+    _shows_progress = False  # all ranks of a run would print it, over the run's own lines
 
     def __init__(
         self,

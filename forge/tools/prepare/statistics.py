@@ -8,8 +8,10 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from pydantic import ValidationError
 
 from forge.data.format import START_DTYPE, TokenDataset
+from forge.data.packing import PlanIndex
 from forge.data.permutation import Permutation, key_of
 from forge.data.tokenizer import Tokenizer
 from forge.runtime.remote import join
@@ -94,11 +96,14 @@ def histogram(lengths: np.ndarray) -> str:
 def _plans(folder: Path) -> list[tuple[str, str]]:
     found = []
     for path in sorted(folder.glob("packing-*.json")):
-        plan = json.loads(path.read_text())
-        room = plan["tokens"] + plan["padded"]
-        counts = f"{plan['sequences']:,} sequences, {plan['cut_documents']:,} documents cut"
-        padding = f"{plan['padded'] / room:.2%} padding"
-        found.append((f"packing {plan['kind']}, {plan['seq_len']}", f"{counts}, {padding}"))
+        try:
+            plan = PlanIndex.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            found.append((path.name, "cannot be read"))
+            continue
+        counts = f"{plan.sequences:,} sequences, {plan.cut_documents:,} documents cut"
+        padding = f"{plan.padded / (plan.tokens + plan.padded):.2%} padding"
+        found.append((f"packing {plan.kind}, {plan.seq_len}", f"{counts}, {padding}"))
     return found
 
 
